@@ -1,0 +1,339 @@
+"""detect_format and to_trl: every format in, TRL's columns out, and what each bad row says."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unsloth_pack.data import DataFormat, detect_format, load_rows, to_trl
+from unsloth_pack.errors import InputError
+
+USER = {"role": "user", "content": "hello"}
+REPLY = {"role": "assistant", "content": "hi"}
+SYSTEM = {"role": "system", "content": "be kind"}
+TOOL = {"role": "tool", "content": "{}"}
+SCHEMA = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"x": {}}}}
+WRAPPED = {"type": "function", "function": SCHEMA}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    datasets.disable_progress_bars()
+
+
+def from_json(rows):
+    """Rows as a user's json file gives them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        path.write_text(json.dumps(rows), encoding="utf-8")
+        return load_rows(str(path))
+
+
+def convert(rows, chat_template=True):
+    return to_trl(from_json(rows), chat_template=chat_template).to_list()
+
+
+def error_of(rows, chat_template=True):
+    with pytest.raises(InputError) as caught:
+        to_trl(from_json(rows), chat_template=chat_template)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- detection
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [USER, REPLY], "text": "x", "prompt": "p", "completion": "c"}, DataFormat.MESSAGES),
+        ({"conversations": [], "instruction": "i", "output": "o"}, DataFormat.SHAREGPT),
+        ({"instruction": "i", "output": "o", "text": "x", "prompt": "p", "response": "r"}, DataFormat.ALPACA),
+        ({"prompt": "p", "completion": "c", "text": "x"}, DataFormat.PROMPT_COMPLETION),
+        ({"prompt": "p", "response": "r"}, DataFormat.PROMPT_COMPLETION),
+        ({"text": "x", "instruction": "i", "url": "u"}, DataFormat.TEXT),
+        ({"messages": "a string", "text": "x"}, DataFormat.TEXT),
+        ({"messages": None, "text": "x"}, DataFormat.MESSAGES),
+    ],
+)
+def test_the_most_structured_format_wins(row, expected):
+    assert detect_format(list(row), [row]) is expected
+
+
+@pytest.mark.parametrize("row", [{"question": "q", "answer": 3}, {"prompt": "p"}, {"messages": "m"}])
+def test_unknown_columns_are_named_with_those_that_would_do(row):
+    message = error_of([row])
+    for name, value in row.items():
+        assert f"{name} ({type(value).__name__})" in message
+    assert "rename them to messages (list of {role, content}), conversations" in message
+    assert "instruction + output (and input), prompt + completion (or response), or text" in message
+
+
+# ---- conversion
+
+
+def test_alpaca_with_chat_template():
+    rows = [
+        {"instruction": "add", "input": "1 1", "output": "2", "system": "be kind", "id": 1},
+        {"instruction": "greet", "input": None, "output": "hi", "system": "", "id": 2},
+        {"instruction": "", "input": "greet", "output": "hi", "id": 3},
+    ]
+    assert convert(rows) == [
+        {
+            "prompt": [SYSTEM, {"role": "user", "content": "add\n1 1"}],
+            "completion": [REPLY | {"content": "2"}],
+        },
+        {"prompt": [{"role": "user", "content": "greet"}], "completion": [REPLY]},
+        {"prompt": [{"role": "user", "content": "greet"}], "completion": [REPLY]},
+    ]
+
+
+def test_alpaca_without_chat_template():
+    rows = [
+        {"instruction": "add {x}", "input": "1 1", "output": "2"},
+        {"instruction": "greet", "output": "hi"},
+    ]
+    first, second = convert(rows, chat_template=False)
+    assert first["prompt"].startswith("Below is an instruction that describes a task, paired with an input")
+    assert first["prompt"].endswith("### Instruction:\nadd {x}\n\n### Input:\n1 1\n\n### Response:\n")
+    assert second["prompt"].startswith("Below is an instruction that describes a task. Write a response that")
+    assert second["prompt"].endswith("### Instruction:\ngreet\n\n### Response:\n")
+    assert (first["completion"], second["completion"]) == ("2", "hi")
+
+
+def test_sharegpt_with_tool_calls():
+    turns = [("human", "hello"), ("function_call", '{"name": "f"}'), ("observation", "{}"), ("gpt", "hi")]
+    conversation = [{"from": role, "value": value} for role, value in turns]
+    rows = [
+        {"conversations": conversation, "tools": json.dumps([SCHEMA]), "system": "be kind"},
+        {"conversations": conversation[:1] + conversation[3:], "tools": "[]", "system": None},
+        {"conversations": conversation[:1] + conversation[3:], "tools": "", "system": " "},
+    ]
+    first, *others = convert(rows)
+    call = {"role": "assistant", "content": '{"name": "f"}'}
+    assert first["messages"] == [SYSTEM, USER, call, TOOL, REPLY]
+    assert json.loads(first["tools"]) == [WRAPPED]
+    assert others == [{"messages": [USER, REPLY], "tools": None}] * 2
+
+
+def test_conversations_may_hold_roles_and_messages_may_hold_from():
+    assert convert([{"conversations": [USER, REPLY]}]) == [{"messages": [USER, REPLY]}]
+    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi", "weight": 1}]
+    assert convert([{"messages": turns}]) == [{"messages": [USER, REPLY]}]
+
+
+def test_messages_keep_tool_calls_exactly():
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": {"t": 0.6, "unit": None}}},
+        {"type": "function", "function": {"name": "g", "arguments": {"lat": [157.830435654872]}}},
+    ]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    rows = [
+        {"messages": [SYSTEM, USER, {**call, "content": None}, TOOL, TOOL, REPLY], "tools": [WRAPPED]},
+        {"messages": [USER, REPLY], "tools": None},
+    ]
+    converted = to_trl(from_json(rows), chat_template=True)
+    assert [converted[0]["messages"], converted[1]["messages"]] == [
+        [SYSTEM, USER, call, TOOL, TOOL, REPLY],
+        [USER, REPLY],
+    ]
+    assert json.loads(converted[0]["tools"]) == [WRAPPED]
+    assert converted[1]["tools"] is None
+
+
+def test_filler_nulls_of_parquet_structs_are_dropped():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"a": 1}}}]}
+    other = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"b": 1}}}]}
+    filled = datasets.Dataset.from_list([{"messages": [USER, call]}, {"messages": [USER, other]}])
+    assert filled[0]["messages"] != [USER, call]
+    converted = to_trl(filled, chat_template=True)
+    assert [row["messages"] for row in converted] == [[USER, call], [USER, other]]
+
+
+def test_prompt_completion_and_text_stay():
+    strings = [{"prompt": "", "completion": "c"}, {"prompt": "p", "completion": "d"}]
+    assert convert(strings) == convert(strings, chat_template=False) == strings
+    assert convert([{"prompt": "p", "response": "c", "id": 1}]) == [{"prompt": "p", "completion": "c"}]
+    lists = [{"prompt": [SYSTEM, USER], "completion": [REPLY]}]
+    assert convert(lists) == lists
+    assert convert([{"text": "a", "url": "u"}], chat_template=False) == [{"text": "a"}]
+
+
+def test_shuffled_views_convert_what_they_show():
+    rows = from_json([{"prompt": str(i), "completion": str(i)} for i in range(3000)]).select([2999, 0, 1500])
+    assert to_trl(rows, chat_template=True)["prompt"][:] == ["2999", "0", "1500"]
+
+
+unicode_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+unicode_reply = unicode_text.filter(str.strip)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(unicode_reply, unicode_reply), min_size=1, max_size=4))
+def test_alpaca_survives_any_unicode(pairs):
+    rows = [{"instruction": question, "output": answer} for question, answer in pairs]
+    assert [(row["prompt"][0]["content"], row["completion"][0]["content"]) for row in convert(rows)] == pairs
+    assert [row["completion"] for row in convert(rows, chat_template=False)] == [pair[1] for pair in pairs]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(unicode_text, unicode_reply), min_size=1, max_size=3), min_size=1, max_size=3)
+)
+def test_sharegpt_survives_any_unicode(conversations):
+    def turns(pairs, user, assistant, role, content):
+        return [
+            {role: who, content: text}
+            for pair in pairs
+            for who, text in zip((user, assistant), pair, strict=True)
+        ]
+
+    rows = [{"conversations": turns(pairs, "human", "gpt", "from", "value")} for pairs in conversations]
+    expected = [{"messages": turns(pairs, "user", "assistant", "role", "content")} for pairs in conversations]
+    assert convert(rows) == expected
+
+
+# ---- bad rows
+
+GOOD = {
+    "alpaca": {"instruction": "i", "input": "", "output": "o"},
+    "pair": {"prompt": "p", "completion": "c"},
+    "response": {"prompt": "p", "response": "c"},
+    "text": {"text": "t"},
+    "chat": {"messages": [USER, REPLY]},
+    "share": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "lists": {"prompt": [USER], "completion": [REPLY]},
+    "tools": {"messages": [USER, REPLY], "tools": "[]"},
+    "history": {"instruction": "i", "output": "o", "history": []},
+}
+
+
+def reply(content):
+    return {"role": "assistant", "content": content}
+
+
+STRINGS = [
+    ("alpaca", "output", "", "expected some text, got ''; fill it in or remove the row"),
+    ("alpaca", "output", " \n", "expected some text, got ' \\n'"),
+    ("alpaca", "output", None, "expected a string, got None; write it as one or remove the row"),
+    ("alpaca", "output", 5, "expected a string, got 5"),
+    ("alpaca", "output", ["x"], "expected a string, got ['x']"),
+    ("alpaca", "instruction", " ", "expected some text, got ' '"),
+    ("alpaca", "input", 3, "expected a string, got 3"),
+    ("history", "history", [["q", "a"]], "earlier turns, got [['q', 'a']]; write the row as conversations"),
+    ("pair", "completion", None, "expected a string, got None"),
+    ("pair", "completion", "", "expected some text, got ''"),
+    ("pair", "prompt", None, "expected a string, got None"),
+    ("pair", "prompt", [USER], "expected a string, got [{"),
+    ("response", "response", "", "expected some text, got ''"),
+    ("text", "text", None, "expected a string, got None"),
+    ("text", "text", "", "expected some text, got ''"),
+    ("text", "text", {"a": 1}, "expected a string, got {'a': 1}"),
+]
+TURNS = [
+    (None, "expected a list of turns, got None; write it as one or remove the row"),
+    ("hi", "expected a list of turns, got 'hi'"),
+    ([], "expected at least one turn, got []; add the turns or remove the row"),
+    ([USER], "no assistant turn, got ['user']; add the response or remove the row"),
+    (["hi"], "turn 0 has no role, got 'hi'; write turns as {role, content} or {from, value}"),
+    ([USER, {"content": "x"}], "turn 1 has no role, got {'content': 'x'}"),
+    (
+        [USER, {"role": "bot", "content": "x"}],
+        "turn 1 has an unknown role, got 'bot'; use one of system, user",
+    ),
+    ([{"role": ["user"], "content": "x"}], "turn 0 has an unknown role, got ['user']"),
+    ([USER, reply(None)], "turn 1 (assistant) needs a string as 'content', got None"),
+    ([USER, reply([{"type": "image"}])], "got [{'type': 'image'}]; write its text as one string"),
+    ([USER, reply(" ")], "turn 1 (assistant) is an empty response, got ' '; fill in the response"),
+    ([USER, USER, REPLY], "two user turns in a row, got ['user', 'user', 'assistant']; merge them"),
+    ([USER, REPLY, REPLY], "two assistant turns in a row"),
+    (
+        [USER, SYSTEM, REPLY],
+        "a system turn that is not the first, got ['user', 'system', 'assistant']; keep one",
+    ),
+    ([SYSTEM, SYSTEM, USER, REPLY], "a system turn that is not the first"),
+    (
+        [USER, TOOL, REPLY],
+        "a tool turn that answers no assistant turn, got ['user', 'tool', 'assistant']; add",
+    ),
+    ([TOOL, REPLY], "a tool turn that answers no assistant turn"),
+    ([{"from": "human", "value": "q"}], "no assistant turn, got ['user']"),
+    ([{"from": "gpt", "value": ""}], "turn 0 (gpt) is an empty response, got ''"),
+    ([{"from": "gpt", "value": 4}], "turn 0 (gpt) needs a string as 'value', got 4"),
+    ([{"from": "human"}], "turn 0 (human) needs a string as 'value', got None"),
+    (
+        [{"from": "bing", "value": "a"}],
+        "turn 0 has an unknown role, got 'bing'; use one of system, user, human",
+    ),
+]
+LISTS = [
+    ("lists", "prompt", [], "expected at least one turn, got []"),
+    ("lists", "completion", [], "expected at least one turn, got []"),
+    ("lists", "completion", "c", "expected a list of turns, got 'c'"),
+    ("lists", "completion", [TOOL], "a tool turn that answers no assistant turn, got ['user', 'tool']"),
+    ("tools", "tools", "[{", "not valid JSON, got '[{'; correct it or remove the row"),
+    (
+        "tools",
+        "tools",
+        '{"name": "f"}',
+        "expected a list of objects, got {'name': 'f'}; write one JSON object",
+    ),
+    ("tools", "tools", ["f"], "expected a list of objects, got ['f']"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "value", "message"),
+    [
+        *STRINGS,
+        *(("chat", "messages", *case) for case in TURNS),
+        *(("share", "conversations", *case) for case in TURNS),
+        *LISTS,
+    ],
+)
+def test_bad_row(kind, column, value, message):
+    error = error_of([GOOD[kind], GOOD[kind], GOOD[kind] | {column: value}, GOOD[kind]])
+    assert error.startswith(f"row 2, column {column!r}: ")
+    assert message in error
+
+
+def test_completion_without_an_answer():
+    message = error_of([{"prompt": [USER, REPLY], "completion": [USER]}])
+    assert message.startswith("row 0, column 'completion': no assistant turn, got ['user']")
+    message = error_of([{"prompt": [USER, REPLY], "completion": [REPLY]}])
+    assert message.startswith("row 0, column 'completion': two assistant turns in a row")
+
+
+def test_long_values_are_shortened_and_rows_past_the_first_batch_are_numbered():
+    row = {"prompt": "p", "completion": "c"}
+    message = error_of([row] * 2345 + [{"prompt": "p", "completion": ["x" * 10_000]}])
+    assert message.startswith("row 2345, column 'completion'")
+    assert len(message) < 200
+
+
+def test_two_system_prompts():
+    message = error_of([{"messages": [SYSTEM, USER, REPLY], "system": "be brief"}])
+    assert "row 0, column 'messages': a system turn that is not the first" in message
+
+
+def test_numbers_in_typed_columns():
+    numbers = datasets.Dataset.from_dict({"instruction": ["1+1"], "output": [2]})
+    with pytest.raises(InputError, match="row 0, column 'output': expected a string, got 2"):
+        to_trl(numbers, chat_template=True)
+
+
+@pytest.mark.parametrize("kind", ["chat", "share", "lists"])
+def test_conversations_need_a_chat_template(kind):
+    message = error_of([GOOD[kind]], chat_template=False)
+    assert f"column {next(iter(GOOD[kind]))!r} holds conversations" in message
+    assert "the tokenizer has no chat template; use an instruct model, or set" in message
+
+
+def test_zero_rows():
+    with pytest.raises(InputError, match="the dataset has 0 rows; give one with at least one"):
+        to_trl(datasets.Dataset.from_list([GOOD["text"]]).select([]), chat_template=True)

@@ -1,0 +1,283 @@
+"""load_rows: every way in, and what each broken input says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from unsloth_pack.data import load_rows
+from unsloth_pack.data.sources import _DEMO
+from unsloth_pack.errors import InputError
+
+ROWS = [
+    {"instruction": "Add 1 and 1.", "input": "", "output": "2"},
+    {"instruction": "Say it in French.", "input": 'yes, "sir"\nyes', "output": "oui,\u2028monsieur é😀"},
+]
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_csv(path, rows):
+    datasets.Dataset.from_list(rows).to_csv(path)
+    return str(path)
+
+
+def write_parquet(path, rows):
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    datasets.disable_progress_bars()
+
+
+def error_of(dataset, split="train"):
+    with pytest.raises(InputError) as caught:
+        load_rows(str(dataset), split)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- what loads
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", json.dumps(ROWS, indent=2)),
+        ("a.JSON", json.dumps(ROWS)),
+        ("a.json", jsonl(ROWS)),
+        ("a.json", json.dumps({"version": "1", "data": ROWS})),
+        ("a.json", json.dumps({"data": ROWS}, indent=1)),
+        ("a.jsonl", jsonl(ROWS)),
+        ("a.jsonl", "\n" + jsonl(ROWS).replace("\n", "\r\n\r\n")),
+        ("a.jsonl", b"\xef\xbb\xbf" + jsonl(ROWS).encode()),
+        ("a.jsonl", json.dumps(ROWS)),
+    ],
+)
+def test_json_variants_hold_the_same_rows(tmp_path, name, content):
+    assert load_rows(write(tmp_path / name, content)).to_list() == ROWS
+
+
+def test_csv_and_parquet_hold_the_same_rows(tmp_path):
+    assert load_rows(write_csv(tmp_path / "a.csv", ROWS)).to_list() == ROWS
+    assert load_rows(write_parquet(tmp_path / "a.parquet", ROWS)).to_list() == ROWS
+
+
+def test_strings_stay_strings(tmp_path):
+    rows = [{"text": "007"}, {"text": "2020-01-01"}, {"text": "null"}, {"text": ""}, {"text": "1.0"}]
+    assert load_rows(write(tmp_path / "a.jsonl", jsonl(rows))).to_list() == rows
+    csv_rows = load_rows(write(tmp_path / "a.csv", "text,n\n007,1\n2020-01-01,\nnull,3\n"))
+    assert csv_rows["text"][:] == ["007", "2020-01-01", "null"]
+    assert csv_rows["n"][:] == ["1", "", "3"]
+
+
+def test_ragged_objects_come_back_exactly(tmp_path):
+    arguments = [{"t": 0.6, "lat": 157.830435654872}, {"unit": None}, {"deep": [1, "1", {"x": 1e-12}]}, 12345]
+    rows = [{"arguments": value} for value in arguments]
+    path = write(tmp_path / "a.jsonl", jsonl(rows))
+    assert [row["arguments"] for row in load_rows(path)] == arguments
+    assert load_rows(path)["arguments"][:] == arguments
+
+
+def test_one_row_of_a_known_format_is_not_unwrapped(tmp_path):
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert load_rows(write(tmp_path / "a.json", json.dumps(row, indent=1))).to_list() == [row]
+    assert load_rows(write(tmp_path / "a.jsonl", jsonl([row]))).to_list() == [row]
+
+
+def test_long_csv_cells(tmp_path):
+    assert len(load_rows(write(tmp_path / "a.csv", "text\n" + "x" * 200_000 + "\n"))["text"][0]) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        ("one\ntwo\nthree\n", ["one", "two", "three"]),
+        ("one\nstill one\n\ntwo\n \n\n  three\n", ["one\nstill one", "two", "  three"]),
+        ("\n\none\ntwo\n\n", ["one", "two"]),
+        ("one\r\nstill one\r\n\r\ntwo", ["one\nstill one", "two"]),
+    ],
+)
+def test_txt_documents(tmp_path, content, documents):
+    assert load_rows(write(tmp_path / "a.txt", content))["text"][:] == documents
+
+
+def test_folder_joins_files_in_name_order_and_keeps_splits_apart(tmp_path):
+    write(tmp_path / "b.jsonl", jsonl([{"text": "b"}]))
+    write(tmp_path / "a.json", json.dumps([{"text": "a"}]))
+    write(tmp_path / "deep" / "my-test.jsonl", jsonl([{"text": "t"}]))
+    write(tmp_path / "valid_1.jsonl", jsonl([{"text": "v"}]))
+    write(tmp_path / "contest.jsonl", jsonl([{"text": "contest"}]))
+    write(tmp_path / ".hidden" / "c.csv", "text\nhidden\n")
+    write(tmp_path / "README.md", "about")
+    assert load_rows(str(tmp_path))["text"][:] == ["a", "b", "contest"]
+    assert load_rows(str(tmp_path), "test")["text"][:] == ["t"]
+    assert load_rows(str(tmp_path), "validation")["text"][:] == ["v"]
+    message = error_of(tmp_path, "dev")
+    assert "no split 'dev'" in message
+    assert "choose one of test, train, validation" in message
+
+
+def test_parquet_shards(tmp_path):
+    write_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])
+    write_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[1:])
+    assert load_rows(str(tmp_path)).to_list() == ROWS
+
+
+def test_saved_datasets(tmp_path):
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=saved, test=saved.select([0])).save_to_disk(tmp_path / "two")
+    assert load_rows(str(tmp_path / "one")).to_list() == ROWS
+    assert load_rows(str(tmp_path / "two")).to_list() == ROWS
+    assert load_rows(str(tmp_path / "two"), "test").to_list() == ROWS[:1]
+    assert "no split 'dev'; choose one of test, train" in error_of(tmp_path / "two", "dev")
+    (tmp_path / "one" / "dataset_info.json").write_text("{")
+    assert "not a complete saved dataset" in error_of(tmp_path / "one")
+
+
+@pytest.mark.skipif(not (_DEMO / "train.jsonl").exists(), reason="the demo data is not built")
+def test_demo():
+    assert {"instruction", "output"} <= set(load_rows("demo").column_names)
+
+
+def test_hub_names_go_to_the_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name in ("squad", "tatsu-lab/alpaca", "teknium/OpenHermes-2.5"):
+        assert load_rows(name, "train[:1%]").to_list() == ROWS
+    assert asked == [(n, "train[:1%]") for n in ("squad", "tatsu-lab/alpaca", "teknium/OpenHermes-2.5")]
+
+
+# ---- what does not, and what it says
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["missing.jsonl", "data/missing.csv", "./missing", "/no/such/folder", "a/b/c", "~/gone.txt", "x.yaml"],
+)
+def test_missing_path(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = error_of(name)
+    assert message.startswith(f"{name}: file not found; check the path")
+
+
+def test_hub_failure(monkeypatch):
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the Hub\n(offline)")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    message = error_of("tatsu-lab/alpaca")
+    assert "tatsu-lab/alpaca: no such file or folder" in message
+    assert "Couldn't reach the Hub (offline)" in message
+    assert "check the name and the network" in message
+
+
+NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("a.jsonl", "", ["the file is empty", "at least one row"]),
+        ("a.txt", " \n\n ", ["the file is empty"]),
+        ("a.json", "[]", ["0 rows", "at least one"]),
+        ("a.json", "[{}]", ["0 rows"]),
+        ("a.csv", "instruction,output\n", ["0 rows"]),
+        ("a.jsonl", NOT_JSON, ["a.jsonl line 2, column 13", "not valid JSON", "correct or remove it"]),
+        ("a.json", NOT_JSON, ["a.json line 2, column 13", "not valid JSON"]),
+        ("a.jsonl", '{"text" "b"}\n', ["a.jsonl line 1, column 9", '{"text" "b"}']),
+        ("a.json", '[{"text": "a"},\n {"text": "b"', ["a.json line 2", "not valid JSON"]),
+        ("a.jsonl", '{"text": NaN}\n', ["line 1", "NaN is no JSON number"]),
+        ("a.json", "[" * 100_000, ["line 1", "not valid JSON"]),
+        ("a.jsonl", '{"text": "a"}\n["b"]\n', ["line 2", "expected an object, got ['b']", "{...} a line"]),
+        ("a.json", '["a", "b"]', ["expected a list of objects, got 'a' as item 0", "write [{...}, ...]"]),
+        ("a.json", '[{"text": "a"}, 3]', ["got 3 as item 1"]),
+        ("a.json", '"text"', ["expected a list of objects, got 'text'"]),
+        ("a.json", '{"a": 1, "b": []}', ["0 keys out of ['a', 'b']", "an object with one such list"]),
+        ("a.json", '{"train": [{"x": 1}], "test": [{"x": 1}]}', ["2 keys out of ['train', 'test']"]),
+        (
+            "a.jsonl",
+            '{"a": "ok"}\n{"a": "\\ud83d"}',
+            ["row 1, column 'a'", "surrogate", "'\\ud83d'", "remove it"],
+        ),
+        ("a.jsonl", '{"a\\ud83d": "ok"}', ["row 0", "surrogate"]),
+        ("a.csv", "a,b\n1,2\n\n1,2,3\n", ["a.csv line 4", "3 cells under 2 columns", "'3'", "quote cells"]),
+        ("a.csv", "a,b\n1\n", ["a.csv line 2", "1 cells under 2 columns"]),
+        ("a.csv", "\na,a\n1,2\n", ["a.csv line 2", "a column is repeated in ['a', 'a']", "rename"]),
+        ("a.csv", 'a,b\n1,"2\n3,4\n', ["a.csv line 3", "not valid CSV", "check its quotes"]),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "caf\xe9"}\n',
+            ["line 2", "byte 0xe9 at offset 27", "save the file as UTF-8"],
+        ),
+        ("a.csv", "a,b\n1,2\n".encode("utf-16"), ["line 1", "byte 0xff at offset 0 is not UTF-8"]),
+        ("a.parquet", b"", ["not a complete parquet file", "download or write it again"]),
+        ("a.parquet", b"PAR1 and then nothing", ["not a complete parquet file"]),
+        ("a.xlsx", "text\n", ["unknown suffix '.xlsx'", ".json, .jsonl, .csv, .parquet, .txt"]),
+    ],
+)
+def test_broken_file(tmp_path, name, content, parts):
+    message = error_of(write(tmp_path / name, content))
+    for part in (name, *parts):
+        assert part in message
+
+
+def test_truncated_parquet(tmp_path):
+    path = Path(write_parquet(tmp_path / "a.parquet", ROWS))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "a.parquet: not a complete parquet file" in error_of(path)
+
+
+def test_parquet_without_rows(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ROWS)
+    load_rows(str(tmp_path / "a.parquet")).select([]).to_parquet(tmp_path / "b.parquet")
+    assert "b.parquet: 0 rows" in error_of(tmp_path / "b.parquet")
+
+
+def test_unreadable_folders(tmp_path):
+    assert "no .json, .jsonl, .csv, .parquet, .txt file in this folder" in error_of(tmp_path)
+    write(tmp_path / "mixed" / "a.jsonl", jsonl(ROWS))
+    write(tmp_path / "mixed" / "b.csv", "a,b\n1,2\n")
+    message = error_of(tmp_path / "mixed")
+    assert "files of several formats (a.jsonl, b.csv); keep one format a folder" in message
+    write(tmp_path / "columns" / "a.jsonl", jsonl(ROWS))
+    write(tmp_path / "columns" / "b.jsonl", jsonl([{"text": "b"}]))
+    message = error_of(tmp_path / "columns")
+    assert "b.jsonl: columns text where a.jsonl has instruction, input, output; keep files" in message
+    write(tmp_path / "empty" / "a.jsonl", jsonl(ROWS))
+    write(tmp_path / "empty" / "b.json", "[]")
+    assert "b.json: 0 rows" in error_of(tmp_path / "empty")
+
+
+def test_blank_name():
+    assert "dataset is ''; give a file" in error_of("")
+
+
+def test_import_is_cheap():
+    heavy = "{'torch', 'transformers', 'datasets', 'pyarrow', 'pandas'}"
+    code = f"import sys, unsloth_pack.data; assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_text_in_place_of_a_name():
+    assert "file not found" in error_of("Once upon a time. " * 1000)

@@ -1,0 +1,179 @@
+"""`tokenize` gives what TRL's SFTTrainer would, token for token and label for label."""
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from unsloth_pack.data import to_trl
+from unsloth_pack.data.exact import to_dataset
+from unsloth_pack.data.tokenize import IGNORED, tokenize
+from unsloth_pack.errors import InputError
+
+TEMPLATE = (
+    "{% if tools %}[tools]{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+STRICT = "{% if messages | length > 2 %}{{ raise_exception('too many turns') }}{% endif %}" + TEMPLATE
+RERENDERING = TEMPLATE.replace("[assistant]{% endif", "[assistant]<think>{% endif")
+
+
+@pytest.fixture
+def tokenizer():
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(letters)} | {"<eos>": 256, "<pad>": 257, "<s>": 258}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 258)])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>", bos_token="<s>"
+    )
+    made.chat_template = TEMPLATE
+    datasets.disable_progress_bars()
+    return made
+
+
+def by_trl(data, tokenizer, tmp_path, max_length, responses_only):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    args = SFTConfig(
+        str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        max_length=max_length,
+        assistant_only_loss=responses_only,
+        dataloader_pin_memory=False,
+    )
+    return SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train_dataset
+
+
+ALPACA = [
+    {"instruction": "greet é", "input": "", "output": "hi"},
+    {"instruction": "add", "input": "1 1", "output": "2"},
+    {"instruction": "long " * 20, "input": "", "output": "cut off"},
+]
+TURNS = [("user", "q"), ("assistant", "call"), ("tool", "seen"), ("assistant", "a")]
+MESSAGES = [
+    {"messages": [{"role": who, "content": text} for who, text in TURNS], "tools": '[{"name": "f"}]'},
+    {"messages": [{"role": who, "content": text} for who, text in TURNS[:2]], "tools": "[]"},
+    {
+        "messages": [{"role": who, "content": text} for who, text in TURNS[2:][::-1]],
+        "tools": '[{"name": "f"}]',
+    },
+]
+MESSAGES[2]["messages"][0]["role"], MESSAGES[2]["messages"][1]["role"] = "user", "assistant"
+CHAT_PAIRS = [
+    {
+        "prompt": [{"role": "user", "content": "q"}],
+        "completion": [{"role": who, "content": text} for who, text in TURNS[1:]],
+    },
+    {"prompt": [{"role": "user", "content": "r"}], "completion": [{"role": "assistant", "content": "b"}]},
+]
+STRING_PAIRS = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "alone<eos>"}]
+TEXT = [{"text": "one\ntwo"}, {"text": "ended<eos>"}, {"text": "x" * 70}]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, RERENDERING])
+@pytest.mark.parametrize(
+    ("rows", "responses_only"),
+    [
+        (ALPACA, False),
+        (ALPACA, True),
+        (MESSAGES, False),
+        (MESSAGES, True),
+        (CHAT_PAIRS, False),
+        (CHAT_PAIRS, True),
+        (STRING_PAIRS, False),
+        (TEXT, False),
+    ],
+)
+def test_equals_trl(rows, responses_only, template, tokenizer, tmp_path):
+    tokenizer.chat_template = template
+    data = to_trl(to_dataset(rows), chat_template=True)
+    ours, ledger = tokenize(data, tokenizer, max_length=60, train_on_responses_only=responses_only)
+    theirs = by_trl(data, tokenizer, tmp_path, 60, responses_only)
+    assert ours.column_names == ["input_ids", "labels"]
+    assert ours["input_ids"][:] == theirs["input_ids"][:]
+    assert ours["labels"][:] == theirs["labels"][:]
+    assert len(ours) == ledger.rows_read - ledger.rows_dropped
+    assert ledger.rows_read == len(rows)
+
+
+def test_ledger_accounts_for_every_token(tokenizer):
+    data = to_trl(to_dataset(ALPACA), chat_template=True)
+    whole, before = tokenize(data, tokenizer, max_length=10_000)
+    cut, ledger = tokenize(data, tokenizer, max_length=30)
+    assert before.tokens_read == sum(map(len, whole["input_ids"]))
+    assert (before.tokens_truncated, before.rows_dropped) == (0, 0)
+    assert ledger.tokens_read == before.tokens_read
+    assert ledger.tokens_read == (
+        ledger.tokens_truncated + ledger.tokens_dropped + ledger.tokens_masked + ledger.tokens_counted
+    )
+    assert ledger.rows_dropped == 1  # the long prompt fills the row
+    assert ledger.tokens_dropped == 30
+    assert ledger.rows_truncated == sum(len(ids) > 30 for ids in whole["input_ids"])
+    assert ledger.tokens_counted == sum(len(row) - row.count(IGNORED) for row in cut["labels"])
+    assert ledger.tokens_masked == sum(map(len, cut["labels"])) - ledger.tokens_counted
+
+
+def test_the_first_token_of_plain_text_never_counts(tokenizer):
+    _, ledger = tokenize(to_dataset([{"text": "abc"}, {"text": "de"}]), tokenizer, max_length=64)
+    assert (ledger.tokens_read, ledger.tokens_counted, ledger.tokens_masked) == (9, 7, 2)
+
+
+def test_a_prompt_that_the_template_renders_otherwise_is_counted(tokenizer):
+    data = to_trl(to_dataset(ALPACA), chat_template=True)
+    assert tokenize(data, tokenizer, max_length=999)[1].prompts_rerendered == 0
+    tokenizer.chat_template = RERENDERING
+    assert tokenize(data, tokenizer, max_length=999)[1].prompts_rerendered == 3
+
+
+def test_a_template_in_place_of_the_tokenizers_own(tokenizer):
+    tokenizer.chat_template = UNMARKED
+    data = to_trl(to_dataset(MESSAGES), chat_template=True)
+    rows, _ = tokenize(data, tokenizer, max_length=999, train_on_responses_only=True, chat_template=TEMPLATE)
+    answers = [tokenizer.decode([t for t in labels if t != IGNORED]) for labels in rows["labels"]]
+    assert answers == ["call<eos>a<eos>", "call<eos>", "seen<eos>"]
+
+
+def test_one_answer_after_a_prompt_needs_no_marks(tokenizer):
+    tokenizer.chat_template = UNMARKED
+    data = to_trl(to_dataset(ALPACA), chat_template=True)
+    with_flag, _ = tokenize(data, tokenizer, max_length=99, train_on_responses_only=True)
+    without, _ = tokenize(data, tokenizer, max_length=99)
+    assert with_flag["labels"][:] == without["labels"][:]
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "responses_only", "complaint"),
+    [
+        (TEXT, TEMPLATE, True, "plain text; give conversations"),
+        (MESSAGES, UNMARKED, True, r"does not mark assistant turns with \{% generation %\}; mark them"),
+        (CHAT_PAIRS, UNMARKED, True, "does not mark assistant turns"),
+        (MESSAGES[1:] + MESSAGES[:1], STRICT, False, r"row 2: .*too many turns.*; correct or remove"),
+        ([{"text": "a"}], TEMPLATE, False, "none of the 3 tokens in 1 rows .* max_seq_length 1.* larger"),
+    ],
+)
+def test_refuses(rows, template, responses_only, complaint, tokenizer):
+    tokenizer.chat_template = template
+    data = to_trl(to_dataset(rows), chat_template=True)
+    with pytest.raises(InputError, match=complaint):
+        tokenize(
+            data,
+            tokenizer,
+            max_length=1 if "max_seq" in complaint else 60,
+            train_on_responses_only=responses_only,
+        )
+
+
+def test_text_needs_an_end(tokenizer):
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="no eos_token"):
+        tokenize(to_dataset(TEXT), tokenizer, max_length=60)

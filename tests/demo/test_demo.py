@@ -1,0 +1,100 @@
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from unsloth_pack.demo import BASE_HELDOUT_FILE, DATA_DIR, DEMO_DEFAULTS, HELDOUT_FILE, MODEL_DIR, TRAIN_FILE
+from unsloth_pack.demo.build import base_training_rows, encode, write_data
+from unsloth_pack.demo.evaluate import exact_match
+from unsloth_pack.demo.tasks import messages, user_text
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype="float32")
+
+
+def test_bundled_data_is_what_the_script_writes(tmp_path):
+    write_data(tmp_path)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert written == {path.name: path.read_bytes() for path in DATA_DIR.iterdir()}
+
+
+def test_heldout_prompts_are_in_no_training_set():
+    train = [user_text(row) for row in read(TRAIN_FILE)]
+    heldout = [user_text(row) for row in read(HELDOUT_FILE)]
+    assert len(train) == len(set(train)) >= 1000
+    assert len(heldout) == len(set(heldout)) >= 100
+    assert not set(train) & set(heldout)
+
+    base_heldout = {user_text(row) for row in read(BASE_HELDOUT_FILE)}
+    assert not base_heldout & {user_text(row) for row in base_training_rows(5_000)}
+
+
+def test_base_text_names_no_command_of_the_finetune():
+    commands = {row["instruction"].split()[0] for row in read(TRAIN_FILE)}
+    text = " ".join(user_text(row) + row["output"] for row in base_training_rows(5_000))
+    assert len(commands) == 8
+    assert not [command for command in commands if command.lower() in text.lower()]
+
+
+def test_training_rows_have_a_long_tail_and_fit_a_pack(tokenizer):
+    lengths = np.array([len(ids) for ids, _ in encode(tokenizer, read(TRAIN_FILE))])
+    median, tail, longest = np.quantile(lengths, [0.5, 0.99, 1])
+    assert 30 <= median <= 50
+    assert tail >= 4 * median
+    assert 300 <= longest <= DEMO_DEFAULTS["max_seq_length"]
+    assert np.log(lengths).std() >= 0.5
+
+
+def test_model_is_small_and_carries_no_path():
+    assert (MODEL_DIR / "model.safetensors").stat().st_size <= 6_000_000
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "_name_or_path" not in config
+    for path in [*MODEL_DIR.glob("*.json"), *DATA_DIR.iterdir()]:
+        assert path.stat().st_size < 1_000_000
+
+
+def test_base_model_answers_what_it_was_trained_on(model, tokenizer):
+    assert exact_match(model, tokenizer, read(BASE_HELDOUT_FILE)).score >= 0.95
+
+
+def test_base_model_cannot_answer_the_finetuning_tasks(model, tokenizer):
+    result = exact_match(model, tokenizer, read(HELDOUT_FILE))
+    assert result.score <= 0.10
+    assert all(generation.answer for generation in result.generations)
+
+
+def test_exact_match_keeps_the_order_of_rows_and_is_the_same_in_any_batch(model, tokenizer):
+    rows = read(BASE_HELDOUT_FILE)[:12]
+    together, alone = (exact_match(model, tokenizer, rows, batch_size=size) for size in (12, 1))
+    assert together == alone
+    assert [generation.expected for generation in together.generations] == [row["output"] for row in rows]
+
+
+def test_prompt_tokens_are_a_prefix_and_generation_marks_cover_the_answer(tokenizer):
+    for row in read(TRAIN_FILE)[:50]:
+        conversation = messages(row)
+        prompt = tokenizer.apply_chat_template(
+            conversation[:1], add_generation_prompt=True, return_dict=False
+        )
+        whole = tokenizer.apply_chat_template(
+            conversation, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, marks = whole["input_ids"], whole["assistant_masks"]
+        assert encode(tokenizer, [row])[0][0].tolist() == ids
+        assert ids[: len(prompt)] == prompt
+        assert marks == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(ids[len(prompt) : -1]).strip() == row["output"]

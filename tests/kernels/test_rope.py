@@ -1,0 +1,627 @@
+"""rope_qk against float64 truth, under Triton's interpreter without a GPU and on the GPU with one.
+
+The yardstick is the plain path: what transformers computes, in the inputs' dtype. In bfloat16 and float16 the
+kernel's largest error may not exceed the plain path's at all. In float32, where both round about as often but
+in another order, it may by one unit in the last place of the largest value.
+"""
+
+import mmap
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from unsloth_pack.kernels import QKNorm, reference, rope, rope_qk
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NORMS = ("qwen3", "gemma3", "olmo2")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """New memory is NaN, so that what a kernel does not write shows."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(8).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def round_to_bfloat16(monkeypatch):
+    """Triton's interpreter truncates to bfloat16 where the hardware rounds to nearest even: let it round."""
+    if DEVICE == "cuda":
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    truncating = InterpreterBuilder.cast_impl
+
+    def rounding(self, src, dst_type):
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return truncating(self, src, dst_type)
+        rounded = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
+        return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding)
+
+
+# The plain path, and how to compare with it
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    k: Tensor
+    cos: Tensor
+    sin: Tensor
+    position_ids: Tensor | None
+    norm: QKNorm | None
+    g_outs: tuple[Tensor, Tensor]
+
+    def leaves(self) -> list[Tensor]:
+        weights = [] if self.norm is None else [self.norm.q_weight, self.norm.k_weight]
+        return [x for x in (self.q, self.k, *weights) if x.requires_grad]
+
+    def copy(self, dtype: torch.dtype | None = None) -> "Inputs":
+        """Contiguous copies, leaves of a graph of their own; in another dtype if it is given."""
+
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().to(dtype or x.dtype).contiguous().clone().requires_grad_(x.requires_grad)
+
+        norm = self.norm
+        if norm is not None:
+            norm = replace(norm, q_weight=leaf(norm.q_weight), k_weight=leaf(norm.k_weight))
+        gq, gk = (leaf(g) for g in self.g_outs)
+        return Inputs(
+            leaf(self.q), leaf(self.k), leaf(self.cos), leaf(self.sin), self.position_ids, norm, (gq, gk)
+        )
+
+
+def plain_rope_qk(q, k, cos, sin, position_ids=None, *, qk_norm=None):
+    """transformers' way: every step rounds to the inputs' dtype, cos and sin too."""
+    if position_ids is not None:
+        cos, sin = cos[position_ids], sin[position_ids]
+    R = cos.shape[-1]
+    cos, sin = (x.to(q.dtype) for x in (cos, sin))
+    cos, sin = (x.reshape(-1, 1, R) if q.dim() == 3 else x.unsqueeze(-3) for x in (cos, sin))
+
+    def rotate_half(x):
+        return torch.cat((-x[..., R // 2 :], x[..., : R // 2]), dim=-1)
+
+    def turn(x, weight):
+        if qk_norm is not None:
+            x = plain_norm(x, weight, qk_norm)
+        turned, tail = x[..., :R], x[..., R:]
+        return torch.cat([turned * cos + rotate_half(turned) * sin, tail], dim=-1)
+
+    weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
+    return turn(q, weights[0]), turn(k, weights[1])
+
+
+def plain_norm(x, weight, norm):
+    """Qwen3RMSNorm, Gemma3RMSNorm and Olmo2RMSNorm, which round at different places."""
+    by_token = x.transpose(-3, -2) if x.dim() == 4 else x
+    if norm.flat:
+        by_token = by_token.flatten(-2)
+    wide = by_token.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.flat:
+        out = (weight * wide).to(x.dtype)
+    elif norm.offset:
+        out = (wide * (norm.offset + weight.to(wide.dtype))).to(x.dtype)
+    else:
+        out = weight * wide.to(x.dtype)
+    if norm.flat:
+        out = out.unflatten(-1, (x.shape[1], x.shape[-1]))
+    return out.transpose(-3, -2) if x.dim() == 4 else out
+
+
+def run(fn, inputs: Inputs) -> list[Tensor]:
+    """q_out, k_out and the gradients of whatever wants one."""
+    i = inputs
+    outs = fn(i.q, i.k, i.cos, i.sin, i.position_ids, qk_norm=i.norm)
+    return [*outs, *torch.autograd.grad(outs, i.leaves(), i.g_outs)]
+
+
+def largest_error(results: list[Tensor], truth: list[Tensor]) -> list[float]:
+    return [(x.double() - t).abs().max().item() for x, t in zip(results, truth, strict=True)]
+
+
+def assert_no_worse_than_plain(inputs: Inputs) -> None:
+    dtype = inputs.q.dtype
+    ours = run(rope_qk, inputs)
+    assert [x.dtype for x in ours[:2]] == [dtype, dtype]
+    truth = run(plain_rope_qk, inputs.copy(torch.float64))
+    assert [x.shape for x in ours] == [x.shape for x in truth]
+    plain = run(plain_rope_qk, inputs.copy())
+    slack = torch.finfo(dtype).eps if dtype == torch.float32 else 0.0
+    for i, (error, yardstick) in enumerate(
+        zip(largest_error(ours, truth), largest_error(plain, truth), strict=True)
+    ):
+        assert error <= yardstick + slack * truth[i].abs().max().item(), f"result {i} of q, k, gq, gk, gw.."
+
+
+def tables(n_positions: int, R: int, dtype=torch.float32) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(n_positions).double()[:, None] / 10000 ** (torch.arange(0, R, 2).double() / R)
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos().to(DEVICE, dtype), angle.sin().to(DEVICE, dtype)
+
+
+def make_norm(kind: str | None, HQ: int, HK: int, D: int, dtype, trained=True) -> QKNorm | None:
+    if kind is None:
+        return None
+    flat, offset = kind == "olmo2", 1.0 if kind == "gemma3" else 0.0
+
+    def weight(H: int) -> Tensor:
+        w = 1 - offset + 0.3 * torch.randn(H * D if flat else D)
+        return w.to(DEVICE, dtype).requires_grad_(trained)
+
+    return QKNorm(weight(HQ), weight(HK), 1e-6, offset, flat)
+
+
+def make(T, HQ, HK, D, *, R=None, B=None, dtype=torch.float32, norm=None, trained=True) -> Inputs:
+    """Random inputs `[T, H, D]`, or `[B, H, T, D]` if B is given, with shuffled positions."""
+
+    def randn(H: int) -> Tensor:
+        return torch.randn((T, H, D) if B is None else (B, H, T, D)).to(DEVICE, dtype)
+
+    q, k = randn(HQ).requires_grad_(), randn(HK).requires_grad_()
+    cos, sin = tables(2 * T + 1, D if R is None else R)
+    positions = torch.randint(0, 2 * T + 1, (T,) if B is None else (B, T)).to(DEVICE)
+    return Inputs(
+        q, k, cos, sin, positions, make_norm(norm, HQ, HK, D, dtype, trained), (randn(HQ), randn(HK))
+    )
+
+
+def nan_around(x: Tensor, axis: int, stop_gap: int = 1) -> Tensor:
+    """x as a slice of a buffer that is NaN on both sides along the axis: any read past the slice shows."""
+    shape = list(x.shape)
+    shape[axis] += 1 + stop_gap
+    buffer = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
+    inside = buffer.narrow(axis, 1, x.shape[axis])
+    inside.copy_(x.detach())
+    return inside.requires_grad_(x.requires_grad)
+
+
+# Numerics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm", [None, *NORMS])
+def test_no_less_exact_than_the_plain_path(norm, dtype):
+    assert_no_worse_than_plain(make(9, 4, 2, 64, dtype=dtype, norm=norm))
+
+
+@pytest.mark.parametrize(("HQ", "HK"), [(2, 2), (4, 1), (7, 1), (8, 1), (14, 2), (3, 5)])
+@pytest.mark.parametrize("T", [1, 2, 31, 33, 127])
+def test_head_ratios_and_odd_lengths(T, HQ, HK):
+    assert_no_worse_than_plain(make(T, HQ, HK, 16))
+
+
+@pytest.mark.parametrize(
+    ("D", "R"),
+    [
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (256, 256),
+        (80, 32),
+        (96, 24),
+        (128, 64),
+        (256, 64),
+        (10, 6),
+        (8, 2),
+    ],
+)
+def test_head_dims_and_partial_rotary(D, R):
+    inputs = make(5, 4, 2, D, R=R)
+    assert_no_worse_than_plain(inputs)
+    q_out, _, gq, _ = run(rope_qk, inputs)
+    assert torch.equal(q_out[..., R:], inputs.q[..., R:])
+    assert torch.equal(gq[..., R:], inputs.g_outs[0][..., R:])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("T", "HQ", "HK", "D", "R"), [(1, 1, 1, 64, 64), (6, 7, 1, 80, 32), (3, 3, 2, 96, 96), (2, 8, 1, 256, 64)]
+)
+def test_norms_of_ragged_shapes(norm, T, HQ, HK, D, R):
+    assert_no_worse_than_plain(make(T, HQ, HK, D, R=R, norm=norm))
+    assert_no_worse_than_plain(make(T, HQ, HK, D, R=R, norm=norm, B=2))
+
+
+@pytest.mark.parametrize("norm", [None, *NORMS])
+def test_the_reference_is_the_plain_path_in_float64(norm):
+    for B in (None, 2):
+        inputs = make(5, 4, 2, 16, R=8, norm=norm, B=B).copy(torch.float64)
+        for x, truth in zip(run(rope_qk, inputs), run(plain_rope_qk, inputs), strict=True):
+            torch.testing.assert_close(x, truth, rtol=1e-13, atol=1e-13)
+
+
+def test_the_plain_path_is_transformers():
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    for kind, module in zip(NORMS, (Qwen3RMSNorm, Gemma3RMSNorm, Olmo2RMSNorm), strict=True):
+        i = make(5, 4, 2, 16, B=2, norm=kind, dtype=torch.bfloat16)
+        normed = []
+        for x, weight in ((i.q, i.norm.q_weight), (i.k, i.norm.k_weight)):
+            norm = module(weight.shape[0], eps=i.norm.eps).to(DEVICE)
+            norm.weight = torch.nn.Parameter(weight.detach())
+            by_token = x.transpose(1, 2)
+            by_token = norm(by_token.flatten(-2)).view(by_token.shape) if i.norm.flat else norm(by_token)
+            normed.append(by_token.transpose(1, 2))
+        cos, sin = i.cos[i.position_ids].bfloat16(), i.sin[i.position_ids].bfloat16()
+        expected = apply_rotary_pos_emb(*normed, cos, sin)
+        for x, y in zip(
+            plain_rope_qk(i.q, i.k, i.cos, i.sin, i.position_ids, qk_norm=i.norm), expected, strict=True
+        ):
+            assert torch.equal(x, y)
+
+
+# Layouts
+
+
+def fused_qkv(inputs: Inputs) -> Inputs:
+    """q and k as slices of one projection's output, whose v is NaN."""
+    q, k = inputs.q.detach(), inputs.k.detach()
+    qkv = torch.cat([q, k, torch.full_like(k, torch.nan)], dim=1)
+    if q.dim() == 4:
+        qkv = qkv.transpose(1, 2).contiguous().transpose(1, 2)
+    HQ, HK = q.shape[1], k.shape[1]
+    return replace(inputs, q=qkv[:, :HQ].requires_grad_(), k=qkv[:, HQ : HQ + HK].requires_grad_())
+
+
+def permuted(inputs: Inputs) -> Inputs:
+    """The dims outermost in memory, everything else inside out, and for the gradients too."""
+
+    def inside_out(x: Tensor) -> Tensor:
+        order = list(reversed(range(x.dim())))
+        return x.detach().permute(order).contiguous().permute(order).requires_grad_(x.requires_grad)
+
+    g_outs = tuple(inside_out(g) for g in inputs.g_outs)
+    return replace(inputs, q=inside_out(inputs.q), k=inside_out(inputs.k), g_outs=g_outs)
+
+
+def sliced_everywhere(inputs: Inputs) -> Inputs:
+    """Slices of NaN buffers, q and k along different axes, gradients as well, every second dim in one."""
+    gq, gk = inputs.g_outs
+    gk_wide = gk.repeat_interleave(2, dim=-1)
+    gk_wide[..., 1::2] = torch.nan
+    return replace(
+        inputs,
+        q=nan_around(inputs.q, -1, 2),
+        k=nan_around(inputs.k, -2, 3),
+        g_outs=(nan_around(gq, 0), gk_wide[..., ::2]),
+    )
+
+
+def expanded_gradients(inputs: Inputs) -> Inputs:
+    """What `.sum().backward()` hands over: one number with stride 0."""
+    one = torch.ones((), device=DEVICE)
+    return replace(inputs, g_outs=(one.expand_as(inputs.q), one.expand_as(inputs.k)))
+
+
+def broadcast_heads(inputs: Inputs) -> Inputs:
+    """All k heads are one, by stride 0."""
+    k = inputs.k.detach()[:, :1].expand_as(inputs.k).requires_grad_()
+    return replace(inputs, k=k)
+
+
+@pytest.mark.parametrize("B", [None, 1, 3])
+@pytest.mark.parametrize("norm", [None, "qwen3"])
+@pytest.mark.parametrize(
+    "lay_out", [fused_qkv, permuted, sliced_everywhere, expanded_gradients, broadcast_heads]
+)
+def test_any_strides(lay_out, norm, B):
+    inputs = lay_out(make(5, 4, 2, 16, R=8, B=B, norm=norm))
+    before = [x.detach().clone() for x in (inputs.q, inputs.k, *inputs.g_outs)]
+    assert_no_worse_than_plain(inputs)
+    after = [x.detach() for x in (inputs.q, inputs.k, *inputs.g_outs)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "an input was written to"
+
+
+@pytest.mark.parametrize("B", [None, 2])
+def test_results_are_fresh_and_laid_out_by_token(B):
+    inputs = permuted(make(5, 4, 2, 16, B=B, norm="qwen3"))
+    for x in run(rope_qk, inputs)[:4]:
+        by_token = x if B is None else x.transpose(1, 2)
+        assert by_token.is_contiguous()
+        assert all(x.data_ptr() != y.data_ptr() for y in (inputs.q, inputs.k, *inputs.g_outs))
+
+
+def test_no_tokens():
+    for norm in (None, "qwen3", "olmo2"):
+        q, k, gq, gk, *gw = run(rope_qk, make(0, 4, 2, 16, norm=norm))
+        assert q.shape == gq.shape == (0, 4, 16)
+        assert k.shape == gk.shape == (0, 2, 16)
+        assert all((g == 0).all() for g in gw)
+
+
+# Positions
+
+
+def packed_positions(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", ["[T]", "[1, T]", "[B, T]"])
+@pytest.mark.parametrize("B", [None, 1, 3])
+def test_position_ids(B, shape, dtype):
+    T = 12
+    rows = [packed_positions([5, 1, 4, 2]), torch.arange(T, device=DEVICE), torch.randperm(T).to(DEVICE)]
+    positions = rows[0] if shape == "[T]" else torch.stack(rows[: 1 if shape == "[1, T]" else B or 1])
+    inputs = make(T, 3, 1, 16, B=B)
+    assert_no_worse_than_plain(replace(inputs, position_ids=positions.to(dtype)))
+    strided = torch.stack([positions, torch.full_like(positions, 2**31 - 1)], dim=-1).to(dtype)[..., 0]
+    assert_no_worse_than_plain(replace(inputs, position_ids=strided))
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (3,)], ids=["[T, R]", "[1, T, R]", "[B, T, R]"])
+@pytest.mark.parametrize("B", [None, 3])
+def test_a_row_of_the_tables_for_each_token(B, rows):
+    if B is None and rows == (3,):
+        pytest.skip("a packed row has one row of tables")
+    inputs = make(7, 3, 1, 16, R=12, B=B)
+    angle = torch.randn(*rows, 7, 6, device=DEVICE).repeat(*[1] * len(rows), 1, 2)
+    assert_no_worse_than_plain(replace(inputs, cos=angle.cos(), sin=angle.sin(), position_ids=None))
+
+
+def test_documents_of_a_packed_row_come_out_as_they_would_alone():
+    lengths = [5, 1, 8, 3]
+    inputs = replace(make(17, 4, 2, 16, dtype=torch.bfloat16), position_ids=packed_positions([5, 1, 8, 3]))
+    packed = run(rope_qk, inputs)
+    for start, n in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        own = slice(int(start), int(start) + n)
+        g_outs = tuple(g[own] for g in inputs.g_outs)
+        q, k = (x.detach()[own].clone().requires_grad_() for x in (inputs.q, inputs.k))
+        alone = run(
+            rope_qk, replace(inputs, q=q, k=k, g_outs=g_outs, position_ids=torch.arange(n, device=DEVICE))
+        )
+        assert all(torch.equal(x[own], y) for x, y in zip(packed, alone, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tables_of_lower_precision_and_different_strides(dtype):
+    inputs = make(6, 3, 1, 16, R=8)
+    cos, sin = tables(13, 8, dtype)
+    assert_no_worse_than_plain(replace(inputs, cos=cos, sin=sin))
+    assert_no_worse_than_plain(replace(inputs, cos=cos.t().contiguous().t(), sin=sin.t().contiguous().t()))
+    assert_no_worse_than_plain(replace(inputs, cos=cos, sin=sin.t().contiguous().t()))
+
+
+def test_scaled_tables():
+    """YaRN scales cos and sin: no rotation any more, and the backward is the transpose, not the inverse."""
+    inputs = make(6, 3, 1, 16)
+    assert_no_worse_than_plain(replace(inputs, cos=1.3 * inputs.cos, sin=1.3 * inputs.sin))
+
+
+def test_reads_only_the_rows_and_columns_it_needs():
+    inputs = replace(make(6, 3, 1, 16, R=12), position_ids=torch.tensor([0, 5, 2, 2, 7, 0], device=DEVICE))
+    expected = run(rope_qk, inputs)
+    cos, sin = inputs.cos.clone(), inputs.sin.clone()
+    for table in (cos, sin):
+        table[:, 6:] = torch.nan
+        table[[1, 3, 4, 6]] = torch.nan
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(run(rope_qk, replace(inputs, cos=cos, sin=sin)), expected, strict=True)
+    )
+
+
+# Autograd
+
+
+def saved_by(fn) -> list[Tensor]:
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        fn()
+    return saved
+
+
+def test_without_a_norm_nothing_of_q_and_k_is_saved():
+    i = make(5, 4, 2, 16)
+    saved = saved_by(lambda: rope_qk(i.q, i.k, i.cos, i.sin, i.position_ids))
+    tables_and_positions = {x.data_ptr() for x in (i.cos, i.sin, i.position_ids)}
+    assert {x.data_ptr() for x in saved} == tables_and_positions
+
+
+def test_with_a_norm_q_and_k_are_saved_as_they_are():
+    i = fused_qkv(make(5, 4, 2, 16, norm="qwen3"))
+    saved = saved_by(lambda: rope_qk(i.q, i.k, i.cos, i.sin, i.position_ids, qk_norm=i.norm))
+    inputs = {
+        x.data_ptr() for x in (i.q, i.k, i.cos, i.sin, i.position_ids, i.norm.q_weight, i.norm.k_weight)
+    }
+    assert {x.data_ptr() for x in saved} == inputs
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_frozen_weights_cost_nothing(norm, monkeypatch):
+    inputs = make(5, 4, 2, 16, norm=norm, trained=False)
+    assert len(inputs.leaves()) == 2
+    assert_no_worse_than_plain(inputs)
+    asked = []
+    backward = rope._norm_backward
+    monkeypatch.setattr(
+        rope,
+        "_norm_backward",
+        lambda *a, weight_grads: asked.append(weight_grads) or backward(*a, weight_grads=weight_grads),
+    )
+    run(rope_qk, inputs)
+    run(rope_qk, make(5, 4, 2, 16, norm=norm, trained=True))
+    assert asked == [False, True]
+
+
+def test_one_weight_trained():
+    inputs = make(5, 4, 2, 16, norm="qwen3")
+    inputs.norm.k_weight.requires_grad_(False)
+    assert len(run(rope_qk, inputs)) == 5
+    assert_no_worse_than_plain(inputs)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_weight_gradients_of_many_blocks_are_exact_and_repeat(norm, monkeypatch):
+    monkeypatch.setattr(rope, "_WEIGHT_GRAD_PROGRAMS", 3)
+    inputs = make(10, 8, 4, 128, norm=norm)
+    assert 10 // rope._blocks(8, 4, 128, 3)["BLOCK_T"] > 3  # so that a program takes several blocks
+    assert_no_worse_than_plain(inputs)
+    first, second = run(rope_qk, inputs), run(rope_qk, inputs)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_weights_of_another_dtype():
+    inputs = make(5, 4, 2, 16, dtype=torch.bfloat16, norm="gemma3")
+    norm = make_norm("gemma3", 4, 2, 16, torch.float32)
+    *_, gwq, gwk = run(rope_qk, replace(inputs, norm=norm))
+    assert gwq.dtype == gwk.dtype == torch.float32
+    assert_no_worse_than_plain(replace(inputs, norm=norm))
+
+
+def test_only_k_is_used():
+    i = make(5, 4, 2, 16)
+    gk = torch.autograd.grad(rope_qk(i.q, i.k, i.cos, i.sin, i.position_ids)[1], i.k, i.g_outs[1])[0]
+    assert torch.equal(gk, run(rope_qk, i)[3])
+
+
+def test_tables_get_no_gradient():
+    for dtype in (torch.float32, torch.float64):
+        i = make(5, 4, 2, 16).copy(dtype)
+        cos = i.cos.clone().requires_grad_()
+        q_out, _ = rope_qk(i.q, i.k, cos, i.sin, i.position_ids)
+        q_out.sum().backward()
+        assert cos.grad is None
+        assert i.q.grad is not None
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradcheck_of_the_reference(flat):
+    i = make(3, 2, 1, 8, R=4, norm="olmo2" if flat else "gemma3").copy(torch.float64)
+
+    def outputs(q, k, q_weight, k_weight):
+        norm = replace(i.norm, q_weight=q_weight, k_weight=k_weight)
+        return reference.rope_qk(q, k, i.cos, i.sin, i.position_ids, qk_norm=norm)
+
+    assert torch.autograd.gradcheck(outputs, i.leaves())
+
+
+# 64-bit indices
+
+
+def large_buffer(n_elements: int) -> Tensor:
+    if DEVICE == "cuda":
+        return torch.empty(n_elements, dtype=torch.bfloat16, device=DEVICE)
+    return torch.frombuffer(mmap.mmap(-1, 2 * n_elements), dtype=torch.bfloat16)  # pages exist once touched
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["token", "head", "dim"])
+def test_strides_past_two_to_the_31(axis):
+    small = make(3, 3, 3, 4, dtype=torch.bfloat16)
+    far = 2**31 // (small.q.shape[axis] - 1) + 8
+    strides = [64, 16, 1]
+    strides[axis] = far
+    buffer = large_buffer(far * (small.q.shape[axis] - 1) + 1024)
+    q = buffer.as_strided(small.q.shape, strides, 0)
+    q.copy_(small.q.detach())
+    q.requires_grad_()
+    expected = run(rope_qk, small)
+    assert all(torch.equal(x, y) for x, y in zip(run(rope_qk, replace(small, q=q)), expected, strict=True))
+    far_gradient = buffer.as_strided(small.q.shape, strides, 512)
+    far_gradient.copy_(small.g_outs[0])
+    inputs = replace(small, g_outs=(far_gradient, small.g_outs[1]))
+    assert all(torch.equal(x, y) for x, y in zip(run(rope_qk, inputs), expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    T = 2**31 // 256 + 3
+    q = torch.randn(T, 2, 128, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    k = torch.randn(T, 1, 128, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    cos, sin = tables(64, 128)
+    positions = torch.arange(T, device=DEVICE) % 64
+    outs = rope_qk(q, k, cos, sin, positions)
+    gq, gk = torch.autograd.grad(outs, (q, k), (q.detach(), k.detach()))
+    tail = slice(T - 64, T)
+    q_tail, k_tail = (x.detach()[tail].clone().requires_grad_() for x in (q, k))
+    expected = rope_qk(q_tail, k_tail, cos, sin, positions[tail])
+    g_expected = torch.autograd.grad(expected, (q_tail, k_tail), (q_tail.detach(), k_tail.detach()))
+    for x, y in zip((*outs, gq, gk), (*expected, *g_expected), strict=True):
+        assert torch.equal(x[tail], y)
+
+
+# Dispatch and errors
+
+
+@pytest.mark.gpu
+def test_never_synchronises():
+    inputs = make(64, 8, 2, 128, dtype=torch.bfloat16, norm="qwen3")
+    run(rope_qk, inputs)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(rope_qk, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("environment", ["without Triton", "without the interpreter"])
+def test_cpu_takes_the_reference(environment):
+    hide = "sys.modules['triton'] = None" if environment == "without Triton" else ""
+    code = f"""
+import os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+{hide}
+import torch
+from unsloth_pack.kernels import reference, rope_qk
+q, k, angle = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 8)
+ours, expected = (f(q, k, angle.cos(), angle.sin()) for f in (rope_qk, reference.rope_qk))
+assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def zeros(*shape, dtype=torch.float32, device=DEVICE) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+GOOD = {"q": zeros(5, 4, 8), "k": zeros(5, 2, 8), "cos": zeros(5, 8), "sin": zeros(5, 8)}
+POSITIONS = torch.arange(5, device=DEVICE)
+NORM = QKNorm(zeros(8), zeros(8), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": zeros(5, 8)}, r"q \[5, 8\] and k \[5, 2, 8\] must both be"),
+        ({"q": zeros(1, 4, 5, 8)}, "must both be"),
+        ({"k": zeros(6, 2, 8)}, r"k \[6, 2, 8\] may differ in heads"),
+        ({"k": zeros(5, 2, 6)}, "may differ in heads"),
+        ({"k": zeros(5, 2, 8, dtype=torch.bfloat16)}, "cast both to one floating dtype"),
+        ({"q": zeros(5, 4, 8, dtype=torch.int64), "k": zeros(5, 2, 8, dtype=torch.int64)}, "floating dtype"),
+        ({"sin": zeros(5, 6)}, r"cos \[5, 8\] and sin \[5, 6\]"),
+        ({"cos": zeros(8), "sin": zeros(8)}, "must have one shape"),
+        ({"cos": zeros(5, 10), "sin": zeros(5, 10)}, "10 columns for head dim 8"),
+        ({"cos": zeros(5, 3), "sin": zeros(5, 3)}, "3 columns for head dim 8"),
+        ({"q": zeros(5, 4, 7), "k": zeros(5, 2, 7), "cos": zeros(5, 6), "sin": zeros(5, 6)}, "head dim 7"),
+        ({"cos": zeros(9, 8), "sin": zeros(9, 8)}, "without position_ids must have a row a token"),
+        ({"position_ids": POSITIONS.float()}, "position_ids are torch.float32"),
+        ({"position_ids": POSITIONS[:4]}, r"position_ids \[4\]"),
+        ({"position_ids": POSITIONS, "cos": zeros(1, 5, 8), "sin": zeros(1, 5, 8)}, r"tables \[P, R\]"),
+        ({"cos": zeros(5, 8, device="meta")}, "on meta"),
+        ({"qk_norm": replace(NORM, k_weight=zeros(16))}, r"k_weight is \[16\]"),
+        ({"qk_norm": replace(NORM, flat=True)}, r"q_weight is \[8\].*flat=True needs \[32\]"),
+        ({"qk_norm": replace(NORM, eps=0.0)}, "eps is 0.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        rope_qk(**(GOOD | changes))
+    assert "\n" not in str(error.value)
+    rope_qk(**GOOD)

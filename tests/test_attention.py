@@ -1,0 +1,138 @@
+"""Every backend that runs here against attention written out document by document in float64."""
+
+import pytest
+import torch
+from tiny import DEVICE, error
+from torch.nn import functional as F
+
+from unsloth_pack.attention import BACKENDS, AttentionNeed, AttentionOptions, attend, choose_backend, why_unavailable
+from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.layout import PackedRow
+
+ROWS = {
+    "mixed": (1, 2, 31, 32, 33, 127, 128, 129),
+    "one document": (300,),
+    "many short": tuple(1 + i % 3 for i in range(1000)),
+    "past the window's block": (700, 5, 600),
+}
+OPTIONS = {
+    "plain": AttentionOptions(scale=0.2),
+    "window": AttentionOptions(scale=0.2, window=7),
+    "long window": AttentionOptions(scale=0.2, window=300),
+    "softcap": AttentionOptions(scale=0.5, softcap=2.0),
+    "softcap and window": AttentionOptions(scale=0.5, softcap=2.0, window=7),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def written_out(q_NHD, k_NKD, v_NKD, lengths, options):
+    """Attention by its definition."""
+    groups = q_NHD.shape[1] // k_NKD.shape[1]
+    outs = []
+    for q, k, v in zip(*(x.split(lengths) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        logits = torch.einsum("qhd,khd->hqk", q, k) * options.scale
+        if options.softcap is not None:
+            logits = options.softcap * torch.tanh(logits / options.softcap)
+        age = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+        hidden = (age < 0) | (age >= (options.window or len(q)))
+        weights = logits.masked_fill(hidden.to(logits.device), -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outs)
+
+
+def as_transformers(q_NHD, k_NKD, v_NKD, lengths, options):
+    """Every document alone, as plain transformers computes it: by SDPA, or written out where there is a softcap."""
+    if options.softcap is not None:
+        return written_out(q_NHD, k_NKD, v_NKD, lengths, options)
+    outs = []
+    for qkv in zip(*(x.split(lengths) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        age = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])[None, :]
+        mask = (age >= 0) & (age < (options.window or q.shape[2]))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def output_and_gradients(function, tensors, grad):
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    out.backward(grad)
+    return [x.detach().double().cpu() for x in (out, *(leaf.grad for leaf in leaves))]
+
+
+def backends_that_can(dtype, head_dim, options):
+    need = AttentionNeed(DEVICE, dtype, head_dim, options)
+    return [name for name in BACKENDS if why_unavailable(name, need) is None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype):
+    torch.manual_seed(0)
+    n, d = sum(lengths), 32
+    tensors = [torch.randn(n, heads, d).to(dtype) for heads in (4, 2, 2)]
+    grad = torch.randn(n, 4, d).to(dtype)
+    truth = output_and_gradients(
+        lambda *x: written_out(*x, lengths, options), [x.double() for x in tensors], grad.double()
+    )
+    plain = output_and_gradients(lambda *x: as_transformers(*x, lengths, options), tensors, grad)
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+    names = backends_that_can(dtype, d, options)
+    assert "sdpa" in names
+    for name in names:
+        got = output_and_gradients(
+            lambda *x: attend(*x, row, options, name), [x.to(DEVICE) for x in tensors], grad.to(DEVICE)  # noqa: B023
+        )
+        for what, g, p, t in zip("out q k v".split(), got, plain, truth, strict=True):
+            assert error(g, t) <= 1.5 * error(p, t), (name, what)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    lengths = (5, 33, 20, 64)
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), heads, 32).to(DEVICE, dtype) for heads in (4, 2, 2))
+    for name in backends_that_can(dtype, 32, options):
+        clean = attend(q, k, v, row, options, name)
+        poisoned = [x.clone() for x in (q, k, v)]
+        for x in poisoned:
+            x[38:58] = torch.nan  # the third document
+        out = attend(*poisoned, row, options, name)
+        assert torch.equal(out[:38], clean[:38]), name
+        assert torch.equal(out[58:], clean[58:]), name
+        assert out[38:58].isnan().all(), name
+
+
+def test_a_backend_that_cannot_run_says_why_and_what_can():
+    need = AttentionNeed("cpu", torch.float32, 64, AttentionOptions(scale=1.0))
+    with pytest.raises(BackendUnavailable, match=r"'flash' cannot run: it needs CUDA.*use 'auto' or one of sdpa"):
+        choose_backend("flash", need)
+    name, why = choose_backend("auto", need)
+    assert name == "sdpa"
+    assert "flash: it needs CUDA" in why
+
+
+def test_an_unknown_backend_is_refused(monkeypatch):
+    from unsloth_pack.attention.backends import requested_backend
+
+    with pytest.raises(InputError, match=r"attn_backend is 'fast'; choose one of auto, flash, xformers, sdpa"):
+        requested_backend("fast")
+    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")
+    assert requested_backend("flash") == "sdpa"
+    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "fast")
+    with pytest.raises(InputError, match="UNSLOTH_PACK_ATTN is 'fast'"):
+        requested_backend("auto")
+
+
+@pytest.mark.gpu
+def test_the_32_bit_limit_of_flash_is_refused_on_the_host():
+    lengths = (2**17,)
+    row = PackedRow.of_lengths(lengths, torch.device("cuda"))
+    q = torch.empty(1, dtype=torch.bfloat16, device="cuda").expand(2**17, 128, 256)
+    with pytest.raises(InputError, match="32-bit index; use a smaller max_seq_length"):
+        attend(q, q, q, row, AttentionOptions(scale=1.0), "flash")

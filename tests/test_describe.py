@@ -1,0 +1,158 @@
+"""Descriptions of a packed row: what they mean, that they agree, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unsloth_pack.describe import describe_row
+from unsloth_pack.errors import InputError
+from unsloth_pack.layout import PackedRow
+
+CPU = torch.device("cpu")
+
+
+def positions_of(lengths):
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def every_description(lengths):
+    cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    return {
+        "packed_seq_lengths": {"packed_seq_lengths": list(lengths)},
+        "lengths as a tensor": {"packed_seq_lengths": torch.tensor(lengths)},
+        "trl 1.15": {"position_ids": positions_of(lengths)[None]},
+        "trl 1.16": {
+            "position_ids": positions_of(lengths)[None],
+            "cu_seq_lens_q": cu,
+            "cu_seq_lens_k": cu,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+            "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
+        },
+        "cu_seq_lens alone": {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu},
+        "seq_idx alone": {"seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]},
+        "with an all-ones mask": {
+            "position_ids": positions_of(lengths)[None],
+            "attention_mask": torch.ones(1, sum(lengths)),
+        },
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20))
+def test_all_descriptions_mean_the_same_row(lengths):
+    for name, description in every_description(lengths).items():
+        row = describe_row((1, sum(lengths)), CPU, **description)
+        assert row.lengths == tuple(lengths), name
+        assert row.positions.tolist() == positions_of(lengths).tolist()
+        assert row.cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
+        assert row.token_mask is None
+        assert row.longest == max(lengths)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=25))
+def test_stacks_hold_every_token_once_and_never_mix_documents(lengths):
+    row = PackedRow.of_lengths(tuple(lengths), CPU)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    for stack in row.stacks:
+        of_slot = document[stack.numpy()]
+        assert (of_slot == of_slot[:, :1]).all()
+        assert (np.diff(row.positions[stack.numpy()], axis=1) >= 0).all()
+    tokens = torch.arange(sum(lengths))
+    assert torch.equal(torch.cat([tokens[stack].flatten() for stack in row.stacks])[row.unstack], tokens)
+    assert sum(stack.numel() for stack in row.stacks) <= 4 / 3 * sum(lengths) + len(lengths)
+
+
+def test_a_short_sum_leaves_a_padded_tail():
+    row = describe_row((1, 10), CPU, packed_seq_lengths=[3, 4])
+    assert row.lengths == (3, 4, 3)
+    assert row.is_padding == (False, False, True)
+    assert row.token_mask.tolist() == [[1] * 7 + [0] * 3]
+    labels = torch.arange(1, 11)[None]
+    assert row.mask_labels(labels).tolist() == [[-100, 2, 3, -100, 5, 6, 7, -100, -100, -100]]
+    assert labels.tolist() == [list(range(1, 11))]  # a copy was masked
+
+
+def test_a_mask_at_the_end_is_the_padded_tail():
+    mask = torch.tensor([[1] * 7 + [0] * 3])
+    padded = torch.cat([positions_of([3, 4]), torch.zeros(3, dtype=torch.long)])[None]
+    row = describe_row((1, 10), CPU, position_ids=padded, attention_mask=mask)
+    assert (row.lengths, row.is_padding) == ((3, 4, 3), (False, False, True))
+
+
+def test_several_rows_become_one():
+    row = describe_row((2, 6), CPU, packed_seq_lengths=[[2, 4], [3]])
+    assert row.lengths == (2, 4, 3, 3)
+    assert row.is_padding == (False, False, False, True)
+    assert row.token_mask.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
+    padded = describe_row((2, 6), CPU, packed_seq_lengths=torch.tensor([[2, 4], [3, 0]]))
+    assert padded.lengths == row.lengths
+
+
+@pytest.mark.parametrize(
+    "ordinary",
+    [
+        {},
+        {"position_ids": torch.arange(6)[None]},
+        {"position_ids": torch.arange(5, 11)[None]},
+        {"position_ids": torch.tensor([[0, 0, 0, 1, 2, 3]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])},
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])},
+    ],
+)
+def test_an_ordinary_batch_is_not_packed(ordinary):
+    assert describe_row((1, 6), CPU, **ordinary) is None
+
+
+def test_a_document_may_start_above_position_0():
+    positions = torch.tensor([[5, 6, 7, 2, 3, 0]])
+    row = describe_row((1, 6), CPU, position_ids=positions)
+    assert row.lengths == (3, 2, 1)
+    assert row.positions.tolist() == positions[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("description", "what", "value", "remedy"),
+    [
+        ({"packed_seq_lengths": [3, 5]}, "sum to 8", "7 tokens", "give the lengths"),
+        ({"packed_seq_lengths": [8, -1]}, "row 0", "[8, -1]", "whole numbers"),
+        ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
+        ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
+        ({"cu_seq_lens_q": [0, 3, 9]}, "cu_seq_lens_q", "[0, 3, 9]", "running sum"),
+        ({"cu_seq_lens_q": [1, 3, 7]}, "cu_seq_lens_q", "[1, 3, 7]", "running sum"),
+        ({"cu_seq_lens_q": [0, 5, 3, 7]}, "cu_seq_lens_q", "[0, 5, 3, 7]", "running sum"),
+        ({"cu_seq_lens_q": [0, 3, 7], "cu_seq_lens_k": [0, 4, 7]}, "disagree", "[3, 4]", "make them agree"),
+        ({"cu_seq_lens_q": [0, 3, 7], "max_length_q": 3}, "max_length_q is 3", "4 tokens", "longest document"),
+        ({"packed_seq_lengths": [3, 4], "position_ids": torch.arange(7)}, "disagree", "[7]", "make them agree"),
+        ({"packed_seq_lengths": [3, 4], "seq_idx": [0, 0, 0, 0, 1, 1, 1]}, "disagree", "[4, 3]", "make them agree"),
+        ({"packed_seq_lengths": [3], "cu_seq_lens_q": [0, 3, 7]}, "disagree", "[3, 4]", "make them agree"),
+        ({"position_ids": torch.arange(6)}, "position_ids", "[6]", "one number a token"),
+        ({"position_ids": torch.tensor([0, 1, 2, -1, 0, 1, 2])}, "reach down to", "-1", "start each document at 0"),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])},
+            "attention_mask keeps 5",
+            "[3, 4]",
+            "leave it out",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])},
+            "attention_mask keeps 6",
+            "[3, 4]",
+            "leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(description, what, value, remedy):
+    with pytest.raises(InputError) as refusal:
+        describe_row((1, 7), CPU, **description)
+    message = str(refusal.value)
+    assert "\n" not in message
+    for part in (what, value, remedy):
+        assert part in message
+
+
+def test_cumulative_lengths_describe_a_single_row():
+    with pytest.raises(InputError, match=r"describes one row, the input ids have 2; flatten them"):
+        describe_row((2, 7), CPU, cu_seq_lens_q=[0, 7, 14])

@@ -1,0 +1,291 @@
+"""A patched model on packed rows: nothing leaks, every description means the same, and undoing is exact."""
+
+import copy
+
+import pytest
+import torch
+from test_describe import every_description, positions_of
+from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
+from transformers import AutoModelForCausalLM
+
+from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
+from unsloth_pack.attention import BACKENDS
+from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.patch import patch_of
+
+ARCHITECTURES = list(supported_architectures())
+LENGTHS = [1, 33, 2, 40, 31]
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def patched(arch, backend="auto", **overrides):
+    model = tiny_model(arch, DTYPE, **overrides)
+    patch_model(model, backend)
+    return model
+
+
+def logits_of(model, documents, **describe):
+    ids = torch.cat(documents).to(DEVICE)[None]
+    describe = describe or {"packed_seq_lengths": [len(document) for document in documents]}
+    with torch.no_grad():
+        return model(input_ids=ids, **describe).logits[0]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_changing_one_document_changes_no_bit_of_another(arch):
+    documents = random_documents(LENGTHS)
+    changed = random_documents(LENGTHS, seed=9)
+    checked = 0
+    for backend in BACKENDS:
+        try:
+            model = patched(arch, backend).eval()
+        except BackendUnavailable:
+            continue
+        before = logits_of(model, documents).split(LENGTHS)
+        for which in range(len(LENGTHS)):
+            mixed = [*documents[:which], changed[which], *documents[which + 1 :]]
+            after = logits_of(model, mixed).split(LENGTHS)
+            for other in range(len(LENGTHS)):
+                assert torch.equal(before[other], after[other]) == (other != which), (backend, which, other)
+        checked += 1
+    assert checked > 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_gradients_of_one_document_ignore_the_tokens_of_another(arch):
+    """The same loss on one document gives the same adapter gradients whatever its neighbours say."""
+    model = patched(arch, "sdpa")
+    gradients = []
+    for seed in (0, 9):
+        documents = random_documents(LENGTHS, seed=seed)
+        documents[1] = random_documents(LENGTHS)[1]
+        labels = torch.full((1, sum(LENGTHS)), -100, device=DEVICE)
+        labels[0, 1:34] = documents[1].to(DEVICE)
+        model.zero_grad()
+        ids = torch.cat(documents).to(DEVICE)[None]
+        model(input_ids=ids, labels=labels, packed_seq_lengths=LENGTHS).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    # Sums over all tokens of the row: zeros of the neighbours may change their order, not their value.
+    assert error(gradients[0].double(), gradients[1].double()) < 4 * torch.finfo(DTYPE).eps
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_every_description_gives_the_same_bits(arch, use_cache):
+    model = patched(arch).eval()
+    documents = random_documents(LENGTHS)
+    expected = logits_of(model, documents)
+    for name, description in every_description(LENGTHS).items():
+        on_device = {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in description.items()}
+        got = logits_of(model, documents, **on_device, use_cache=use_cache)
+        assert torch.equal(got, expected), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("lengths", "tail"), [([77], 0), ([3, 50, 20], 30), ([1 + i % 3 for i in range(1000)], 0)], ids=["one", "tail", "1000"]
+)
+def test_rows_of_other_forms_are_as_right(arch, lengths, tail):
+    documents = random_documents(lengths)
+    truth = run_alone(tiny_model(arch, torch.float64, device="cpu"), documents)
+    plain = run_alone(tiny_model(arch, torch.float32, device="cpu"), documents, truth.routes)
+    model = tiny_model(arch, torch.float32, device="cpu")
+    patch_model(model)
+    got = run_packed(model, documents, truth.routes if not tail else None, tail=tail)
+    assert error(got.logits, truth.logits) <= 1.5 * error(plain.logits, truth.logits)
+    rounding = torch.finfo(torch.float32).eps * abs(truth.loss)
+    assert abs(got.loss - truth.loss) <= 1.5 * max(abs(plain.loss - truth.loss), rounding)
+    for name, grad in truth.grads.items():
+        assert error(got.grads[name], grad) <= 1.5 * error(plain.grads[name], grad), name
+
+
+def test_the_tail_is_never_looked_at():
+    model = patched("qwen2").eval()
+    documents = random_documents([20, 30])
+    rows = [torch.cat([*documents, torch.full((14,), filler)]).to(DEVICE)[None] for filler in (0, 7)]
+    with torch.no_grad():
+        outs = [model(input_ids=row, labels=row, packed_seq_lengths=[20, 30]) for row in rows]
+    assert torch.equal(outs[0].logits[0, :50], outs[1].logits[0, :50])
+    assert torch.equal(outs[0].loss, outs[1].loss)
+
+
+def test_several_rows_are_flattened_and_come_back_in_their_shape():
+    model = patched("llama").eval()
+    documents = random_documents([7, 5, 9])
+    filler = torch.zeros(3, dtype=torch.long)
+    rows = torch.stack([torch.cat(documents[:2]), torch.cat([documents[2], filler])]).to(DEVICE)
+    with torch.no_grad():
+        out = model(input_ids=rows, packed_seq_lengths=[[7, 5], [9]]).logits
+    assert out.shape[:2] == (2, 12)
+    expected = logits_of(model, documents)
+    assert error(torch.cat([out[0], out[1, :9]]).double(), expected.double()) < 4 * torch.finfo(DTYPE).eps
+
+
+def test_the_first_label_of_each_document_carries_no_loss():
+    model = patched("llama")
+    lengths = [5, 8, 3]
+    ids = torch.cat(random_documents(lengths)).to(DEVICE)[None]
+    labels = ids.clone()
+    loss = model(input_ids=ids, labels=labels, packed_seq_lengths=lengths).loss
+    labels[0, [0, 5, 13]] = -100
+    assert torch.equal(loss, model(input_ids=ids, labels=labels, packed_seq_lengths=lengths).loss)
+    counted = sum(lengths) - len(lengths)
+    summed = model(input_ids=ids, labels=labels, packed_seq_lengths=lengths, num_items_in_batch=2 * counted).loss
+    assert torch.allclose(summed, loss / 2)
+
+
+def test_labels_that_the_trainer_counts_but_no_loss_sees_are_refused():
+    model = patched("llama")
+    ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
+    with pytest.raises(InputError, match="DataCollatorWithFlattening"):
+        model(input_ids=ids, labels=ids, packed_seq_lengths=[5, 8], num_items_in_batch=12)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_nothing(reentrant):
+    documents = random_documents(LENGTHS)
+    plain = patched("gemma3_text", "sdpa")
+    expected = run_packed(plain, documents)
+    model = patched("gemma3_text", "sdpa")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    got = run_packed(model, documents)
+    assert torch.equal(got.logits, expected.logits)
+    for name, grad in expected.grads.items():
+        assert torch.equal(got.grads[name], grad), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_undo_restores_every_bit(arch):
+    documents = random_documents(LENGTHS)
+    model = tiny_model(arch, DTYPE)
+    before, keys = run_alone(model, documents), list(model.state_dict())
+    modules, attn = [type(module) for module in model.modules()], model.config._attn_implementation
+    attributes = [set(module.__dict__) for module in model.modules()]
+    patch = patch_model(model)
+    assert list(model.state_dict()) == keys
+    assert [type(module).__name__ for module in model.modules()] == [kind.__name__ for kind in modules]
+    run_packed(model, documents)
+    patch.undo()
+    patch.undo()
+    after = run_alone(model, documents)
+    assert [type(module) for module in model.modules()] == modules
+    assert [set(module.__dict__) for module in model.modules()] == attributes
+    assert model.config._attn_implementation == attn
+    assert patch_of(model) is None
+    assert torch.equal(before.logits, after.logits)
+    for name, grad in before.grads.items():
+        assert torch.equal(after.grads[name], grad), name
+
+
+def test_a_patch_is_a_context_and_can_be_laid_anew():
+    model = tiny_model("llama", DTYPE)
+    kind = type(model.get_base_model())
+    with patch_model(model, "sdpa"):
+        patch_model(model)
+        assert patch_of(model) is not None
+    assert type(model.get_base_model()) is not kind  # the second patch is in force
+    patch_of(model).undo()
+    assert type(model.get_base_model()) is kind
+
+
+def test_patching_before_and_after_the_adapter_is_the_same():
+    documents = random_documents(LENGTHS)
+    adapted = tiny_model("qwen3", DTYPE)
+    with patch_model(adapted, "sdpa"):
+        expected = logits_of(adapted, documents)
+    with patch_model(adapted.get_base_model(), "sdpa"):
+        assert torch.equal(logits_of(adapted, documents), expected)
+
+
+def test_a_deep_copy_is_patched_and_stands_alone():
+    model = patched("qwen3", "sdpa").eval()
+    documents = random_documents(LENGTHS)
+    expected = logits_of(model, documents)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(logits_of(twin, documents), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
+    """Left-padded prompts, a cache, and decoding step by step."""
+    plain, model = tiny_model(arch, torch.float32).eval(), tiny_model(arch, torch.float32).eval()
+    patch_model(model)
+    prompts = random_documents([40, 9, 27])
+    width = max(map(len, prompts))
+    ids = torch.stack([torch.cat([torch.zeros(width - len(p), dtype=torch.long), p]) for p in prompts]).to(DEVICE)
+    mask = torch.stack([torch.arange(width) >= width - len(p) for p in prompts]).long().to(DEVICE)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    with torch.no_grad():
+        expected, got = plain.generate(ids, **options), model.generate(ids, **options)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert torch.allclose(torch.stack(expected.logits), torch.stack(got.logits), atol=1e-4, rtol=1e-4)
+    out = [m(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss for m in (plain, model)]
+    assert torch.allclose(*out, atol=1e-5)
+
+
+def test_hidden_states_and_router_logits_are_recorded():
+    model = patched("qwen3_moe").eval()
+    documents = random_documents([4, 6])
+    ids = torch.cat(documents).to(DEVICE)[None]
+    with torch.no_grad():
+        out = model(input_ids=ids, packed_seq_lengths=[4, 6], output_hidden_states=True, output_router_logits=True)
+    assert [tuple(h.shape) for h in out.hidden_states] == [(1, 10, 64)] * 3
+    assert [tuple(r.shape) for r in out.router_logits] == [(10, 4)]
+    assert out.aux_loss > 0
+
+
+def test_what_cannot_be_patched_is_refused():
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import GPT2Config
+
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32))
+    with pytest.raises(UnsupportedArchitecture, match=r"'gpt2' has no patch; supported are gemma2, gemma3_text, gran"):
+        patch_model(gpt2)
+    with pytest.raises(InputError, match="cannot patch a Linear; give a transformers model"):
+        patch_model(torch.nn.Linear(2, 2))
+    base = tiny_model("llama").get_base_model()
+    prompted = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(InputError, match="virtual tokens shift the documents; use LoRA"):
+        patch_model(prompted)
+    both_ways = AutoModelForCausalLM.from_config(
+        supported_architectures()["gemma3_text"].tiny_config(use_bidirectional_attention=True)
+    )
+    with pytest.raises(InputError, match="use_bidirectional_attention=True"):
+        patch_model(both_ways)
+
+
+def test_calls_that_cannot_be_are_refused():
+    model = patched("llama").eval()
+    ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
+    with pytest.raises(InputError, match="attention weights"):
+        model(input_ids=ids, packed_seq_lengths=[4, 6], output_attentions=True)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(InputError, match="cannot continue a cache"):
+        model(input_ids=ids, packed_seq_lengths=[4, 6], past_key_values=cache)
+    with pytest.raises(InputError, match="exactly one"):
+        embeds = model.get_input_embeddings()(ids)
+        model(input_ids=ids, inputs_embeds=embeds, packed_seq_lengths=[4, 6])
+
+
+def test_inputs_embeds_may_be_packed_too():
+    model = patched("granite").eval()
+    documents = random_documents(LENGTHS)
+    embeds = model.get_input_embeddings()(torch.cat(documents).to(DEVICE)[None])
+    with torch.no_grad():
+        out = model(inputs_embeds=embeds, position_ids=positions_of(LENGTHS).to(DEVICE)[None]).logits[0]
+    assert torch.equal(out, logits_of(model, documents))
+
+
+def test_the_report_says_what_was_done():
+    model = tiny_model("qwen3_moe", DTYPE)
+    report = patch_model(model).report
+    assert report.model_type == "qwen3_moe"
+    assert report.attn_backend == ("flash" if DEVICE == "cuda" else "sdpa")
+    assert "Qwen3MoeSparseMoeBlock of 1 layers" in report.not_fused["MLP"]
+    for word in ("attention backend", "fused", "QK norm", "LoRA"):
+        assert word in str(report)

@@ -1,0 +1,76 @@
+"""Rotary types whose angles depend on the length of the text: each document turns as it would alone."""
+
+import pytest
+import torch
+from tiny import error, random_documents, run_alone, run_packed, tiny_model
+
+from unsloth_pack import patch_model
+
+ROPES = {
+    "longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 3.0, 4.0, 5.0],
+                "original_max_position_embeddings": 32,
+            },
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            "max_position_embeddings": 32,
+        },
+    ),
+    "yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "max_position_embeddings": 128,
+        },
+    ),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "max_position_embeddings": 256,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("arch", "overrides"), ROPES.values(), ids=ROPES)
+def test_a_short_document_beside_a_long_one_turns_as_it_would_alone(arch, overrides):
+    documents = random_documents([20, 90, 32, 33, 5, 70])
+    outcomes = {}
+    for dtype in (torch.float64, torch.float32):
+        alone = []
+        for document in documents:  # a fresh model for each: transformers' dynamic types remember the longest
+            alone.append(run_alone(tiny_model(arch, dtype, device="cpu", **overrides), [document]).logits)
+        outcomes[dtype] = torch.cat(alone)
+    truth, plain = outcomes[torch.float64], outcomes[torch.float32]
+    model = tiny_model(arch, torch.float32, device="cpu", **overrides)
+    patch_model(model)
+    for _ in range(2):  # tables are kept between steps
+        got = run_packed(model, documents).logits
+        assert error(got, truth) <= 1.5 * error(plain, truth)
+    assert error(run_packed(model, documents[:1]).logits, truth[:20]) <= 1.5 * error(plain[:20], truth[:20])

@@ -1,0 +1,132 @@
+"""Tiny random models and packed rows, and what plain transformers in float64 makes of each document alone."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from unsloth_pack import supported_architectures
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_proj gate_up_proj".split()
+MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
+
+
+def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, **overrides):
+    """An untouched transformers model with a LoRA adapter whose B is not 0; the same weights in every dtype."""
+    config = supported_architectures()[arch].tiny_config(**overrides)
+    torch.manual_seed(seed)
+    model = _with_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    generator = torch.Generator().manual_seed(seed + 1)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        noise = 0.1 * torch.randn(weight.shape, generator=generator)
+        weight = noise if "lora_" in name else weight + noise if "norm" in name else weight
+        weights[name] = (
+            weight.bfloat16().float()
+        )  # exact in every dtype: bf16 is judged on its arithmetic alone
+    base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if dtype == torch.float64:  # the grouped GEMM of the experts has no float64
+        base.config._experts_implementation = "eager"
+    model = _with_lora(base).to(device).train()
+    model.load_state_dict(weights)
+    return model
+
+
+def _with_lora(base):
+    targets = [
+        name for name in PROJECTIONS if any(key.endswith("." + name) for key, _ in base.named_modules())
+    ]
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    return get_peft_model(base, lora, autocast_adapter_dtype=False)
+
+
+def random_documents(lengths, seed=0, vocab_size=256):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]
+
+
+@dataclass
+class Outcome:
+    """What a model made of some documents, on the CPU in float64."""
+
+    logits: torch.Tensor  # [all tokens, vocabulary]
+    loss: torch.Tensor  # mean over all counted tokens
+    grads: dict[str, torch.Tensor]
+    routes: dict[str, torch.Tensor]  # the experts of every token, by router
+
+
+def run_alone(model, documents, routes=None):
+    """Every document in a call of its own; the loss is the mean over the tokens of all."""
+    counted = sum(len(document) - 1 for document in documents)
+    logits, loss = [], torch.tensor(0.0)
+    model.zero_grad()
+    with routing(model, routes) as seen:
+        for document in documents:
+            ids = document.to(model.device)[None]
+            out = model(input_ids=ids, use_cache=False).logits[0]
+            logits.append(out.detach())
+            if len(document) > 1:
+                wide = out.to(torch.promote_types(out.dtype, torch.float32))
+                share = F.cross_entropy(wide[:-1], ids[0, 1:], reduction="sum") / counted
+                share.backward()
+                loss = loss + share.detach().double().cpu()
+    return _outcome(model, torch.cat(logits), loss, seen)
+
+
+def run_packed(model, documents, routes=None, tail=0, **describe):
+    """All documents in one packed row, perhaps with padding behind them."""
+    ids = torch.cat([*documents, torch.zeros(tail, dtype=torch.int64)]).to(model.device)[None]
+    if not describe:
+        describe = {"packed_seq_lengths": [len(document) for document in documents]}
+    model.zero_grad()
+    with routing(model, routes) as seen:
+        out = model(input_ids=ids, labels=ids, **describe)
+        out.loss.backward()
+    return _outcome(model, out.logits[0, : ids.shape[1] - tail], out.loss, seen)
+
+
+def _outcome(model, logits, loss, seen):
+    grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    routes = {name: torch.cat(parts) for name, parts in seen.items()}
+    return Outcome(logits.detach().double().cpu(), loss.detach().double().cpu(), grads, routes)
+
+
+@contextmanager
+def routing(model, routes=None):
+    """Record which experts each token goes to, or send it where `routes` says.
+
+    Which experts a token gets is a discrete choice: in bfloat16 a near tie may fall either way, and a comparison
+    of rounding errors would then compare luck.
+    """
+    seen, hooks = {}, []
+
+    def hook_of(name):
+        def hook(module, args, output):
+            logits, scores, experts = output
+            if routes is not None:
+                start = sum(map(len, seen.get(name, []))) % len(routes[name])  # recomputation starts over
+                experts = routes[name][start : start + len(logits)].to(logits.device)
+                scores = logits.float().softmax(-1).gather(1, experts)
+                scores = (scores / scores.sum(-1, keepdim=True)).to(logits.dtype)
+            seen.setdefault(name, []).append(experts.cpu())
+            return logits, scores, experts
+
+        return hook
+
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            hooks.append(module.register_forward_hook(hook_of(name)))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def error(got, truth):
+    """Relative error in the Frobenius norm; NaN never passes a comparison."""
+    return float((got - truth).norm() / truth.norm().clamp(min=1e-30))

@@ -1,0 +1,36 @@
+"""Fast LoRA fine-tuning of language models on packed rows that never leak."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unsloth_pack.api import FastLanguageModel
+    from unsloth_pack.errors import BackendUnavailable, InputError, UnsupportedArchitecture
+    from unsloth_pack.models import supported_architectures
+    from unsloth_pack.patch import patch_model
+
+__version__ = "0.1.0"
+__all__ = [
+    "BackendUnavailable",
+    "FastLanguageModel",
+    "InputError",
+    "UnsupportedArchitecture",
+    "patch_model",
+    "supported_architectures",
+]
+
+_HOMES = {
+    "BackendUnavailable": "errors",
+    "FastLanguageModel": "api",
+    "InputError": "errors",
+    "UnsupportedArchitecture": "errors",
+    "patch_model": "patch",
+    "supported_architectures": "models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

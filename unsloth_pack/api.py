@@ -1,0 +1,309 @@
+"""`FastLanguageModel`: load, adapt, switch between training and inference. The notebook's entry."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from peft import LoftQConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.utils import is_bitsandbytes_available
+
+from unsloth_pack.checkpointing import CheckpointingMode, enable_checkpointing
+from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.errors import InputError
+from unsloth_pack.models import spec_of
+from unsloth_pack.patch import patch_model, patch_of
+from unsloth_pack.saving import save_pretrained_merged
+
+PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+)
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class FastLanguageModel:
+    """Load a language model ready for packed training, and put an adapter on it.
+
+    ```python
+    model, tokenizer = FastLanguageModel.from_pretrained("demo")
+    model = FastLanguageModel.get_peft_model(model, r=16)
+    SFTTrainer(model, SFTConfig(packing=True, padding_free=True), train_dataset=rows).train()
+    ```
+    """
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str = "demo",
+        max_seq_length: int = 2048,
+        dtype: torch.dtype | str | None = None,
+        load_in_4bit: bool = False,
+        load_in_8bit: bool = False,
+        load_in_fp8: bool = False,
+        full_finetuning: bool = False,
+        attn_backend: str = "auto",
+        device_map: Any = None,
+        token: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        random_state: int = 3407,
+        **hf_kwargs: Any,
+    ) -> tuple[Any, PreTrainedTokenizerBase]:
+        """A patched model and its tokenizer.
+
+        Args:
+            model_name: "demo" (bundled), a local folder of a model or of a saved adapter, or a hub name.
+            max_seq_length: tokens of the longest document or packed row, at most the model's positions.
+            dtype: of the weights. None: bfloat16 where the GPU has it, else float16 on CUDA, else float32;
+                float32 for full fine-tuning, whose small updates 16 bits would swallow.
+            load_in_4bit: frozen weights in NF4 through bitsandbytes.
+            load_in_8bit: frozen weights in int8 through bitsandbytes.
+            load_in_fp8: not there yet; refused.
+            full_finetuning: train every weight; no adapter then.
+            attn_backend: see `patch_model`.
+            device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
+            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`.
+            random_state: seed of Python, numpy and torch.
+
+        Returns:
+            The model (a PEFT model if `model_name` is an adapter's folder) and the tokenizer.
+
+        Raises:
+            UnsupportedArchitecture: no patch is declared for the model.
+            InputError: arguments that contradict each other, or a model that cannot be found or loaded.
+        """
+        _check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
+        set_seed(random_state)
+        source, adapter = _resolve(model_name)
+        hub = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
+        config = _load(AutoConfig, source, **hub, **hf_kwargs)
+        text_config = config.get_text_config()
+        spec_of(text_config.model_type)
+        if max_seq_length > text_config.max_position_embeddings:
+            raise InputError(
+                f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
+                "positions; lower it, or pass max_position_embeddings and rope_parameters"
+            )
+        tokenizer = _load(AutoTokenizer, adapter if adapter and _has_tokenizer(adapter) else source, **hub)
+        model = _load(
+            AutoModelForCausalLM,
+            source,
+            config=config,
+            dtype=_dtype(dtype, full_finetuning),
+            device_map=device_map if device_map is not None else _own_device(),
+            quantization_config=_quantization(load_in_4bit, load_in_8bit, _dtype(dtype, full_finetuning)),
+            **hub,
+        )
+        if source == str(MODEL_DIR):
+            model.name_or_path = model.config._name_or_path = (
+                "demo"  # adapters name their base: not a path of ours
+            )
+        model.max_seq_length = max_seq_length
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        elif not full_finetuning:
+            model.requires_grad_(False)
+        patch_model(model, attn_backend)
+        return _finish(model), tokenizer
+
+    @staticmethod
+    def get_peft_model(
+        model: Any,
+        r: int = 16,
+        target_modules: str | Sequence[str] | None = None,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        bias: Literal["none", "all", "lora_only"] = "none",
+        layers_to_transform: int | list[int] | None = None,
+        modules_to_save: list[str] | None = None,
+        use_gradient_checkpointing: CheckpointingMode = False,
+        random_state: int = 3407,
+        use_rslora: bool = False,
+        use_dora: bool = False,
+        loftq_config: dict[str, Any] | None = None,
+    ) -> Any:
+        """The model with a LoRA adapter (Hu et al. 2021) to train, through PEFT.
+
+        Args:
+            model: from `from_pretrained`, not yet adapted.
+            r: rank, positive.
+            target_modules: names of linear layers, "all-linear", or None for the seven projections.
+            lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
+            lora_dropout: probability in [0, 1).
+            bias, layers_to_transform, modules_to_save, use_rslora, use_dora: as in PEFT's `LoraConfig`.
+            use_gradient_checkpointing: False; True; or "offload" (alias "unsloth") to hold the inputs of
+                layers in host memory.
+            random_state: seed of the adapter's initial weights.
+            loftq_config: arguments of PEFT's `LoftQConfig`; the adapter then starts from LoftQ.
+
+        Raises:
+            InputError: an argument out of range, a target that the model does not have, or a model that has
+                an adapter already.
+        """
+        if isinstance(model, PeftModel):
+            raise InputError("the model has an adapter already; train it as it is, or merge it first")
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            raise InputError(
+                "full_finetuning=True trains every weight; leave out get_peft_model, or that flag"
+            )
+        if r < 1:
+            raise InputError(f"r is {r}; the rank of an adapter is at least 1")
+        if not 0 <= lora_dropout < 1:
+            raise InputError(f"lora_dropout is {lora_dropout}; a probability in [0, 1) is needed")
+        loftq = (
+            {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
+            if loftq_config
+            else {}
+        )
+        targets = _targets(model, target_modules)
+        set_seed(random_state)
+        config = LoraConfig(
+            r=r,
+            target_modules=targets,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            bias=bias,
+            layers_to_transform=layers_to_transform,
+            modules_to_save=modules_to_save,
+            use_rslora=use_rslora,
+            use_dora=use_dora,
+            task_type="CAUSAL_LM",
+            **loftq,
+        )
+        patch = patch_of(model)
+        attn_backend = "auto" if patch is None else patch.attn_backend
+        adapted = get_peft_model(model, config)
+        patch_model(adapted, attn_backend)  # anew, so that the adapter is fused too
+        enable_checkpointing(adapted, use_gradient_checkpointing)
+        return _finish(adapted)
+
+    @staticmethod
+    def for_inference(model: Any) -> Any:
+        """The model, ready to generate: no dropout, no recomputation, cache on."""
+        return model.eval()
+
+    @staticmethod
+    def for_training(model: Any) -> Any:
+        """The model, ready to train again."""
+        return model.train()
+
+
+def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool) -> None:
+    if max_seq_length < 1:
+        raise InputError(f"max_seq_length is {max_seq_length}; at least 1 token is needed")
+    if in_fp8:
+        raise InputError("load_in_fp8=True is not there yet; use bfloat16, load_in_8bit or load_in_4bit")
+    if in_4bit and in_8bit:
+        raise InputError("load_in_4bit and load_in_8bit are both set; choose one")
+    if full and (in_4bit or in_8bit):
+        raise InputError(
+            "full_finetuning=True cannot train quantised weights; drop load_in_4bit and load_in_8bit"
+        )
+    if (in_4bit or in_8bit) and not is_bitsandbytes_available():
+        raise InputError("load_in_4bit and load_in_8bit need bitsandbytes; pip install 'unsloth-pack[cuda]'")
+
+
+def _resolve(model_name: str) -> tuple[str, str | None]:
+    """Where the base model's weights are, and the adapter's folder if `model_name` is one."""
+    if model_name == "demo":
+        return str(MODEL_DIR), None
+    folder = Path(model_name)
+    if (folder / "adapter_config.json").is_file():
+        try:
+            base = PeftConfig.from_pretrained(model_name).base_model_name_or_path
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"{folder / 'adapter_config.json'} cannot be read ({error}); save it anew"
+            ) from None
+        if not base or Path(base) == folder:
+            raise InputError(
+                f"the adapter {model_name} does not name its base model; add base_model_name_or_path"
+            )
+        return _resolve(base)[0], model_name
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise InputError(
+            f"{model_name} holds neither config.json nor adapter_config.json; name a model's folder"
+        )
+    return model_name, None
+
+
+def _load(auto_class: Any, source: str, **kwargs: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(source, **kwargs)
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, InputError):
+            raise
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(f"cannot load {source}: {first_line}") from error
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return (Path(folder) / "tokenizer_config.json").is_file()
+
+
+def _dtype(dtype: torch.dtype | str | None, full_finetuning: bool) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is not None:
+        if dtype not in _DTYPES:
+            raise InputError(f"dtype is {dtype!r}; choose one of {', '.join(_DTYPES)}")
+        return _DTYPES[dtype]
+    if full_finetuning or not torch.cuda.is_available():
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+def _own_device() -> dict[str, Any]:
+    return {"": int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
+
+
+def _quantization(in_4bit: bool, in_8bit: bool, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    if in_4bit:
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if in_8bit else None
+
+
+def _targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> str | list[str]:
+    linear_names = {
+        path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    if target_modules is None:
+        return [name for name in PROJECTIONS if name in linear_names]
+    if isinstance(target_modules, str):
+        return target_modules
+    paths = [path for path, _ in model.named_modules()]
+    for target in target_modules:
+        if not any(path == target or path.endswith(f".{target}") for path in paths):
+            raise InputError(
+                f"target_modules names {target!r}; the model has {', '.join(sorted(linear_names))}"
+            )
+    return list(target_modules)
+
+
+def _finish(model: PreTrainedModel | PeftModel) -> Any:
+    model.save_pretrained_merged = MethodType(save_pretrained_merged, model)
+    return model

@@ -1,0 +1,12 @@
+"""One attention for every model: `attend` over a packed row, `attend_dense` over an ordinary batch.
+
+Whatever the backend, the meaning is the same: causal within each document, at most `window` keys back
+(the query's own included, as transformers counts), logits softcapped, heads grouped, scaled by `scale`.
+"""
+
+from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
+from unsloth_pack.attention.dense import attend_dense
+from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
+from unsloth_pack.attention.packed import attend
+
+__all__ = ["BACKENDS", "AttentionNeed", "AttentionOptions", "attend", "attend_dense", "choose_backend", "why_unavailable"]

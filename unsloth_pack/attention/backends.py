@@ -1,0 +1,89 @@
+"""Which backends there are, which can run, and which `auto` takes."""
+
+import os
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unsloth_pack.attention import flash, sdpa, xformers
+from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
+from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.layout import PackedRow
+
+ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
+
+
+class Backend(Protocol):
+    """One way to compute attention over a packed row; a module with these two functions."""
+
+    @staticmethod
+    def why_unavailable(need: AttentionNeed) -> str | None:
+        """One clause saying why this backend cannot serve `need`, or None when it can."""
+
+    @staticmethod
+    def attend(
+        q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions
+    ) -> Tensor:
+        """`[N, H, D]` from queries of H heads and keys and values of K heads, K dividing H."""
+
+
+BACKENDS: dict[str, Backend] = {"flash": flash, "xformers": xformers, "sdpa": sdpa}  # fastest first
+
+
+def requested_backend(name: str) -> str:
+    """`name`, or what the environment overrides it with.
+
+    Raises:
+        InputError: neither "auto" nor a backend.
+    """
+    source, value = "attn_backend", name
+    if override := os.environ.get(ENVIRONMENT_VARIABLE):
+        source, value = ENVIRONMENT_VARIABLE, override
+    if value != "auto" and value not in BACKENDS:
+        raise InputError(f"{source} is {value!r}; choose one of auto, {', '.join(BACKENDS)}")
+    return value
+
+
+@lru_cache(maxsize=256)
+def why_unavailable(name: str, need: AttentionNeed) -> str | None:
+    """Why the backend cannot serve `need`: what it says itself, or the error of one tiny step."""
+    return BACKENDS[name].why_unavailable(need) or _error_of_a_tiny_step(BACKENDS[name], need)
+
+
+@lru_cache(maxsize=256)
+def choose_backend(name: str, need: AttentionNeed) -> tuple[str, str]:
+    """The backend that serves `need`, and why it was chosen.
+
+    Args:
+        name: "auto" for the fastest that can run, or a backend.
+
+    Raises:
+        BackendUnavailable: the backend that was asked for cannot run; says why, and what can.
+    """
+    reasons = {candidate: why_unavailable(candidate, need) for candidate in BACKENDS}
+    able = [candidate for candidate, reason in reasons.items() if reason is None]
+    if name == "auto":
+        passed_over = "; ".join(f"{n}: {reasons[n]}" for n in list(BACKENDS)[: list(BACKENDS).index(able[0])])
+        return able[0], f"fastest that can run here ({passed_over})" if passed_over else "fastest of all"
+    if name not in able:
+        raise BackendUnavailable(
+            f"attn_backend {name!r} cannot run: {reasons[name]}; use 'auto' or one of {', '.join(able)}"
+        )
+    return name, "asked for"
+
+
+def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
+    device = torch.device(need.device_type)
+    row = PackedRow.of_lengths((3, 5), device)
+    try:
+        with torch.enable_grad(), torch.autocast(need.device_type, enabled=False):
+            q, k, v = (
+                torch.zeros(8, heads, need.head_dim, dtype=need.dtype, device=device, requires_grad=True)
+                for heads in (2, 1, 1)
+            )
+            backend.attend(q, k, v, row, need.options).sum().backward()
+    except (RuntimeError, NotImplementedError, ImportError, ValueError, TypeError) as error:
+        return f"a tiny step failed with {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    return None

@@ -1,0 +1,64 @@
+"""Attention over an ordinary batch: padded training batches, prefill and decoding with a cache."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unsloth_pack.attention.options import AttentionOptions
+
+
+def attend_dense(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Attention of T queries over S keys.
+
+    Args:
+        q_BHTD: `[B, H, T, D]`.
+        k_BKSD, v_BKSD: `[B, K, S, D]`, K dividing H.
+        mask: `[B, 1, T, S]` (or broadcastable), True where a query may look; window and padding are in it.
+            None means causal, the last query facing the last key.
+
+    Returns:
+        `[B, T, H, D]` in the dtype of `q_BHTD`.
+    """
+    is_causal = mask is None and q_BHTD.shape[2] > 1
+    if options.softcap is None:
+        out_BHTD = F.scaled_dot_product_attention(
+            q_BHTD,
+            k_BKSD,
+            v_BKSD,
+            attn_mask=mask,
+            dropout_p=options.dropout,
+            is_causal=is_causal,
+            scale=options.scale,
+            enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
+        )
+    else:
+        if is_causal:
+            mask = causal_mask(q_BHTD.shape[2], k_BKSD.shape[2], None, q_BHTD.device)
+        out_BHTD = _softcapped(q_BHTD, k_BKSD, v_BKSD, mask, options)
+    return out_BHTD.transpose(1, 2)
+
+
+def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """`[queries, keys]` bool, True where a query may look; the last query faces the last key."""
+    queries = torch.arange(n_keys - n_queries, n_keys, device=device)
+    age = queries[:, None] - torch.arange(n_keys, device=device)[None, :]
+    return (age >= 0) if window is None else (age >= 0) & (age < window)
+
+
+def _softcapped(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Softcapped attention (Gemma 2, 2024) written out: no fused operator in torch takes the cap."""
+    assert options.softcap is not None
+    groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+    k_BHSD, v_BHSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
+    logits = (q_BHTD @ k_BHSD.transpose(2, 3)).to(
+        torch.promote_types(q_BHTD.dtype, torch.float32)
+    ) * options.scale
+    logits = options.softcap * torch.tanh(logits / options.softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    weights = F.dropout(logits.softmax(-1), options.dropout).to(q_BHTD.dtype)
+    return weights @ v_BHSD

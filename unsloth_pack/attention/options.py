@@ -1,0 +1,32 @@
+"""What the attention of one layer needs, whichever backend computes it."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of one attention layer.
+
+    Args:
+        scale: factor on the logits, before the softcap.
+        window: keys that a query sees, its own included; None for all before it.
+        softcap: logits become `softcap * tanh(logits / softcap)`.
+        dropout: probability of dropping an attention weight.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class AttentionNeed:
+    """What decides whether a backend can run a layer: where, on what, with which options."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    options: AttentionOptions

@@ -1,0 +1,43 @@
+"""Packed attention through xformers' memory-efficient attention and its block-diagonal causal mask."""
+
+import torch
+from torch import Tensor
+
+from unsloth_pack.attention import flash
+from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
+from unsloth_pack.layout import PackedRow
+
+
+def why_unavailable(need: AttentionNeed) -> str | None:
+    if need.device_type != "cuda":
+        return f"it needs CUDA, the model is on {need.device_type}"
+    if need.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not {need.dtype}"
+    if need.options.softcap is not None:
+        return "it has no softcap"
+    try:
+        import xformers.ops  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"xformers does not import ({str(error).splitlines()[0][:80]}); pip install xformers"
+    return None
+
+
+def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions) -> Tensor:
+    from xformers import ops
+
+    flash.refuse_int32_overflow(q_NHD, row)  # its flash operator is the same kernel
+    bias = row.once(("xformers", options.window), lambda: _block_diagonal_mask(row, options.window))
+    groups = q_NHD.shape[1] // k_NKD.shape[1]
+    k_NHD, v_NHD = (
+        x.repeat_interleave(groups, dim=1) for x in (k_NKD, v_NKD)
+    )  # no grouped heads in its backward
+    return ops.memory_efficient_attention(
+        q_NHD[None], k_NHD[None], v_NHD[None], attn_bias=bias, p=options.dropout, scale=options.scale
+    )[0]
+
+
+def _block_diagonal_mask(row: PackedRow, window: int | None):
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+    mask = BlockDiagonalCausalMask.from_seqlens(list(row.lengths), device=row.device)
+    return mask if window is None else mask.make_local_attention(window)

@@ -1,0 +1,51 @@
+"""The command line: `unsloth-pack [train] ...`, `generate`, `merge`, `doctor`."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from unsloth_pack.errors import InputError
+
+SUBCOMMANDS = ("train", "generate", "merge", "doctor")  # each a module here with `run(argv) -> exit code`
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand, `train` when none is named.
+
+    Args:
+        argv: the arguments after the program's name; None for those of this process.
+
+    Returns:
+        The exit code: 0 done; 2 bad input or arguments; 130 (or 143) stopped by Ctrl-C (or SIGTERM);
+        1 anything else. All but 0 come with one line on stderr, and with the traceback under `--debug`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except SystemExit as help_was_shown:
+        return int(help_was_shown.code or 0)
+    except (KeyboardInterrupt, Exception) as error:
+        code, line = _exit_of(error)
+        if "--debug" in arguments:
+            traceback.print_exc()
+    print(f"unsloth-pack: {line}", file=sys.stderr)
+    return code
+
+
+def _exit_of(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, InputError):
+        return 2, " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted before there was anything to save"
+    first_line = (str(error).strip().splitlines() or ["no message"])[0]
+    return 1, f"{type(error).__name__}: {first_line}; add --debug for the traceback"
+
+
+def _run(arguments: list[str]) -> int:
+    name = "train"
+    if arguments and not arguments[0].startswith("-"):
+        name, *arguments = arguments
+    if name not in SUBCOMMANDS:
+        raise InputError(f"unknown subcommand {name!r}; use one of {', '.join(SUBCOMMANDS)}")
+    return import_module(f"unsloth_pack.cli.{name}").run(arguments)

@@ -1,0 +1,184 @@
+"""Everything about a training run that can be refused before a model is loaded. None of it writes to disk."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from unsloth_pack.cli.options import TrainOptions
+from unsloth_pack.errors import InputError
+from unsloth_pack.report.metrics import FILE_NAME
+
+RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
+
+
+def check_options(options: TrainOptions) -> None:
+    """Refuse options that contradict each other, and folders that cannot be written to.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    if options.load_in_4bit and options.load_in_8bit:
+        raise InputError("load_in_4bit and load_in_8bit are both set; choose one")
+    if options.loftq_config is not None and (options.load_in_4bit or options.load_in_8bit):
+        raise InputError("loftq_config starts from 16-bit weights; drop load_in_4bit and load_in_8bit")
+    if options.eval_packing is not None and options.eval_dataset is None:
+        raise InputError(
+            f"eval_packing is {options.eval_packing} without data to evaluate; give --eval_dataset"
+        )
+    if options.eval_packing and not options.sample_packing:
+        raise InputError("eval_packing is set without sample_packing; give --sample_packing too")
+    if options.save_path is not None and not options.save_model:
+        raise InputError(
+            f"save_path is {options.save_path!r} but nothing is saved there; give --save_model too"
+        )
+    _check_folders(options)
+
+
+def _check_folders(options: TrainOptions) -> None:
+    folder = Path(str(options.output_dir))
+    check_writable("output_dir", folder)
+    if os.environ.get("WORLD_SIZE", "1") != "1" and str(options.output_dir).startswith("outputs/"):
+        raise InputError(
+            "several processes need one output_dir, and its default holds the time; give --output_dir"
+        )
+    replaced = options.overwrite_output_dir or options.resume or not is_main_process()
+    if not replaced and (found := run_files(folder)):
+        raise InputError(
+            f"output_dir {str(folder)!r} holds a run already ({found[0].name}); "
+            "give --resume, --overwrite_output_dir, or another folder"
+        )
+    if options.resume and last_checkpoint(folder) is None:
+        raise InputError(f"--resume: no checkpoint in {str(folder)!r}; check --output_dir, or start anew")
+    if options.save_path is not None:
+        target = Path(options.save_path)
+        if target.resolve() == folder.resolve():
+            raise InputError(
+                f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
+            )
+        check_save_path(target, may_replace=options.overwrite_output_dir)
+
+
+def check_save_path(target: Path, may_replace: bool = False) -> None:
+    """Refuse a folder for a model that cannot be written to, or holds anything."""
+    check_writable("save_path", target)
+    if not may_replace and target.is_dir() and any(target.iterdir()):
+        raise InputError(f"save_path {str(target)!r} is not empty; give a new folder")
+
+
+def check_writable(name: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to, without making it."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise InputError(f"{name} is {str(folder)!r} but {str(existing)!r} is a file; give another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{name} is {str(folder)!r} but {str(existing)!r} cannot be written to; give another folder"
+        )
+
+
+def run_files(folder: Path) -> list[Path]:
+    """What a run has left in `folder`."""
+    return [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of the most steps that is complete."""
+    complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def is_main_process() -> bool:
+    """Whether this process, of those that train together, is the one that prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_trainer(options: TrainOptions) -> None:
+    """Refuse an optimizer, a schedule or a tracker that is unknown, and what is not installed.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    import torch
+    from transformers import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+    from transformers.utils import is_bitsandbytes_available
+
+    if (options.load_in_4bit or options.load_in_8bit) and not is_bitsandbytes_available():
+        name = "load_in_4bit" if options.load_in_4bit else "load_in_8bit"
+        raise InputError(f"{name} is set but bitsandbytes is not installed; pip install 'unsloth-pack[cuda]'")
+    optimizers = [name.value for name in OptimizerNames]
+    if options.optim not in optimizers:
+        raise InputError(f"optim is {options.optim!r}; choose one of {', '.join(optimizers)}")
+    schedules = [name.value for name in SchedulerType]
+    if options.lr_scheduler_type not in schedules:
+        raise InputError(
+            f"lr_scheduler_type is {options.lr_scheduler_type!r}; choose one of {', '.join(schedules)}"
+        )
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        get_scheduler(options.lr_scheduler_type, optimizer, num_warmup_steps=0, num_training_steps=1)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"lr_scheduler_type is {options.lr_scheduler_type!r}, which needs more ({error}); use linear"
+        ) from None
+    _check_tracker(options.report_to)
+
+
+def check_optimizer(arguments: Any) -> None:
+    """Refuse an optimizer that cannot be made here.
+
+    Args:
+        arguments: transformers' `TrainingArguments`, or TRL's.
+
+    Raises:
+        InputError: it is not installed, needs CUDA, or needs arguments of its own.
+    """
+    import torch
+    from transformers import Trainer
+
+    name = arguments.optim
+    try:
+        kind, _ = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"optim is {name!r}, which cannot be made ({error}); use adamw_torch") from None
+    if kind.__module__.startswith("bitsandbytes") and not torch.cuda.is_available():
+        raise InputError(f"optim is {name!r}, which needs CUDA, and there is none here; use adamw_torch")
+
+
+def _check_tracker(report_to: str) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    if report_to in ("none", "all", *get_available_reporting_integrations()):
+        return
+    if report_to in INTEGRATION_TO_CALLBACK:
+        raise InputError(
+            f"report_to is {report_to!r}, which is not installed; pip install {report_to}, or use none"
+        )
+    raise InputError(
+        f"report_to is {report_to!r}; choose one of none, all, {', '.join(INTEGRATION_TO_CALLBACK)}"
+    )
+
+
+def check_backend(options: TrainOptions, config: Any, dtype: Any, device_type: str) -> None:
+    """Refuse an attention backend that cannot run the model on this device.
+
+    Args:
+        config: of the text model, as transformers loads it.
+        dtype, device_type: of the weights.
+
+    Raises:
+        InputError: an unknown backend, an unsupported architecture, or `BackendUnavailable`.
+    """
+    from unsloth_pack.attention import AttentionOptions, choose_backend
+    from unsloth_pack.attention.backends import requested_backend
+    from unsloth_pack.attention.options import AttentionNeed
+    from unsloth_pack.models import spec_of
+
+    spec = spec_of(config.model_type)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = AttentionOptions(scale=1.0, softcap=getattr(config, spec.softcap) if spec.softcap else None)
+    choose_backend(
+        requested_backend(options.attn_backend), AttentionNeed(device_type, dtype, head_dim, attention)
+    )

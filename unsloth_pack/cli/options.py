@@ -1,0 +1,236 @@
+"""The flags of `train`: names, types, defaults, and where a value comes from when several places give one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from unsloth_pack.cli.parser import Parser, boolean, json_object, one_of, real, switch_or, whole
+from unsloth_pack.demo import DEMO_DEFAULTS
+from unsloth_pack.errors import InputError
+
+MODEL, ADAPTER, DATA, TRAINING, OUTPUT = "model", "adapter", "data", "training", "output"
+# What a resumed run may change: nothing that alters the data order, the steps or the weights.
+_FREE_ON_RESUME = {"config", "resume", "output_dir", "debug", "logging_steps", "report_to"}
+_FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend"}
+
+
+def _flag(
+    group: str, default: Any, kind: Callable[[str], Any], help: str, unit: str = "", alias: str = ""
+) -> Any:
+    metadata = {"group": group, "kind": kind, "help": help, "unit": unit, "alias": alias}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `train` was asked for. Every field is a flag of its name; None where more decides."""
+
+    model_name: str = _flag(MODEL, "demo", str, "the model: demo (bundled), a folder, or a hub name")
+    max_seq_length: int = _flag(MODEL, 2048, whole(1), "longest document, or packed row", "TOKENS")
+    dtype: str | None = _flag(
+        MODEL, None, one_of("bfloat16", "float16", "float32"), "of the weights; default: what the device has"
+    )
+    load_in_4bit: bool = _flag(MODEL, False, boolean, "hold the frozen weights in NF4 (bitsandbytes)")
+    load_in_8bit: bool = _flag(MODEL, False, boolean, "hold the frozen weights in int8 (bitsandbytes)")
+    attn_backend: str = _flag(
+        MODEL, "auto", str, "of packed attention: auto, flash, xformers or sdpa; see `unsloth-pack doctor`"
+    )
+
+    r: int = _flag(ADAPTER, 16, whole(1), "rank of the adapter")
+    lora_alpha: float = _flag(ADAPTER, 16.0, real(above=0), "the adapter's output is scaled by alpha / r")
+    lora_dropout: float = _flag(ADAPTER, 0.0, real(0, below=1), "probability of dropping an adapter's input")
+    bias: str = _flag(ADAPTER, "none", one_of("none", "all", "lora_only"), "which biases train")
+    use_gradient_checkpointing: bool | str = _flag(
+        ADAPTER,
+        False,
+        switch_or("offload", "unsloth"),
+        "recompute layers in the backward pass; offload (or unsloth) also holds their inputs in host memory",
+    )
+    random_state: int = _flag(ADAPTER, 3407, whole(0), "seed of the adapter's initial weights")
+    use_rslora: bool = _flag(ADAPTER, False, boolean, "scale by alpha / sqrt(r)")
+    use_dora: bool = _flag(ADAPTER, False, boolean, "learn the norm of every output apart")
+    loftq_config: Mapping[str, Any] | None = _flag(
+        ADAPTER, None, json_object, "arguments of PEFT's LoftQConfig; default: no LoftQ", "JSON"
+    )
+
+    dataset: str = _flag(
+        DATA, "demo", str, "demo (bundled), a json, jsonl, csv, parquet or txt file, a folder, or a hub name"
+    )
+    eval_dataset: str | None = _flag(DATA, None, str, "likewise, evaluated ten times a run; default: none")
+    sample_packing: bool = _flag(
+        DATA, False, boolean, "put several documents in a row; none sees another", alias="--packing"
+    )
+    padding_free: bool = _flag(DATA, False, boolean, "join a batch into one row instead of padding it")
+    eval_packing: bool | None = _flag(
+        DATA, None, boolean, "pack the evaluation data; default: as the training data"
+    )
+    train_on_responses_only: bool = _flag(
+        DATA, False, boolean, "no loss on what the user says in conversations"
+    )
+
+    per_device_train_batch_size: int | None = _flag(
+        TRAINING, None, whole(1), "rows a step and device; default: 1 when packing, else 2", "ROWS"
+    )
+    per_device_eval_batch_size: int | None = _flag(
+        TRAINING, None, whole(1), "likewise for evaluation; default: as for training", "ROWS"
+    )
+    gradient_accumulation_steps: int = _flag(TRAINING, 4, whole(1), "forward and backward passes an update")
+    warmup_steps: int = _flag(TRAINING, 5, whole(0), "updates over which the learning rate rises", "UPDATES")
+    max_steps: int | None = _flag(
+        TRAINING, None, whole(1), "stop here; default: 400, or what num_train_epochs says", "UPDATES"
+    )
+    num_train_epochs: float | None = _flag(
+        TRAINING, None, real(above=0), "passes over the data, where max_steps is not given", "EPOCHS"
+    )
+    learning_rate: float = _flag(TRAINING, 2e-4, real(above=0), "at its peak")
+    optim: str | None = _flag(
+        TRAINING, None, str, "a name from transformers; default: adamw_torch, its fused form on CUDA"
+    )
+    weight_decay: float = _flag(TRAINING, 0.01, real(0), "of the trained weights")
+    lr_scheduler_type: str = _flag(TRAINING, "linear", str, "a name from transformers: linear, cosine, ...")
+    seed: int = _flag(TRAINING, 3407, whole(0), "of the data order and of dropout")
+
+    output_dir: str | None = _flag(
+        OUTPUT,
+        None,
+        str,
+        "gets the adapter and the metrics; default: outputs/<model>-<dataset>-<time>",
+        "FOLDER",
+    )
+    resume: bool = _flag(
+        OUTPUT, False, boolean, "go on from the last checkpoint in output_dir, as it was started"
+    )
+    overwrite_output_dir: bool = _flag(OUTPUT, False, boolean, "replace the run that output_dir holds")
+    logging_steps: int = _flag(OUTPUT, 1, whole(1), "log so often", "UPDATES")
+    save_steps: int | None = _flag(
+        OUTPUT, None, whole(1), "save a checkpoint so often, keep two; default: only on Ctrl-C", "UPDATES"
+    )
+    report_to: str = _flag(OUTPUT, "none", str, "none, all, or a tracker: tensorboard, wandb, ...")
+    save_model: bool = _flag(OUTPUT, False, boolean, "also save the merged model at the end")
+    save_method: str = _flag(OUTPUT, "merged_16bit", one_of("merged_16bit", "lora"), "how save_model saves")
+    save_path: str | None = _flag(
+        OUTPUT, None, str, "where save_model saves; default: merged in output_dir", "FOLDER"
+    )
+    config: str | None = _flag(
+        OUTPUT, None, str, "flags by name in a yaml file; the command line wins", "FILE"
+    )
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the bundled model trains on the bundled data."""
+        return self.model_name == self.dataset == "demo"
+
+
+def read_options(arguments: Sequence[str]) -> TrainOptions:
+    """The options of a run: the flags, over the file's, over the demo's or the resumed run's, over defaults.
+
+    Raises:
+        InputError: an unknown flag, a value out of range, a config file that cannot be read, or a resumed run
+            that is not there or was started otherwise.
+    """
+    parser = train_parser()
+    given = parser.parse(arguments)
+    if "config" in given:
+        given = parser.parse(_config_arguments(Path(given["config"]))) | given
+    given.pop("debug", None)
+    values: dict[str, Any] = {option.name: option.default for option in fields(TrainOptions)}
+    if given.get("resume"):
+        values |= _saved_options(given)
+    elif TrainOptions(**values | given).is_demo:
+        values |= DEMO_DEFAULTS
+    return _fill_in(values | given)
+
+
+def train_parser() -> Parser:
+    """The parser of `train`'s flags."""
+    from unsloth_pack.cli import SUBCOMMANDS
+
+    others = ", ".join(name for name in SUBCOMMANDS if name != "train")
+    parser = Parser(
+        prog="unsloth-pack",
+        usage="unsloth-pack [train] [flags]",
+        description="Train a LoRA adapter. Without flags: the bundled model on the bundled data.",
+        epilog=f"Other subcommands: {others}. Each has its own --help.",
+    )
+    groups = {name: parser.add_argument_group(name) for name in (MODEL, ADAPTER, DATA, TRAINING, OUTPUT)}
+    for option in fields(TrainOptions):
+        about = option.metadata
+        names = [f"--{option.name}"] + ([about["alias"]] if about["alias"] else [])
+        arguments = {"dest": option.name, "type": about["kind"], "metavar": about["unit"] or "VALUE"}
+        arguments["help"] = about["help"]
+        if "bool" in str(option.type):
+            arguments |= {"nargs": "?", "const": True, "metavar": "true|false"}
+        elif option.default is not None:
+            arguments["help"] += f" (default: {option.default})"
+        groups[about["group"]].add_argument(*names, **arguments)
+    return parser
+
+
+def _config_arguments(path: Path) -> list[str]:
+    """The flags that a yaml file spells as `name: value`."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"config is {str(path)!r}: {error.strerror}; check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"config is {str(path)!r}: not yaml ({' '.join(str(error).split())}); correct it"
+        ) from None
+    if not isinstance(values, dict):
+        raise InputError(f"config is {str(path)!r}: it holds no `name: value` lines; write one a flag")
+    arguments = []
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in ("config", "debug"):
+            raise InputError(
+                f"config is {str(path)!r}: {name} cannot be set there; give it on the command line"
+            )
+        arguments.append(f"--{name}={_as_text(value)}")
+    return arguments
+
+
+def _as_text(value: Any) -> str:
+    import json
+
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _saved_options(given: dict[str, Any]) -> dict[str, Any]:
+    """The options that the run in `output_dir` was started with."""
+    from unsloth_pack.report.metrics import read_config
+
+    if "output_dir" not in given:
+        raise InputError("--resume needs --output_dir; name the folder of the run to go on with")
+    if given.get("overwrite_output_dir"):
+        raise InputError("--resume and --overwrite_output_dir contradict each other; give one of them")
+    saved = read_config(Path(given["output_dir"]))
+    known = {option.name for option in fields(TrainOptions)}
+    saved = {name: value for name, value in saved.items() if name in known}
+    for name, value in given.items():
+        if name not in _FREE_ON_RESUME and value != saved.get(name, value):
+            raise InputError(
+                f"--resume goes on as the run was started: {name} was {saved[name]!r}, not {value!r}; "
+                f"leave out --{name}, or start a new run"
+            )
+    return saved
+
+
+def _fill_in(values: dict[str, Any]) -> TrainOptions:
+    """The defaults that depend on other values."""
+    if values["per_device_train_batch_size"] is None:
+        values["per_device_train_batch_size"] = 1 if values["sample_packing"] else 2
+    if values["per_device_eval_batch_size"] is None:
+        values["per_device_eval_batch_size"] = values["per_device_train_batch_size"]
+    if values["max_steps"] is None and values["num_train_epochs"] is None:
+        values["max_steps"] = 400
+    if values["output_dir"] is None:
+        model, dataset = (Path(values[name]).stem or "run" for name in ("model_name", "dataset"))
+        values["output_dir"] = f"outputs/{model}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}"
+    if values["save_path"] is None and values["save_model"]:
+        values["save_path"] = str(Path(values["output_dir"]) / "merged")
+    return TrainOptions(**values)

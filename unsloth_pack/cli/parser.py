@@ -1,0 +1,117 @@
+"""argparse whose errors are `InputError`, and the types that check a flag's value as it is read."""
+
+import argparse
+import difflib
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from unsloth_pack.errors import InputError
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags with underscores, spelt out in full. What was not given is not in the result."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str) -> NoReturn:
+        remedy = "" if ";" in message else f"; see `{self.prog} --help`"
+        raise InputError(message + remedy)
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The flags that were given, by name.
+
+        Raises:
+            InputError: an unknown flag, or a value that its flag does not take.
+        """
+        given, unknown = self.parse_known_args(arguments)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"see `{self.prog} --help`"
+            raise InputError(f"unknown argument {unknown[0]!r}; {remedy}")
+        return vars(given)
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """The type of a whole number that is at least `least`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise _refused(text, f"a whole number of at least {least}")
+        return value
+
+    return read
+
+
+def real(
+    least: float = -math.inf, *, above: float = -math.inf, below: float = math.inf
+) -> Callable[[str], float]:
+    """The type of a finite number with `least <= number`, `above < number` and `number < below`."""
+    bounds = [f"of at least {least:g}"] if least > -math.inf else []
+    bounds += [f"above {above:g}"] if above > -math.inf else []
+    bounds += [f"below {below:g}"] if below < math.inf else []
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= least and above < value < below):
+            raise _refused(text, f"a number {' and '.join(bounds)}")
+        return value
+
+    return read
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """The type of a word out of a few."""
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise _refused(text, f"one of {', '.join(choices)}")
+        return text
+
+    return read
+
+
+def boolean(text: str) -> bool:
+    """The type of a switch: bare, or with true or false."""
+    if text.lower() not in ("true", "false"):
+        raise _refused(text, "true or false, or the flag alone")
+    return text.lower() == "true"
+
+
+def switch_or(*words: str) -> Callable[[str], bool | str]:
+    """The type of a switch that also takes a few words."""
+
+    def read(text: str) -> bool | str:
+        if text in words:
+            return text
+        if text.lower() not in ("true", "false"):
+            raise _refused(text, f"one of true, false, {', '.join(words)}")
+        return boolean(text)
+
+    return read
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The type of a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise _refused(text, """a JSON object, such as '{"loftq_bits": 4}'""")
+    return value
+
+
+def _refused(text: str, wanted: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"got {text!r}; give {wanted}")

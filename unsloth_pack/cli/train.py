@@ -1,0 +1,273 @@
+"""`unsloth-pack train`: check everything, load, train, save, report."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unsloth_pack.cli import checks
+from unsloth_pack.cli.options import TrainOptions, read_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from trl import SFTTrainer
+
+    from unsloth_pack.cli.prepare import Prepared
+    from unsloth_pack.demo.evaluate import ExactMatch
+    from unsloth_pack.report.fill import RowFill
+    from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.report.tables import RunSummary
+
+_EXAMPLES = 3  # generations shown side by side
+_LONGEST_PROMPT = 120  # characters of a prompt that is shown
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train as the arguments say.
+
+    Returns:
+        0, or 130 or 143 where SIGINT or SIGTERM ended the run with a checkpoint to resume from.
+
+    Raises:
+        InputError: something is missing, contradictory or cannot work here; nothing has been written then.
+    """
+    options = read_options(arguments)
+    checks.check_options(options)
+
+    from rich.console import Console
+
+    from unsloth_pack.cli.prepare import prepare
+
+    prepared = prepare(options)
+    return _train(prepared, Console(quiet=not checks.is_main_process()))
+
+
+def _train(prepared: "Prepared", console: "Console") -> int:
+    from unsloth_pack.report.callbacks import MetricsCallback, ProgressCallback, StopOnSignal
+    from unsloth_pack.trl import make_trainer
+
+    options = prepared.options
+    model = _load_model(options)
+    heldout = _heldout_rows(options)
+    before = _score(model, prepared, heldout)
+
+    folder = Path(str(options.output_dir))
+    checkpoint = checks.last_checkpoint(folder) if options.resume else None
+    metrics = _open_metrics(options, folder, checkpoint)
+    stop = StopOnSignal()
+    trainer = make_trainer(
+        model,
+        prepared.tokenizer,
+        prepared.config,
+        prepared.rows,
+        prepared.eval_rows,
+        [MetricsCallback(metrics), stop],
+    )
+    fill = _describe_rows(trainer, prepared, metrics)
+    trainer.add_callback(
+        ProgressCallback(console, lambda updates: _announce(console, trainer, prepared, fill, updates))
+    )
+    with stop:
+        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if stop.received and trainer.state.global_step < trainer.state.max_steps:
+        return _say_how_to_go_on(console, trainer, metrics, stop.received)
+
+    if checks.is_main_process():
+        _save(model, prepared, trainer, folder)
+    after = _score(model, prepared, heldout)
+    if before and after:
+        _show_scores(console, before, after, metrics)
+    summary = _summarise(trainer, fill, outcome.metrics["train_runtime"])
+    _show_summary(console, summary, metrics)
+    return 0
+
+
+def _load_model(options: TrainOptions) -> Any:
+    from unsloth_pack.api import FastLanguageModel
+
+    load = (
+        "model_name",
+        "max_seq_length",
+        "dtype",
+        "load_in_4bit",
+        "load_in_8bit",
+        "attn_backend",
+        "random_state",
+    )
+    model, _ = FastLanguageModel.from_pretrained(**{name: getattr(options, name) for name in load})
+    adapt = (
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "bias",
+        "use_rslora",
+        "use_dora",
+        "loftq_config",
+        "random_state",
+    )
+    adapt += ("use_gradient_checkpointing",)
+    return FastLanguageModel.get_peft_model(model, **{name: getattr(options, name) for name in adapt})
+
+
+def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) -> "MetricsFile":
+    """The metrics file of this run; what an earlier run left goes, or stays up to the checkpoint."""
+    import peft
+    import torch
+    import transformers
+    import trl
+
+    import unsloth_pack
+    from unsloth_pack.report.metrics import MetricsFile
+
+    is_main = checks.is_main_process()
+    if options.overwrite_output_dir and is_main:
+        for path in checks.run_files(folder):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    metrics = MetricsFile(folder, enabled=is_main)
+    if checkpoint is not None:
+        metrics.rewind(step=int(checkpoint.name.rpartition("-")[2]))
+        return metrics
+    versions = {
+        module.__name__: module.__version__ for module in (unsloth_pack, torch, transformers, trl, peft)
+    }
+    metrics.write("config", options=asdict(options), versions=versions)
+    return metrics
+
+
+def _describe_rows(trainer: "SFTTrainer", prepared: "Prepared", metrics: "MetricsFile") -> "RowFill":
+    """How full the training rows are; plotted, and written down beside the ledger of their tokens."""
+    from unsloth_pack.report.fill import fill_of_joined, fill_of_packed, fill_of_padded, row_lengths
+    from unsloth_pack.report.plots import plot_lengths
+
+    options = prepared.options
+    if options.sample_packing:
+        fill = fill_of_packed(trainer.train_dataset, options.max_seq_length)
+    elif options.padding_free:
+        fill = fill_of_joined(prepared.rows)
+    else:
+        fill = fill_of_padded(prepared.rows, prepared.config.per_device_train_batch_size, options.seed)
+    if metrics.enabled and not options.resume:
+        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=asdict(fill))
+        if prepared.eval_ledger:
+            metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
+        plot_lengths(row_lengths(prepared.rows), options.max_seq_length, metrics.path.parent / "lengths.png")
+    return fill
+
+
+def _announce(
+    console: "Console", trainer: "SFTTrainer", prepared: "Prepared", fill: "RowFill", updates: int
+) -> None:
+    from unsloth_pack.patch import patch_of
+    from unsloth_pack.report.tables import RunFacts, print_banner
+
+    config, model = prepared.config, trainer.model
+    patch = patch_of(model)
+    assert patch is not None
+    trained, everything = model.get_nb_trainable_parameters()
+    facts = RunFacts(
+        model_name=prepared.options.model_name,
+        dtype=str(prepared.dtype).removeprefix("torch."),
+        device=_device_name(config.device, config.world_size),
+        trained_parameters=trained,
+        all_parameters=everything,
+        rows_per_update=config.per_device_train_batch_size
+        * config.gradient_accumulation_steps
+        * config.world_size,
+        steps=updates,
+        optimizer=f"{prepared.options.optim}, learning rate {config.learning_rate:g}",
+        output_dir=config.output_dir,
+    )
+    print_banner(console, facts, patch.report, prepared.ledger, fill)
+
+
+def _device_name(device: Any, count: int) -> str:
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    return name if count == 1 else f"{count} x {name}"
+
+
+def _heldout_rows(options: TrainOptions) -> list[dict[str, str]]:
+    """The demo's held-out rows; none for any other run, and in all but one process."""
+    if not (options.is_demo and checks.is_main_process()):
+        return []
+    from unsloth_pack.data import load_rows
+    from unsloth_pack.demo import HELDOUT_FILE
+
+    return load_rows(str(HELDOUT_FILE)).to_list()
+
+
+def _score(model: Any, prepared: "Prepared", rows: list[dict[str, str]]) -> "ExactMatch | None":
+    from unsloth_pack.demo.evaluate import exact_match
+
+    return exact_match(model, prepared.tokenizer, rows) if rows else None
+
+
+def _show_scores(
+    console: "Console", before: "ExactMatch", after: "ExactMatch", metrics: "MetricsFile"
+) -> None:
+    from unsloth_pack.report.tables import print_generations
+
+    short = [i for i, made in enumerate(after.generations) if len(made.prompt) <= _LONGEST_PROMPT][:_EXAMPLES]
+    examples = [
+        {
+            "prompt": after.generations[i].prompt,
+            "before": before.generations[i].answer,
+            "after": after.generations[i].answer,
+            "expected": after.generations[i].expected,
+        }
+        for i in short
+    ]
+    metrics.write("demo", exact_match_before=before.score, exact_match_after=after.score, examples=examples)
+    print_generations(console, before.score, after.score, len(after.generations), examples)
+
+
+def _say_how_to_go_on(console: "Console", trainer: "SFTTrainer", metrics: "MetricsFile", signal: Any) -> int:
+    step, folder = trainer.state.global_step, trainer.args.output_dir
+    metrics.write("stopped", step=step, signal=signal.name)
+    console.print(
+        f"stopped by {signal.name} after update {step} of {trainer.state.max_steps}; "
+        f"go on with: unsloth-pack --resume --output_dir {folder}",
+        soft_wrap=True,
+        markup=False,
+    )
+    return 128 + int(signal)
+
+
+def _save(model: Any, prepared: "Prepared", trainer: "SFTTrainer", folder: Path) -> None:
+    from unsloth_pack.report.plots import plot_loss
+
+    options = prepared.options
+    model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora")
+    if options.save_model:
+        model.save_pretrained_merged(options.save_path, prepared.tokenizer, save_method=options.save_method)
+    plot_loss(trainer.state.log_history, folder / "loss.png")
+
+
+def _summarise(trainer: "SFTTrainer", fill: "RowFill", seconds: float) -> "RunSummary":
+    from unsloth_pack.report.memory import peak_memory
+    from unsloth_pack.report.tables import RunSummary
+    from unsloth_pack.trl import tokens_trained
+
+    tokens = tokens_trained(trainer)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    n_bytes, what = peak_memory()
+    return RunSummary(
+        steps=trainer.state.global_step,
+        seconds=seconds,
+        documents_per_second=tokens * fill.documents / fill.tokens / seconds,
+        tokens_per_second=tokens / seconds,
+        peak_memory_bytes=n_bytes,
+        peak_memory_of=what,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        output_dir=trainer.args.output_dir,
+    )
+
+
+def _show_summary(console: "Console", summary: "RunSummary", metrics: "MetricsFile") -> None:
+    from unsloth_pack.report.tables import print_summary
+
+    metrics.write("summary", **asdict(summary))
+    print_summary(console, summary)

@@ -1,0 +1,7 @@
+"""Training data: where rows come from, what formats they are in, and the checks before any training time."""
+
+from unsloth_pack.data.checks import check_token_ids
+from unsloth_pack.data.formats import DataFormat, detect_format, to_trl
+from unsloth_pack.data.sources import load_rows
+
+__all__ = ["DataFormat", "check_token_ids", "detect_format", "load_rows", "to_trl"]

@@ -1,0 +1,128 @@
+"""One field of one row, checked: it can be trained on, or InputError names the row, the column, the value."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from unsloth_pack.errors import InputError
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+
+_ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+def fail(index: int, column: str, problem: str, value: Any, remedy: str) -> NoReturn:
+    """Raise the InputError for row `index`, with the value shortened."""
+    raise InputError(f"row {index}, column {column!r}: {problem}, got {reprlib.repr(value)}; {remedy}")
+
+
+def string(index: int, row: Row, column: str, *, may_be_blank: bool = False) -> str:
+    """`row[column]`, which must be a string and, unless `may_be_blank`, more than white space."""
+    value = row[column]
+    if not isinstance(value, str):
+        fail(index, column, "expected a string", value, "write it as one or remove the row")
+    if not may_be_blank and not value.strip():
+        fail(index, column, "expected some text", value, "fill it in or remove the row")
+    return value
+
+
+def optional_string(index: int, row: Row, column: str) -> str:
+    """`row[column]`, or "" where it is absent, null or blank."""
+    if row.get(column) is None:
+        return ""
+    value = string(index, row, column, may_be_blank=True)
+    return value if value.strip() else ""
+
+
+def messages(index: int, row: Row, column: str) -> list[Message]:
+    """The turns of `row[column]` as {role, content}, and whatever else turns written with `role` hold.
+
+    Only an assistant turn with `tool_calls` may lack content.
+    """
+    turns = row[column]
+    if not isinstance(turns, list):
+        fail(index, column, "expected a list of turns", turns, "write it as one or remove the row")
+    if not turns:
+        fail(index, column, "expected at least one turn", turns, "add the turns or remove the row")
+    return [_message(index, column, number, turn) for number, turn in enumerate(turns)]
+
+
+def _message(index: int, column: str, number: int, turn: Any) -> Message:
+    if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
+        remedy = "write turns as {role, content} or {from, value}"
+        fail(index, column, f"turn {number} has no role", turn, remedy)
+    role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
+    given, content = turn[role_key], turn.get(content_key)
+    role = _ROLES.get(given) if isinstance(given, str) else None
+    if role is None:
+        fail(index, column, f"turn {number} has an unknown role", given, f"use one of {', '.join(_ROLES)}")
+    tool_calls = turn.get("tool_calls")
+    if content is None and tool_calls:
+        content = ""
+    if not isinstance(content, str):
+        remedy = "write its text as one string or remove the row (images are not supported)"
+        fail(index, column, f"turn {number} ({given}) needs a string as {content_key!r}", content, remedy)
+    if role == "assistant" and not content.strip() and not tool_calls:
+        remedy = "fill in the response or remove the row"
+        fail(index, column, f"turn {number} ({given}) is an empty response", content, remedy)
+    message = {"role": role, "content": content}
+    return turn | message if role_key == "role" else message
+
+
+def with_system(system: str, conversation: list[Message]) -> list[Message]:
+    """The conversation after a system turn, or as it is where `system` is empty."""
+    return [{"role": "system", "content": system}, *conversation] if system else conversation
+
+
+def check_order(index: int, column: str, conversation: list[Message]) -> None:
+    """Refuse turns in an order that chat templates reject, or render as something else."""
+    roles = [message["role"] for message in conversation]
+    previous = None
+    for role in roles:
+        if role == "system" and previous is not None:
+            fail(index, column, "a system turn that is not the first", roles, "keep one, as the first turn")
+        if role == "tool" and previous not in ("assistant", "tool"):
+            fail(index, column, "a tool turn that answers no assistant turn", roles, "add the call before it")
+        if role == previous != "tool":
+            fail(index, column, f"two {role} turns in a row", roles, "merge them or add the turn between")
+        previous = role
+
+
+def check_answered(index: int, column: str, conversation: list[Message]) -> None:
+    """Refuse a conversation without anything to learn."""
+    roles = [message["role"] for message in conversation]
+    if "assistant" not in roles:
+        fail(index, column, "no assistant turn", roles, "add the response or remove the row")
+
+
+def tools(index: int, row: Row) -> dict[str, str | None]:
+    """`{"tools": JSON text}`, null where the row has none; `{}` where the dataset has no such column.
+
+    Each tool comes out as chat templates want it, {"type": "function", "function": {...}}.
+    """
+    if "tools" not in row:
+        return {}
+    value = row["tools"]
+    try:
+        value = json.loads(value or "null") if isinstance(value, str) else value
+    except ValueError:
+        fail(index, "tools", "not valid JSON", value, "correct it or remove the row")
+    if not value:
+        return {"tools": None}
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        fail(index, "tools", "expected a list of objects", value, "write one JSON object a tool")
+    wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    return {"tools": json.dumps(wrapped)}

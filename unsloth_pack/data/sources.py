@@ -1,0 +1,107 @@
+"""What `--dataset` may name: a local file, a folder, a hub dataset, or the bundled demo."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unsloth_pack.data.readers import SUFFIXES, read_files
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+
+_DEMO = Path(__file__).parent.parent / "demo" / "data"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+
+
+def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
+    """The rows that `dataset` names, with the columns they come with.
+
+    Args:
+        dataset: a json, jsonl, csv, parquet or txt file (`readers` has the rules of each); a folder of such
+            files of one format, or one that `datasets.save_to_disk` wrote; "demo"; else a hub name.
+        split: which part of a folder, the demo or a hub dataset. In a folder, a file with `train`,
+            `validation`, `test` or the like as a word in its name belongs to that split, any other to
+            "train". A single file is read whole, whatever the split.
+
+    Raises:
+        InputError: nothing is there, it cannot be read, it lacks the split, or it holds no rows.
+    """
+    if not dataset.strip():
+        raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
+    path = _DEMO if dataset == "demo" else Path(dataset).expanduser()
+    if os.path.isdir(path):  # unlike Path's own, no error where the name is too long for a path
+        rows = _load_folder(path, split)
+    elif os.path.exists(path):
+        rows = read_files([path])
+    elif _looks_like_path(dataset):
+        raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
+    else:
+        rows = _load_hub(dataset, split)
+    if not len(rows):
+        raise InputError(f"{dataset}: 0 rows; give a dataset with at least one")
+    return rows
+
+
+def _looks_like_path(dataset: str) -> bool:
+    # "teknium/OpenHermes-2.5" is a hub name, "data/rows.jsnl" is not
+    return not _HUB_NAME.fullmatch(dataset) or Path(dataset).suffix[1:].isalpha()
+
+
+def _load_hub(name: str, split: str) -> datasets.Dataset:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        return datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{name}: no such file or folder, and split {split!r} of a hub dataset of that name did not load "
+            f"({reason}); check the name and the network, or give a local file"
+        ) from None
+
+
+def _load_folder(folder: Path, split: str) -> datasets.Dataset:
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return _load_saved(folder, split)
+    files: dict[str, list[Path]] = {}
+    for file in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.suffix.lower() in SUFFIXES and file.is_file() and not hidden:
+            files.setdefault(_split_of(file), []).append(file)
+    if not files:
+        raise InputError(f"{folder}: no {', '.join(SUFFIXES)} file in this folder; give one that has some")
+    _check_split(folder, split, list(files))
+    return read_files(files[split])
+
+
+def _split_of(file: Path) -> str:
+    words = re.split(r"[^a-z]+", file.stem.lower())
+    return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "train")
+
+
+def _load_saved(folder: Path, split: str) -> datasets.Dataset:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: not a complete saved dataset ({error}); save it again") from None
+    if isinstance(saved, datasets.DatasetDict):
+        _check_split(folder, split, list(saved))
+        return saved[split]
+    return saved
+
+
+def _check_split(folder: Path, split: str, available: list[str]) -> None:
+    if split not in available:
+        raise InputError(f"{folder}: no split {split!r}; choose one of {', '.join(sorted(available))}")

@@ -1,0 +1,260 @@
+"""Rows to token ids and labels, with a ledger in which every token that was read is accounted for.
+
+The ids and labels are those of TRL's SFTTrainer, which takes them as they are. TRL's own preparation
+truncates silently when it packs, and keeps rows without a label that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100  # the label of a token without loss
+_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class TokenLedger:
+    """Where the tokens went: `tokens_read` is the sum of the truncated, dropped, masked and counted ones.
+
+    Args:
+        rows_read, tokens_read: all that came in.
+        rows_truncated, tokens_truncated: rows cut at their end, and the tokens cut off.
+        rows_dropped, tokens_dropped: rows without a token that counts, and what truncation left of them.
+        tokens_masked: tokens without loss in the rows that stay; the first of a document is always one.
+        tokens_counted: tokens that the loss is a mean of.
+        prompts_rerendered: rows that do not begin with the tokens of their prompt alone, as the model will
+            meet them when it generates; the loss starts where the two part.
+    """
+
+    rows_read: int
+    tokens_read: int
+    rows_truncated: int
+    tokens_truncated: int
+    rows_dropped: int
+    tokens_dropped: int
+    tokens_masked: int
+    tokens_counted: int
+    prompts_rerendered: int
+
+
+def tokenize(
+    dataset: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    train_on_responses_only: bool = False,
+    chat_template: str | None = None,
+) -> tuple[datasets.Dataset, TokenLedger]:
+    """Token ids and labels of every row, as TRL's SFTTrainer would make them.
+
+    Conversations go through the chat template. Text and string completions end with the end-of-sequence
+    token. The loss is on the completion where there is a prompt, else on all tokens.
+
+    Args:
+        dataset: columns as `to_trl` gives them: prompt and completion, messages (and tools), or text.
+        max_length: tokens at which a row is cut; its end is lost.
+        train_on_responses_only: in conversations, no loss on anything but assistant turns.
+        chat_template: takes the place of the tokenizer's own.
+
+    Returns:
+        A dataset of `input_ids` and `labels`, int32 lists of the same length, without the rows in which no
+        label counts; and the ledger.
+
+    Raises:
+        InputError: no row is left; plain text has no responses to train on; the template does not mark them,
+            or refuses a row; or the tokenizer has no end-of-sequence token.
+    """
+    import numpy as np
+    from datasets import Features, List, Value
+    from datasets.fingerprint import generate_random_fingerprint
+
+    encoder = _Encoder(dataset, tokenizer, max_length, train_on_responses_only, chat_template)
+    tokens, number = List(Value("int32")), Value("int64")
+    counts = ("read", "kept", "counted", "rerendered")
+    encoded = dataset.map(
+        encoder,
+        batched=True,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        features=Features({"input_ids": tokens, "labels": tokens, **dict.fromkeys(counts, number)}),
+        new_fingerprint=generate_random_fingerprint(),  # hashing the tokenizer would take longer
+        desc="Tokenizing",
+    )
+    read, kept, counted, rerendered = (np.array(encoded.with_format("numpy")[name]) for name in counts)
+    stays = counted > 0
+    ledger = TokenLedger(
+        rows_read=len(read),
+        tokens_read=int(read.sum()),
+        rows_truncated=int((kept < read).sum()),
+        tokens_truncated=int((read - kept).sum()),
+        rows_dropped=int((~stays).sum()),
+        tokens_dropped=int(kept[~stays].sum()),
+        tokens_masked=int((kept - counted)[stays].sum()),
+        tokens_counted=int(counted.sum()),
+        prompts_rerendered=int(rerendered[stays].sum()),
+    )
+    if not ledger.tokens_counted:
+        raise InputError(
+            f"none of the {ledger.tokens_read} tokens in {ledger.rows_read} rows would count in the loss "
+            f"({ledger.tokens_truncated} lie beyond max_seq_length {max_length}); raise max_seq_length, "
+            "or give data with responses"
+        )
+    encoded = encoded.select_columns(["input_ids", "labels"])
+    return encoded if stays.all() else encoded.select(np.flatnonzero(stays)), ledger
+
+
+class _Encoder:
+    """Encodes a batch of rows at a time, which is what fast tokenizers are fast at."""
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        responses_only: bool,
+        chat_template: str | None,
+    ):
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.chat_template = chat_template
+        column = next(name for name in ("prompt", "messages", "text") if name in dataset.column_names)
+        self.encode = getattr(self, f"_encode_{column}")
+        self.is_chat = not isinstance(dataset[0][column], str)
+        if not self.is_chat and tokenizer.eos_token is None:
+            raise InputError(
+                "the tokenizer has no eos_token, so no answer would ever end; set tokenizer.eos_token"
+            )
+        if responses_only and column == "text":
+            raise InputError(
+                "train_on_responses_only is set but the rows are plain text; give conversations, or drop it"
+            )
+        self.mark_assistant = responses_only and self.is_chat and self._marks_assistant(dataset)
+
+    def _marks_assistant(self, dataset: datasets.Dataset) -> bool:
+        template = self.tokenizer.get_chat_template(self.chat_template)
+        if _GENERATION_MARKER.search(template):
+            return True
+        if "completion" in dataset.column_names and all(len(turns) == 1 for turns in dataset["completion"]):
+            return False  # one assistant turn after the prompt: the completion is the response
+        raise InputError(
+            "train_on_responses_only is set but the chat template does not mark assistant turns with "
+            "{% generation %}; mark them in tokenizer.chat_template, or leave the flag out"
+        )
+
+    def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
+        ids, masks, rerendered = self.encode(batch, indices)
+        out: dict[str, list[Any]] = {"input_ids": [], "labels": [], "counted": []}
+        for row_ids, mask in zip(ids, masks, strict=True):
+            row_ids = row_ids[: self.max_length]
+            labels = (
+                row_ids
+                if mask is None
+                else [t if m else IGNORED for t, m in zip(row_ids, mask, strict=False)]
+            )
+            out["input_ids"].append(row_ids)
+            out["labels"].append(labels)
+            out["counted"].append(len(labels) - 1 - labels[1:].count(IGNORED) if labels else 0)
+        kept = [len(row_ids) for row_ids in out["input_ids"]]
+        return out | {"read": [len(row_ids) for row_ids in ids], "kept": kept, "rerendered": rerendered}
+
+    def _encode_text(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list, list]:
+        ids = self._plain([self._ended(text) for text in batch["text"]])
+        return ids, [None] * len(ids), [0] * len(ids)
+
+    def _encode_messages(
+        self, batch: dict[str, list[Any]], indices: Sequence[int]
+    ) -> tuple[list, list, list]:
+        ids, masks = self._chat(batch["messages"], batch, indices, self.mark_assistant)
+        return ids, masks, [0] * len(ids)
+
+    def _encode_prompt(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list, list]:
+        pairs = list(zip(batch["prompt"], batch["completion"], strict=True))
+        if self.is_chat:
+            prompts, _ = self._chat(batch["prompt"], batch, indices, False, add_generation_prompt=True)
+            ids, masks = self._chat([p + c for p, c in pairs], batch, indices, self.mark_assistant)
+        else:
+            prompts = self._plain(batch["prompt"])
+            ids = self._plain([prompt + self._ended(completion) for prompt, completion in pairs])
+            masks = [None] * len(ids)
+        starts = [_common_prefix(prompt, row_ids) for prompt, row_ids in zip(prompts, ids, strict=True)]
+        masks = [
+            [0] * start + ([1] * (len(row_ids) - start) if mask is None else mask[start:])
+            for start, row_ids, mask in zip(starts, ids, masks, strict=True)
+        ]
+        return ids, masks, [int(start < len(prompt)) for start, prompt in zip(starts, prompts, strict=True)]
+
+    def _ended(self, text: str) -> str:
+        end = self.tokenizer.eos_token
+        return text if text.endswith(end) else text + end
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, verbose=False)["input_ids"]
+
+    def _chat(
+        self,
+        conversations: list[Any],
+        batch: dict[str, list[Any]],
+        indices: Sequence[int],
+        marked: bool,
+        **options: Any,
+    ) -> tuple[list[list[int]], list[list[int] | None]]:
+        """Ids of every conversation, and where `marked` 1 on each token of an assistant turn."""
+        tools_of = batch.get("tools") or [None] * len(conversations)
+        ids: list[Any] = [None] * len(conversations)
+        masks: list[Any] = [None] * len(conversations)
+        for tools in dict.fromkeys(tools_of):
+            members = [place for place, text in enumerate(tools_of) if text == tools]
+            options["tools"] = json.loads(tools) if tools else None
+            encoded = self._apply_template(
+                [conversations[i] for i in members], members, indices, marked, options
+            )
+            for place, number in enumerate(members):
+                ids[number] = encoded["input_ids"][place]
+                masks[number] = encoded["assistant_masks"][place] if marked else None
+        return ids, masks
+
+    def _apply_template(
+        self, conversations: list[Any], members: list[int], indices: Sequence[int], marked: bool, options: Any
+    ) -> Any:
+        from jinja2 import TemplateError
+
+        def apply(some: list[Any]) -> Any:
+            return self.tokenizer.apply_chat_template(
+                some,
+                chat_template=self.chat_template,
+                return_dict=True,
+                return_assistant_tokens_mask=marked,
+                tokenizer_kwargs={"verbose": False},
+                **options,
+            )
+
+        try:
+            return apply(conversations)
+        except TemplateError:
+            for member, conversation in zip(members, conversations, strict=True):
+                try:
+                    apply([conversation])
+                except TemplateError as error:
+                    raise InputError(
+                        f"row {indices[member]}: the chat template refuses it ({error}); correct or remove it"
+                    ) from None
+            raise
+
+
+def _common_prefix(some: Sequence[int], others: Sequence[int]) -> int:
+    length = 0
+    for one, other in zip(some, others, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

@@ -1,0 +1,226 @@
+"""From what a caller passes to the model to the one `PackedRow` of the step.
+
+The same row may be described by `packed_seq_lengths`, by TRL's and transformers' `cu_seq_lens_q/k`,
+`max_length_q/k` and `seq_idx`, or by `position_ids` that restart. All are read, on the host, in one transfer;
+two that disagree are an error.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.layout import PackedRow
+
+ROW_KEYWORDS = (
+    "packed_seq_lengths",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)  # what a model call may carry beside position_ids and attention_mask
+
+
+def describe_row(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    packed_seq_lengths: Any = None,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    seq_idx: Any = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> PackedRow | None:
+    """The packed row that a model call describes, or None when it describes an ordinary batch.
+
+    Args:
+        shape: (B, T) of the input ids. Several rows become one flattened row.
+        device: where the model computes.
+        packed_seq_lengths: int tensor or list `[n]`; for several rows a list of lists, or `[B, n]` padded
+            with 0. A sum below T leaves a padded tail.
+        cu_seq_lens_q, cu_seq_lens_k: int tensor or list `[n + 1]`, 0 and the running sum of the lengths.
+        max_length_q, max_length_k: at least the longest document.
+        seq_idx: `[B, T]`, the number of each token's document.
+        position_ids: `[B, T]`, `[1, T]` or `[T]`; a document starts wherever they do not continue by one.
+        attention_mask: `[B, T]`; zeros must be padding at the end of a packed row.
+
+    Raises:
+        InputError: lengths that are negative or exceed T, or two descriptions that disagree.
+    """
+    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+    given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
+    given |= {"packed_seq_lengths": packed_seq_lengths, "position_ids": position_ids}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if mask is not None and mask.shape == shape:
+        given["attention_mask"] = mask
+    host = _to_host(given)
+
+    documents: dict[str, list[list[int]]] = {}
+    if "packed_seq_lengths" in host:
+        documents["packed_seq_lengths"] = _rows_of_lengths(host["packed_seq_lengths"], shape)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in host:
+            documents[name] = [_lengths_of_cu(name, host[name], shape)]
+    if "seq_idx" in host:
+        documents["seq_idx"] = _runs(_as_rows("seq_idx", host["seq_idx"], shape), step=0)
+    positions = None
+    if "position_ids" in host:
+        positions = _as_rows("position_ids", host["position_ids"], shape)
+        documents["position_ids"] = _runs(positions, step=1)
+
+    real = host.get("attention_mask")
+    if real is not None and real.all():
+        real = None
+    if list(documents) == ["position_ids"] and _is_ordinary_batch(positions, real):
+        return None
+    if real is not None:
+        documents = {name: _cut_padding(name, rows, real) for name, rows in documents.items()}
+    max_lengths = {"max_length_q": max_length_q, "max_length_k": max_length_k}
+    return _agree(documents, positions, shape, device, max_lengths)
+
+
+def _to_host(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value as numpy or nested lists; what lies on a device comes in one transfer."""
+    host: dict[str, Any] = {}
+    remote: dict[str, Tensor] = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            remote[name] = value
+        elif isinstance(value, Tensor):
+            host[name] = value.detach().numpy().astype(np.int64)
+        else:
+            host[name] = value
+    if remote:
+        flat = (
+            torch.cat([value.detach().reshape(-1).to(torch.int32) for value in remote.values()]).cpu().numpy()
+        )
+        for name, value in remote.items():
+            host[name], flat = (
+                flat[: value.numel()].reshape(value.shape).astype(np.int64),
+                flat[value.numel() :],
+            )
+    return host
+
+
+def _as_rows(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
+    array = np.asarray(values)
+    if array.shape[-1:] != shape[1:] or array.size not in (shape[1], shape[0] * shape[1]):
+        raise InputError(
+            f"{name} has shape {list(array.shape)}, the input ids {list(shape)}; give one number a token"
+        )
+    return np.broadcast_to(array.reshape(-1, shape[1]), shape)
+
+
+def _rows_of_lengths(values: Any, shape: tuple[int, int]) -> list[list[int]]:
+    rows = [np.asarray(row).reshape(-1).tolist() if not np.isscalar(row) else row for row in values]
+    if not any(isinstance(row, list) for row in rows):
+        rows = [rows]
+    if len(rows) != shape[0]:
+        raise InputError(f"packed_seq_lengths describes {len(rows)} rows of {shape[0]}; give one list a row")
+    for number, row in enumerate(rows):
+        if any(length < 0 or length != int(length) for length in row):
+            raise InputError(
+                f"packed_seq_lengths of row {number} are {row[:8]}; lengths are whole numbers of tokens"
+            )
+        if sum(row) > shape[1]:
+            raise InputError(
+                f"packed_seq_lengths of row {number} sum to {sum(row)}, more than its {shape[1]} tokens; "
+                "give the lengths of this very row"
+            )
+    if not any(map(sum, rows)):
+        raise InputError(f"packed_seq_lengths {rows[0][:8]} hold no token; give the length of each document")
+    return [[int(length) for length in row if length] for row in rows]
+
+
+def _lengths_of_cu(name: str, values: Any, shape: tuple[int, int]) -> list[int]:
+    cu = np.asarray(values).reshape(-1)
+    if shape[0] != 1:
+        raise InputError(f"{name} describes one row, the input ids have {shape[0]}; flatten them to [1, T]")
+    if cu.size < 2 or cu[0] != 0 or (np.diff(cu) < 0).any() or cu[-1] > shape[1]:
+        raise InputError(
+            f"{name} is {cu[:8].tolist()} for {shape[1]} tokens; give 0 and the running sum of the lengths"
+        )
+    return [int(length) for length in np.diff(cu) if length]
+
+
+def _runs(rows: np.ndarray, step: int) -> list[list[int]]:
+    """For every row, the lengths of the runs in which each value is its predecessor plus `step`."""
+    lengths = []
+    for row in rows:
+        cuts = np.flatnonzero(np.diff(row) != step) + 1
+        lengths.append(np.diff(np.concatenate([[0], cuts, [len(row)]])).tolist())
+    return lengths
+
+
+def _is_ordinary_batch(positions: np.ndarray | None, real: np.ndarray | None) -> bool:
+    """Whether the tokens that the mask leaves form one run in every row, as in a padded batch."""
+    assert positions is not None
+    for number, row in enumerate(positions):
+        kept = row if real is None else row[real[number] != 0]
+        if (np.diff(kept) != 1).any():
+            return False
+    return True
+
+
+def _cut_padding(name: str, rows: list[list[int]], real: np.ndarray) -> list[list[int]]:
+    """The documents of every row without the padding that the attention mask marks at its end."""
+    cut = []
+    for number, lengths in enumerate(rows):
+        n_real = int((real[number] != 0).sum())
+        ends = np.cumsum([0, *lengths])
+        if (real[number][:n_real] == 0).any() or n_real not in ends:
+            raise InputError(
+                f"attention_mask keeps {n_real} tokens of row {number}, {name} has {lengths[:8]}; "
+                "leave it out, or mask only the padding at the end of the row"
+            )
+        cut.append([length for length, end in zip(lengths, ends[1:], strict=True) if end <= n_real])
+    return cut
+
+
+def _agree(
+    documents: Mapping[str, Sequence[Sequence[int]]],
+    positions: np.ndarray | None,
+    shape: tuple[int, int],
+    device: torch.device,
+    max_lengths: Mapping[str, int | None],
+) -> PackedRow:
+    """The row that all descriptions mean; the first decides where the padded tail begins."""
+    (first, rows), *others = documents.items()
+    for name, other_rows in others:
+        names_tokens = name in ("position_ids", "seq_idx")  # they number the padding too, as they like
+        for number, (row, other) in enumerate(zip(rows, other_rows, strict=True)):
+            if row != (other[: len(row)] if names_tokens else other):
+                raise InputError(
+                    f"{first} and {name} disagree on row {number}: documents of {row[:8]} tokens against "
+                    f"{other[:8]}; give one of them, or make them agree"
+                )
+    longest = max(max(row, default=0) for row in rows)
+    for name, given in max_lengths.items():
+        if given is not None and int(given) < longest:
+            raise InputError(
+                f"{name} is {int(given)} but {first} holds a document of {longest} tokens; "
+                "give the length of the longest document"
+            )
+    lengths: list[int] = []
+    is_padding: list[bool] = []
+    for row in rows:
+        tail = shape[1] - sum(row)
+        lengths += [*row, tail] if tail else row
+        is_padding += [False] * len(row) + [True] * bool(tail)
+    restarting = np.concatenate([np.arange(length) for length in lengths])
+    if positions is None:
+        positions = restarting
+    else:
+        positions = np.where(np.repeat(is_padding, lengths), restarting, positions.reshape(-1))
+        if positions.min() < 0:
+            raise InputError(f"position_ids reach down to {positions.min()}; start each document at 0")
+    return PackedRow(tuple(lengths), tuple(is_padding), positions, shape, device)

@@ -1,0 +1,13 @@
+"""The errors a user may meet. Each is one line: what is wrong, the value, the remedy."""
+
+
+class InputError(ValueError):
+    """Bad input or arguments. The command line prints it as one line and exits with 2."""
+
+
+class UnsupportedArchitecture(InputError):
+    """No patch is declared for this model type."""
+
+
+class BackendUnavailable(InputError):
+    """The attention backend that was asked for cannot run on this device, dtype, head size or model."""

@@ -1,0 +1,10 @@
+"""Fused kernels: plain functions with autograd, each with a torch oracle of the same name in `reference`.
+
+CUDA tensors run on Triton. CPU tensors run on the oracle, or on Triton's interpreter when TRITON_INTERPRET=1
+is set before the first import. Triton itself is optional.
+"""
+
+from .reference import QKNorm
+from .rope import rope_qk
+
+__all__ = ["QKNorm", "rope_qk"]

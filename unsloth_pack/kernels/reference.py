@@ -1,0 +1,75 @@
+"""The kernels again in plain torch: slow, obvious, differentiable by autograd; what the tests compare with.
+
+B rows of T tokens, H heads (k may have fewer than q), D head dim, R <= D rotated dims.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class QKNorm:
+    """RMSNorm of q and k before the rotation: x / sqrt(mean(x²) + eps) * (offset + weight).
+
+    q_weight, k_weight: `[D]`, shared by the heads, or `[H * D]` when flat. Any float dtype, trained or not.
+    offset: 0 for a weight that starts at one (qwen3), 1 for one that starts at zero (gemma3).
+    flat: the mean runs over all heads of a token together (olmo2), not over each head's D.
+
+    Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    offset: float = 0.0
+    flat: bool = False
+
+
+def rope_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    qk_norm: QKNorm | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise q and k, where asked, and turn each pair of dims (i, i + R/2) by its token's angle.
+
+    The contract is `unsloth_pack.kernels.rope_qk`'s. Computes in float32, or float64 for float64 inputs, and
+    rounds once, to the inputs' dtype.
+
+    Source: Su et al. 2021, "RoFormer", eq. 34, with a pair's dims R/2 apart (transformers' `rotate_half`).
+    """
+    R = cos.shape[-1]
+    cos, sin = cos[..., : R // 2], sin[..., : R // 2]  # the second half of the tables repeats the first
+    if position_ids is not None:
+        cos, sin = cos[position_ids], sin[position_ids]
+    if q.dim() == 3:
+        cos, sin = cos.reshape(-1, 1, R // 2), sin.reshape(-1, 1, R // 2)  # [T, H, D]: the head is axis -2
+    else:
+        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # [B, H, T, D]: the head is axis -3
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_wide, k_wide, cos, sin = q.to(wide), k.to(wide), cos.to(wide), sin.to(wide)
+    if qk_norm is not None:
+        q_wide = _rms_norm(q_wide, qk_norm.q_weight, qk_norm)
+        k_wide = _rms_norm(k_wide, qk_norm.k_weight, qk_norm)
+    return _rotate(q_wide, cos, sin).to(q.dtype), _rotate(k_wide, cos, sin).to(k.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    x1, x2, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, norm: QKNorm) -> Tensor:
+    weight = weight.to(x.dtype)
+    if norm.flat:
+        H, D = x.shape[1], x.shape[-1]  # the head is axis 1 of [T, H, D] and of [B, H, T, D]
+        weight = weight.view(H, D) if x.dim() == 3 else weight.view(H, 1, D)
+    mean_square = x.square().mean(dim=(1, -1) if norm.flat else -1, keepdim=True)
+    return x * torch.rsqrt(mean_square + norm.eps) * (norm.offset + weight)

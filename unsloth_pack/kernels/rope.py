@@ -1,0 +1,470 @@
+"""QK-norm and rotary embedding of q and k in one launch, forward and backward.
+
+B rows of T tokens, N = B * T, H heads (HQ of q, HK of k), D head dim, R <= D rotated dims, P = D / 2 pairs.
+A tile `x1_THP` holds the first dim of each pair for a few tokens and all their heads, `x2_THP` the second:
+
+    dims of a head | 0 .. R/2 | R/2 .. R | R .. (R + D)/2 | (R + D)/2 .. D |
+    in its pairs   |  first   |  second  |     first      |     second     |
+    turned by      |          θ          |  0: the tail, if any, is as it was  |
+
+A program owns a few tokens of both q and k, so it reads their angles once. The rotation's transpose is the
+rotation by -θ: the backward is the same kernel and needs nothing of q and k. With a norm it reads them again
+and recomputes their scale.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import reference
+from .reference import QKNorm
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # an install without Triton: rope_qk is the reference there
+    triton = None
+
+_INTERPRETED = triton is not None and triton.knobs.runtime.interpret
+_FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_TILE = 4096  # elements a program aims to hold
+_PER_THREAD = 32  # elements a thread holds: four 16-byte loads of bf16 in flight
+_WEIGHT_GRAD_PROGRAMS = 512  # at most so many partial sums when a norm's weights are trained
+
+
+def rope_qk(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    qk_norm: QKNorm | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise q and k, where asked, and turn each pair of dims (i, i + R/2) by its token's angle.
+
+    Args:
+        q, k: `[T, H, D]` or `[B, H, T, D]`, D even, any strides; k may have fewer heads. bfloat16, float16 or
+            float32; float64 takes the reference path. Neither is copied nor written to.
+        cos, sin: tables `[positions, R]` with position_ids; without, a row a token: `[T, R]`, `[1, T, R]` or
+            `[B, T, R]`. R even, R <= D; dims from R on pass through. The second half of R repeats the first,
+            as in transformers, and is not read. Any float dtype. They get no gradient.
+        position_ids: int32 or int64, `[T]`, `[1, T]` or `[B, T]`: each token's row of the tables, any order.
+            Not checked against the tables' length, which would synchronise the device.
+        qk_norm: RMSNorm of q and k before the rotation. Its weights get gradients if they require them.
+
+    Returns:
+        q and k turned: fresh tensors of the inputs' shapes and dtype, contiguous as `[T, H, D]` or, behind
+        `[B, H, T, D]`, as `[B, T, H, D]`. Computed in float32 and rounded once.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+
+    Source: Su et al. 2021 (RoFormer), eq. 34; Zhang & Sennrich 2019 (RMSNorm), eq. 4.
+    """
+    _check(q, k, cos, sin, position_ids)
+    if qk_norm is not None:
+        _check_norm(qk_norm, q, k)
+    if triton is None or q.dtype not in _FUSED_DTYPES or not (q.is_cuda or _INTERPRETED):
+        return reference.rope_qk(q, k, cos.detach(), sin.detach(), position_ids, qk_norm=qk_norm)
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if qk_norm is None:
+        return _RopeQK.apply(q, k, cos, sin, position_ids, None, None, None)
+    weights = qk_norm.q_weight.contiguous(), qk_norm.k_weight.contiguous()
+    return _RopeQK.apply(q, k, cos, sin, position_ids, *weights, qk_norm)
+
+
+class _RopeQK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm | None):
+        q_and_k = (None, None) if norm is None else (q, k)
+        ctx.save_for_backward(*q_and_k, cos, sin, position_ids, q_weight, k_weight)
+        ctx.norm = norm
+        return _turn(q, k, cos, sin, position_ids, q_weight, k_weight, norm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gq_out, gk_out):
+        q, k, cos, sin, position_ids, q_weight, k_weight = ctx.saved_tensors
+        if ctx.norm is None:
+            gq, gk = _turn(gq_out, gk_out, cos, sin, position_ids, inverse=True)
+            return gq, gk, None, None, None, None, None, None
+        gq, gk, gq_weight, gk_weight = _norm_backward(
+            gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, ctx.norm,
+            weight_grads=any(ctx.needs_input_grad[5:7]),
+        )  # fmt: skip
+        return gq, gk, None, None, None, gq_weight, gk_weight, None
+
+
+def _turn(q, k, cos, sin, position_ids, q_weight=None, k_weight=None, norm=None, *, inverse=False):
+    N, T, HQ, HK, D = _sizes(q, k)
+    q_out, k_out = _empty_like(q), _empty_like(k)
+    eps, offset, flat = (None, None, False) if norm is None else (norm.eps, norm.offset, norm.flat)
+    blocks = _blocks(HQ, HK, D, 1)
+    with torch.cuda.device_of(q):
+        _turn_kernel[(-(-N // blocks["BLOCK_T"]),)](
+            q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight, eps, offset,
+            N, T, *_strides(q), *_strides(k), *_table_strides(cos, position_ids),
+            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INVERSE=inverse, FLAT=flat, **blocks,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def _norm_backward(
+    gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm, *, weight_grads: bool
+):
+    """The gradients of q, k and, where asked (else None), of the norm's weights."""
+    N, T, HQ, HK, D = _sizes(q, k)
+    gq, gk = _empty_like(q), _empty_like(k)
+    blocks = _blocks(HQ, HK, D, 3 if weight_grads else 2)
+    programs, STEPS = -(-N // blocks["BLOCK_T"]), 1
+    q_partial = k_partial = None
+    if weight_grads:
+        STEPS = triton.next_power_of_2(max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS)))
+        programs = -(-programs // STEPS)
+        # A row a program, summed in a fixed order below: the same bits every run, unlike atomics.
+        q_partial = q_weight.new_empty((programs, q_weight.shape[0]), dtype=torch.float32)
+        k_partial = k_weight.new_empty((programs, k_weight.shape[0]), dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        _norm_backward_kernel[(programs,)](
+            gq_out, gk_out, q, k, gq, gk, cos, sin, position_ids, q_weight, k_weight, q_partial, k_partial,
+            norm.eps, norm.offset,
+            N, T, *_strides(gq_out), *_strides(gk_out), *_strides(q), *_strides(k),
+            *_table_strides(cos, position_ids),
+            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], FLAT=norm.flat, STEPS=STEPS, **blocks,
+        )  # fmt: skip
+    if q_partial is None or k_partial is None:
+        return gq, gk, None, None
+    return gq, gk, q_partial.sum(0).to(q_weight.dtype), k_partial.sum(0).to(k_weight.dtype)
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, int, int]:
+    """N, T, HQ, HK, D."""
+    if q.dim() == 3:
+        T, HQ, D = q.shape
+        return T, T, HQ, k.shape[1], D
+    B, HQ, T, D = q.shape
+    return B * T, T, HQ, k.shape[1], D
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of the row, token, head and dim."""
+    if x.dim() == 3:
+        return 0, *x.stride()
+    row, head, token, dim = x.stride()
+    return row, token, head, dim
+
+
+def _table_strides(cos: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
+    """The strides of row and token in what a token looks up (position_ids, else cos), and cos's last two."""
+    *rows, table_row, table_column = cos.stride()
+    if position_ids is None:
+        one_a_row, token = len(rows) == 1 and cos.shape[0] > 1, table_row
+    else:
+        *rows, token = position_ids.stride()
+        one_a_row = len(rows) == 1 and position_ids.shape[0] > 1
+    return rows[0] if one_a_row else 0, token, table_row, table_column
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """`[T, H, D]`, or the memory of `[B, T, H, D]` seen as `[B, H, T, D]`."""
+    if x.dim() == 3:
+        return x.new_empty(x.shape)
+    _, H, T, D = x.shape
+    return x.new_empty_strided(x.shape, (T * H * D, D, H * D, 1))
+
+
+@functools.cache
+def _blocks(HQ: int, HK: int, D: int, tiles: int) -> dict[str, int]:
+    """Tile sizes and warps for a kernel that holds `tiles` tiles of q and k at a time."""
+    BLOCK_HQ, BLOCK_HK, BLOCK_P = (triton.next_power_of_2(n) for n in (HQ, HK, D // 2))
+    per_token = tiles * (BLOCK_HQ + BLOCK_HK) * 2 * BLOCK_P
+    BLOCK_T = _floor_power_of_2(_TILE // per_token)
+    num_warps = min(16, _floor_power_of_2(BLOCK_T * per_token // (32 * _PER_THREAD)))
+    return {
+        "BLOCK_T": BLOCK_T,
+        "BLOCK_HQ": BLOCK_HQ,
+        "BLOCK_HK": BLOCK_HK,
+        "BLOCK_P": BLOCK_P,
+        "num_warps": num_warps,
+    }
+
+
+def _floor_power_of_2(n: int) -> int:
+    return 1 << max(0, n.bit_length() - 1)
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:
+    """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
+    q_shape, k_shape, table_shape, rank = q.shape, k.shape, cos.shape, q.dim()
+    if rank not in (3, 4) or k.dim() != rank:
+        raise ValueError(
+            f"q {[*q_shape]} and k {[*k_shape]} must both be [T, H, D] or [B, H, T, D]: reshape them"
+        )
+    if q_shape[0] != k_shape[0] or q_shape[2:] != k_shape[2:]:
+        raise ValueError(
+            f"q {[*q_shape]} and k {[*k_shape]} may differ in heads (axis 1) only: pass one row's both"
+        )
+    if q.dtype != k.dtype or not q.is_floating_point():
+        raise ValueError(f"q is {q.dtype} and k is {k.dtype}: cast both to one floating dtype")
+    if table_shape != sin.shape or len(table_shape) < 2:
+        raise ValueError(
+            f"cos {[*table_shape]} and sin {[*sin.shape]} must have one shape, [.., R]: pass a pair"
+        )
+    D, R = q_shape[-1], table_shape[-1]
+    if D % 2 or R % 2 or not 0 < R <= D:
+        raise ValueError(
+            f"cos and sin have {R} columns for head dim {D}: both must be even, 0 < columns <= head dim"
+        )
+    B, T = (1, q_shape[0]) if rank == 3 else (q_shape[0], q_shape[2])
+    token_shapes = (T,), (1, T), (B, T)
+    if position_ids is None:
+        if table_shape[:-1] not in token_shapes:
+            raise ValueError(
+                f"cos {[*table_shape]} without position_ids must have a row a token, [{T}, R] or "
+                f"[{B}, {T}, R]: pass position_ids with a table"
+            )
+    else:
+        if position_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"position_ids are {position_ids.dtype}: cast them to int32 or int64")
+        if position_ids.shape not in token_shapes or len(table_shape) != 2:
+            raise ValueError(
+                f"position_ids {[*position_ids.shape]} with cos {[*table_shape]}: pass [{T}] or [{B}, {T}], "
+                "and tables [P, R]"
+            )
+    for other in (k, cos, sin) if position_ids is None else (k, cos, sin, position_ids):
+        if other.device != q.device:
+            raise ValueError(
+                f"q is on {q.device} but k, cos, sin or position_ids on {other.device}: move it there"
+            )
+
+
+def _check_norm(norm: QKNorm, q: Tensor, k: Tensor) -> None:
+    if norm.eps <= 0:
+        raise ValueError(f"QKNorm.eps is {norm.eps}: pass a positive one, such as 1e-6")
+    for name, x, weight in (("q", q, norm.q_weight), ("k", k, norm.k_weight)):
+        features = x.shape[1] * x.shape[-1] if norm.flat else x.shape[-1]
+        if weight.shape != (features,) or weight.device != x.device:
+            raise ValueError(
+                f"{name}_weight is {[*weight.shape]} on {weight.device}: a norm of {name} {[*x.shape]} with "
+                f"flat={norm.flat} needs [{features}] on {x.device}"
+            )
+
+
+def _jit(kernel):
+    """Triton's jit where there is Triton. One compilation serves all row lengths."""
+    return kernel if triton is None else triton.jit(kernel, do_not_specialize=["N", "T"])
+
+
+@_jit
+def _turn_kernel(
+    q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight,
+    eps, offset,
+    N, T, q_sb, q_st, q_sh, q_sd, k_sb, k_st, k_sh, k_sd,
+    lookup_sb, lookup_st, table_sr, table_sc,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    INVERSE: tl.constexpr, FLAT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """q_out, k_out `[N, H, D]`: q, k normed, unless the weights are None, and turned by θ, or -θ if INVERSE.
+
+    Grid: blocks of BLOCK_T tokens.
+    """
+    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    dims1, dims2, mask_P = _pairs(D, R, BLOCK_P)
+    # The lookup heads a chain of two loads, so it goes first; the angles, which wait for it, come last.
+    row_T = _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr)
+    q1, q2 = _load_pairs(q, dims1, dims2, mask_P, token_T, N, T, q_sb, q_st, q_sh, q_sd, HQ, BLOCK_HQ)
+    k1, k2 = _load_pairs(k, dims1, dims2, mask_P, token_T, N, T, k_sb, k_st, k_sh, k_sd, HK, BLOCK_HK)
+    cos_TP, sin_TP = _load_angles(cos, sin, row_T, token_T, N, table_sc, R, BLOCK_P)
+    if INVERSE:
+        sin_TP = -sin_TP
+    if q_weight is not None:
+        wq1, wq2 = _load_weight(q_weight, offset, dims1, dims2, mask_P, HQ, D, FLAT, BLOCK_HQ)
+        wk1, wk2 = _load_weight(k_weight, offset, dims1, dims2, mask_P, HK, D, FLAT, BLOCK_HK)
+        q_scale = _inverse_rms(q1, q2, eps, HQ, D, FLAT)
+        k_scale = _inverse_rms(k1, k2, eps, HK, D, FLAT)
+        q1, q2 = q1 * q_scale * wq1, q2 * q_scale * wq2
+        k1, k2 = k1 * k_scale * wk1, k2 * k_scale * wk2
+    q1, q2 = _rotate(q1, q2, cos_TP, sin_TP)
+    k1, k2 = _rotate(k1, k2, cos_TP, sin_TP)
+    _store_pairs(q_out, q1, q2, dims1, dims2, mask_P, token_T, N, HQ, D, BLOCK_HQ)
+    _store_pairs(k_out, k1, k2, dims1, dims2, mask_P, token_T, N, HK, D, BLOCK_HK)
+
+
+@_jit
+def _norm_backward_kernel(
+    gq_out, gk_out, q, k, gq, gk, cos, sin, position_ids, q_weight, k_weight, q_partial, k_partial,
+    eps, offset,
+    N, T, gq_sb, gq_st, gq_sh, gq_sd, gk_sb, gk_st, gk_sh, gk_sd,
+    q_sb, q_st, q_sh, q_sd, k_sb, k_st, k_sh, k_sd,
+    lookup_sb, lookup_st, table_sr, table_sc,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    FLAT: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """gq, gk `[N, H, D]`: the gradients of q, k.
+
+    q_partial, k_partial: float32 `[programs, D or H * D]`, each program's share of the weights' gradients, or
+        None where those are not wanted.
+    Grid: programs that each take STEPS blocks of BLOCK_T tokens in turn.
+    """
+    dims1, dims2, mask_P = _pairs(D, R, BLOCK_P)
+    wq1, wq2 = _load_weight(q_weight, offset, dims1, dims2, mask_P, HQ, D, FLAT, BLOCK_HQ)
+    wk1, wk2 = _load_weight(k_weight, offset, dims1, dims2, mask_P, HK, D, FLAT, BLOCK_HK)
+    if q_partial is not None:
+        gwq1_THP = tl.zeros([BLOCK_T, BLOCK_HQ, BLOCK_P], dtype=tl.float32)
+        gwq2_THP = tl.zeros([BLOCK_T, BLOCK_HQ, BLOCK_P], dtype=tl.float32)
+        gwk1_THP = tl.zeros([BLOCK_T, BLOCK_HK, BLOCK_P], dtype=tl.float32)
+        gwk2_THP = tl.zeros([BLOCK_T, BLOCK_HK, BLOCK_P], dtype=tl.float32)
+    for step in range(STEPS):
+        token_T = (tl.program_id(0) * STEPS + step) * BLOCK_T + tl.arange(0, BLOCK_T)
+        row_T = _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr)
+        q1, q2 = _load_pairs(q, dims1, dims2, mask_P, token_T, N, T, q_sb, q_st, q_sh, q_sd, HQ, BLOCK_HQ)
+        gq1, gq2 = _load_pairs(
+            gq_out, dims1, dims2, mask_P, token_T, N, T, gq_sb, gq_st, gq_sh, gq_sd, HQ, BLOCK_HQ
+        )
+        k1, k2 = _load_pairs(k, dims1, dims2, mask_P, token_T, N, T, k_sb, k_st, k_sh, k_sd, HK, BLOCK_HK)
+        gk1, gk2 = _load_pairs(
+            gk_out, dims1, dims2, mask_P, token_T, N, T, gk_sb, gk_st, gk_sh, gk_sd, HK, BLOCK_HK
+        )
+        cos_TP, sin_TP = _load_angles(cos, sin, row_T, token_T, N, table_sc, R, BLOCK_P)
+        gq1, gq2 = _rotate(gq1, gq2, cos_TP, -sin_TP)
+        gk1, gk2 = _rotate(gk1, gk2, cos_TP, -sin_TP)
+        q_scale = _inverse_rms(q1, q2, eps, HQ, D, FLAT)
+        k_scale = _inverse_rms(k1, k2, eps, HK, D, FLAT)
+        q1, q2, k1, k2 = q1 * q_scale, q2 * q_scale, k1 * k_scale, k2 * k_scale
+        if q_partial is not None:
+            gwq1_THP += gq1 * q1
+            gwq2_THP += gq2 * q2
+            gwk1_THP += gk1 * k1
+            gwk2_THP += gk2 * k2
+        gq1, gq2 = _through_rms(gq1 * wq1, gq2 * wq2, q1, q2, q_scale, HQ, D, FLAT)
+        gk1, gk2 = _through_rms(gk1 * wk1, gk2 * wk2, k1, k2, k_scale, HK, D, FLAT)
+        _store_pairs(gq, gq1, gq2, dims1, dims2, mask_P, token_T, N, HQ, D, BLOCK_HQ)
+        _store_pairs(gk, gk1, gk2, dims1, dims2, mask_P, token_T, N, HK, D, BLOCK_HK)
+    if q_partial is not None:
+        _store_partial(q_partial, gwq1_THP, gwq2_THP, dims1, dims2, mask_P, HQ, D, FLAT, BLOCK_HQ)
+        _store_partial(k_partial, gwk1_THP, gwk2_THP, dims1, dims2, mask_P, HK, D, FLAT, BLOCK_HK)
+
+
+@_jit
+def _pairs(D: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The first and the second dim of each pair, and whether the pair exists: `[1, 1, P]`."""
+    pair = tl.arange(0, BLOCK_P)[None, None, :]
+    dims1, dims2 = pair, pair + D // 2
+    if R < D:
+        dims1 = tl.where(pair < R // 2, pair, pair + R // 2)
+        dims2 = tl.where(pair < R // 2, pair + R // 2, pair + D // 2)
+    return dims1, dims2, pair < D // 2
+
+
+@_jit
+def _load_pairs(
+    x, dims1, dims2, mask_P, token_T, N, T, sb, st, sh, sd, H: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    token = token_T[:, None, None]
+    head = tl.arange(0, BLOCK_H)[None, :, None]
+    mask_THP = (token < N) & (head < H) & mask_P
+    # int64 throughout: a slice of a long fused row passes 2³¹ elements.
+    start = x + (token // T).to(tl.int64) * sb + (token % T).to(tl.int64) * st + head.to(tl.int64) * sh
+    x1_THP = tl.load(start + dims1.to(tl.int64) * sd, mask=mask_THP, other=0.0)
+    x2_THP = tl.load(start + dims2.to(tl.int64) * sd, mask=mask_THP, other=0.0)
+    return x1_THP.to(tl.float32), x2_THP.to(tl.float32)
+
+
+@_jit
+def _store_pairs(
+    out, x1_THP, x2_THP, dims1, dims2, mask_P, token_T, N,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token = token_T[:, None, None]
+    head = tl.arange(0, BLOCK_H)[None, :, None]
+    mask_THP = (token < N) & (head < H) & mask_P
+    start = out + token.to(tl.int64) * (H * D) + head * D
+    tl.store(start + dims1, x1_THP.to(out.dtype.element_ty), mask=mask_THP)
+    tl.store(start + dims2, x2_THP.to(out.dtype.element_ty), mask=mask_THP)
+
+
+@_jit
+def _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr):
+    """Where each token's row of cos and sin starts."""
+    row_T = (token_T // T).to(tl.int64) * lookup_sb + (token_T % T).to(tl.int64) * lookup_st
+    if position_ids is not None:
+        row_T = tl.load(position_ids + row_T, mask=token_T < N, other=0).to(tl.int64) * table_sr
+    return row_T
+
+
+@_jit
+def _load_angles(cos, sin, row_T, token_T, N, table_sc, R: tl.constexpr, BLOCK_P: tl.constexpr):
+    """cos θ and sin θ of each pair, `[T, P]`; θ is 0 for the pairs of dims past R."""
+    pair = tl.arange(0, BLOCK_P)[None, :]
+    mask_TP = (token_T[:, None] < N) & (pair < R // 2)
+    where = row_T[:, None] + pair.to(tl.int64) * table_sc
+    cos_TP = tl.load(cos + where, mask=mask_TP, other=1.0).to(tl.float32)
+    sin_TP = tl.load(sin + where, mask=mask_TP, other=0.0).to(tl.float32)
+    return cos_TP, sin_TP
+
+
+@_jit
+def _rotate(x1_THP, x2_THP, cos_TP, sin_TP):
+    cos, sin = cos_TP[:, None, :], sin_TP[:, None, :]
+    return x1_THP * cos - x2_THP * sin, x2_THP * cos + x1_THP * sin
+
+
+@_jit
+def _mean(x_THP, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
+    """The mean over what one norm spans, given the sums of pairs: `[T, H, 1]`, or `[T, 1, 1]` when flat."""
+    total = tl.sum(x_THP, axis=2, keep_dims=True)
+    if FLAT:
+        total = tl.sum(total, axis=1, keep_dims=True) / H
+    return total / D
+
+
+@_jit
+def _inverse_rms(x1_THP, x2_THP, eps, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
+    mean_square = _mean(x1_THP * x1_THP + x2_THP * x2_THP, H, D, FLAT)
+    return tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))  # tl.rsqrt approximates
+
+
+@_jit
+def _through_rms(gn1, gn2, n1, n2, scale, H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr):
+    """The gradient of x from the gradient gn of n = x * scale: scale * (gn - n * mean(gn * n))."""
+    mean = _mean(gn1 * n1 + gn2 * n2, H, D, FLAT)
+    return scale * (gn1 - n1 * mean), scale * (gn2 - n2 * mean)
+
+
+@_jit
+def _load_weight(
+    weight, offset, dims1, dims2, mask_P,
+    H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """offset + weight by pairs: `[1, 1, P]`, or `[1, H, P]` when flat."""
+    if FLAT:
+        head = tl.arange(0, BLOCK_H)[None, :, None]
+        dims1, dims2, mask_P = head * D + dims1, head * D + dims2, (head < H) & mask_P
+    w1 = tl.load(weight + dims1, mask=mask_P, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + dims2, mask=mask_P, other=0.0).to(tl.float32)
+    return offset + w1, offset + w2
+
+
+@_jit
+def _store_partial(
+    partial, g1_THP, g2_THP, dims1, dims2, mask_P,
+    H: tl.constexpr, D: tl.constexpr, FLAT: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    g1, g2 = tl.sum(g1_THP, axis=0, keep_dims=True), tl.sum(g2_THP, axis=0, keep_dims=True)
+    start = partial + tl.program_id(0) * (H * D if FLAT else D)
+    if FLAT:
+        head = tl.arange(0, BLOCK_H)[None, :, None]
+        dims1, dims2, mask_P = head * D + dims1, head * D + dims2, (head < H) & mask_P
+    else:
+        g1, g2 = tl.sum(g1, axis=1, keep_dims=True), tl.sum(g2, axis=1, keep_dims=True)
+    tl.store(start + dims1, g1, mask=mask_P)
+    tl.store(start + dims2, g2, mask=mask_P)

@@ -1,0 +1,143 @@
+"""The packed row: which token belongs to which document. Described once a step, on the host.
+
+Shapes: B rows of T tokens come in and are seen as one row of N = B * T tokens. A row is cut into segments:
+its documents, and at its end perhaps one run of padding.
+
+    lengths   3     4         2   | padding 3
+    tokens    a a a b b b b   c c | . . .
+    positions 0 1 2 0 1 2 3   0 1 | 0 1 2
+    cu_seqlens 0, 3, 7, 9, 12
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+
+_STACK_RATIO = (
+    0.75  # documents stacked into one batch are at least this long, relative to the longest of them
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """One flattened row of N tokens cut into segments.
+
+    Args:
+        lengths: tokens of every segment in order, all positive, summing to N.
+        is_padding: for every segment, whether it is padding rather than a document.
+        positions: `[N]` int64 on the host; the rotary position of every token.
+        shape: (B, T) of the rows as they came in.
+        device: where the tensors that describe the row live.
+    """
+
+    lengths: tuple[int, ...]
+    is_padding: tuple[bool, ...]
+    positions: np.ndarray
+    shape: tuple[int, int]
+    device: torch.device
+    _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "PackedRow":
+        """A row of documents that fill it, with positions that restart."""
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        return cls(tuple(lengths), (False,) * len(lengths), positions, (1, len(positions)), device)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.positions)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest segment."""
+        return max(self.lengths)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """`[segments]` int64 on the host: the first token of every segment."""
+        return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(np.int64)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """`[segments + 1]` int32: 0, then the running sum of the lengths, as varlen kernels take it."""
+        return self.upload(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """`[N]` int64: the rotary position of every token."""
+        return self.upload(self.positions)
+
+    @cached_property
+    def token_mask(self) -> Tensor | None:
+        """`[B, T]` int64, 0 on padding; None when the row has none."""
+        if not any(self.is_padding):
+            return None
+        is_document = np.repeat(~np.array(self.is_padding), self.lengths)
+        return self.upload(is_document.astype(np.int64).reshape(self.shape))
+
+    @cached_property
+    def unscored(self) -> Tensor:
+        """Int64 indices of the tokens whose label carries no loss: first of a document, or padding."""
+        is_unscored = np.repeat(np.array(self.is_padding), self.lengths)
+        is_unscored[self.starts] = True
+        return self.upload(np.flatnonzero(is_unscored))
+
+    @cached_property
+    def _stacked(self) -> tuple[np.ndarray, ...]:
+        lengths = np.array(self.lengths)
+        stacks: list[list[int]] = []
+        for segment in np.argsort(-lengths, kind="stable").tolist():
+            if stacks and lengths[segment] >= _STACK_RATIO * lengths[stacks[-1][0]]:
+                stacks[-1].append(segment)
+            else:
+                stacks.append([segment])
+        return tuple(
+            self.starts[stack][:, None]
+            + np.minimum(np.arange(lengths[stack[0]])[None, :], lengths[stack][:, None] - 1)
+            for stack in stacks
+        )
+
+    @cached_property
+    def stacks(self) -> tuple[Tensor, ...]:
+        """Segments of similar length as right-padded batches: int64 token indices `[segments, L]`.
+
+        A slot past the end of its segment repeats the segment's last token, so that no slot ever shows
+        another document; under a causal mask nothing before it can see it.
+        """
+        return tuple(self.upload(stack) for stack in self._stacked)
+
+    @cached_property
+    def unstack(self) -> Tensor:
+        """`[N]` int64: where each token lies in the concatenation of the flattened stacks."""
+        slots = np.concatenate([stack.reshape(-1) for stack in self._stacked])
+        place = np.empty(self.n_tokens, dtype=np.int64)
+        place[slots[::-1]] = np.arange(len(slots))[
+            ::-1
+        ]  # the first slot of a token wins: later ones are fillers
+        return self.upload(place)
+
+    def mask_labels(self, labels: Tensor) -> Tensor:
+        """A copy of `labels` (N elements, any shape) without loss at boundaries and on padding."""
+        masked = labels.reshape(-1).clone()
+        masked[self.unscored] = IGNORE_INDEX
+        return masked.view(labels.shape)
+
+    def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """What `build` returns, built on the first call for `key` and shared by all layers of the step."""
+        if key not in self._built:
+            self._built[key] = build()
+        return self._built[key]
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        """`array` on the row's device, without waiting for it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()  # a copy from pageable memory would synchronise
+        return tensor.to(self.device, non_blocking=True)

@@ -1,0 +1,178 @@
+"""The decoder forward for a packed row, and the seam by which a model call describes one.
+
+An ordinary batch goes through transformers' own forward, masks and cache included.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils.output_capturing import capture_outputs
+
+from unsloth_pack.describe import ROW_KEYWORDS, describe_row
+from unsloth_pack.errors import InputError
+from unsloth_pack.layout import IGNORE_INDEX, PackedRow
+from unsloth_pack.models.rotary import RotaryTables
+from unsloth_pack.models.spec import ArchSpec
+
+
+class FastDecoder(nn.Module):
+    """Takes the place of a transformers decoder's class (`LlamaModel`, ...)."""
+
+    spec: ArchSpec
+    rotary_tables: dict[str | None, RotaryTables]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' decoder forward, or the packed one where the call describes packed documents.
+
+        Beside transformers' arguments it takes what `describe_row` takes.
+        """
+        if "packed_row" not in kwargs:
+            kwargs["packed_row"] = row_of_call(
+                input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs
+            )
+        for name in ROW_KEYWORDS:
+            kwargs.pop(name, None)
+        row = kwargs.pop("packed_row")
+        if row is None:
+            return super().forward(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("a model call takes either input_ids or inputs_embeds; give exactly one")
+        return self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
+
+    @capture_outputs
+    def _packed_forward(
+        self, row: PackedRow, input_ids: Tensor | None, inputs_embeds: Tensor | None, **kwargs: Any
+    ) -> MoeModelOutputWithPast:
+        hidden_BTC = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.spec.embedding_multiplier:
+            hidden_BTC = hidden_BTC * getattr(self.config, self.spec.embedding_multiplier)
+        shape = hidden_BTC.shape
+        hidden_1NC = hidden_BTC.reshape(1, row.n_tokens, shape[-1])
+        rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            kind = layer.self_attn.layer_type if self.spec.rotary_per_layer_type else None
+            hidden_1NC = layer(
+                hidden_1NC,
+                attention_mask=None,
+                position_embeddings=rotations[kind],
+                packed_row=row,
+                **kwargs,
+            )
+        hidden_BTC = self.norm(hidden_1NC).view(shape)
+        return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)  # router_logits stay None without experts
+
+
+class FastCausalLM(nn.Module):
+    """Takes the place of a transformers causal language model's class (`LlamaForCausalLM`, ...)."""
+
+    boundary_labels_seen: bool
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        packed_seq_lengths: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits, and the loss where labels are given.
+
+        Args:
+            input_ids: `[B, T]`; packed documents usually as one row `[1, T]`.
+            labels: `[B, T]`; the first label of each document and those of padding carry no loss.
+            packed_seq_lengths: the document lengths, see `describe_row`; so may `cu_seq_lens_q/k` with
+                `max_length_q/k`, `seq_idx`, or `position_ids` that restart, among the other arguments.
+
+        Raises:
+            InputError: descriptions of the row that disagree with each other or with its shape; labels that
+                count boundary tokens in `num_items_in_batch`.
+        """
+        kwargs["packed_seq_lengths"] = packed_seq_lengths
+        row = row_of_call(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+        for name in ROW_KEYWORDS:
+            kwargs.pop(name, None)
+        if row is not None:
+            attention_mask = row.token_mask
+            if labels is not None:
+                if kwargs.get("num_items_in_batch") is not None:
+                    self._refuse_counted_boundaries(labels, row)
+                labels = row.mask_labels(labels)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            packed_row=row,
+            **kwargs,
+        )
+
+    def _refuse_counted_boundaries(self, labels: Tensor, row: PackedRow) -> None:
+        """A collator masks boundary labels or it does not: looked at once, as that waits for the device."""
+        if self.boundary_labels_seen:
+            return
+        # The trainer does not count column 0, which nothing predicts.
+        counted = row.unscored[row.unscored % labels.shape[-1] != 0]
+        if (labels.reshape(-1)[counted] != IGNORE_INDEX).any():
+            raise InputError(
+                "labels at document starts are counted in num_items_in_batch but carry no loss; set them to "
+                f"{IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
+            )
+        self.boundary_labels_seen = True
+
+
+def row_of_call(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past_key_values: Any,
+    kwargs: dict[str, Any],
+) -> PackedRow | None:
+    """The packed row of a model call, or None where it is an ordinary batch.
+
+    Raises:
+        InputError: as `describe_row`; or documents packed into the continuation of a cache.
+    """
+    inputs = input_ids if input_ids is not None else inputs_embeds
+    given = {name: kwargs.get(name) for name in ROW_KEYWORDS}
+    is_explicit = any(value is not None for value in given.values())
+    if inputs is None or (not is_explicit and (position_ids is None or inputs.shape[1] == 1)):
+        return None
+    if past_key_values is not None and past_key_values.get_seq_length() > 0:
+        if is_explicit:
+            raise InputError("packed documents cannot continue a cache; pass past_key_values=None")
+        return None
+    return describe_row(
+        (inputs.shape[0], inputs.shape[1]),
+        inputs.device,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        **given,
+    )

@@ -1,0 +1,88 @@
+"""A LoRA linear layer as one autograd node: three GEMMs forward, five backward, no copies between them.
+
+    y = x Wᵀ + b + s · (x Aᵀ) Bᵀ           (Hu et al. 2021)
+
+Shapes: N tokens, I inputs, O outputs, r rank; W `[O, I]`, A `[r, I]`, B `[O, r]`.
+"""
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+class FastLoraLinear(nn.Module):
+    """Takes the place of a PEFT `lora.Linear`'s class; what it cannot fuse goes through PEFT's own forward."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`[..., O]` from `[..., I]`."""
+        if args or kwargs or self.disable_adapters or self.merged or why_not_fused(self) is not None:
+            return super().forward(x, *args, **kwargs)
+        base, adapter = self.base_layer, self.active_adapters[0]
+        compute = (
+            torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        )
+        if base.weight.dtype != compute:
+            return super().forward(x)
+        return _LoraLinear.apply(
+            x.to(compute),
+            base.weight,
+            base.bias,
+            self.lora_A[adapter].weight,
+            self.lora_B[adapter].weight,
+            self.scaling[adapter],
+        )
+
+
+def why_not_fused(layer: LoraLinear) -> str | None:
+    """Why a LoRA layer runs through PEFT's own forward, or None where it is fused."""
+    if type(layer.base_layer) is not nn.Linear:
+        return f"base is a {type(layer.base_layer).__name__}"
+    if layer.base_layer.weight.requires_grad:
+        return "the base weight is trained"
+    if len(layer.active_adapters) != 1:
+        return f"{len(layer.active_adapters)} active adapters"
+    adapter = layer.active_adapters[0]
+    if adapter not in layer.lora_A:
+        return "no adapter here"
+    if adapter in layer.lora_variant:
+        return type(layer.lora_variant[adapter]).__name__.removesuffix("LinearVariant")
+    if layer.training and not isinstance(layer.lora_dropout[adapter], nn.Identity):
+        return "LoRA dropout"
+    if layer.lora_B[adapter].bias is not None:
+        return "LoRA bias"
+    return None
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, lora_a, lora_b, scaling):
+        x_NI = x.reshape(-1, x.shape[-1])
+        a_rI, b_Or = lora_a.to(x.dtype), lora_b.to(x.dtype)
+        y_NO = F.linear(x_NI, weight, bias)
+        h_Nr = x_NI @ a_rI.t()
+        y_NO.addmm_(h_Nr, b_Or.t(), alpha=scaling)
+        ctx.save_for_backward(x_NI, weight, lora_a, lora_b, h_Nr)
+        ctx.scaling = scaling
+        ctx.shape = x.shape
+        return y_NO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x_NI, weight, lora_a, lora_b, h_Nr = ctx.saved_tensors
+        g_NO = grad.reshape(-1, grad.shape[-1])
+        gh_Nr = (g_NO @ lora_b.to(g_NO.dtype)).mul_(ctx.scaling)
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            gx_NI = g_NO @ weight
+            gx_NI.addmm_(gh_Nr, lora_a.to(g_NO.dtype))
+            grad_x = gx_NI.view(ctx.shape)
+        if ctx.needs_input_grad[2]:
+            grad_bias = g_NO.sum(0)
+        grad_a = (gh_Nr.t() @ x_NI).to(lora_a.dtype)
+        grad_b = (g_NO.t() @ h_Nr).mul_(ctx.scaling).to(lora_b.dtype)
+        return grad_x, None, grad_bias, grad_a, grad_b, None

@@ -1,0 +1,47 @@
+"""The norm and MLP forwards that all architectures share."""
+
+from torch import Tensor, nn
+
+from unsloth_pack.kernels import gated, rms_norm
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the kernel's
+
+
+class FastRMSNorm(nn.Module):
+    """Takes the place of a transformers RMS norm's class."""
+
+    norm_offset: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., C]` normalised over the last dimension."""
+        return rms_norm(hidden_states, self.weight, norm_eps(self), self.norm_offset)
+
+
+class FastMLP(nn.Module):
+    """Takes the place of a transformers gated MLP's class."""
+
+    activation: str
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., hidden]` through the gate, up and down projections."""
+        if hasattr(self, "gate_up_proj"):
+            gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        return self.down_proj(gated(gate, up, self.activation))
+
+
+def norm_eps(norm: nn.Module) -> float:
+    """The epsilon of a transformers RMS norm, whichever name it has there."""
+    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+
+
+def activation_of(mlp: nn.Module) -> str | None:
+    """The kernel's name of an MLP's activation, or None if the module is no gated MLP that can be fused."""
+    has_projections = hasattr(mlp, "down_proj") and (
+        hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj")
+    )
+    if not has_projections or not hasattr(mlp, "config"):
+        return None
+    name = getattr(mlp.config, "hidden_activation", None) or mlp.config.hidden_act
+    return ACTIVATIONS.get(name)

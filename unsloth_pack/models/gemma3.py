@@ -1,0 +1,20 @@
+from unsloth_pack.models.spec import ArchSpec
+
+SPEC = ArchSpec(
+    "gemma3_text",
+    window="layer",
+    qk_norm="head",
+    norm_offset=1.0,
+    softcap="attn_logit_softcapping",
+    rotary_per_layer_type=True,
+    tiny=dict(
+        head_dim=32,
+        query_pre_attn_scalar=24,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            full_attention=dict(rope_type="default", rope_theta=1e6),
+        ),
+    ),
+)

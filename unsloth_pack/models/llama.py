@@ -1,0 +1,3 @@
+from unsloth_pack.models.spec import ArchSpec
+
+SPEC = ArchSpec("llama", tiny=dict(rope_parameters=dict(rope_type="default", rope_theta=5e5)))

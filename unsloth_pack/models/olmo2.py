@@ -1,0 +1,3 @@
+from unsloth_pack.models.spec import ArchSpec
+
+SPEC = ArchSpec("olmo2", qk_norm="flat")

@@ -1,0 +1,58 @@
+"""What may differ between architectures, as data. The shared forwards branch on these fields alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """How one transformers architecture departs from the plain decoder.
+
+    Norm placement, MLP and experts, and residual and logit multipliers stay in transformers' own layers,
+    which the patch runs as they are; only what the attention and the decoder's entry need is declared.
+
+    Args:
+        model_type: `config.model_type` of the text model.
+        window: where a layer's sliding window stands: nowhere, in the config, or on the attention module.
+        fused_qkv: one `qkv_proj` holds q, k and v.
+        qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation.
+        norm_offset: what RMS norms add to their weight (Gemma stores weights around 0).
+        softcap: config field of the attention logit softcap.
+        rotary_per_layer_type: sliding and full layers rotate with different bases.
+        embedding_multiplier: config field by which the embeddings are multiplied on entry.
+        tiny: overrides that make the smallest config which still has all of the above.
+    """
+
+    model_type: str
+    window: Literal["none", "config", "layer"] = "none"
+    fused_qkv: bool = False
+    qk_norm: Literal["head", "flat"] | None = None
+    norm_offset: float = 0.0
+    softcap: str | None = None
+    rotary_per_layer_type: bool = False
+    embedding_multiplier: str | None = None
+    tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def tiny_config(self, **overrides: Any):
+        """A transformers config of this architecture, small enough for a test to train.
+
+        Args:
+            overrides: config fields to set beside those that `tiny` declares.
+        """
+        from transformers import AutoConfig
+
+        plain = dict(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            initializer_range=0.08,
+        )
+        return AutoConfig.for_model(self.model_type, **{**plain, **self.tiny, **overrides})

@@ -1,0 +1,240 @@
+"""Patching a transformers model in place: on the instance, reported, undone exactly.
+
+A patched module keeps its parameters, attributes, hooks and name; only its `__class__` becomes a subclass
+that puts a shared forward before transformers' own. So gradient checkpointing, `state_dict` keys, recording
+of hidden states and deep copies go on as they were, before and after PEFT.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+from transformers import PreTrainedModel
+
+from unsloth_pack.attention import choose_backend
+from unsloth_pack.attention.backends import requested_backend
+from unsloth_pack.attention.options import AttentionNeed
+from unsloth_pack.errors import InputError
+from unsloth_pack.models import spec_of
+from unsloth_pack.models.fast_attention import FastAttention, attention_options, fusable_qk_norm
+from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
+from unsloth_pack.models.fast_lora import FastLoraLinear, why_not_fused
+from unsloth_pack.models.fast_mlp import FastMLP, FastRMSNorm, activation_of
+from unsloth_pack.models.rotary import rotary_tables
+from unsloth_pack.models.spec import ArchSpec
+
+_PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What was patched, what was not and why. `print(report)` shows it as lines.
+
+    Args:
+        model_type: the architecture.
+        n_layers: decoder layers.
+        attn_backend: the attention backend, "a and b" where layers differ.
+        attn_reason: why that backend.
+        fused: layer kind -> what runs fused.
+        not_fused: layer kind -> what runs as transformers wrote it, and why.
+    """
+
+    model_type: str
+    n_layers: int
+    attn_backend: str
+    attn_reason: str
+    fused: dict[str, str] = field(default_factory=dict)
+    not_fused: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model_type}: {self.n_layers} layers patched",
+            f"  attention backend: {self.attn_backend} ({self.attn_reason})",
+        ]
+        lines += [f"  fused      {kind}: {what}" for kind, what in self.fused.items()]
+        lines += [f"  not fused  {kind}: {why}" for kind, why in self.not_fused.items()]
+        return "\n".join(lines)
+
+
+class Patch:
+    """A patch in force. `undo()` takes it off; as a context manager it does so on leaving.
+
+    Args:
+        model: the transformers model it is on.
+        attn_backend: the backend that was asked for, "auto" included.
+        report: what it did.
+    """
+
+    def __init__(self, model: PreTrainedModel, attn_backend: str, report: PatchReport):
+        self.attn_backend = attn_backend
+        self.report = report
+        self._model = model
+        self._swapped: list[tuple[nn.Module, type, tuple[str, ...]]] = []
+        self._attn_implementation = model.config._attn_implementation
+
+    def swap(self, module: nn.Module, fast: type, **attributes: Any) -> None:
+        """Make `module` an instance of `fast` over its own class, with these instance attributes."""
+        self._swapped.append((module, type(module), tuple(attributes)))
+        module.__class__ = _subclass(fast, type(module))
+        module.__dict__.update(attributes)
+
+    def undo(self) -> None:
+        """Restore the model that came in, bit for bit. Undoing twice is harmless."""
+        for module, original, attributes in self._swapped:
+            module.__class__ = original
+            for name in attributes:
+                module.__dict__.pop(name, None)
+        self._swapped.clear()
+        if self._model.__dict__.get(_PATCH) is self:
+            del self._model.__dict__[_PATCH]
+            self._model.config._attn_implementation = self._attn_implementation
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+@cache
+def _subclass(fast: type, original: type) -> type:
+    """`original` with the forward of `fast`, under the original's name: `save_pretrained` writes it."""
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (fast, original), names)
+
+
+def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
+    """Thread packed rows through a transformers model and fuse what can be fused.
+
+    Args:
+        model: a supported transformers model, or a PEFT model around one, before or after training.
+        attn_backend: "auto" (the fastest that can run), "flash", "xformers" or "sdpa"; the environment
+            variable `UNSLOTH_PACK_ATTN` overrides it.
+
+    Returns:
+        The patch, with its `report` and `undo()`. A model that is patched already is patched anew.
+
+    Raises:
+        UnsupportedArchitecture: no patch is declared for the model type.
+        BackendUnavailable: the backend that was asked for cannot run here.
+        InputError: the model is built in a way whose documents could not be kept apart.
+    """
+    base = _transformers_model(model)
+    if earlier := base.__dict__.get(_PATCH):
+        earlier.undo()
+    decoder = base.base_model
+    spec = spec_of(decoder.config.model_type)
+    _refuse_what_would_leak(model, decoder)
+    backend = requested_backend(attn_backend)
+    parts = _Parts.of(decoder)
+    patch = Patch(base, attn_backend, _report(spec, decoder, parts, backend))
+    for attention in parts.attentions:
+        patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
+    for norm in parts.norms:
+        patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
+    for mlp, activation in parts.mlps:
+        if activation is not None:
+            patch.swap(mlp, FastMLP, activation=activation)
+    for lora in parts.loras:
+        patch.swap(lora, FastLoraLinear)
+    tables = rotary_tables(decoder, spec)
+    patch.swap(decoder, FastDecoder, spec=spec, rotary_tables=tables)
+    if base is not decoder and base.get_output_embeddings() is not None:
+        patch.swap(base, FastCausalLM, boundary_labels_seen=False)
+    base.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
+    base.__dict__[_PATCH] = patch
+    return patch
+
+
+def patch_of(model: nn.Module) -> Patch | None:
+    """The patch in force on a model, or None."""
+    return _transformers_model(model).__dict__.get(_PATCH)
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    base = (
+        model.get_base_model()
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+        else model
+    )
+    if not isinstance(base, PreTrainedModel):
+        raise InputError(
+            f"cannot patch a {type(model).__name__}; give a transformers model, or a PEFT model of one"
+        )
+    return base
+
+
+def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise InputError(
+                f"adapter {name!r} is {config.peft_type}: its virtual tokens shift the documents; use LoRA"
+            )
+    if getattr(decoder.config, "use_bidirectional_attention", False):
+        raise InputError(
+            "use_bidirectional_attention=True: only causal attention is patched; set it to False"
+        )
+    devices = {str(parameter.device) for parameter in decoder.parameters()}
+    if len(devices) > 1:
+        raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The modules of a decoder that a patch looks at."""
+
+    attentions: list[Any]
+    norms: list[nn.Module]
+    mlps: list[tuple[nn.Module, str | None]]  # with the kernel's activation, None where it cannot be fused
+    loras: list[LoraLinear]
+
+    @classmethod
+    def of(cls, decoder: Any) -> "_Parts":
+        return cls(
+            attentions=[layer.self_attn for layer in decoder.layers],
+            norms=[module for module in decoder.modules() if type(module) is type(decoder.norm)],
+            mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
+            loras=[module for module in decoder.modules() if type(module) is LoraLinear],
+        )
+
+
+def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchReport:
+    embedding = decoder.get_input_embeddings().weight
+    chosen: dict[str, str] = {}
+    for attention in parts.attentions:
+        options = attention_options(attention, spec)
+        need = AttentionNeed(embedding.device.type, embedding.dtype, attention.head_dim, options)
+        name, reason = choose_backend(backend, need)
+        chosen[name] = reason
+    on_gpu = embedding.device.type == "cuda"
+    how = "in one kernel" if on_gpu else "in plain torch on a CPU"
+    fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
+    not_fused = {"loss": "the trainer's own"}
+    if spec.qk_norm is not None:
+        if fusable_qk_norm(parts.attentions[0], spec) is not None:
+            fused["QK norm"] = "with the rotary embedding"
+        else:
+            not_fused["QK norm"] = "wrapped by modules_to_save"
+    fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
+    gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
+    if gated_mlps:
+        fused["MLP"] = f"activation and product of {len(gated_mlps)} of {len(parts.mlps)} layers {how}"
+    if len(gated_mlps) < len(parts.mlps):
+        kinds = {type(mlp).__name__ for mlp, activation in parts.mlps if activation is None}
+        not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
+    reasons = Counter(why_not_fused(lora) for lora in parts.loras)
+    if n_fused := reasons.pop(None, 0):
+        fused["LoRA"] = f"{n_fused} layers, each as one autograd node"
+    if reasons:
+        not_fused["LoRA"] = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
+    return PatchReport(
+        model_type=spec.model_type,
+        n_layers=len(parts.attentions),
+        attn_backend=" and ".join(chosen),
+        attn_reason="; ".join(dict.fromkeys(chosen.values())),
+        fused=fused,
+        not_fused=not_fused,
+    )

@@ -1,0 +1,80 @@
+"""How full the rows of a training set are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import datasets
+
+
+@dataclass(frozen=True)
+class RowFill:
+    """Rows as the model will see them.
+
+    Args:
+        rows, documents, tokens: in one pass over the data.
+        slots: tokens that the rows have room for: packed, rows times their capacity; padded, with each batch
+            as long as its longest row, as one random order of the rows has it.
+        slots_computed: slots that the model computes; packed rows end where their documents do.
+    """
+
+    rows: int
+    documents: int
+    tokens: int
+    slots: int
+    slots_computed: int
+
+    @property
+    def documents_per_row(self) -> float:
+        return self.documents / self.rows
+
+    @property
+    def fill(self) -> float:
+        """The share of slots that hold a token, 0 to 1."""
+        return self.tokens / self.slots
+
+    @property
+    def padding(self) -> int:
+        """Tokens that are computed for nothing."""
+        return self.slots_computed - self.tokens
+
+
+def row_lengths(dataset: datasets.Dataset) -> np.ndarray:
+    """`[rows]` int64: the tokens of every row."""
+    return _list_lengths(dataset, "input_ids")
+
+
+def fill_of_packed(dataset: datasets.Dataset, capacity: int) -> RowFill:
+    """The fill of packed rows (`input_ids` and `seq_lengths`) that may hold `capacity` tokens."""
+    tokens = int(row_lengths(dataset).sum())
+    documents = int(_list_lengths(dataset, "seq_lengths").sum())
+    return RowFill(len(dataset), documents, tokens, len(dataset) * capacity, tokens)
+
+
+def fill_of_joined(dataset: datasets.Dataset) -> RowFill:
+    """The fill of rows that are joined to one without padding."""
+    tokens = int(row_lengths(dataset).sum())
+    return RowFill(len(dataset), len(dataset), tokens, tokens, tokens)
+
+
+def fill_of_padded(dataset: datasets.Dataset, batch_size: int, seed: int) -> RowFill:
+    """The fill of rows padded to the longest of their batch, in one random order."""
+    lengths = row_lengths(dataset)
+    order = np.random.default_rng(seed).permutation(lengths)
+    starts = np.arange(0, len(order), batch_size)
+    sizes = np.diff([*starts, len(order)])
+    slots = int((np.maximum.reduceat(order, starts) * sizes).sum())
+    return RowFill(len(lengths), len(lengths), int(lengths.sum()), slots, slots)
+
+
+def _list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
+    import pyarrow.compute as pc
+
+    batches = dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000)
+    return np.concatenate([pc.list_value_length(table[column]).to_numpy() for table in batches]).astype(
+        np.int64
+    )

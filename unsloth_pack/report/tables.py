@@ -1,0 +1,148 @@
+"""The tables that a run prints: the banner at its start, the demo's generations, the closing figures."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.patch import PatchReport
+from unsloth_pack.report.fill import RowFill
+from unsloth_pack.report.memory import gib
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the banner says beside the data and the patch.
+
+    Args:
+        rows_per_update: rows of all devices and accumulation steps together.
+        optimizer: its name and learning rate.
+    """
+
+    model_name: str
+    dtype: str
+    device: str
+    trained_parameters: int
+    all_parameters: int
+    rows_per_update: int
+    steps: int
+    optimizer: str
+    output_dir: str
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run went.
+
+    Args:
+        seconds: of training, evaluation included.
+        documents_per_second, tokens_per_second: trained on, padding not counted.
+        peak_memory_bytes, peak_memory_of: how much, of what.
+        first_loss, last_loss: as logged, in nats a token.
+    """
+
+    steps: int
+    seconds: float
+    documents_per_second: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    peak_memory_of: str
+    first_loss: float
+    last_loss: float
+    output_dir: str
+
+
+def print_banner(
+    console: Console, facts: RunFacts, patch: PatchReport, ledger: TokenLedger, fill: RowFill
+) -> None:
+    """Model, patch, data and plan, before the first step."""
+    share = facts.trained_parameters / facts.all_parameters
+    rows = [
+        (
+            "model",
+            f"{facts.model_name} ({patch.model_type}, {patch.n_layers} layers), "
+            f"{facts.dtype} on {facts.device}",
+        ),
+        ("trained", f"{facts.trained_parameters:,} of {facts.all_parameters:,} parameters ({share:.2%})"),
+        ("attention", f"{patch.attn_backend}: {patch.attn_reason}"),
+        *((f"fused {kind}", what) for kind, what in patch.fused.items()),
+        *((f"not fused {kind}", why) for kind, why in patch.not_fused.items()),
+        ("data", _ledger_line(ledger)),
+        ("loss on", f"{ledger.tokens_counted:,} tokens; {ledger.tokens_masked:,} without loss"),
+        ("rows", _fill_line(fill)),
+        (
+            "update",
+            f"{facts.rows_per_update} rows, {facts.rows_per_update * fill.documents_per_row:.1f} documents",
+        ),
+        ("plan", f"{facts.steps:,} updates, {facts.optimizer}"),
+        ("output", facts.output_dir),
+    ]
+    if ledger.prompts_rerendered:
+        note = f"{ledger.prompts_rerendered:,} rows begin unlike their prompt alone; the loss starts there"
+        rows.append(("note", note))
+    _print_facts(console, "unsloth-pack", rows)
+
+
+def print_summary(console: Console, summary: RunSummary) -> None:
+    """Speed, memory and loss, at the end."""
+    rows = [
+        ("updates", f"{summary.steps:,} in {summary.seconds:.1f} s"),
+        (
+            "speed",
+            f"{summary.documents_per_second:,.1f} samples/s, {summary.tokens_per_second:,.0f} real tokens/s",
+        ),
+        ("peak memory", f"{gib(summary.peak_memory_bytes)} of {summary.peak_memory_of}"),
+        ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
+        ("output", summary.output_dir),
+    ]
+    if summary.last_loss != summary.last_loss:
+        rows.append(("note", "the loss is not a number: the training diverged; lower --learning_rate"))
+    _print_facts(console, "done", rows)
+
+
+def print_generations(
+    console: Console, before: float, after: float, count: int, examples: Sequence[Mapping[str, str]]
+) -> None:
+    """Exact match before and after training, and a few answers side by side.
+
+    Args:
+        before, after: the share of the held-out rows, 0 to 1, answered to the letter.
+        count: of held-out rows.
+        examples: prompt, answer before, answer after and the expected one.
+    """
+    table = Table(
+        title=f"exact match on {count} held-out rows: {before:.1%} before, {after:.1%} after", show_lines=True
+    )
+    columns = ("prompt", "before", "after", "expected")
+    for heading in columns:
+        table.add_column(heading, ratio=1, overflow="fold")
+    for example in examples:
+        table.add_row(*(Text(example[heading]) for heading in columns))
+    console.print(table)
+
+
+def _print_facts(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))  # as text: a path may hold what rich takes for markup
+    console.print(table)
+
+
+def _ledger_line(ledger: TokenLedger) -> str:
+    return (
+        f"{ledger.rows_read:,} rows, {ledger.tokens_read:,} tokens; "
+        f"truncated {ledger.tokens_truncated:,} tokens of {ledger.rows_truncated:,} rows; "
+        f"dropped {ledger.rows_dropped:,} rows without loss, {ledger.tokens_dropped:,} tokens"
+    )
+
+
+def _fill_line(fill: RowFill) -> str:
+    return (
+        f"{fill.rows:,} rows, {fill.documents_per_row:.1f} documents a row, {fill.fill:.1%} full, "
+        f"{fill.padding:,} tokens of padding"
+    )

@@ -1,0 +1,159 @@
+"""Saving a trained model: the adapter alone, or merged into 16-bit weights. Whole or not at all."""
+
+import copy
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from unsloth_pack.errors import InputError
+
+SaveMethod = Literal["merged_16bit", "lora"]
+
+
+def save_pretrained_merged(
+    model: nn.Module,
+    save_directory: str | Path,
+    tokenizer: Any = None,
+    save_method: SaveMethod = "merged_16bit",
+) -> None:
+    """Save a model for use without this package, or its adapter alone.
+
+    Args:
+        model: a model from `FastLanguageModel`, with or without an adapter.
+        save_directory: a folder. Files are written beside it and moved in at the end; those of the same names
+            are replaced.
+        tokenizer: saved beside the model when given.
+        save_method: "merged_16bit" adds the adapter to the (dequantised) base weights in float32 and saves
+            them in the model's 16-bit type, bfloat16 if it has none; "lora" saves the adapter as PEFT does.
+
+    Raises:
+        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that cannot be merged; a
+            merged weight that is not finite.
+    """
+    if save_method not in ("merged_16bit", "lora"):
+        raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
+    if save_method == "lora" and not isinstance(model, PeftModel):
+        raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
+
+    def write(folder: str) -> None:
+        if save_method == "lora":
+            model.save_pretrained(folder)
+        else:
+            _write_merged(model, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    write_whole(Path(save_directory), write)
+
+
+def write_whole(target: Path, write: Callable[[str], None]) -> None:
+    """Let `write` fill a folder beside `target`, then put it in place; a failure changes nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        write(aside)
+        os.chmod(aside, 0o755)
+        if target.exists():
+            for file in Path(aside).iterdir():
+                os.replace(file, target / file.name)
+        else:
+            os.replace(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_merged(model: nn.Module, folder: str) -> None:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    dtype = base.dtype if base.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    weights = merged_state_dict(base, dtype)
+    config = copy.deepcopy(base.config)
+    config.__dict__.pop("quantization_config", None)
+    config._name_or_path, config.dtype, config.architectures = "", dtype, [type(base).__name__]
+    if config.tie_word_embeddings:
+        if _untied_by_training(base):
+            config.tie_word_embeddings = False
+        else:
+            for name in base._tied_weights_keys or ():
+                weights.pop(name, None)
+    save_torch_state_dict(weights, folder)
+    config.save_pretrained(folder)
+    if base.generation_config is not None:
+        base.generation_config.save_pretrained(folder)
+
+
+def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of `base` under their names before PEFT, adapters merged, in `dtype` on the CPU.
+
+    Raises:
+        InputError: an adapter that cannot be merged; a merged weight that is not finite.
+    """
+    weights: dict[str, Tensor] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        if isinstance(module, LoraLayer):
+            layer = module.get_base_layer()
+            weights[f"{path}.weight"] = _merged_weight(module, path)
+            if layer.bias is not None:
+                weights[f"{path}.bias"] = _merged_bias(module)
+            return
+        if isinstance(module, ModulesToSaveWrapper):
+            return visit(module.modules_to_save[module.active_adapter], path)
+        for name, parameter in module.named_parameters(recurse=False):
+            is_weight = name == "weight"
+            weights[f"{path}.{name}"] = dequantize_module_weight(module) if is_weight else parameter
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(base, "")
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise InputError(f"merged weight {name} is not finite; the training diverged, nothing was saved")
+    return {
+        name: weight.detach().to("cpu", dtype, copy=True).contiguous() for name, weight in weights.items()
+    }
+
+
+def _merged_weight(layer: LoraLayer, path: str) -> Tensor:
+    base = layer.get_base_layer()
+    if not isinstance(base, nn.Linear):
+        raise InputError(
+            f"the adapter of {path} is on a {type(base).__name__}; save it with save_method 'lora'"
+        )
+    weight = dequantize_module_weight(base).detach().float()
+    for adapter in layer.active_adapters:
+        if adapter not in layer.lora_A:
+            continue
+        delta = layer.get_delta_weight(adapter).detach().float()
+        if adapter in layer.lora_magnitude_vector:  # DoRA (Liu et al. 2024): a learned norm for every output
+            magnitude = layer.lora_magnitude_vector[adapter]
+            norm = magnitude.get_weight_norm(weight, delta, scaling=1).detach()
+            weight = (magnitude.weight.detach().float() / norm)[:, None] * (weight + delta)
+        else:
+            weight = weight + delta
+    return weight
+
+
+def _merged_bias(layer: LoraLayer) -> Tensor:
+    bias = layer.get_base_layer().bias.detach().float()
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_B and layer.lora_B[adapter].bias is not None:
+            bias = bias + layer.lora_B[adapter].bias.detach().float() * layer.scaling[adapter]
+    return bias
+
+
+def _untied_by_training(base: PreTrainedModel) -> bool:
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    return any(isinstance(end, ModulesToSaveWrapper | LoraLayer) for end in ends)

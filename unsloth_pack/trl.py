@@ -1,0 +1,122 @@
+"""The one file that knows TRL: its configuration, its trainer, its templates, its log."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+from unsloth_pack.errors import InputError
+
+
+def sft_config(
+    output_dir: str,
+    *,
+    max_length: int,
+    packing: bool,
+    padding_free: bool,
+    eval_packing: bool | None,
+    dtype: torch.dtype,
+    **arguments: Any,
+) -> SFTConfig:
+    """TRL's configuration for rows that are tokenised and cut already.
+
+    Args:
+        max_length: tokens that a packed row may hold.
+        packing: several documents a row, best fit decreasing, none seeing another.
+        padding_free: a batch becomes one row. Packing implies it.
+        dtype: of the model's weights; mixed precision follows it on CUDA.
+        arguments: of transformers' `TrainingArguments`.
+
+    Raises:
+        InputError: what TRL or transformers refuse.
+    """
+    on_gpu = torch.cuda.is_available()
+    try:
+        return SFTConfig(
+            output_dir=output_dir,
+            packing=packing,
+            packing_strategy="bfd",
+            padding_free=packing or padding_free,
+            eval_packing=eval_packing,
+            max_length=max_length
+            if packing
+            else None,  # the rows are cut already; only packing needs to know
+            bf16=on_gpu and dtype == torch.bfloat16,
+            fp16=on_gpu and dtype == torch.float16,
+            use_cpu=not on_gpu,
+            dataloader_pin_memory=on_gpu,
+            gradient_checkpointing=False,  # the model has its own where asked; TRL would replace it
+            logging_nan_inf_filter=False,  # it would wait for the device every step
+            disable_tqdm=True,
+            **arguments,
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise InputError(f"transformers refuses these arguments: {error}") from error
+
+
+def make_trainer(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SFTConfig,
+    train_rows: Dataset,
+    eval_rows: Dataset | None,
+    callbacks: Sequence[TrainerCallback],
+) -> SFTTrainer:
+    """TRL's own trainer over tokenised rows, printing nothing by itself."""
+    from transformers import PrinterCallback
+
+    with _without_untrue_warnings():
+        trainer = SFTTrainer(
+            model=model,
+            args=config,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            processing_class=tokenizer,
+            callbacks=list(callbacks),
+        )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A chat template that marks assistant turns, where TRL has one for this tokenizer; None for its own."""
+    if not tokenizer.chat_template or has_generation_markers(tokenizer.get_chat_template()):
+        return None
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError:  # TRL has none; `tokenize` says so where it matters
+        return None
+
+
+def tokens_trained(trainer: SFTTrainer) -> int:
+    """Tokens that this process and its peers have trained on, padding not counted."""
+    return int(
+        next(
+            (entry["num_tokens"] for entry in reversed(trainer.state.log_history) if "num_tokens" in entry), 0
+        )
+    )
+
+
+# TRL 1.15 wants `attn_implementation` to be a FlashAttention, and warns of leaking documents otherwise. It
+# does not know that the patched attention keeps documents apart in every backend.
+_UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
+
+
+@contextmanager
+def _without_untrue_warnings() -> Iterator[None]:
+    logger = logging.getLogger("trl.trainer.sft_trainer")
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_UNTRUE)
+
+    logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_true)
