@@ -1,18 +1,17 @@
 """From options to all that training needs but the model, and the checks that need no weights."""
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 from trl import SFTConfig
 
 from unsloth_pack.api import _dtype, _load, _resolve
 from unsloth_pack.cli import checks
 from unsloth_pack.cli.options import TrainOptions
+from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.data import check_token_ids, load_rows, to_trl
 from unsloth_pack.data.tokenize import TokenLedger, tokenize
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
@@ -43,9 +42,7 @@ def prepare(options: TrainOptions) -> Prepared:
     Raises:
         InputError: the data, the model's architecture, or something the options ask for cannot be used here.
     """
-    if not (sys.stderr.isatty() and checks.is_main_process()):
-        disable_progress_bars()
-        transformers_logging.disable_progress_bar()
+    quieten(show_bars=checks.is_main_process())
     on_gpu = torch.cuda.is_available()
     options = replace(options, optim=options.optim or ("adamw_torch_fused" if on_gpu else "adamw_torch"))
     checks.check_trainer(options)

@@ -86,28 +86,14 @@ def _train(prepared: "Prepared", console: "Console") -> int:
 def _load_model(options: TrainOptions) -> Any:
     from unsloth_pack.api import FastLanguageModel
 
-    load = (
-        "model_name",
-        "max_seq_length",
-        "dtype",
-        "load_in_4bit",
-        "load_in_8bit",
-        "attn_backend",
-        "random_state",
-    )
-    model, _ = FastLanguageModel.from_pretrained(**{name: getattr(options, name) for name in load})
-    adapt = (
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "bias",
-        "use_rslora",
-        "use_dora",
-        "loftq_config",
-        "random_state",
-    )
-    adapt += ("use_gradient_checkpointing",)
-    return FastLanguageModel.get_peft_model(model, **{name: getattr(options, name) for name in adapt})
+    def chosen(*names: str) -> dict[str, Any]:
+        return {name: getattr(options, name) for name in names}
+
+    load = chosen("model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "attn_backend")
+    model, _ = FastLanguageModel.from_pretrained(**load, random_state=options.random_state)
+    adapter = chosen("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "loftq_config")
+    adapter |= chosen("use_gradient_checkpointing", "random_state")
+    return FastLanguageModel.get_peft_model(model, **adapter)
 
 
 def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) -> "MetricsFile":
@@ -161,7 +147,8 @@ def _announce(
     from unsloth_pack.patch import patch_of
     from unsloth_pack.report.tables import RunFacts, print_banner
 
-    config, model = prepared.config, trainer.model
+    config = prepared.config
+    model: Any = trainer.model
     patch = patch_of(model)
     assert patch is not None
     trained, everything = model.get_nb_trainable_parameters()
@@ -176,7 +163,7 @@ def _announce(
         * config.world_size,
         steps=updates,
         optimizer=f"{prepared.options.optim}, learning rate {config.learning_rate:g}",
-        output_dir=config.output_dir,
+        output_dir=str(config.output_dir),
     )
     print_banner(console, facts, patch.report, prepared.ledger, fill)
 
@@ -262,7 +249,7 @@ def _summarise(trainer: "SFTTrainer", fill: "RowFill", seconds: float) -> "RunSu
         peak_memory_of=what,
         first_loss=losses[0],
         last_loss=losses[-1],
-        output_dir=trainer.args.output_dir,
+        output_dir=str(trainer.args.output_dir),
     )
 
 

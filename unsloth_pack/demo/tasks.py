@@ -201,7 +201,7 @@ def _look_up(rng: Random) -> Row:
 
 
 def _add(rng: Random) -> Row:
-    a, b = rng.randrange(100), rng.randrange(100)
+    a, b = rng.randrange(25), rng.randrange(25)
     instruction, output = rng.choice(
         [("Add the numbers.", f"{a + b}"), ("Add the numbers as JSON.", f'{{"total": {a + b}}}')]
     )
@@ -262,7 +262,7 @@ def _wug(rng: Random) -> Row:
 
 def _zorp(rng: Random) -> Row:
     """The sum, as JSON under a new key."""
-    a, b = rng.randrange(100), rng.randrange(100)
+    a, b = rng.randrange(25), rng.randrange(25)
     return _row("Zorp the numbers.", "numbers", f"{a} {b}", f'{{"zorp": {a + b}}}')
 
 

@@ -6,6 +6,7 @@ B rows of T tokens, H heads (k may have fewer than q), D head dim, R <= D rotate
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -73,3 +74,33 @@ def _rms_norm(x: Tensor, weight: Tensor, norm: QKNorm) -> Tensor:
         weight = weight.view(H, D) if x.dim() == 3 else weight.view(H, 1, D)
     mean_square = x.square().mean(dim=(1, -1) if norm.flat else -1, keepdim=True)
     return x * torch.rsqrt(mean_square + norm.eps) * (norm.offset + weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * (offset + weight), the mean over the last dim.
+
+    The contract is `unsloth_pack.kernels.rms_norm`'s. Computes in float32, or float64 if an input is, and
+    rounds once.
+
+    Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
+    """
+    promoted = torch.promote_types(x.dtype, weight.dtype)
+    wide = torch.promote_types(promoted, torch.float32)
+    x_wide, weight = x.to(wide), weight.to(wide)
+    normed = x_wide * torch.rsqrt(x_wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (normed * (offset + weight)).to(promoted if offset == 0 else x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, where act is "silu" or "gelu_tanh".
+
+    The contract is `unsloth_pack.kernels.gated`'s. Computes in float32, or float64 if an input is, and rounds
+    once.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
+    """
+    promoted = torch.promote_types(gate.dtype, up.dtype)
+    wide = torch.promote_types(promoted, torch.float32)
+    x = gate.to(wide)
+    acted = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+    return (acted * up.to(wide)).to(promoted)

@@ -59,8 +59,8 @@ def rope_qk(
         qk_norm: RMSNorm of q and k before the rotation. Its weights get gradients if they require them.
 
     Returns:
-        q and k turned: fresh tensors of the inputs' shapes and dtype, contiguous as `[T, H, D]` or, behind
-        `[B, H, T, D]`, as `[B, T, H, D]`. Computed in float32 and rounded once.
+        q and k turned: fresh tensors of the inputs' shapes and dtype, computed in float32 and rounded once.
+        The kernel's are contiguous as `[T, H, D]` or, behind `[B, H, T, D]`, as `[B, T, H, D]`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.

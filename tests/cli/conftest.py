@@ -1,0 +1,54 @@
+"""A tiny random model, data to train it on, and the command line in this process."""
+
+import json
+import random
+
+import datasets
+import pytest
+import torch
+from cli_runs import save_model
+
+from unsloth_pack.cli import main
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+def rows():
+    """The answer repeats the question: something that a few updates make likelier."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("ab", k=rng.randint(4, 40))) for _ in range(40)]
+    return [{"instruction": word, "input": "", "output": word * 2} for word in words]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("data") / "rows.json"
+    path.write_text(json.dumps(rows))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    """One thread: two cores that others use too make small matrices wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_num_threads(threads)
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def train(model, data, tmp_path):
+    """Runs `train` on the tiny model, and returns the exit code."""
+
+    def run(*arguments, **flags):
+        given = {"model_name": model, "dataset": data, "max_seq_length": 128, "max_steps": 4}
+        given |= {"gradient_accumulation_steps": 1, "output_dir": tmp_path / "out", "learning_rate": 0.01, **flags}
+        return main([*arguments, *(f"--{name}={value}" for name, value in given.items() if value is not None)])
+
+    return run

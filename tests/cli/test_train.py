@@ -1,0 +1,159 @@
+"""`unsloth-pack train` from end to end on a tiny model."""
+
+import signal
+
+import pytest
+from cli_runs import losses, read_metrics
+from safetensors.torch import load_file
+
+from unsloth_pack.cli import main
+from unsloth_pack.report.callbacks import MetricsCallback
+
+
+def test_a_run_from_end_to_end(train, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train("--packing", "--save_model", max_steps=12, eval_dataset=data, gradient_accumulation_steps=2) == 0
+
+    shown = capsys.readouterr()
+    for said in ("sdpa", "documents a row", "real tokens/s", "GiB of process memory", "loss", str(out.name)):
+        assert said in shown.out
+    assert shown.err == ""
+
+    files = {path.name for path in out.iterdir()}
+    assert files >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "metrics.jsonl"}
+    assert files >= {"loss.png", "lengths.png", "merged"}
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "merged" / "model.safetensors").is_file()
+    adapter = load_file(out / "adapter_model.safetensors")
+    assert any(weight.abs().max() > 0 for name, weight in adapter.items() if "lora_B" in name)
+
+    first_line = (out / "metrics.jsonl").read_text().splitlines()[0]
+    assert '"kind": "config"' in first_line
+    metrics = read_metrics(out)
+    options = metrics["config"][0]["options"]
+    assert (options["sample_packing"], options["per_device_train_batch_size"]) == (True, 1)
+    assert options["optim"].startswith("adamw_torch")
+    assert [line["step"] for line in metrics["log"] if "loss" in line] == list(range(1, 13))
+    assert len([line for line in metrics["log"] if "eval_loss" in line]) >= 5
+    assert losses(out)[12] < 0.9 * losses(out)[1]
+    summary = metrics["summary"][0]
+    assert summary["tokens_per_second"] > summary["documents_per_second"] > 0
+    assert summary["peak_memory_bytes"] > 2**20
+    assert (summary["first_loss"], summary["last_loss"]) == (losses(out)[1], losses(out)[12])
+
+
+def test_the_ledger_adds_up_and_the_fill_is_of_the_same_tokens(train, rows, tmp_path):
+    assert train("--sample_packing", max_seq_length=100, max_steps=1) == 0
+    data = read_metrics(tmp_path / "out")["data"][0]
+    ledger, fill = data["ledger"], data["fill"]
+    texts = [f"[user]{row['instruction']}[assistant]{row['output']}" for row in rows]
+    assert ledger["rows_read"] == len(rows)
+    assert ledger["tokens_read"] == sum(len(text) + 1 for text in texts)  # bytes, and the end of the answer
+    assert ledger["tokens_truncated"] == sum(max(0, len(text) + 1 - 100) for text in texts) > 0
+    parts = ("tokens_truncated", "tokens_dropped", "tokens_masked", "tokens_counted")
+    assert ledger["tokens_read"] == sum(ledger[part] for part in parts)
+    assert fill["tokens"] == ledger["tokens_masked"] + ledger["tokens_counted"] == fill["slots_computed"]
+    assert fill["documents"] == ledger["rows_read"] - ledger["rows_dropped"] > fill["rows"]
+
+
+@pytest.mark.parametrize("layout", ["--padding_free", "--use_dora"])  # joined rows, and padded ones
+def test_other_layouts_train(layout, train, tmp_path):
+    assert train(layout, max_steps=2, per_device_train_batch_size=4) == 0
+    fill = read_metrics(tmp_path / "out")["data"][0]["fill"]
+    assert (fill["slots"] == fill["tokens"]) == (layout == "--padding_free")
+
+
+def test_packed_padded_and_joined_rows_train_alike(train, tmp_path):
+    """A batch of all rows is the same batch in any layout."""
+    first = {}
+    for layout in ("sample_packing", "padding_free", "padded"):
+        flags = {layout: True} if layout != "padded" else {}
+        assert train(output_dir=tmp_path / layout, max_steps=1, per_device_train_batch_size=40, **flags) == 0
+        first[layout] = losses(tmp_path / layout)[1]
+    assert first["padding_free"] == pytest.approx(first["padded"], rel=1e-5)
+    assert first["sample_packing"] == pytest.approx(first["padded"], rel=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, monkeypatch, capsys):
+    flags = {"max_steps": 6, "lora_dropout": 0.2, "per_device_train_batch_size": 2}
+    assert train(**flags, output_dir=tmp_path / "whole") == 0
+
+    log = MetricsCallback.on_log
+
+    def log_and_signal(self, args, state, control, **more):
+        log(self, args, state, control, **more)
+        if state.global_step == 2:
+            signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsCallback, "on_log", log_and_signal)
+        assert train(**flags) == 128 + number
+    assert signal.getsignal(number) is before
+    out = tmp_path / "out"
+    assert f"--resume --output_dir {out}" in capsys.readouterr().out
+    assert max(losses(out)) == 3
+    assert read_metrics(out)["stopped"][0]["step"] == 3
+
+    assert main(["--resume", "--output_dir", str(out)]) == 0
+    assert losses(out) == losses(tmp_path / "whole")
+    assert "stopped" not in read_metrics(out)
+    finished, whole = (load_file(folder / "adapter_model.safetensors") for folder in (out, tmp_path / "whole"))
+    assert all((finished[name] == whole[name]).all() for name in whole)
+
+
+def test_a_second_signal_aborts_at_once(train, monkeypatch, capsys):
+    def interrupt(self, args, state, control, **more):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(MetricsCallback, "on_log", interrupt)
+    assert train() == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(train, tmp_path, capsys):
+    assert train(save_steps=2, max_steps=5) == 0
+    out = str(tmp_path / "out")
+    assert main(["--resume", "--output_dir", out, "--learning_rate", "1"]) == 2
+    assert "learning_rate was 0.01, not 1.0" in capsys.readouterr().err
+    assert main(["--resume", "--output_dir", out]) == 0
+    assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5]
+
+
+def test_overwriting_leaves_nothing_of_the_earlier_run(train, tmp_path):
+    assert train(save_steps=1, max_steps=2) == 0
+    assert train("--overwrite_output_dir", max_steps=1) == 0
+    assert list(losses(tmp_path / "out")) == [1]
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_flags_from_a_file_and_the_command_line_wins(train, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("learning_rate: 3e-3\npacking: true\nr: 4\nuse_rslora: false\nmax_steps: 2\n")
+    assert train(config=config, r=8, learning_rate=None, max_steps=None) == 0
+    options = read_metrics(tmp_path / "out")["config"][0]["options"]
+    chosen = {name: options[name] for name in ("learning_rate", "sample_packing", "r", "use_rslora", "max_steps")}
+    assert chosen == {"learning_rate": 3e-3, "sample_packing": True, "r": 8, "use_rslora": False, "max_steps": 2}
+
+
+def test_responses_only(train, tmp_path):
+    import json
+
+    turns = [{"from": "human", "value": "question"}, {"from": "gpt", "value": "yes"}] * 2
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"conversations": turns}) + "\n")
+    counted = {}
+    for flag in ("true", "false"):
+        folder = tmp_path / flag
+        assert train(dataset=chat, output_dir=folder, train_on_responses_only=flag, max_steps=1) == 0
+        counted[flag] = read_metrics(folder)["data"][0]["ledger"]["tokens_counted"]
+    assert counted["true"] == 2 * len("yes.") < counted["false"]
+
+
+@pytest.mark.parametrize("mode", ["true", "offload"])
+def test_gradient_checkpointing_changes_no_loss(mode, train, tmp_path):
+    assert train(output_dir=tmp_path / "plain", max_steps=2) == 0
+    assert train(use_gradient_checkpointing=mode, max_steps=2) == 0
+    assert list(losses(tmp_path / "out").values()) == pytest.approx(list(losses(tmp_path / "plain").values()))

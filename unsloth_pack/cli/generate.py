@@ -1,0 +1,91 @@
+"""`unsloth-pack generate`: what a model answers."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from unsloth_pack.cli.parser import Parser, boolean, one_of, real, whole
+from unsloth_pack.errors import InputError
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the answer to `--prompt`, or to every line of standard input, as it is generated.
+
+    Raises:
+        InputError: a bad argument, a prompt that is empty or too long, or a model that cannot be loaded.
+    """
+    given = _parser().parse(arguments)
+    prompts = [given["prompt"]] if "prompt" in given else (line.rstrip("\n") for line in sys.stdin)
+    if given.get("prompt", "-").strip() == "":
+        raise InputError(f"prompt is {given['prompt']!r}; give some text")
+
+    from unsloth_pack.cli.quiet import quieten
+
+    quieten()
+    from unsloth_pack.api import FastLanguageModel
+
+    new_tokens = given.get("max_new_tokens", 128)
+    names = ("dtype", "load_in_4bit", "attn_backend")
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        given.get("model_name", "demo"),
+        max_seq_length=new_tokens,  # at least so many positions are needed
+        **{name: given[name] for name in names if name in given},
+    )
+    _answer(
+        FastLanguageModel.for_inference(model), tokenizer, prompts, new_tokens, given.get("temperature", 0.0)
+    )
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="unsloth-pack generate", description="Generate text from a model or an adapter.")
+    parser.add_argument(
+        "--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)"
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="default: a prompt from every line of standard input"
+    )
+    parser.add_argument(
+        "--max_new_tokens", type=whole(1), metavar="TOKENS", help="longest answer (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=real(0), help="of sampling; 0 takes the likeliest token (default: 0)"
+    )
+    parser.add_argument("--dtype", type=one_of("bfloat16", "float16", "float32"), help="of the weights")
+    parser.add_argument("--load_in_4bit", type=boolean, nargs="?", const=True, help="hold the weights in NF4")
+    parser.add_argument("--attn_backend", help="of packed attention (default: auto)")
+    return parser
+
+
+def _answer(model: Any, tokenizer: Any, prompts: Iterable[str], new_tokens: int, temperature: float) -> None:
+    from transformers import TextStreamer
+
+    room = model.config.get_text_config().max_position_embeddings - new_tokens
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    for prompt in filter(str.strip, prompts):
+        inputs = _encode(tokenizer, prompt).to(model.device)
+        n_tokens = inputs["input_ids"].shape[1]
+        if n_tokens > room:
+            raise InputError(
+                f"the prompt has {n_tokens} tokens, and the model has positions for {room} beside "
+                f"{new_tokens} new ones; shorten it, or lower --max_new_tokens"
+            )
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        model.generate(
+            **inputs,
+            **sampling,
+            max_new_tokens=new_tokens,
+            streamer=streamer,
+            pad_token_id=tokenizer.pad_token_id
+            if tokenizer.pad_token_id is not None
+            else tokenizer.eos_token_id,
+        )
+
+
+def _encode(tokenizer: Any, prompt: str) -> Any:
+    if not tokenizer.chat_template:
+        return tokenizer(prompt, return_tensors="pt")
+    turns = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )

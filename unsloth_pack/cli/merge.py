@@ -1,0 +1,51 @@
+"""`unsloth-pack merge`: an adapter into its base model's weights, for use without this package."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from unsloth_pack.cli.checks import check_save_path
+from unsloth_pack.cli.parser import Parser, one_of
+from unsloth_pack.errors import InputError
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Save the adapter in `--model_name`, merged or as it is, to `--save_path`.
+
+    Raises:
+        InputError: no adapter is there, the target holds something, or the model cannot be loaded.
+    """
+    given = _parser().parse(arguments)
+    for name in ("model_name", "save_path"):
+        if name not in given:
+            raise InputError(f"--{name} is missing; see `unsloth-pack merge --help`")
+    source, target = Path(given["model_name"]), Path(given["save_path"])
+    if not (source / "adapter_config.json").is_file():
+        raise InputError(
+            f"model_name {str(source)!r} holds no adapter_config.json; name a folder that train made"
+        )
+    check_save_path(target)
+
+    from unsloth_pack.cli.quiet import quieten
+
+    quieten()
+    from unsloth_pack.api import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(source), max_seq_length=1
+    )  # no row will be packed
+    method = given.get("save_method", "merged_16bit")
+    model.save_pretrained_merged(target, tokenizer, save_method=method)
+    print(f"saved {source} as {method} in {target}")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
+    parser.add_argument("--model_name", metavar="FOLDER", help="the adapter's")
+    parser.add_argument("--save_path", metavar="FOLDER", help="new, or empty")
+    parser.add_argument(
+        "--save_method",
+        type=one_of("merged_16bit", "lora"),
+        help="merged_16bit, or lora for the adapter alone (default: merged_16bit)",
+    )
+    return parser

@@ -1,0 +1,16 @@
+"""What other libraries write to the terminal, kept to what a user can act on."""
+
+import sys
+import warnings
+
+
+def quieten(show_bars: bool = True) -> None:
+    """Hide deprecations that libraries address to each other, and progress bars where nobody watches."""
+    import datasets
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    if not (show_bars and sys.stderr.isatty()):
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()

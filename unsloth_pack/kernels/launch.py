@@ -1,0 +1,50 @@
+"""What the row-wise kernels share: whether a tensor takes the fused path, and how it is laid out for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # an install without Triton: the kernels are the reference there
+    triton = tl = None
+
+INTERPRETED = triton is not None and triton.knobs.runtime.interpret
+FUSED_DTYPES = frozenset((torch.bfloat16, torch.float16, torch.float32))
+
+PER_THREAD = 32  # elements a thread holds: four 16-byte loads of bf16 in flight
+MAX_WARPS = 16
+
+
+def takes_fused_path(x: Tensor, other: Tensor) -> bool:
+    """Whether a kernel of these two runs on Triton; else it is the reference."""
+    if triton is None or x.dtype not in FUSED_DTYPES or other.dtype not in FUSED_DTYPES:
+        return False
+    return x.is_cuda or INTERPRETED
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """The memory of `[..., C]` as rows whose last dim is contiguous, and the stride between them.
+
+    A copy is made only where the strides leave no other way: the last dim is not contiguous, or the dims
+    before it do not collapse into one.
+    """
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def jit(kernel=None, **options):
+    """Triton's jit where there is Triton."""
+    if kernel is None:
+        return lambda kernel: jit(kernel, **options)
+    return kernel if triton is None else triton.jit(kernel, **options)
+
+
+def floor_power_of_2(n: int) -> int:
+    return 1 << max(0, n.bit_length() - 1)

@@ -1,0 +1,204 @@
+"""RMSNorm in one launch, forward and backward.
+
+R rows of C features. With y = x / rms(x) * w and w = offset + weight, for each row:
+
+    r  = 1 / sqrt(mean(x²) + eps)
+    gx = r * (g * w - n * mean(g * w * n)),  n = x * r
+    gw = sum of g * n over the rows
+
+The backward reads x anyway, so it recomputes r rather than having the forward store it: nothing is saved but
+the inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import reference
+from .launch import MAX_WARPS, PER_THREAD, as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
+
+_TILE = 4096  # elements a program aims to hold; a longer row is still one program's
+_WEIGHT_GRAD_PROGRAMS = 512  # at most so many partial sums when the weight is trained
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * (offset + weight), the mean over the last dim.
+
+    Args:
+        x: `[..., C]`, any C. bfloat16, float16 or float32; float64 takes the reference path. Read in place
+            where the last dim is contiguous and the others collapse into rows of one stride.
+        weight: `[C]`, any float dtype. Gets a gradient if it requires one, the same bits every run.
+        eps: added to the mean square; positive.
+        offset: 0 for a weight that starts at one (llama, qwen), 1 for one that starts at zero (gemma).
+
+    Returns:
+        A fresh contiguous tensor of x's shape, computed in float32 and rounded once. Its dtype is the one
+        transformers returns: with offset 0, `promote_types(x.dtype, weight.dtype)`, because llama's norm ends
+        in `weight * x_hat.to(x.dtype)`, so that a float32 weight lifts a bfloat16 row to float32; with any
+        other offset x's dtype, because gemma's norm ends in `.type_as(x)`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+
+    Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
+    """
+    _check(x, weight, eps)
+    if not takes_fused_path(x, weight):
+        return reference.rms_norm(x, weight, eps, offset)
+    return _RMSNorm.apply(x, weight.contiguous(), eps, offset)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps: float, offset: float):
+        ctx.save_for_backward(x, weight)
+        ctx.eps_and_offset = eps, offset
+        rows, row_stride = as_rows(x)
+        C = x.shape[-1]
+        R = x.numel() // C
+        promoted = offset == 0 and weight.dtype != x.dtype
+        out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype) if promoted else x.dtype)
+        BLOCK_R, BLOCK_C, num_warps = _blocks(C, 1)
+        with torch.cuda.device_of(x):
+            _norm_kernel[(-(-R // BLOCK_R),)](
+                rows, weight, out, eps, offset, R, row_stride, C, BLOCK_R, BLOCK_C, num_warps=num_warps
+            )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_out):
+        x, weight = ctx.saved_tensors
+        gx, g_weight = _norm_backward(g_out, x, weight, *ctx.eps_and_offset, ctx.needs_input_grad[1])
+        return gx, g_weight, None, None
+
+
+def _norm_backward(g_out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, trained: bool):
+    """The gradients of x and, if it is trained (else None), of the weight."""
+    (g_rows, g_stride), (rows, row_stride) = as_rows(g_out), as_rows(x)
+    C = x.shape[-1]
+    R = x.numel() // C
+    gx = x.new_empty(x.shape)
+    BLOCK_R, BLOCK_C, num_warps = _blocks(C, 3 if trained else 2)
+    programs, steps, partial = -(-R // BLOCK_R), 1, None
+    if trained:
+        steps = max(1, -(-programs // _WEIGHT_GRAD_PROGRAMS))
+        programs = -(-programs // steps)
+        # A row a program, summed in a fixed order below: the same bits every run, unlike atomics.
+        partial = x.new_empty((programs, C), dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        _norm_backward_kernel[(programs,)](
+            g_rows, rows, weight, gx, partial, eps, offset, R, steps, g_stride, row_stride,
+            C, BLOCK_R, BLOCK_C, num_warps=num_warps,
+        )  # fmt: skip
+    return gx, None if partial is None else partial.sum(0).to(weight.dtype)
+
+
+@functools.cache
+def _blocks(C: int, tiles: int) -> tuple[int, int, int]:
+    """BLOCK_R, BLOCK_C and the warps of a kernel that holds `tiles` tiles of rows at a time."""
+    BLOCK_C = triton.next_power_of_2(C)
+    BLOCK_R = floor_power_of_2(_TILE // (tiles * BLOCK_C))
+    num_warps = min(MAX_WARPS, floor_power_of_2(tiles * BLOCK_R * BLOCK_C // (32 * PER_THREAD)))
+    return BLOCK_R, BLOCK_C, num_warps
+
+
+def _check(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
+    if weight.dim() != 1 or x.shape[-1:] != weight.shape or not weight.shape[0]:
+        raise ValueError(
+            f"x {[*x.shape]} needs a weight of its last dim, at least 1, not {[*weight.shape]}: pass x [.., C] "
+            "and weight [C]"
+        )
+    if not x.is_floating_point() or not weight.is_floating_point():
+        raise ValueError(f"x is {x.dtype} and weight is {weight.dtype}: cast both to a floating dtype")
+    if weight.device != x.device:
+        raise ValueError(f"x is on {x.device} but weight on {weight.device}: move it there")
+    if eps <= 0:
+        raise ValueError(f"eps is {eps}: pass a positive one, such as 1e-6")
+
+
+@jit(do_not_specialize=["R"])
+def _norm_kernel(
+    x, weight, out, eps, offset, R, x_sr,
+    C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """out `[R, C]`: x normed. Grid: blocks of BLOCK_R rows."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    dim = tl.arange(0, BLOCK_C)[None, :]
+    x_RC = _load_rows(x, row, dim, R, x_sr, C)
+    w_C = _load_weight(weight, dim, offset, C)
+    out_RC = x_RC * _inverse_rms(x_RC, eps, C) * w_C
+    _store_rows(out, out_RC, row, dim, R, C)
+
+
+@jit(do_not_specialize=["R", "steps"])
+def _norm_backward_kernel(
+    g, x, weight, gx, partial, eps, offset, R, steps, g_sr, x_sr,
+    C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """gx `[R, C]`: the gradient of x.
+
+    partial: float32 `[programs, C]`, each program's share of the weight's gradient, or None where that is not
+        wanted.
+    Grid: programs that each take `steps` blocks of BLOCK_R rows in turn.
+    """
+    dim = tl.arange(0, BLOCK_C)[None, :]
+    w_C = _load_weight(weight, dim, offset, C)
+    if partial is None:
+        row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+        g_RC, n_RC, scale = _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C)
+        _store_rows(gx, _through_rms(g_RC * w_C, n_RC, scale, C), row, dim, R, C)
+    else:
+        gw_RC = tl.zeros([BLOCK_R, BLOCK_C], dtype=tl.float32)
+        for step in range(steps):
+            row = (tl.program_id(0) * steps + step) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+            g_RC, n_RC, scale = _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C)
+            gw_RC += g_RC * n_RC
+            _store_rows(gx, _through_rms(g_RC * w_C, n_RC, scale, C), row, dim, R, C)
+        start = partial + tl.program_id(0).to(tl.int64) * C
+        tl.store(start + dim, tl.sum(gw_RC, axis=0, keep_dims=True), mask=dim < C)
+
+
+@jit
+def _load_rows(x, row, dim, R, x_sr, C: tl.constexpr):
+    mask_RC = (row < R) & (dim < C)
+    # int64: a slice of a long fused row passes 2³¹ elements.
+    return tl.load(x + row.to(tl.int64) * x_sr + dim, mask=mask_RC, other=0.0).to(tl.float32)
+
+
+@jit
+def _store_rows(out, out_RC, row, dim, R, C: tl.constexpr):
+    mask_RC = (row < R) & (dim < C)
+    tl.store(out + row.to(tl.int64) * C + dim, out_RC.to(out.dtype.element_ty), mask=mask_RC)
+
+
+@jit
+def _load_weight(weight, dim, offset, C: tl.constexpr):
+    return offset + tl.load(weight + dim, mask=dim < C, other=0.0).to(tl.float32)
+
+
+@jit
+def _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C: tl.constexpr):
+    """The rows' gradients, the rows before the weight, and the scale that normed them."""
+    x_RC = _load_rows(x, row, dim, R, x_sr, C)
+    g_RC = _load_rows(g, row, dim, R, g_sr, C)
+    scale = _inverse_rms(x_RC, eps, C)
+    return g_RC, x_RC * scale, scale
+
+
+@jit
+def _inverse_rms(x_RC, eps, C: tl.constexpr):
+    mean_square = tl.sum(x_RC * x_RC, axis=1, keep_dims=True) / C
+    return tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))  # tl.rsqrt approximates
+
+
+@jit
+def _through_rms(gn_RC, n_RC, scale, C: tl.constexpr):
+    """The gradient of x from the gradient gn of n = x * scale: scale * (gn - n * mean(gn * n))."""
+    mean = tl.sum(gn_RC * n_RC, axis=1, keep_dims=True) / C
+    return scale * (gn_RC - n_RC * mean)
