@@ -1,12 +1,15 @@
 """The one file that knows TRL: its configuration, its trainer, its templates, its log."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset
+from packaging.version import Version
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -37,6 +40,8 @@ def sft_config(
         InputError: what TRL or transformers refuse.
     """
     on_gpu = torch.cuda.is_available()
+    if not on_gpu and _loss_needs_cuda():
+        raise InputError(f"TRL {trl.__version__} trains on CUDA only; pip install 'trl>=1.16'")
     try:
         return SFTConfig(
             output_dir=output_dir,
@@ -58,6 +63,11 @@ def sft_config(
         )
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(f"transformers refuses these arguments: {error}") from error
+
+
+def _loss_needs_cuda() -> bool:
+    """Whether TRL's loss is a Triton kernel without a CPU path, as before 1.16, and nothing interprets it."""
+    return Version(trl.__version__) < Version("1.16.0.dev0") and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def make_trainer(

@@ -30,7 +30,13 @@ def byte_tokenizer(chat_template=TEMPLATE):
 
 def save_model(folder, architecture="llama", chat_template=TEMPLATE, **overrides):
     config = supported_architectures()[architecture].tiny_config(
-        **{"vocab_size": 258, "max_position_embeddings": 256, "eos_token_id": 256, "pad_token_id": 257, **overrides}
+        **{
+            "vocab_size": 258,
+            "max_position_embeddings": 256,
+            "eos_token_id": 256,
+            "pad_token_id": 257,
+            **overrides,
+        }
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -40,7 +46,9 @@ def save_model(folder, architecture="llama", chat_template=TEMPLATE, **overrides
 
 def read_metrics(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {kind: [line for line in lines if line["kind"] == kind] for kind in {line["kind"] for line in lines}}
+    return {
+        kind: [line for line in lines if line["kind"] == kind] for kind in {line["kind"] for line in lines}
+    }
 
 
 def losses(folder):

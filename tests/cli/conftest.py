@@ -33,7 +33,9 @@ def data(tmp_path_factory, rows):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    """One thread: two cores that others use too make small matrices wait for each other."""
+    """As a user without a GPU runs: kernels in plain torch. On one thread, as small matrices are faster there."""
+    monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
+    monkeypatch.setattr("unsloth_pack.kernels.rope._INTERPRETED", False, raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
@@ -48,7 +50,14 @@ def train(model, data, tmp_path):
 
     def run(*arguments, **flags):
         given = {"model_name": model, "dataset": data, "max_seq_length": 128, "max_steps": 4}
-        given |= {"gradient_accumulation_steps": 1, "output_dir": tmp_path / "out", "learning_rate": 0.01, **flags}
-        return main([*arguments, *(f"--{name}={value}" for name, value in given.items() if value is not None)])
+        given |= {
+            "gradient_accumulation_steps": 1,
+            "output_dir": tmp_path / "out",
+            "learning_rate": 0.01,
+            **flags,
+        }
+        return main(
+            [*arguments, *(f"--{name}={value}" for name, value in given.items() if value is not None)]
+        )
 
     return run

@@ -158,7 +158,7 @@ def test_one_answer_after_a_prompt_needs_no_marks(tokenizer):
         (MESSAGES, UNMARKED, True, r"does not mark assistant turns with \{% generation %\}; mark them"),
         (CHAT_PAIRS, UNMARKED, True, "does not mark assistant turns"),
         (MESSAGES[1:] + MESSAGES[:1], STRICT, False, r"row 2: .*too many turns.*; correct or remove"),
-        ([{"text": "a"}], TEMPLATE, False, "none of the 3 tokens in 1 rows .* max_seq_length 1.* larger"),
+        ([{"text": "a"}], TEMPLATE, False, "none of the 3 tokens in 1 rows .* max_seq_length 1.*; raise"),
     ],
 )
 def test_refuses(rows, template, responses_only, complaint, tokenizer):

@@ -1,5 +1,6 @@
 """Everything about a training run that can be refused before a model is loaded. None of it writes to disk."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ def _check_folders(options: TrainOptions) -> None:
             f"output_dir {str(folder)!r} holds a run already ({found[0].name}); "
             "give --resume, --overwrite_output_dir, or another folder"
         )
-    if options.resume and last_checkpoint(folder) is None:
-        raise InputError(f"--resume: no checkpoint in {str(folder)!r}; check --output_dir, or start anew")
+    if options.resume:
+        _check_resumable(folder)
     if options.save_path is not None:
         target = Path(options.save_path)
         if target.resolve() == folder.resolve():
@@ -56,6 +57,18 @@ def _check_folders(options: TrainOptions) -> None:
                 f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
             )
         check_save_path(target, may_replace=options.overwrite_output_dir)
+
+
+def _check_resumable(folder: Path) -> None:
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
+        raise InputError(f"--resume: no checkpoint in {str(folder)!r}; check --output_dir, or start anew")
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    if state["global_step"] >= state["max_steps"]:
+        raise InputError(
+            f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
+            "start a new one in another folder"
+        )
 
 
 def check_save_path(target: Path, may_replace: bool = False) -> None:

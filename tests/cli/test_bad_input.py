@@ -1,0 +1,217 @@
+"""Bad input ends with exit code 2, one line that says what, the value and the remedy, and nothing written."""
+
+import json
+import os
+
+import pytest
+from cli_runs import save_model, tree
+
+from unsloth_pack.cli import main
+
+
+@pytest.fixture
+def refused(train, tmp_path, capsys):
+    """Runs something, and returns the one line it was refused with."""
+
+    def run(*arguments, command=None, **flags):
+        before = tree(tmp_path)
+        capsys.readouterr()
+        code = main(command) if command else train(*arguments, **flags)
+        error = capsys.readouterr().err
+        assert code == 2, error
+        assert error.count("\n") == 1, error
+        assert "Traceback" not in error
+        assert tree(tmp_path) == before
+        return error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "remedy"),
+    [
+        ("learning_rate", "-1", "a number above 0"),
+        ("learning_rate", "nan", "a number above 0"),
+        ("r", "0", "at least 1"),
+        ("r", "1.5", "a whole number"),
+        ("max_seq_length", "0", "at least 1"),
+        ("max_steps", "0", "at least 1"),
+        ("num_train_epochs", "-2", "above 0"),
+        ("lora_dropout", "1", "of at least 0 and below 1"),
+        ("lora_alpha", "0", "above 0"),
+        ("weight_decay", "-0.1", "of at least 0"),
+        ("warmup_steps", "-1", "at least 0"),
+        ("per_device_train_batch_size", "0", "at least 1"),
+        ("gradient_accumulation_steps", "x", "a whole number"),
+        ("logging_steps", "0", "at least 1"),
+        ("seed", "-1", "at least 0"),
+        ("bias", "some", "one of none, all, lora_only"),
+        ("dtype", "int8", "one of bfloat16, float16, float32"),
+        ("save_method", "gguf", "one of merged_16bit, lora"),
+        ("sample_packing", "maybe", "true or false"),
+        ("use_gradient_checkpointing", "auto", "one of true, false, offload, unsloth"),
+        ("loftq_config", "[4]", "a JSON object"),
+        ("optim", "adamw_torhc", "adamw_torch"),
+        ("lr_scheduler_type", "linaer", "linear"),
+        ("lr_scheduler_type", "warmup_stable_decay", "use linear"),
+        ("report_to", "tensorbored", "tensorboard"),
+        ("attn_backend", "falsh", "flash"),
+    ],
+)
+def test_values(flag, value, remedy, refused):
+    error = refused(**{flag: value})
+    assert flag in error
+    assert value in error
+    assert remedy in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint", "remedy"),
+    [
+        (
+            {"load_in_4bit": True, "load_in_8bit": True},
+            "load_in_4bit and load_in_8bit are both set",
+            "choose one",
+        ),
+        ({"load_in_4bit": True, "loftq_config": '{"loftq_bits": 4}'}, "loftq_config", "drop load_in_4bit"),
+        ({"eval_packing": True}, "eval_packing is True without data to evaluate", "give --eval_dataset"),
+        ({"save_path": "merged"}, "save_path is 'merged' but nothing is saved", "give --save_model"),
+        ({"save_model": True, "save_path": "out"}, "save_path 'out' is output_dir", "another folder"),
+        ({"resume": True}, "no configuration of a run to resume", "check --output_dir"),
+        ({"resume": True, "overwrite_output_dir": True}, "contradict each other", "give one"),
+        ({"max_seq_length": 512}, "max_seq_length is 512", "lower it"),
+        ({"dataset": "missing.json"}, "missing.json: file not found", "check the path"),
+        ({"model_name": "no/such-model"}, "cannot load no/such-model", ""),
+        ({"config": "missing.yaml"}, "config is 'missing.yaml'", "check the path"),
+    ],
+)
+def test_combinations_and_names(flags, complaint, remedy, refused):
+    error = refused(**{"output_dir": "out", **flags})
+    assert complaint in error
+    assert remedy in error
+
+
+def test_evaluation_cannot_be_packed_alone(refused, data):
+    assert "give --sample_packing too" in refused(eval_packing=True, eval_dataset=data)
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()")
+@pytest.mark.parametrize(
+    ("flag", "value", "remedy"),
+    [("optim", "adamw_8bit", "use adamw_torch"), ("attn_backend", "flash", "use 'auto' or one of sdpa")],
+)
+def test_what_needs_a_gpu(flag, value, remedy, refused):
+    error = refused(**{flag: value})
+    assert value in error
+    assert remedy in error
+
+
+def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_bitsandbytes_available", lambda: False)
+    error = refused("--load_in_4bit")
+    assert "load_in_4bit" in error
+    assert "pip install" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "remedy"),
+    [
+        (["--lerning_rate", "1"], "unknown argument '--lerning_rate'", "did you mean --learning_rate?"),
+        (["--frobnicate"], "unknown argument '--frobnicate'", "--help"),
+        (["trian"], "unknown subcommand 'trian'", "one of train, generate, merge, doctor"),
+        (["--r"], "argument --r: expected one argument", "--help"),
+        (["--resume"], "--resume needs --output_dir", "name the folder"),
+        (["generate", "--prompt", " "], "prompt is ' '", "give some text"),
+        (["generate", "--temperature", "-1"], "--temperature: got '-1'", "of at least 0"),
+        (["merge", "--save_path", "x"], "--model_name is missing", "--help"),
+        (
+            ["merge", "--model_name", "no", "--save_path", "x"],
+            "'no' holds no adapter_config.json",
+            "that train made",
+        ),
+        (["doctor", "--verbose"], "unknown argument '--verbose'", "--help"),
+    ],
+)
+def test_command_lines(arguments, complaint, remedy, refused):
+    error = refused(command=arguments)
+    assert complaint in error
+    assert remedy in error
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "complaint"),
+    [
+        ("empty.json", "[]", {}, "0 rows"),
+        ("other.json", '[{"question": "a", "answer": "b"}]', {}, "question"),
+        ("broken.jsonl", '{"text": "a"}\n{"text"', {}, "line 2"),
+        ("long.json", None, {"max_seq_length": 8}, "max_seq_length 8"),
+        ("text.json", '[{"text": "a b c"}]', {"train_on_responses_only": True}, "plain text"),
+    ],
+)
+def test_data(name, text, flags, complaint, refused, rows, tmp_path):
+    (tmp_path / name).write_text(text if text is not None else json.dumps(rows))
+    assert complaint in refused(dataset=tmp_path / name, **flags)
+
+
+@pytest.mark.parametrize("text", ["- r\n", "r: [", "r: 0\n", "rr: 1\n", "config: other.yaml\n"])
+def test_config_files(text, refused, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    assert "r" in refused(config=tmp_path / "run.yaml")
+
+
+def test_token_ids_beyond_the_vocabulary(refused, tmp_path):
+    folder = save_model(tmp_path / "small", vocab_size=100, eos_token_id=2, pad_token_id=0)
+    error = refused(model_name=folder)
+    assert "outside the vocabulary, 0 to 99" in error
+
+
+def test_an_architecture_without_a_patch(refused, tmp_path):
+    folder = save_model(tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    error = refused(model_name=folder)
+    assert "'gpt2' has no patch" in error
+    assert "llama" in error
+
+
+@pytest.mark.parametrize("left", ["adapter_config.json", "metrics.jsonl", "checkpoint-3/trainer_state.json"])
+def test_a_folder_that_holds_a_run(left, refused, tmp_path):
+    file = tmp_path / "out" / left
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    error = refused()
+    assert left.partition("/")[0] in error
+    assert "--resume, --overwrite_output_dir, or another folder" in error
+
+
+def test_folders_that_cannot_be_written(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is a file; give another folder" in refused(output_dir=tmp_path / "file" / "out")
+    assert "save_path" in refused("--save_model", save_path=tmp_path / "file")
+    if os.geteuid():
+        (tmp_path / "closed").mkdir(mode=0o500)
+        assert "cannot be written to" in refused(output_dir=tmp_path / "closed" / "out")
+
+
+def test_a_merged_model_replaces_nothing(refused, tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "config.json").write_text("{}")
+    assert "is not empty; give a new folder" in refused("--save_model", save_path=tmp_path / "kept")
+
+
+def test_debug_shows_the_traceback(capsys):
+    assert main(["--r", "0", "--debug"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.splitlines()[-1].startswith("unsloth-pack: argument --r: got '0'")
+
+
+def test_anything_else_is_one_line_and_exit_code_1(train, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("unsloth_pack.trl.make_trainer", fail)
+    assert train() == 1
+    assert (
+        capsys.readouterr().err == "unsloth-pack: RuntimeError: first line; add --debug for the traceback\n"
+    )
