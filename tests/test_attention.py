@@ -5,7 +5,14 @@ import torch
 from tiny import DEVICE, error
 from torch.nn import functional as F
 
-from unsloth_pack.attention import BACKENDS, AttentionNeed, AttentionOptions, attend, choose_backend, why_unavailable
+from unsloth_pack.attention import (
+    BACKENDS,
+    AttentionNeed,
+    AttentionOptions,
+    attend,
+    choose_backend,
+    why_unavailable,
+)
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.layout import PackedRow
 
@@ -84,9 +91,11 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
     assert "sdpa" in names
     for name in names:
         got = output_and_gradients(
-            lambda *x: attend(*x, row, options, name), [x.to(DEVICE) for x in tensors], grad.to(DEVICE)  # noqa: B023
+            lambda *x: attend(*x, row, options, name),
+            [x.to(DEVICE) for x in tensors],
+            grad.to(DEVICE),
         )
-        for what, g, p, t in zip("out q k v".split(), got, plain, truth, strict=True):
+        for what, g, p, t in zip(["out", "q", "k", "v"], got, plain, truth, strict=True):
             assert error(g, t) <= 1.5 * error(p, t), (name, what)
 
 
@@ -110,7 +119,9 @@ def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
 
 def test_a_backend_that_cannot_run_says_why_and_what_can():
     need = AttentionNeed("cpu", torch.float32, 64, AttentionOptions(scale=1.0))
-    with pytest.raises(BackendUnavailable, match=r"'flash' cannot run: it needs CUDA.*use 'auto' or one of sdpa"):
+    with pytest.raises(
+        BackendUnavailable, match=r"'flash' cannot run: it needs CUDA.*use 'auto' or one of sdpa"
+    ):
         choose_backend("flash", need)
     name, why = choose_backend("auto", need)
     assert name == "sdpa"
@@ -120,7 +131,9 @@ def test_a_backend_that_cannot_run_says_why_and_what_can():
 def test_an_unknown_backend_is_refused(monkeypatch):
     from unsloth_pack.attention.backends import requested_backend
 
-    with pytest.raises(InputError, match=r"attn_backend is 'fast'; choose one of auto, flash, xformers, sdpa"):
+    with pytest.raises(
+        InputError, match=r"attn_backend is 'fast'; choose one of auto, flash, xformers, sdpa"
+    ):
         requested_backend("fast")
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")
     assert requested_backend("flash") == "sdpa"

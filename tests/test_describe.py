@@ -32,7 +32,9 @@ def every_description(lengths):
             "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None],
         },
         "cu_seq_lens alone": {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu},
-        "seq_idx alone": {"seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]},
+        "seq_idx alone": {
+            "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+        },
         "with an all-ones mask": {
             "position_ids": positions_of(lengths)[None],
             "attention_mask": torch.ones(1, sum(lengths)),
@@ -98,8 +100,14 @@ def test_several_rows_become_one():
         {},
         {"position_ids": torch.arange(6)[None]},
         {"position_ids": torch.arange(5, 11)[None]},
-        {"position_ids": torch.tensor([[0, 0, 0, 1, 2, 3]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])},
-        {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])},
+        {
+            "position_ids": torch.tensor([[0, 0, 0, 1, 2, 3]]),
+            "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]]),
+        },
+        {
+            "position_ids": torch.tensor([[0, 1, 2, 3, 0, 0]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
+        },
     ],
 )
 def test_an_ordinary_batch_is_not_packed(ordinary):
@@ -124,12 +132,32 @@ def test_a_document_may_start_above_position_0():
         ({"cu_seq_lens_q": [1, 3, 7]}, "cu_seq_lens_q", "[1, 3, 7]", "running sum"),
         ({"cu_seq_lens_q": [0, 5, 3, 7]}, "cu_seq_lens_q", "[0, 5, 3, 7]", "running sum"),
         ({"cu_seq_lens_q": [0, 3, 7], "cu_seq_lens_k": [0, 4, 7]}, "disagree", "[3, 4]", "make them agree"),
-        ({"cu_seq_lens_q": [0, 3, 7], "max_length_q": 3}, "max_length_q is 3", "4 tokens", "longest document"),
-        ({"packed_seq_lengths": [3, 4], "position_ids": torch.arange(7)}, "disagree", "[7]", "make them agree"),
-        ({"packed_seq_lengths": [3, 4], "seq_idx": [0, 0, 0, 0, 1, 1, 1]}, "disagree", "[4, 3]", "make them agree"),
+        (
+            {"cu_seq_lens_q": [0, 3, 7], "max_length_q": 3},
+            "max_length_q is 3",
+            "4 tokens",
+            "longest document",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "position_ids": torch.arange(7)},
+            "disagree",
+            "[7]",
+            "make them agree",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "seq_idx": [0, 0, 0, 0, 1, 1, 1]},
+            "disagree",
+            "[4, 3]",
+            "make them agree",
+        ),
         ({"packed_seq_lengths": [3], "cu_seq_lens_q": [0, 3, 7]}, "disagree", "[3, 4]", "make them agree"),
         ({"position_ids": torch.arange(6)}, "position_ids", "[6]", "one number a token"),
-        ({"position_ids": torch.tensor([0, 1, 2, -1, 0, 1, 2])}, "reach down to", "-1", "start each document at 0"),
+        (
+            {"position_ids": torch.tensor([0, 1, 2, -1, 0, 1, 2])},
+            "reach down to",
+            "-1",
+            "start each document at 0",
+        ),
         (
             {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])},
             "attention_mask keeps 5",

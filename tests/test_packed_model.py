@@ -83,7 +83,9 @@ def test_every_description_gives_the_same_bits(arch, use_cache):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("lengths", "tail"), [([77], 0), ([3, 50, 20], 30), ([1 + i % 3 for i in range(1000)], 0)], ids=["one", "tail", "1000"]
+    ("lengths", "tail"),
+    [([77], 0), ([3, 50, 20], 30), ([1 + i % 3 for i in range(1000)], 0)],
+    ids=["one", "tail", "1000"],
 )
 def test_rows_of_other_forms_are_as_right(arch, lengths, tail):
     documents = random_documents(lengths)
@@ -130,7 +132,9 @@ def test_the_first_label_of_each_document_carries_no_loss():
     labels[0, [0, 5, 13]] = -100
     assert torch.equal(loss, model(input_ids=ids, labels=labels, packed_seq_lengths=lengths).loss)
     counted = sum(lengths) - len(lengths)
-    summed = model(input_ids=ids, labels=labels, packed_seq_lengths=lengths, num_items_in_batch=2 * counted).loss
+    summed = model(
+        input_ids=ids, labels=labels, packed_seq_lengths=lengths, num_items_in_batch=2 * counted
+    ).loss
     assert torch.allclose(summed, loss / 2)
 
 
@@ -216,7 +220,9 @@ def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
     patch_model(model)
     prompts = random_documents([40, 9, 27])
     width = max(map(len, prompts))
-    ids = torch.stack([torch.cat([torch.zeros(width - len(p), dtype=torch.long), p]) for p in prompts]).to(DEVICE)
+    ids = torch.stack([torch.cat([torch.zeros(width - len(p), dtype=torch.long), p]) for p in prompts]).to(
+        DEVICE
+    )
     mask = torch.stack([torch.arange(width) >= width - len(p) for p in prompts]).long().to(DEVICE)
     options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     options |= {"return_dict_in_generate": True, "output_logits": True}
@@ -224,7 +230,10 @@ def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
         expected, got = plain.generate(ids, **options), model.generate(ids, **options)
     assert torch.equal(expected.sequences, got.sequences)
     assert torch.allclose(torch.stack(expected.logits), torch.stack(got.logits), atol=1e-4, rtol=1e-4)
-    out = [m(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss for m in (plain, model)]
+    out = [
+        m(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        for m in (plain, model)
+    ]
     assert torch.allclose(*out, atol=1e-5)
 
 
@@ -233,7 +242,9 @@ def test_hidden_states_and_router_logits_are_recorded():
     documents = random_documents([4, 6])
     ids = torch.cat(documents).to(DEVICE)[None]
     with torch.no_grad():
-        out = model(input_ids=ids, packed_seq_lengths=[4, 6], output_hidden_states=True, output_router_logits=True)
+        out = model(
+            input_ids=ids, packed_seq_lengths=[4, 6], output_hidden_states=True, output_router_logits=True
+        )
     assert [tuple(h.shape) for h in out.hidden_states] == [(1, 10, 64)] * 3
     assert [tuple(r.shape) for r in out.router_logits] == [(10, 4)]
     assert out.aux_loss > 0
@@ -244,7 +255,9 @@ def test_what_cannot_be_patched_is_refused():
     from transformers import GPT2Config
 
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32))
-    with pytest.raises(UnsupportedArchitecture, match=r"'gpt2' has no patch; supported are gemma2, gemma3_text, gran"):
+    with pytest.raises(
+        UnsupportedArchitecture, match=r"'gpt2' has no patch; supported are gemma2, gemma3_text, gran"
+    ):
         patch_model(gpt2)
     with pytest.raises(InputError, match="cannot patch a Linear; give a transformers model"):
         patch_model(torch.nn.Linear(2, 2))

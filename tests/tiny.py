@@ -11,15 +11,17 @@ from transformers import AutoModelForCausalLM
 from unsloth_pack import supported_architectures
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_proj gate_up_proj".split()
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"]
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
 
 
 def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, **overrides):
     """An untouched transformers model with a LoRA adapter whose B is not 0; the same weights in every dtype."""
-    config = supported_architectures()[arch].tiny_config(**overrides)
+    spec = supported_architectures()[arch]
+    config = spec.tiny_config(**overrides)
+    options = {"attn_implementation": "eager"} if spec.softcap else {}  # older SDPA paths drop the softcap
     torch.manual_seed(seed)
-    model = _with_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    model = _with_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options))
     generator = torch.Generator().manual_seed(seed + 1)
     weights = {}
     for name, weight in model.state_dict().items():
@@ -28,7 +30,7 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, **overrides):
         weights[name] = (
             weight.bfloat16().float()
         )  # exact in every dtype: bf16 is judged on its arithmetic alone
-    base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    base = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     if dtype == torch.float64:  # the grouped GEMM of the experts has no float64
         base.config._experts_implementation = "eager"
     model = _with_lora(base).to(device).train()
@@ -80,11 +82,15 @@ def run_alone(model, documents, routes=None):
 def run_packed(model, documents, routes=None, tail=0, **describe):
     """All documents in one packed row, perhaps with padding behind them."""
     ids = torch.cat([*documents, torch.zeros(tail, dtype=torch.int64)]).to(model.device)[None]
+    labels = ids.clone()
+    first = torch.tensor([0, *(len(document) for document in documents)]).cumsum(0)
+    labels[0, first[:-1]] = -100
+    labels[0, first[-1] :] = -100
     if not describe:
         describe = {"packed_seq_lengths": [len(document) for document in documents]}
     model.zero_grad()
     with routing(model, routes) as seen:
-        out = model(input_ids=ids, labels=ids, **describe)
+        out = model(input_ids=ids, labels=labels, **describe)
         out.loss.backward()
     return _outcome(model, out.logits[0, : ids.shape[1] - tail], out.loss, seen)
 

@@ -9,4 +9,12 @@ from unsloth_pack.attention.dense import attend_dense
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.attention.packed import attend
 
-__all__ = ["BACKENDS", "AttentionNeed", "AttentionOptions", "attend", "attend_dense", "choose_backend", "why_unavailable"]
+__all__ = [
+    "BACKENDS",
+    "AttentionNeed",
+    "AttentionOptions",
+    "attend",
+    "attend_dense",
+    "choose_backend",
+    "why_unavailable",
+]

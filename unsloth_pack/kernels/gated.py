@@ -139,14 +139,13 @@ def _logit(x, ACTIVATION: tl.constexpr):
     """z of act(x) = x * σ(z), and dz/dx."""
     if ACTIVATION == "silu":
         return x, 1.0
-    else:
-        TWO_K = 1.5957691216057308  # 2 √(2/π)
-        return TWO_K * (x + 0.044715 * x * x * x), TWO_K * (1 + 3 * 0.044715 * x * x)
+    TWO_K = 1.5957691216057308  # 2 √(2/π)
+    return TWO_K * (x + 0.044715 * x * x * x), TWO_K * (1 + 3 * 0.044715 * x * x)
 
 
 @jit
 def _sigmoid(z, dtype: tl.constexpr):
     if dtype == tl.float32:
         return tl.div_rn(1.0, 1.0 + tl.exp(-z))
-    else:  # the quicker division is off by far less than a half-precision unit
-        return 1.0 / (1.0 + tl.exp(-z))
+    # the quicker division is off by far less than a half-precision unit
+    return 1.0 / (1.0 + tl.exp(-z))

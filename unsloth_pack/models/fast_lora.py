@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -58,6 +57,8 @@ def why_not_fused(layer: LoraLinear) -> str | None:
 
 
 class _LoraLinear(torch.autograd.Function):
+    """Launch-bound on small models: A and B are cast once, and the scale rides along in a GEMM's alpha."""
+
     @staticmethod
     def forward(ctx, x, weight, bias, lora_a, lora_b, scaling):
         x_NI = x.reshape(-1, x.shape[-1])
@@ -65,24 +66,23 @@ class _LoraLinear(torch.autograd.Function):
         y_NO = F.linear(x_NI, weight, bias)
         h_Nr = x_NI @ a_rI.t()
         y_NO.addmm_(h_Nr, b_Or.t(), alpha=scaling)
-        ctx.save_for_backward(x_NI, weight, lora_a, lora_b, h_Nr)
+        ctx.save_for_backward(x_NI, weight, a_rI, b_Or, h_Nr)
         ctx.scaling = scaling
         ctx.shape = x.shape
         return y_NO.view(*x.shape[:-1], -1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
-        x_NI, weight, lora_a, lora_b, h_Nr = ctx.saved_tensors
+        x_NI, weight, a_rI, b_Or, h_Nr = ctx.saved_tensors
         g_NO = grad.reshape(-1, grad.shape[-1])
-        gh_Nr = (g_NO @ lora_b.to(g_NO.dtype)).mul_(ctx.scaling)
+        gh_Nr = g_NO @ b_Or
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             gx_NI = g_NO @ weight
-            gx_NI.addmm_(gh_Nr, lora_a.to(g_NO.dtype))
+            gx_NI.addmm_(gh_Nr, a_rI, alpha=ctx.scaling)
             grad_x = gx_NI.view(ctx.shape)
         if ctx.needs_input_grad[2]:
             grad_bias = g_NO.sum(0)
-        grad_a = (gh_Nr.t() @ x_NI).to(lora_a.dtype)
-        grad_b = (g_NO.t() @ h_Nr).mul_(ctx.scaling).to(lora_b.dtype)
-        return grad_x, None, grad_bias, grad_a, grad_b, None
+        grad_a = torch.addmm(a_rI, gh_Nr.t(), x_NI, beta=0, alpha=ctx.scaling)
+        grad_b = torch.addmm(b_Or, g_NO.t(), h_Nr, beta=0, alpha=ctx.scaling)
+        return grad_x, None, grad_bias, grad_a, grad_b, None  # autograd casts to the parameters' dtype
