@@ -2,8 +2,8 @@
 
     python smoke/train_one.py ARCHITECTURE [--backend NAME] [--device cpu|cuda]
 
-The loss must fall in both, and the first losses, over the same documents and weights, must agree. A backend that
-cannot run the architecture here is said to be refused and is no failure.
+The loss must fall in both, and the first losses, over the same documents and weights, must agree. A
+backend that cannot run the architecture here is said to be refused and is no failure.
 """
 
 import argparse

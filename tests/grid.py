@@ -2,9 +2,9 @@
 
     python tests/grid.py [--json PATH]
 
-For every architecture x backend that runs here x dtype x checkpointing x window, the patched model's error may be
-at most 1.5 times the error of untouched transformers in the same dtype on the same row. A relative error can be 0 by luck where
-a scalar is compared, so the loss is granted one unit of rounding of its dtype.
+For every architecture x backend that runs here x dtype x checkpointing x window, the patched model's error
+may be at most 1.5 times the error of untouched transformers in the same dtype on the same row. A relative
+error can be 0 by luck where a scalar is compared, so the loss is granted one unit of rounding of its dtype.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def _truth(arch, window):
 
 @cache
 def _plain(arch, dtype, window):
-    """Untouched transformers on the same row: it keeps documents apart by position_ids, without a cache or mask.
+    """Untouched transformers on the same row: position_ids keep its documents apart, without cache or mask.
 
     The same row, because the rounding of a GEMM depends on its shape.
     """
@@ -103,7 +103,8 @@ def main():
     args = parser.parse_args()
     rows, failed = [], 0
     print(
-        f"{'architecture':12} {'backend':9} {'dtype':9} {'ckpt':5} {'window':6} {'logits':>7} {'loss':>7} {'grad':>7}"
+        f"{'architecture':12} {'backend':9} {'dtype':9} {'ckpt':5} {'window':6}",
+        *(f"{name:>7}" for name in ("logits", "loss", "grad")),
     )
     for case in cases():
         for backend in BACKENDS:

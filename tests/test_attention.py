@@ -49,7 +49,7 @@ def written_out(q_NHD, k_NKD, v_NKD, lengths, options):
 
 
 def as_transformers(q_NHD, k_NKD, v_NKD, lengths, options):
-    """Every document alone, as plain transformers computes it: by SDPA, or written out where there is a softcap."""
+    """Every document alone, as plain transformers computes it: SDPA, or written out with a softcap."""
     if options.softcap is not None:
         return written_out(q_NHD, k_NKD, v_NKD, lengths, options)
     outs = []
@@ -91,7 +91,7 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
     assert "sdpa" in names
     for name in names:
         got = output_and_gradients(
-            lambda *x: attend(*x, row, options, name),
+            lambda *x, name=name: attend(*x, row, options, name),
             [x.to(DEVICE) for x in tensors],
             grad.to(DEVICE),
         )

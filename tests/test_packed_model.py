@@ -280,8 +280,8 @@ def test_calls_that_cannot_be_are_refused():
     cache = model(input_ids=ids, use_cache=True).past_key_values
     with pytest.raises(InputError, match="cannot continue a cache"):
         model(input_ids=ids, packed_seq_lengths=[4, 6], past_key_values=cache)
+    embeds = model.get_input_embeddings()(ids)
     with pytest.raises(InputError, match="exactly one"):
-        embeds = model.get_input_embeddings()(ids)
         model(input_ids=ids, inputs_embeds=embeds, packed_seq_lengths=[4, 6])
 
 

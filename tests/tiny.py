@@ -11,12 +11,22 @@ from transformers import AutoModelForCausalLM
 from unsloth_pack import supported_architectures
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"]
+PROJECTIONS = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+]
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
 
 
 def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, **overrides):
-    """An untouched transformers model with a LoRA adapter whose B is not 0; the same weights in every dtype."""
+    """An untouched transformers model with a LoRA adapter whose B is not 0; the same in every dtype."""
     spec = supported_architectures()[arch]
     config = spec.tiny_config(**overrides)
     options = {"attn_implementation": "eager"} if spec.softcap else {}  # older SDPA paths drop the softcap
@@ -105,8 +115,8 @@ def _outcome(model, logits, loss, seen):
 def routing(model, routes=None):
     """Record which experts each token goes to, or send it where `routes` says.
 
-    Which experts a token gets is a discrete choice: in bfloat16 a near tie may fall either way, and a comparison
-    of rounding errors would then compare luck.
+    Which experts a token gets is a discrete choice: in bfloat16 a near tie may fall either way, and a
+    comparison of rounding errors would then compare luck.
     """
     seen, hooks = {}, []
 

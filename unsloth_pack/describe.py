@@ -121,7 +121,7 @@ def _as_rows(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _rows_of_lengths(values: Any, shape: tuple[int, int]) -> list[list[int]]:
-    rows = [np.asarray(row).reshape(-1).tolist() if not np.isscalar(row) else row for row in values]
+    rows: list[Any] = [row if np.isscalar(row) else np.asarray(row).reshape(-1).tolist() for row in values]
     if not any(isinstance(row, list) for row in rows):
         rows = [rows]
     if len(rows) != shape[0]:

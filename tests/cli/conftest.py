@@ -33,7 +33,7 @@ def data(tmp_path_factory, rows):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    """As a user without a GPU runs: kernels in plain torch. On one thread, as small matrices are faster there."""
+    """As a user without a GPU runs: kernels in plain torch. One thread: small matrices are faster so."""
     monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
     monkeypatch.setattr("unsloth_pack.kernels.rope._INTERPRETED", False, raising=False)
     threads = torch.get_num_threads()

@@ -18,7 +18,6 @@ ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
 class Backend(Protocol):
     """One way to compute attention over a packed row; a module with these two functions."""
 
-    @staticmethod
     def why_unavailable(need: AttentionNeed) -> str | None:
         """One clause saying why this backend cannot serve `need`, or None when it can."""
 

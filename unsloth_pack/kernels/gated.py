@@ -77,7 +77,7 @@ class _Gated(torch.autograd.Function):
 def _lay_out(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
     """The tensors as rows, their row strides, a row's length, and the programs that cover all rows."""
     n = tensors[0].numel()
-    if all([x.is_contiguous() for x in tensors]):
+    if all(x.is_contiguous() for x in tensors):
         return [*tensors], [0] * len(tensors), n, -(-n // _BLOCK)
     rows, strides = zip(*map(as_rows, tensors), strict=True)
     F = tensors[0].shape[-1]

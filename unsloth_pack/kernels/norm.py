@@ -111,7 +111,7 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
     """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
     if weight.dim() != 1 or x.shape[-1:] != weight.shape or not weight.shape[0]:
         raise ValueError(
-            f"x {[*x.shape]} needs a weight of its last dim, at least 1, not {[*weight.shape]}: pass x [.., C] "
+            f"x {[*x.shape]} needs a weight of its last dim, not {[*weight.shape]}: pass x [.., C] "
             "and weight [C]"
         )
     if not x.is_floating_point() or not weight.is_floating_point():

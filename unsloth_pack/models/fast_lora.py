@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 class FastLoraLinear(nn.Module):
-    """Takes the place of a PEFT `lora.Linear`'s class; what it cannot fuse goes through PEFT's own forward."""
+    """Takes the place of a PEFT `lora.Linear`'s class; what it cannot fuse goes through PEFT's forward."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[..., O]` from `[..., I]`."""

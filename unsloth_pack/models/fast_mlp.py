@@ -1,5 +1,7 @@
 """The norm and MLP forwards that all architectures share."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from unsloth_pack.kernels import gated, rms_norm
@@ -31,7 +33,7 @@ class FastMLP(nn.Module):
         return self.down_proj(gated(gate, up, self.activation))
 
 
-def norm_eps(norm: nn.Module) -> float:
+def norm_eps(norm: Any) -> float:
     """The epsilon of a transformers RMS norm, whichever name it has there."""
     return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
 
