@@ -1,8 +1,9 @@
 """Which backends there are, which can run, and which `auto` takes."""
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,20 +16,23 @@ from unsloth_pack.layout import PackedRow
 ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
 
 
-class Backend(Protocol):
-    """One way to compute attention over a packed row; a module with these two functions."""
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention over a packed row.
 
-    def why_unavailable(need: AttentionNeed) -> str | None:
-        """One clause saying why this backend cannot serve `need`, or None when it can."""
+    Args:
+        why_unavailable: one clause saying why it cannot serve a need, or None when it can.
+        attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row and the options.
+    """
 
-    @staticmethod
-    def attend(
-        q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions
-    ) -> Tensor:
-        """`[N, H, D]` from queries of H heads and keys and values of K heads, K dividing H."""
+    why_unavailable: Callable[[AttentionNeed], str | None]
+    attend: Callable[[Tensor, Tensor, Tensor, PackedRow, AttentionOptions], Tensor]
 
 
-BACKENDS: dict[str, Backend] = {"flash": flash, "xformers": xformers, "sdpa": sdpa}  # fastest first
+BACKENDS = {  # fastest first
+    name: Backend(module.why_unavailable, module.attend)
+    for name, module in (("flash", flash), ("xformers", xformers), ("sdpa", sdpa))
+}
 
 
 def requested_backend(name: str) -> str:

@@ -14,6 +14,8 @@ MODEL, ADAPTER, DATA, TRAINING, OUTPUT = "model", "adapter", "data", "training",
 # What a resumed run may change: nothing that alters the data order, the steps or the weights.
 _FREE_ON_RESUME = {"config", "resume", "output_dir", "debug", "logging_steps", "report_to"}
 _FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend"}
+# The defaults of the demo are for packed rows; a batch of single documents holds about as many of them.
+_DEMO_UNPACKED = {"per_device_train_batch_size": 8}
 
 
 def _flag(
@@ -139,7 +141,8 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     if given.get("resume"):
         values |= _saved_options(given)
     elif TrainOptions(**values | given).is_demo:
-        values |= DEMO_DEFAULTS
+        packs = given.get("sample_packing", DEMO_DEFAULTS.get("sample_packing"))
+        values |= DEMO_DEFAULTS | ({} if packs else _DEMO_UNPACKED)
     return _fill_in(values | given)
 
 

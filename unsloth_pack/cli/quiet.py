@@ -5,12 +5,15 @@ import warnings
 
 
 def quieten(show_bars: bool = True) -> None:
-    """Hide deprecations that libraries address to each other, and progress bars where nobody watches."""
+    """Hide what libraries say to each other, and progress bars where nobody watches."""
     import datasets
     import transformers
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # Saving an adapter, PEFT looks for its base model "demo" on the hub, to see whether the vocabulary grew.
+    warnings.filterwarnings("ignore", message="Unable to fetch remote file.* in demo")
+    warnings.filterwarnings("ignore", message="Could not find a config file in demo")
     if not (show_bars and sys.stderr.isatty()):
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()

@@ -105,9 +105,8 @@ def _gated_kernel(gate, up, out, F, gate_sr, up_sr, ACTIVATION: tl.constexpr, BL
     row, col = _row_and_columns(F, BLOCK)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    z, _ = _logit(x, ACTIVATION)
-    product = x * _sigmoid(z, gate.dtype.element_ty) * u
-    tl.store(out + row * F + col, product.to(out.dtype.element_ty), mask=col < F)
+    acted = x * _sigmoid_of_z(x, gate.dtype.element_ty, ACTIVATION)
+    tl.store(out + row * F + col, (acted * u).to(out.dtype.element_ty), mask=col < F)
 
 
 @jit
@@ -119,9 +118,8 @@ def _gated_backward_kernel(
     g = tl.load(g_out + row * g_sr + col, mask=col < F, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    z, dz = _logit(x, ACTIVATION)
-    s = _sigmoid(z, gate.dtype.element_ty)
-    gx, gu = g * u * (s * (1 + x * (1 - s) * dz)), g * (x * s)
+    s = _sigmoid_of_z(x, gate.dtype.element_ty, ACTIVATION)
+    gx, gu = g * u * _derivative(x, s, ACTIVATION), g * (x * s)
     tl.store(g_gate + row * F + col, gx.to(g_gate.dtype.element_ty), mask=col < F)
     tl.store(g_up + row * F + col, gu.to(g_up.dtype.element_ty), mask=col < F)
 
@@ -135,17 +133,21 @@ def _row_and_columns(F, BLOCK: tl.constexpr):
 
 
 @jit
-def _logit(x, ACTIVATION: tl.constexpr):
-    """z of act(x) = x * σ(z), and dz/dx."""
-    if ACTIVATION == "silu":
-        return x, 1.0
-    TWO_K = 1.5957691216057308  # 2 √(2/π)
-    return TWO_K * (x + 0.044715 * x * x * x), TWO_K * (1 + 3 * 0.044715 * x * x)
+def _sigmoid_of_z(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    z = x
+    if ACTIVATION == "gelu_tanh":
+        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 √(2/π)
+    if dtype == tl.float32:
+        s = tl.div_rn(1.0, 1.0 + tl.exp(-z))
+    else:
+        s = 1.0 / (1.0 + tl.exp(-z))  # quicker, and off by far less than a half-precision unit
+    return s
 
 
 @jit
-def _sigmoid(z, dtype: tl.constexpr):
-    if dtype == tl.float32:
-        return tl.div_rn(1.0, 1.0 + tl.exp(-z))
-    # the quicker division is off by far less than a half-precision unit
-    return 1.0 / (1.0 + tl.exp(-z))
+def _derivative(x, s, ACTIVATION: tl.constexpr):
+    """Of act(x) = x * s, with s = σ(z)."""
+    bend = x * (1 - s)
+    if ACTIVATION == "gelu_tanh":
+        bend *= 1.5957691216057308 * (1 + 3 * 0.044715 * x * x)  # dz/dx
+    return s * (1 + bend)
