@@ -137,10 +137,9 @@ def _sigmoid_of_z(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     z = x
     if ACTIVATION == "gelu_tanh":
         z = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 √(2/π)
+    s = 1.0 / (1.0 + tl.exp(-z))  # this division is quick, and off by far less than a half-precision unit
     if dtype == tl.float32:
         s = tl.div_rn(1.0, 1.0 + tl.exp(-z))
-    else:
-        s = 1.0 / (1.0 + tl.exp(-z))  # quicker, and off by far less than a half-precision unit
     return s
 
 
