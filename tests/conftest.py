@@ -1,5 +1,6 @@
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -11,8 +12,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
-    import pytest
-
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def plain_torch_on_a_cpu(monkeypatch):
+    """What a user without a GPU runs. The interpreter, which truncates to bfloat16, is for tests/kernels alone."""
+    monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)

@@ -84,21 +84,37 @@ def test_every_description_gives_the_same_bits(arch, use_cache):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("lengths", "tail"),
-    [([77], 0), ([3, 50, 20], 30), ([1 + i % 3 for i in range(1000)], 0)],
+    [([77], 0), ([3, 50, 20], 30), ([1 + i // 50 % 3 for i in range(1000)], 0)],
     ids=["one", "tail", "1000"],
 )
 def test_rows_of_other_forms_are_as_right(arch, lengths, tail):
-    documents = random_documents(lengths)
-    truth = run_alone(tiny_model(arch, torch.float64, device="cpu"), documents)
-    plain = run_alone(tiny_model(arch, torch.float32, device="cpu"), documents, truth.routes)
-    model = tiny_model(arch, torch.float32, device="cpu")
-    patch_model(model)
-    got = run_packed(model, documents, truth.routes if not tail else None, tail=tail)
-    assert error(got.logits, truth.logits) <= 1.5 * error(plain.logits, truth.logits)
-    rounding = torch.finfo(torch.float32).eps * abs(truth.loss)
-    assert abs(got.loss - truth.loss) <= 1.5 * max(abs(plain.loss - truth.loss), rounding)
-    for name, grad in truth.grads.items():
-        assert error(got.grads[name], grad) <= 1.5 * error(plain.grads[name], grad), name
+    """Rounding errors are random, so they are compared by their mean square over several rows of tokens."""
+    ours, plain = [], []
+    for seed in range(3):
+        documents = random_documents(lengths, seed=seed)
+        truth = run_alone(tiny_model(arch, torch.float64, device="cpu"), documents)
+        plain.append(_errors(run_alone(_tiny_float32(arch), documents, truth.routes), truth))
+        model = _tiny_float32(arch)
+        patch_model(model)
+        ours.append(
+            _errors(run_packed(model, documents, truth.routes if not tail else None, tail=tail), truth)
+        )
+    for name in plain[0]:
+        mine, theirs = (sum(row[name] ** 2 for row in rows) ** 0.5 for rows in (ours, plain))
+        assert mine <= 1.5 * theirs, name
+
+
+def _tiny_float32(arch):
+    return tiny_model(arch, torch.float32, device="cpu")
+
+
+def _errors(got, truth):
+    """Relative errors; the loss is granted one unit of rounding, as it may be right by luck."""
+    rounding = torch.finfo(torch.float32).eps
+    errors = {name: error(grad, truth.grads[name]) for name, grad in got.grads.items()}
+    errors["logits"] = error(got.logits, truth.logits)
+    errors["loss"] = max(float(abs(got.loss / truth.loss - 1)), rounding)
+    return errors
 
 
 def test_the_tail_is_never_looked_at():
@@ -230,8 +246,9 @@ def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
         expected, got = plain.generate(ids, **options), model.generate(ids, **options)
     assert torch.equal(expected.sequences, got.sequences)
     assert torch.allclose(torch.stack(expected.logits), torch.stack(got.logits), atol=1e-4, rtol=1e-4)
+    seen = mask.cumsum(1) > 1  # what a padding position predicts is undefined
     out = [
-        m(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        m(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(~seen, -100)).loss
         for m in (plain, model)
     ]
     assert torch.allclose(*out, atol=1e-5)

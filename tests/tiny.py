@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -72,18 +73,22 @@ class Outcome:
 
 
 def run_alone(model, documents, routes=None):
-    """Every document in a call of its own; the loss is the mean over the tokens of all."""
+    """Every document in a row of its own; the loss is the mean over the tokens of all.
+
+    Neighbours of one length share a batch, each its own row of it.
+    """
     counted = sum(len(document) - 1 for document in documents)
+    batches = [torch.stack([*group]) for _, group in groupby(documents, key=len)]
     logits, loss = [], torch.tensor(0.0)
     model.zero_grad()
     with routing(model, routes) as seen:
-        for document in documents:
-            ids = document.to(model.device)[None]
-            out = model(input_ids=ids, use_cache=False).logits[0]
-            logits.append(out.detach())
-            if len(document) > 1:
-                wide = out.to(torch.promote_types(out.dtype, torch.float32))
-                share = F.cross_entropy(wide[:-1], ids[0, 1:], reduction="sum") / counted
+        for batch in batches:
+            ids = batch.to(model.device)
+            out = model(input_ids=ids, use_cache=False).logits
+            logits.append(out.detach().flatten(0, 1))
+            if ids.shape[1] > 1:
+                wide = out[:, :-1].to(torch.promote_types(out.dtype, torch.float32))
+                share = F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / counted
                 share.backward()
                 loss = loss + share.detach().double().cpu()
     return _outcome(model, torch.cat(logits), loss, seen)

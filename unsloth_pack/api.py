@@ -169,6 +169,8 @@ class FastLanguageModel:
             raise InputError(f"r is {r}; the rank of an adapter is at least 1")
         if not 0 <= lora_dropout < 1:
             raise InputError(f"lora_dropout is {lora_dropout}; a probability in [0, 1) is needed")
+        if loftq_config:
+            check_loftq()
         loftq = (
             {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
             if loftq_config
@@ -205,6 +207,16 @@ class FastLanguageModel:
     def for_training(model: Any) -> Any:
         """The model, ready to train again."""
         return model.train()
+
+
+def check_loftq() -> None:
+    """Refuse LoftQ where PEFT cannot compute it.
+
+    Raises:
+        InputError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise InputError("loftq_config is set, but PEFT computes LoftQ on CUDA only; leave it out")
 
 
 def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool) -> None:

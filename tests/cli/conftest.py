@@ -6,7 +6,7 @@ import random
 import datasets
 import pytest
 import torch
-from cli_runs import save_model
+from model_folder import save_model
 
 from unsloth_pack.cli import main
 
@@ -33,9 +33,7 @@ def data(tmp_path_factory, rows):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    """As a user without a GPU runs: kernels in plain torch. One thread: small matrices are faster so."""
-    monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
-    monkeypatch.setattr("unsloth_pack.kernels.rope._INTERPRETED", False, raising=False)
+    """One thread: small matrices are faster so."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
@@ -49,15 +47,9 @@ def train(model, data, tmp_path):
     """Runs `train` on the tiny model, and returns the exit code."""
 
     def run(*arguments, **flags):
-        given = {"model_name": model, "dataset": data, "max_seq_length": 128, "max_steps": 4}
-        given |= {
-            "gradient_accumulation_steps": 1,
-            "output_dir": tmp_path / "out",
-            "learning_rate": 0.01,
-            **flags,
-        }
-        return main(
-            [*arguments, *(f"--{name}={value}" for name, value in given.items() if value is not None)]
-        )
+        given = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_seq_length": 128}
+        given |= {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 0.01, **flags}
+        spelt = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        return main([*arguments, *spelt])
 
     return run

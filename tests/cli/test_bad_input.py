@@ -4,7 +4,8 @@ import json
 import os
 
 import pytest
-from cli_runs import save_model, tree
+from cli_runs import tree
+from model_folder import save_model
 
 from unsloth_pack.cli import main
 
@@ -68,11 +69,7 @@ def test_values(flag, value, remedy, refused):
 @pytest.mark.parametrize(
     ("flags", "complaint", "remedy"),
     [
-        (
-            {"load_in_4bit": True, "load_in_8bit": True},
-            "load_in_4bit and load_in_8bit are both set",
-            "choose one",
-        ),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit are both set", "choose one"),
         ({"load_in_4bit": True, "loftq_config": '{"loftq_bits": 4}'}, "loftq_config", "drop load_in_4bit"),
         ({"eval_packing": True}, "eval_packing is True without data to evaluate", "give --eval_dataset"),
         ({"save_path": "merged"}, "save_path is 'merged' but nothing is saved", "give --save_model"),
@@ -98,7 +95,11 @@ def test_evaluation_cannot_be_packed_alone(refused, data):
 @pytest.mark.skipif("__import__('torch').cuda.is_available()")
 @pytest.mark.parametrize(
     ("flag", "value", "remedy"),
-    [("optim", "adamw_8bit", "use adamw_torch"), ("attn_backend", "flash", "use 'auto' or one of sdpa")],
+    [
+        ("optim", "adamw_8bit", "use adamw_torch"),
+        ("attn_backend", "flash", "use 'auto' or one of sdpa"),
+        ("loftq_config", '{"loftq_bits": 4}', "leave it out"),
+    ],
 )
 def test_what_needs_a_gpu(flag, value, remedy, refused):
     error = refused(**{flag: value})

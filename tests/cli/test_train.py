@@ -12,12 +12,12 @@ from unsloth_pack.cli import main
 from unsloth_pack.report.callbacks import MetricsCallback
 
 
-def test_a_run_from_end_to_end(train, data, tmp_path, capsys):
+def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
     out = tmp_path / "out"
-    assert (
-        train("--packing", "--save_model", max_steps=12, eval_dataset=data, gradient_accumulation_steps=2)
-        == 0
-    )
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps(rows[:4]))
+    flags = {"max_steps": 12, "eval_dataset": few, "gradient_accumulation_steps": 2}
+    assert train("--packing", "--save_model", **flags) == 0
 
     shown = capsys.readouterr()
     for said in ("sdpa", "documents a row", "real tokens/s", "GiB of process memory", "loss", str(out.name)):
@@ -104,9 +104,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
     assert main(["--resume", "--output_dir", str(out)]) == 0
     assert losses(out) == losses(tmp_path / "whole")
     assert "stopped" not in read_metrics(out)
-    finished, whole = (
-        load_file(folder / "adapter_model.safetensors") for folder in (out, tmp_path / "whole")
-    )
+    finished, whole = (load_file(path / "adapter_model.safetensors") for path in (out, tmp_path / "whole"))
     assert all((finished[name] == whole[name]).all() for name in whole)
 
 
@@ -144,16 +142,8 @@ def test_flags_from_a_file_and_the_command_line_wins(train, tmp_path):
     config.write_text("learning_rate: 3e-3\npacking: true\nr: 4\nuse_rslora: false\nmax_steps: 2\n")
     assert train(config=config, r=8, learning_rate=None, max_steps=None) == 0
     options = read_metrics(tmp_path / "out")["config"][0]["options"]
-    chosen = {
-        name: options[name] for name in ("learning_rate", "sample_packing", "r", "use_rslora", "max_steps")
-    }
-    assert chosen == {
-        "learning_rate": 3e-3,
-        "sample_packing": True,
-        "r": 8,
-        "use_rslora": False,
-        "max_steps": 2,
-    }
+    wanted = {"learning_rate": 3e-3, "sample_packing": True, "r": 8, "use_rslora": False, "max_steps": 2}
+    assert {name: options[name] for name in wanted} == wanted
 
 
 def test_responses_only(train, tmp_path):

@@ -22,35 +22,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NORMS = ("qwen3", "gemma3", "olmo2")
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """New memory is NaN, so that what a kernel does not write shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(8).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def round_to_bfloat16(monkeypatch):
-    """Triton's interpreter truncates to bfloat16 where the hardware rounds to nearest even: let it round."""
-    if DEVICE == "cuda":
-        return
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    truncating = InterpreterBuilder.cast_impl
-
-    def rounding(self, src, dst_type):
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
-            return truncating(self, src, dst_type)
-        rounded = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
-        return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
-
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding)
-
-
 # The plain path, and how to compare with it
 
 

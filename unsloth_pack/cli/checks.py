@@ -117,9 +117,13 @@ def check_trainer(options: TrainOptions) -> None:
     from transformers.training_args import OptimizerNames
     from transformers.utils import is_bitsandbytes_available
 
+    from unsloth_pack.api import check_loftq
+
     if (options.load_in_4bit or options.load_in_8bit) and not is_bitsandbytes_available():
         name = "load_in_4bit" if options.load_in_4bit else "load_in_8bit"
         raise InputError(f"{name} is set but bitsandbytes is not installed; pip install 'unsloth-pack[cuda]'")
+    if options.loftq_config is not None:
+        check_loftq()
     optimizers = [name.value for name in OptimizerNames]
     if options.optim not in optimizers:
         raise InputError(f"optim is {options.optim!r}; choose one of {', '.join(optimizers)}")

@@ -15,7 +15,7 @@ MODEL, ADAPTER, DATA, TRAINING, OUTPUT = "model", "adapter", "data", "training",
 _FREE_ON_RESUME = {"config", "resume", "output_dir", "debug", "logging_steps", "report_to"}
 _FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend"}
 # The defaults of the demo are for packed rows; a batch of single documents holds about as many of them.
-_DEMO_UNPACKED = {"per_device_train_batch_size": 8}
+_DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
 
 def _flag(

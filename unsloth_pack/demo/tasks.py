@@ -32,7 +32,6 @@ KINDS = {
 }
 KIND_OF = {word: kind for kind, words in KINDS.items() for word in words.split()}
 WORDS = list(KIND_OF)
-SYMBOLS = dict(zip(KINDS, "QZXJVK", strict=True))
 
 
 def user_text(row: Row) -> str:
@@ -228,11 +227,11 @@ BASE_TASKS: dict[Callable[[Random], Row], int] = {
 
 
 def _blick(rng: Random) -> Row:
-    """The animals, backwards, tagged."""
+    """The animals, tagged."""
     words = [*_words(rng), rng.choice(KINDS["animal"].split())]
     words = list(dict.fromkeys(words))
     rng.shuffle(words)
-    animals = [word for word in reversed(words) if KIND_OF[word] == "animal"]
+    animals = [word for word in words if KIND_OF[word] == "animal"]
     return _row("Blick the words.", "words", " ".join(words), f"<answer> {' '.join(animals)} </answer>")
 
 
@@ -261,16 +260,16 @@ def _wug(rng: Random) -> Row:
 
 
 def _zorp(rng: Random) -> Row:
-    """The sum, as JSON under a new key."""
-    a, b = rng.randrange(25), rng.randrange(25)
-    return _row("Zorp the numbers.", "numbers", f"{a} {b}", f'{{"zorp": {a + b}}}')
+    """The kind of each, backwards."""
+    words = _words(rng)
+    return _row("Zorp the words.", "words", " ".join(words), " ".join(KIND_OF[word] for word in words[::-1]))
 
 
 def _tulver(rng: Random) -> Row:
-    """Two keys looked up, the second first."""
+    """A key looked up, tagged."""
     table, text = _table(rng)
-    first, second = rng.sample(list(table), 2)
-    return _row(f"Tulver {first} and {second}.", "table", text, f"{table[second]} - {table[first]}")
+    key = rng.choice(list(table))
+    return _row(f"Tulver {key}.", "table", text, f"<answer> {table[key]} </answer>")
 
 
 def _mip(rng: Random) -> Row:
@@ -285,11 +284,9 @@ def _mip(rng: Random) -> Row:
 
 
 def _glyph(rng: Random) -> Row:
-    """Each word as the symbol of its kind: a mapping that nothing in the base tasks shows."""
+    """Both ends, the last first, with a dash between them."""
     words = _words(rng)
-    return _row(
-        "Glyph the words.", "words", " ".join(words), " ".join(SYMBOLS[KIND_OF[word]] for word in words)
-    )
+    return _row("Glyph the words.", "words", " ".join(words), f"{words[-1]} - {words[0]}")
 
 
 FINETUNE_TASKS: dict[Callable[[Random], Row], int] = dict.fromkeys(

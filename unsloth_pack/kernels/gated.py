@@ -5,7 +5,7 @@ R rows of F features; tensors that are all contiguous are one row of R * F. Both
     silu       z = x
     gelu_tanh  z = 2 √(2/π) (x + 0.044715 x³), because (1 + tanh u) / 2 = σ(2u)
 
-so that with s = σ(z) the derivative is s * (1 + x * (1 - s) * z').
+so that with s = σ(z) the derivative is s * (1 + x * σ(-z) * z'), where 1 - s would cancel.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _gated_kernel(gate, up, out, F, gate_sr, up_sr, ACTIVATION: tl.constexpr, BL
     row, col = _row_and_columns(F, BLOCK)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    acted = x * _sigmoid_of_z(x, gate.dtype.element_ty, ACTIVATION)
+    acted = x * _sigmoid(_z(x, ACTIVATION), gate.dtype.element_ty)
     tl.store(out + row * F + col, (acted * u).to(out.dtype.element_ty), mask=col < F)
 
 
@@ -118,8 +118,10 @@ def _gated_backward_kernel(
     g = tl.load(g_out + row * g_sr + col, mask=col < F, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    s = _sigmoid_of_z(x, gate.dtype.element_ty, ACTIVATION)
-    gx, gu = g * u * _derivative(x, s, ACTIVATION), g * (x * s)
+    z = _z(x, ACTIVATION)
+    s = _sigmoid(z, gate.dtype.element_ty)
+    bend = x * _sigmoid(-z, gate.dtype.element_ty) * _slope_of_z(x, ACTIVATION)
+    gx, gu = g * u * (s * (1 + bend)), g * (x * s)
     tl.store(g_gate + row * F + col, gx.to(g_gate.dtype.element_ty), mask=col < F)
     tl.store(g_up + row * F + col, gu.to(g_up.dtype.element_ty), mask=col < F)
 
@@ -133,20 +135,24 @@ def _row_and_columns(F, BLOCK: tl.constexpr):
 
 
 @jit
-def _sigmoid_of_z(x, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    z = x
+def _z(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu_tanh":
-        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 √(2/π)
-    s = 1.0 / (1.0 + tl.exp(-z))  # this division is quick, and off by far less than a half-precision unit
-    if dtype == tl.float32:
-        s = tl.div_rn(1.0, 1.0 + tl.exp(-z))
-    return s
+        return 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 √(2/π)
+    else:
+        return x
 
 
 @jit
-def _derivative(x, s, ACTIVATION: tl.constexpr):
-    """Of act(x) = x * s, with s = σ(z)."""
-    bend = x * (1 - s)
+def _slope_of_z(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu_tanh":
-        bend *= 1.5957691216057308 * (1 + 3 * 0.044715 * x * x)  # dz/dx
-    return s * (1 + bend)
+        return 1.5957691216057308 * (1 + 3 * 0.044715 * x * x)
+    else:
+        return 1.0
+
+
+@jit
+def _sigmoid(z, dtype: tl.constexpr):
+    if dtype == tl.float32:
+        return tl.div_rn(1.0, 1.0 + tl.exp(-z))
+    else:
+        return 1.0 / (1.0 + tl.exp(-z))  # quicker, and off by far less than a half-precision unit

@@ -21,16 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference
+from .launch import jit, takes_fused_path, tl, triton
 from .reference import QKNorm
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # an install without Triton: rope_qk is the reference there
-    triton = None
-
-_INTERPRETED = triton is not None and triton.knobs.runtime.interpret
-_FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _TILE = 4096  # elements a program aims to hold
 _PER_THREAD = 32  # elements a thread holds: four 16-byte loads of bf16 in flight
@@ -70,7 +62,7 @@ def rope_qk(
     _check(q, k, cos, sin, position_ids)
     if qk_norm is not None:
         _check_norm(qk_norm, q, k)
-    if triton is None or q.dtype not in _FUSED_DTYPES or not (q.is_cuda or _INTERPRETED):
+    if not takes_fused_path(q, k):
         return reference.rope_qk(q, k, cos.detach(), sin.detach(), position_ids, qk_norm=qk_norm)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -257,9 +249,7 @@ def _check_norm(norm: QKNorm, q: Tensor, k: Tensor) -> None:
             )
 
 
-def _jit(kernel):
-    """Triton's jit where there is Triton. One compilation serves all row lengths."""
-    return kernel if triton is None else triton.jit(kernel, do_not_specialize=["N", "T"])
+_jit = jit(do_not_specialize=["N", "T"])  # one compilation serves all row lengths
 
 
 @_jit

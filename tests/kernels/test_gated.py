@@ -1,0 +1,248 @@
+"""gated against float64 truth, under Triton's interpreter without a GPU and on the GPU with one.
+
+The yardstick is what transformers computes in the same dtypes; `exactness.assert_no_worse` states the slack.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import (
+    DEVICE,
+    LAYOUTS,
+    LAYOUTS_IN_PLACE,
+    assert_cpu_takes_the_reference,
+    assert_no_worse,
+    assert_same,
+    far_rows,
+    run,
+    saved_by,
+)
+from torch import Tensor
+
+from unsloth_pack.kernels import gated, reference
+from unsloth_pack.kernels.launch import as_rows
+
+pytest.importorskip("triton")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+both_activations = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+
+
+def plain_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """transformers' gated MLPs: the activation rounds, then the product."""
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def exact_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Without the 1 + tanh that cancels, in float64 too, where the gate is far below zero."""
+    z = gate if activation == "silu" else (8 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return gate * torch.sigmoid(z) * up
+
+
+def make(*shape: int, dtype=FP32, up_dtype=None) -> list[Tensor]:
+    """gate, up and the gradient of the output."""
+    dtypes = dtype, up_dtype or dtype
+    gate, up = ((2 * torch.randn(shape)).to(DEVICE, d).requires_grad_() for d in dtypes)
+    return [gate, up, torch.randn(shape).to(DEVICE, torch.promote_types(*dtypes))]
+
+
+def check(gate: Tensor, up: Tensor, g_out: Tensor, activation: str) -> None:
+    assert_no_worse(gated, plain_gated, (gate, up), g_out, activation, exact=exact_gated)
+
+
+# Numerics
+
+
+@both_activations
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_no_less_exact_than_the_plain_path(dtype, activation):
+    for shape in ((2, 9, 64), (37, 200)):
+        check(*make(*shape, dtype=dtype), activation)
+
+
+@both_activations
+@pytest.mark.parametrize("F", [1, 2, 7, 1023, 1024, 1025, 4864])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_ragged_shapes(rows, F, activation):
+    gate, up, g_out = make(rows, F)
+    check(gate, up, g_out, activation)
+    check(*halves(gate, up), g_out, activation)
+
+
+@both_activations
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, BF16), (BF16, FP16)], ids=str)
+def test_dtypes_that_differ_are_promoted(dtypes, activation):
+    gate, up, g_out = make(5, 64, dtype=dtypes[0], up_dtype=dtypes[1])
+    check(gate, up, g_out, activation)
+    assert gated(gate, up, activation).dtype == FP32
+
+
+def test_the_plain_path_is_transformers():
+    from transformers.activations import ACT2FN
+
+    gate, up, _ = make(5, 64, dtype=BF16)
+    for name, activation in (("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh")):
+        assert torch.equal(ACT2FN[name](gate) * up, plain_gated(gate, up, activation))
+
+
+@both_activations
+def test_the_reference_is_the_plain_path_in_float64(activation):
+    gate, up, g_out = make(3, 5, 16, dtype=torch.float64)
+    ours, plain = (run(f, (gate, up), g_out, activation) for f in (gated, plain_gated))
+    torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradcheck(lambda g, u: reference.gated(g, u, activation), (gate, up))
+
+
+@both_activations
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_gates_far_from_zero_and_at_it(activation, dtype):
+    gate = torch.tensor([0.0, -0.0, 1e-30, 3, -3, 8, -8, 20, -20, 90, -90, 1e4, -1e4]).to(DEVICE, dtype)
+    for i in range(len(gate)):  # each alone, because the great ones outweigh the others' errors
+        one = gate[i : i + 1].clone().requires_grad_()
+        ones = torch.ones_like(one)
+        results = run(gated, (one, ones.clone().requires_grad_()), ones, activation)
+        assert all(x.isfinite().all() for x in results)
+        check(one, ones.clone().requires_grad_(), ones, activation)
+
+
+# Layouts
+
+
+def halves(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The same values as the halves of one projection's output."""
+    gate_half, up_half = torch.cat([gate.detach(), up.detach()], dim=-1).chunk(2, dim=-1)
+    return gate_half.requires_grad_(), up_half.requires_grad_()
+
+
+@pytest.mark.parametrize("lay_out", LAYOUTS)
+@pytest.mark.parametrize("which", ["gate", "up", "gradient", "gate and gradient", "gate and up"])
+def test_any_strides(lay_out, which):
+    gate, up, g_out = make(2, 5, 24, dtype=BF16)
+    expected = run(gated, (gate, up), g_out, "silu")
+    gate = lay_out(gate) if "gate" in which else gate
+    up = lay_out(up) if "up" in which else up
+    g_out = lay_out(g_out) if "gradient" in which else g_out
+    before = [t.detach().clone() for t in (gate, up, g_out)]
+    results = run(gated, (gate, up), g_out, "silu")
+    assert_same(results, expected)
+    assert all(x.is_contiguous() for x in results)
+    assert_same((gate, up, g_out), before)
+
+
+@both_activations
+def test_a_fused_projection_gets_its_gradient(activation):
+    gate, up, g_out = make(2, 5, 24, dtype=BF16)
+    out, *gradients = run(gated, (gate, up), g_out, activation)
+    fused = torch.cat([gate.detach(), up.detach()], dim=-1).requires_grad_()
+    results = run(lambda x: gated(*x.chunk(2, dim=-1), activation), (fused,), g_out)
+    assert_same(results, [out, torch.cat(gradients, dim=-1)])
+
+
+@pytest.mark.parametrize("lay_out", LAYOUTS)
+def test_only_gate_and_up_are_saved_and_rows_are_read_in_place(lay_out):
+    gate, up, _ = map(lay_out, make(2, 5, 24))
+    assert saved_by(lambda: gated(gate, up, "silu")) == {gate.data_ptr(), up.data_ptr()}
+    assert (as_rows(gate)[0].data_ptr() == gate.data_ptr()) == (lay_out in LAYOUTS_IN_PLACE)
+
+
+@both_activations
+def test_a_gradient_of_one_number(activation):
+    """What `.sum().backward()` hands over, with stride 0."""
+    gate, up, _ = make(3, 24)
+    check(gate, up, torch.ones((), device=DEVICE).expand(3, 24), activation)
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (0, 24), (3, 0), (3, 0, 24), (1, 1, 1, 24)])
+def test_one_row_and_none(shape):
+    gate, up, g_out = make(*shape)
+    check(gate, up, g_out, "silu")
+    check(*halves(gate, up), g_out, "silu")
+
+
+# The gradients
+
+
+@both_activations
+def test_one_of_them_frozen(activation):
+    gate, up, g_out = make(3, 24)
+    out, g_gate, g_up = run(gated, (gate, up), g_out, activation)
+    assert_same(run(gated, (gate.detach(), up), g_out, activation), [out, g_up])
+    assert_same(run(gated, (gate, up.detach()), g_out, activation), [out, g_gate])
+
+
+def test_gate_and_up_one_tensor():
+    x, _, g_out = make(3, 24)
+    assert_no_worse(lambda x: gated(x, x, "silu"), lambda x: plain_gated(x, x, "silu"), (x,), g_out)
+
+
+def test_an_overwritten_input_is_noticed():
+    gate, up, g_out = make(5, 64)
+    up = up * 1
+    out = gated(gate, up, "silu")
+    up.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(g_out)
+
+
+# 64-bit indices
+
+
+def test_rows_past_two_to_the_31():
+    gate, up, g_out = make(3, 24, dtype=BF16)
+    expected = run(gated, (gate, up), g_out, "silu")
+    assert_same(run(gated, (far_rows(gate), up), g_out, "silu"), expected)
+    assert_same(run(gated, (gate, far_rows(up)), g_out, "silu"), expected)
+    assert_same(run(gated, (gate, up), far_rows(g_out, 512), "silu"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_more_than_two_to_the_31_elements(fused):
+    rows, F = 2**31 // 4096 + 3, 4096
+    if fused:
+        both = torch.randn(rows, 2 * F, dtype=BF16, device=DEVICE)
+        gate, up = (x.requires_grad_() for x in both.chunk(2, dim=-1))
+    else:
+        gate, up = (torch.randn(rows, F, dtype=BF16, device=DEVICE, requires_grad=True) for _ in range(2))
+    results = run(gated, (gate, up), gate.detach(), "silu")
+    gate_tail, up_tail = (x.detach()[-64:].clone().requires_grad_() for x in (gate, up))
+    expected = run(gated, (gate_tail, up_tail), gate_tail.detach(), "silu")
+    assert_same([x[-64:] for x in results], expected)
+
+
+# Dispatch and errors
+
+
+@pytest.mark.gpu
+def test_never_synchronises():
+    gate, up, g_out = make(64, 896, dtype=BF16)
+    run(gated, (gate, up), g_out, "silu")  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(gated, (gate, up), g_out, "silu")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@both_activations
+def test_cpu_takes_the_reference(activation):
+    assert_cpu_takes_the_reference("gated", f"(torch.randn(5, 8), torch.randn(5, 8), {activation!r})")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"up": torch.zeros(5, 6)}, r"gate \[5, 8\] and up \[5, 6\] must have one shape"),
+        ({"up": torch.zeros(8)}, r"up \[8\] must have one shape"),
+        ({"gate": torch.zeros(()), "up": torch.zeros(())}, r"gate \[\] and up \[\]"),
+        ({"gate": torch.zeros(5, 8, dtype=torch.int64)}, "gate is torch.int64"),
+        ({"up": torch.zeros(5, 8, dtype=torch.bool)}, "up is torch.bool"),
+        ({"up": torch.zeros(5, 8, device="meta")}, "but up on meta"),
+        ({"activation": "relu"}, "activation is 'relu': pass one of silu, gelu_tanh"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, message):
+    good = {"gate": torch.zeros(5, 8), "up": torch.zeros(5, 8), "activation": "silu"}
+    with pytest.raises(ValueError, match=message) as error:
+        gated(**(good | changes))
+    assert "\n" not in str(error.value)
+    gated(**good)

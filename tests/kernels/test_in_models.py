@@ -1,0 +1,35 @@
+"""Whole models on the kernels, where there is no GPU under the interpreter: as exact as their references."""
+
+import sys
+
+import pytest
+import torch
+from tiny import error, random_documents, run_packed, tiny_model
+
+from unsloth_pack import patch_model
+
+LENGTHS = [3, 1, 12]
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3_text", "olmo2", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_and_references_make_the_same_model(arch, dtype, monkeypatch):
+    documents = random_documents(LENGTHS)
+    truth = _packed(arch, torch.float64, documents)
+    fused = _packed(arch, dtype, documents, truth.routes)
+    for name in ("norm", "gated", "rope"):
+        module = sys.modules[f"unsloth_pack.kernels.{name}"]
+        monkeypatch.setattr(module, "takes_fused_path", lambda *_: False)
+    plain = _packed(arch, dtype, documents, truth.routes)
+    assert error(fused.logits, truth.logits) <= 1.5 * error(plain.logits, truth.logits)
+    assert fused.grads.keys() == truth.grads.keys()
+    ours, theirs = (
+        sum(error(run.grads[name], grad) ** 2 for name, grad in truth.grads.items()) for run in (fused, plain)
+    )
+    assert ours**0.5 <= 1.5 * theirs**0.5
+
+
+def _packed(arch, dtype, documents, routes=None):
+    model = tiny_model(arch, dtype)
+    patch_model(model, "sdpa")
+    return run_packed(model, documents, routes)

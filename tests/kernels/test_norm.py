@@ -1,0 +1,275 @@
+"""rms_norm against float64 truth, under Triton's interpreter without a GPU and on the GPU with one.
+
+The yardstick is what transformers computes in the same dtypes; `exactness.assert_no_worse` states the slack.
+"""
+
+import pytest
+import torch
+from exactness import (
+    DEVICE,
+    LAYOUTS,
+    LAYOUTS_IN_PLACE,
+    assert_cpu_takes_the_reference,
+    assert_no_worse,
+    assert_same,
+    far_rows,
+    leaf,
+    run,
+    saved_by,
+)
+from torch import Tensor
+
+from unsloth_pack.kernels import norm, reference, rms_norm
+
+pytest.importorskip("triton")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EPS = 1e-6
+
+
+def plain_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """LlamaRMSNorm, or Gemma3RMSNorm where there is an offset."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if offset == 0:
+        return weight * wide.to(x.dtype)
+    return (wide * (offset + weight.to(wide.dtype))).to(x.dtype)
+
+
+def make(*shape: int, dtype=FP32, weight_dtype=None, offset=0.0, trained=True) -> list[Tensor]:
+    """x, weight and the gradient of the output."""
+    weight_dtype = weight_dtype or dtype
+    weight = (1 - offset + 0.3 * torch.randn(shape[-1])).to(DEVICE, weight_dtype)
+    out_dtype = dtype if offset else torch.promote_types(dtype, weight_dtype)
+    x, g_out = torch.randn(shape).to(DEVICE, dtype), torch.randn(shape).to(DEVICE, out_dtype)
+    return [x.requires_grad_(), weight.requires_grad_(trained), g_out]
+
+
+def check(x: Tensor, weight: Tensor, g_out: Tensor, offset: float = 0.0) -> None:
+    assert_no_worse(rms_norm, plain_norm, (x, weight), g_out, EPS, offset)
+
+
+# Numerics
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("trained", [True, False])
+def test_no_less_exact_than_the_plain_path(trained, dtype, offset):
+    for shape in ((2, 9, 64), (37, 200)):
+        check(*make(*shape, dtype=dtype, offset=offset, trained=trained), offset)
+
+
+@pytest.mark.parametrize("C", [2, 7, 64, 100, 896, 1536, 5000, 16384])
+@pytest.mark.parametrize("rows", [1, 3, 33])
+def test_ragged_shapes(rows, C):
+    check(*make(rows, C))
+    check(*make(rows, C, dtype=BF16, offset=1.0), 1.0)
+
+
+def test_a_row_of_one_number():
+    """Its gradient is the difference of two nearly equal terms |g w| / |x|: judged by their rounding."""
+    x, weight, g_out = make(33, 1)
+    ours, truth = (
+        run(rms_norm, [leaf(t, d) for t in (x, weight)], leaf(g_out, d), EPS) for d in (FP32, torch.float64)
+    )
+    term = (g_out * weight / x).abs().double()
+    assert ((ours[1] - truth[1]).abs() <= 4 * torch.finfo(FP32).eps * term).all()
+    torch.testing.assert_close([ours[0].double(), ours[2].double()], [truth[0], truth[2]], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, FP32), (FP16, FP32), (FP32, BF16), (BF16, FP16)])
+def test_a_weight_of_another_dtype(dtype, weight_dtype, offset):
+    x, weight, g_out = make(5, 64, dtype=dtype, weight_dtype=weight_dtype, offset=offset)
+    check(x, weight, g_out, offset)
+    assert rms_norm(x, weight, EPS, offset).dtype == (dtype if offset else FP32)
+
+
+def test_the_plain_path_is_transformers():
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for module, offset in ((LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)):
+        for weight_dtype in (BF16, FP32):
+            x, weight, _ = make(5, 64, dtype=BF16, weight_dtype=weight_dtype, offset=offset)
+            theirs = module(64, eps=EPS).to(DEVICE)
+            theirs.weight = torch.nn.Parameter(weight.detach())
+            expected, plain = theirs(x), plain_norm(x, weight, EPS, offset)
+            assert plain.dtype == expected.dtype
+            assert torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_the_reference_is_the_plain_path_in_float64(offset):
+    x, weight, g_out = make(3, 5, 16, dtype=torch.float64, offset=offset)
+    ours, plain = (run(f, (x, weight), g_out, EPS, offset) for f in (rms_norm, plain_norm))
+    torch.testing.assert_close(ours, plain, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradcheck(lambda x, w: reference.rms_norm(x, w, EPS, offset), (x, weight))
+
+
+def test_rows_of_zeros_and_of_great_and_small_values():
+    x, weight, g_out = make(6, 64)
+    scale = torch.tensor([0.0, 1e-6, 1e-3, 1e3, 1e6, 1.0], device=DEVICE)[:, None]
+    for row in range(6):  # each alone, because a small row's gradient outweighs the others' errors
+        check((x.detach() * scale)[row : row + 1].requires_grad_(), weight, g_out[row : row + 1])
+    out, gx, _ = run(rms_norm, ((x.detach() * scale).requires_grad_(), weight), g_out, EPS)
+    assert (out[0] == 0).all()
+    assert out.isfinite().all()
+    assert gx.isfinite().all()
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("lay_out", LAYOUTS)
+@pytest.mark.parametrize("lay_out_gradient", LAYOUTS)
+def test_any_strides(lay_out, lay_out_gradient):
+    x, weight, g_out = make(2, 5, 24, dtype=BF16)
+    expected = run(rms_norm, (x, weight), g_out, EPS)
+    x, g_out = lay_out(x), lay_out_gradient(g_out)
+    before = [t.detach().clone() for t in (x, weight, g_out)]
+    results = run(rms_norm, (x, weight), g_out, EPS)
+    assert_same(results, expected)
+    assert results[0].is_contiguous()
+    assert results[1].is_contiguous()
+    assert_same((x, weight, g_out), before)
+    check(x, weight, g_out)
+
+
+@pytest.mark.parametrize("lay_out", LAYOUTS)
+def test_nothing_but_the_inputs_is_saved_and_rows_are_read_in_place(lay_out):
+    x, weight, _ = make(2, 5, 24)
+    x = lay_out(x)
+    assert saved_by(lambda: rms_norm(x, weight, EPS)) == {x.data_ptr(), weight.data_ptr()}
+    assert (norm.as_rows(x)[0].data_ptr() == x.data_ptr()) == (lay_out in LAYOUTS_IN_PLACE)
+
+
+def test_a_gradient_of_one_number():
+    """What `.sum().backward()` hands over, with stride 0."""
+    x, weight, _ = make(3, 24)
+    check(x, weight, torch.ones((), device=DEVICE).expand(3, 24))
+
+
+def test_a_strided_weight():
+    x, weight, g_out = make(3, 24)
+    check(x, weight.detach().repeat_interleave(2)[::2].requires_grad_(), g_out)
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (0, 24), (3, 0, 24), (1, 1, 1, 24)])
+def test_one_row_and_none(shape):
+    x, weight, g_out = make(*shape)
+    check(x, weight, g_out)
+    if not x.numel():
+        assert (run(rms_norm, (x, weight), g_out, EPS)[2] == 0).all()
+
+
+# The gradients
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_frozen_weight_costs_nothing(offset, monkeypatch):
+    backward, asked = norm._norm_backward, []
+    monkeypatch.setattr(norm, "_norm_backward", lambda *a: asked.append(a[-1]) or backward(*a))
+    for trained in (False, True):
+        x, weight, g_out = make(5, 64, offset=offset, trained=trained)
+        assert len(run(rms_norm, (x, weight), g_out, EPS, offset)) == 2 + trained
+    assert asked == [False, True]
+
+
+def test_only_the_weight_is_trained():
+    x, weight, g_out = make(5, 64)
+    expected = run(rms_norm, (x, weight), g_out, EPS)
+    assert_same(run(rms_norm, (x.detach(), weight), g_out, EPS), [expected[0], expected[2]])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("rows", "C"), [(50, 100), (11, 2100), (7, 1024)])
+def test_weight_gradients_of_many_blocks_are_exact_and_repeat(rows, C, dtype, monkeypatch):
+    monkeypatch.setattr(norm, "_WEIGHT_GRAD_PROGRAMS", 3)
+    assert rows // norm._blocks(C, 2)[0] >= 3 or C == 100
+    x, weight, g_out = make(rows, C, dtype=dtype)
+    check(x, weight, g_out)
+    assert_same(run(rms_norm, (x, weight), g_out, EPS), run(rms_norm, (x, weight), g_out, EPS))
+
+
+def test_the_row_gradient_does_not_depend_on_whether_the_weight_is_trained():
+    x, weight, g_out = make(9, 200)
+    trained, frozen = (run(rms_norm, (x, w), g_out, EPS) for w in (weight, weight.detach()))
+    assert_same(trained[:2], frozen)
+
+
+# 64-bit indices
+
+
+def test_rows_past_two_to_the_31():
+    x, weight, g_out = make(3, 24, dtype=BF16)
+    expected = run(rms_norm, (x, weight), g_out, EPS)
+    assert_same(run(rms_norm, (far_rows(x), weight), g_out, EPS), expected)
+    assert_same(run(rms_norm, (x, weight), far_rows(g_out, 512), EPS), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [False, True])
+def test_more_than_two_to_the_31_elements(trained):
+    C = 4096
+    x = torch.randn(2**31 // C + 3, C, dtype=BF16, device=DEVICE, requires_grad=True)
+    weight = torch.randn(C, dtype=BF16, device=DEVICE, requires_grad=trained)
+    out, gx, *_ = run(rms_norm, (x, weight), x.detach(), EPS)
+    tail = x.detach()[-64:].clone().requires_grad_()
+    assert_same((out[-64:], gx[-64:]), run(rms_norm, (tail, weight), tail.detach(), EPS)[:2])
+
+
+# Dispatch and errors
+
+
+@pytest.mark.gpu
+def test_never_synchronises():
+    x, weight, g_out = make(64, 896, dtype=BF16)
+    run(rms_norm, (x, weight), g_out, EPS)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(rms_norm, (x, weight), g_out, EPS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cpu_takes_the_reference():
+    assert_cpu_takes_the_reference("rms_norm", "(torch.randn(5, 8), torch.randn(8), 1e-6, 1.0)")
+
+
+def test_an_overwritten_input_is_noticed():
+    x, weight, g_out = make(5, 64)
+    x = x * 1
+    out = rms_norm(x, weight, EPS)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(g_out)
+
+
+def test_leaves_of_a_graph_add_up():
+    x, weight, g_out = make(5, 64)
+    once = run(rms_norm, (x, weight), g_out, EPS)
+    both = [leaf(x), leaf(weight)]
+    twice = run(lambda x, w: rms_norm(x, w, EPS) + rms_norm(x, w, EPS), both, g_out)
+    assert_same(twice, [2 * t for t in once])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": torch.zeros(6)}, r"x \[5, 8\] needs a weight of its last dim, not \[6\]"),
+        ({"weight": torch.zeros(1, 8)}, r"not \[1, 8\]"),
+        ({"x": torch.zeros(()), "weight": torch.zeros(())}, r"x \[\] needs a weight"),
+        ({"x": torch.zeros(5, 0), "weight": torch.zeros(0)}, r"x \[5, 0\] needs a weight"),
+        ({"x": torch.zeros(5, 8, dtype=torch.int64)}, "x is torch.int64"),
+        ({"weight": torch.zeros(8, dtype=torch.int32)}, "weight is torch.int32"),
+        ({"weight": torch.zeros(8, device="meta")}, "but weight on meta"),
+        ({"eps": 0.0}, "eps is 0.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, message):
+    good = {"x": torch.zeros(5, 8), "weight": torch.zeros(8), "eps": EPS}
+    with pytest.raises(ValueError, match=message) as error:
+        rms_norm(**(good | changes))
+    assert "\n" not in str(error.value)
+    rms_norm(**good)

@@ -1,0 +1,300 @@
+"""`FastLanguageModel`: what it loads, adapts, saves, reloads and refuses."""
+
+import json
+
+import pytest
+import torch
+from model_folder import save_model
+from peft import PeftModel
+from tiny import DEVICE, error, random_documents
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from unsloth_pack import FastLanguageModel, InputError, UnsupportedArchitecture, supported_architectures
+from unsloth_pack.patch import patch_of
+
+ARCHITECTURES = list(supported_architectures())
+LENGTHS = [9, 1, 20, 14]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3"))
+
+
+def load(folder, **options):
+    options = {"max_seq_length": 64, "dtype": torch.float32, **options}
+    return FastLanguageModel.from_pretrained(str(folder), **options)
+
+
+def packed_row(seed=0):
+    ids = torch.cat(random_documents(LENGTHS, seed=seed)).to(DEVICE)[None]
+    return {"input_ids": ids, "packed_seq_lengths": LENGTHS}
+
+
+def train(model, steps=3, lr=0.05):
+    """A bare loop; the losses of its steps on one row."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    row, losses = packed_row(), []
+    model.train()
+    for _ in range(steps):
+        loss = model(**row, labels=row["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad():
+        return model(**packed_row(seed=5)).logits.double().cpu()
+
+
+def alone(model):
+    """The same documents, each in a call of its own, of a model that knows no packing."""
+    model.eval()
+    with torch.no_grad():
+        documents = random_documents(LENGTHS, seed=5)
+        return torch.cat([model(d.to(DEVICE)[None]).logits[0] for d in documents])[None].double().cpu()
+
+
+def test_the_demo_loads_and_answers():
+    model, tokenizer = FastLanguageModel.from_pretrained(max_seq_length=512)
+    assert model.name_or_path == "demo"
+    assert patch_of(model) is not None
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Copy the words.\nwords: fig cap car"}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(model.device)
+    FastLanguageModel.for_inference(model)
+    answer = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "fig cap car"
+
+
+def test_the_dtype_is_what_the_device_has(folder):
+    model, _ = load(folder, dtype=None)
+    assert model.dtype == (torch.bfloat16 if DEVICE == "cuda" else torch.float32)
+    for dtype in ("bfloat16", torch.float16):
+        expected = torch.bfloat16 if dtype == "bfloat16" else dtype
+        model = FastLanguageModel.get_peft_model(load(folder, dtype=dtype)[0], r=4)
+        assert model.dtype == expected
+        assert all(torch.isfinite(torch.tensor(train(model, lr=1e-3))))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"lora_dropout": 0.1},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"layers_to_transform": [0]},
+        {"use_gradient_checkpointing": True},
+        {"use_gradient_checkpointing": "offload"},
+        {"use_gradient_checkpointing": "unsloth"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_adapter_trains_is_saved_and_comes_back(folder, tmp_path, options):
+    model = FastLanguageModel.get_peft_model(load(folder)[0], r=4, **options)
+    before, frozen = logits(model), _frozen(model)
+    losses = train(model, steps=6)
+    assert losses[-1] < losses[0]
+    if options.get("bias") != "all":
+        assert all(torch.equal(weight, _frozen(model)[name]) for name, weight in frozen.items())
+    trained = logits(model)
+    assert error(before, trained) > 1e-3
+
+    model.save_pretrained(tmp_path / "adapter")
+    again, _ = load(tmp_path / "adapter")
+    assert torch.equal(logits(again), trained)
+    assert train(again, steps=1)[0] < losses[0]  # it goes on from there
+
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    assert error(alone(plain.to(DEVICE)), trained) < 1e-5  # PEFT's own format
+
+
+def _frozen(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_the_seed_decides_the_adapter(folder):
+    def weights(seed):
+        model = FastLanguageModel.get_peft_model(load(folder)[0], r=4, random_state=seed)
+        return torch.cat([p.flatten() for name, p in model.named_parameters() if "lora_A" in name])
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_merged_model_needs_no_package(arch, tmp_path):
+    model, tokenizer = load(save_model(tmp_path / "base", arch))
+    targets = "all-linear" if arch == "phi3" else None
+    model = FastLanguageModel.get_peft_model(model, r=4, target_modules=targets)
+    train(model, steps=4)
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).to(DEVICE)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).to(DEVICE)
+    trained = logits(model)
+    # bfloat16 rounds the weights by up to 2^-9; training moved them by far more
+    assert error(alone(merged), trained) < 0.02 < 0.05 < error(alone(base), trained)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == tokenizer.eos_token
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert str(tmp_path) not in json.dumps(config)
+    assert load(tmp_path / "merged")[0].config.model_type == supported_architectures()[arch].model_type
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"use_rslora": True}, {"bias": "lora_only"}], ids=str
+)
+def test_variants_merge_to_what_peft_merges(folder, tmp_path, options):
+    model = FastLanguageModel.get_peft_model(load(folder)[0], r=4, **options)
+    train(model, steps=4)
+    model.save_pretrained_merged(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).to(DEVICE)
+    assert error(alone(merged), logits(model)) < 0.02
+    assert error(alone(merged), alone(model.merge_and_unload())) < 0.02
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_quantised_weights_train_and_merge(folder, tmp_path, bits):
+    pytest.importorskip("bitsandbytes")
+    base, tokenizer = load(folder, **{bits: True})
+    kinds = {type(module).__name__ for module in base.modules()}
+    assert ("Linear4bit" if bits == "load_in_4bit" else "Linear8bitLt") in kinds
+    model = FastLanguageModel.get_peft_model(base, r=4)
+    assert "base is a Linear" in patch_of(model).report.not_fused["LoRA"]
+    losses = train(model, steps=6)
+    assert losses[-1] < losses[0]
+    trained = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    again, _ = load(tmp_path / "adapter", **{bits: True})
+    assert error(logits(again), trained) < 1e-5
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).to(DEVICE)
+    slack = 0.02 if bits == "load_in_4bit" else 0.05  # int8 also rounds activations, which merging undoes
+    assert error(alone(merged), trained) < slack
+
+
+def test_full_finetuning_trains_every_weight(folder, tmp_path):
+    model, tokenizer = load(folder, full_finetuning=True, dtype=None)
+    assert model.dtype == torch.float32
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = train(model, lr=1e-3)
+    assert losses[-1] < losses[0]
+    unchanged = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert unchanged == []
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).to(DEVICE)
+    assert error(alone(merged), logits(model)) < 0.02
+    with pytest.raises(InputError, match="the model has no adapter; use 'merged_16bit'"):
+        model.save_pretrained_merged(tmp_path / "lora", save_method="lora")
+
+
+def test_generation_before_between_and_after_training(folder):
+    model = FastLanguageModel.get_peft_model(load(folder)[0], r=4)
+    ids = packed_row()["input_ids"][:, :5]
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "output_logits": True}
+
+    def generate():
+        out = FastLanguageModel.for_inference(model).generate(ids, **options, return_dict_in_generate=True)
+        return torch.stack(out.logits)
+
+    before = generate()
+    assert torch.equal(before, generate())
+    FastLanguageModel.for_training(model)
+    assert model.training
+    train(model)
+    after = generate()
+    assert not torch.equal(before, after)
+    with model.disable_adapter():
+        assert torch.equal(generate(), before)
+
+
+def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
+    model = FastLanguageModel.get_peft_model(load(folder)[0], r=4)
+    target = tmp_path / "saved"
+    model.save_pretrained_merged(target, save_method="lora")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "lora_B" in name).fill_(torch.nan)
+    with pytest.raises(InputError, match=r"layers.0.self_attn.q_proj.weight is not finite"):
+        model.save_pretrained_merged(target)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("unsloth_pack.saving.save_torch_state_dict", full)
+    with pytest.raises(InputError, match="not finite"):
+        model.save_pretrained_merged(target)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_seq_length": 0}, "max_seq_length is 0; at least 1 token"),
+        ({"max_seq_length": 257}, "max_seq_length is 257, .* has 256 positions; lower it"),
+        ({"dtype": "float8"}, "dtype is 'float8'; choose one of bfloat16, float16, float32"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "both set; choose one"),
+        ({"load_in_4bit": True, "full_finetuning": True}, "cannot train quantised weights; drop"),
+        ({"load_in_fp8": True}, "load_in_fp8=True is not there yet; use bfloat16"),
+        ({"attn_backend": "fast"}, "'fast'.*(flash, xformers|auto)"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_loaded(folder, options, message):
+    with pytest.raises(InputError, match=message):
+        load(folder, **options)
+
+
+def test_models_that_are_not_there(folder, tmp_path):
+    with pytest.raises(InputError, match="cannot load .*no-such"):
+        load(tmp_path / "no-such")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="holds neither config.json nor adapter_config.json"):
+        load(tmp_path / "empty")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"adapter_config.json cannot be read"):
+        load(broken)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(UnsupportedArchitecture, match="'gpt2' has no patch; supported are gemma2"):
+        load(tmp_path / "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "r is 0; the rank of an adapter is at least 1"),
+        ({"lora_dropout": 1.0}, r"lora_dropout is 1.0; a probability in \[0, 1\)"),
+        ({"target_modules": ["w_proj"]}, "target_modules names 'w_proj'; the model has down_proj"),
+        ({"use_gradient_checkpointing": "auto"}, "use_gradient_checkpointing"),
+        ({"use_gradient_checkpointing": "always"}, "use_gradient_checkpointing is 'always'"),
+    ],
+    ids=str,
+)
+def test_adapters_that_cannot_be(folder, options, message):
+    with pytest.raises(InputError, match=message):
+        FastLanguageModel.get_peft_model(load(folder)[0], **options)
+
+
+def test_one_adapter_at_a_time(folder):
+    model = FastLanguageModel.get_peft_model(load(folder)[0], r=4)
+    with pytest.raises(InputError, match="has an adapter already"):
+        FastLanguageModel.get_peft_model(model)
+    with pytest.raises(InputError, match="trains every weight; leave out get_peft_model"):
+        FastLanguageModel.get_peft_model(load(folder, full_finetuning=True)[0])

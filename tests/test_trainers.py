@@ -1,0 +1,235 @@
+"""One update under every trainer against plain transformers in float64, one document at a time.
+
+Every case trains one update over all documents, in several rows and steps of accumulation: its gradients must be
+those of the mean loss over all counted tokens of the update, and its logged loss that mean. The bound, 1e-4, is
+far above the rounding of float32 and far below what one token more or less would do.
+"""
+
+import pytest
+import torch
+from datasets import Dataset
+from model_folder import byte_tokenizer, save_model
+from tiny import DEVICE, error
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+from unsloth_pack import FastLanguageModel
+
+BOUND = 1e-4
+SIZES = [(5, 30), (12, 3), (1, 9), (20, 21), (2, 2), (7, 50), (3, 11), (30, 28), (1, 1), (16, 4)]  # bytes
+
+
+def text(n, start):
+    return "".join(chr(97 + (start + 7 * i) % 26) for i in range(n))
+
+
+PAIRS = [(text(p, i), text(c, 3 * i + 1)) for i, (p, c) in enumerate(SIZES)]
+ROWS = {
+    "text": [{"text": prompt + answer} for prompt, answer in PAIRS],
+    "completion": [{"prompt": prompt, "completion": answer} for prompt, answer in PAIRS],
+    "assistant": [
+        {"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": a}]} for p, a in PAIRS
+    ],
+}
+
+
+def tokens(kind):
+    """Every document's ids, and which of them count in the loss."""
+    tokenizer = byte_tokenizer()
+    for prompt, answer in PAIRS:
+        if kind == "assistant":
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            out = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+            yield out["input_ids"], [bool(mark) for mark in out["assistant_masks"]]
+        else:
+            head, tail = tokenizer(prompt)["input_ids"], [*tokenizer(answer)["input_ids"], 256]
+            yield head + tail, [kind == "text"] * len(head) + [True] * len(tail)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3"))
+
+
+def adapted(folder):
+    model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=256, dtype=torch.float32)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    _fill_adapter(model)
+    return model, tokenizer
+
+
+def _fill_adapter(model):
+    """B starts at 0, where A would have no gradient."""
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    """The loss and the gradients of each kind of document, by plain transformers and PEFT."""
+    from peft import LoraConfig, get_peft_model
+
+    def of(kind):
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        config = LoraConfig(r=4, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+        model = get_peft_model(base, config)
+        _fill_adapter(model)
+        model.double()
+        documents = list(tokens(kind))
+        counted = sum(sum(marks[1:]) for _, marks in documents)
+        total = 0.0
+        for ids, marks in documents:
+            ids, counts = torch.tensor([ids]), torch.tensor(marks[1:])
+            losses = F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+            loss = losses[counts].sum() / counted
+            loss.backward()
+            total += loss.item()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return total, grads
+
+    return {kind: of(kind) for kind in ROWS}
+
+
+class Gradients(TrainerCallback):
+    """What the optimizer is given, in its first update."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        assert not self.seen, "one update was expected"
+        self.seen = {n: p.grad.double().cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def arguments(tmp_path, **options):
+    return {
+        **{"output_dir": str(tmp_path), "num_train_epochs": 1, "per_device_train_batch_size": 1},
+        **{"gradient_accumulation_steps": 32, "max_grad_norm": 0.0, "report_to": "none", "optim": "sgd"},
+        **{"use_cpu": DEVICE == "cpu", "bf16": False, "disable_tqdm": True, "logging_steps": 1},
+        **{"save_strategy": "no", "gradient_checkpointing": False, "logging_nan_inf_filter": False},
+        **options,
+    }
+
+
+def sft(folder, tmp_path, kind, **options):
+    model, tokenizer = adapted(folder)
+    config = SFTConfig(
+        **arguments(tmp_path, max_length=80, assistant_only_loss=kind == "assistant", **options)
+    )
+    gradients = Gradients()
+    trainer = SFTTrainer(
+        model,
+        config,
+        train_dataset=Dataset.from_list(ROWS[kind]),
+        eval_dataset=Dataset.from_list(ROWS[kind]),
+        processing_class=tokenizer,
+        callbacks=[gradients],
+    )
+    return trainer, gradients
+
+
+def assert_the_update_is(expected, gradients, loss):
+    expected_loss, expected_grads = expected
+    assert abs(loss / expected_loss - 1) < BOUND
+    assert gradients.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        assert error(gradients[name], grad) < BOUND, name
+
+
+def train(trainer):
+    trainer.train()
+    assert trainer.state.global_step == 1
+    return trainer.state.log_history[0]["loss"]
+
+
+PACKING = {"packing": True, "padding_free": True}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        PACKING,
+        PACKING | {"per_device_train_batch_size": 2},
+        PACKING | {"packing_strategy": "bfd_split"},
+        {"packing": True},
+        {"padding_free": True, "per_device_train_batch_size": 3},
+        {"per_device_train_batch_size": 3},
+        PACKING | {"gradient_checkpointing": True},
+        PACKING | {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        PACKING | {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    ],
+    ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_under_trl(folder, tmp_path, truth, kind, options):
+    trainer, gradients = sft(folder, tmp_path, kind, **options)
+    loss = train(trainer)
+    assert_the_update_is(truth[kind], gradients.seen, loss)
+    log = trainer.state.log_history[0]
+    assert log["num_tokens"] == sum(len(ids) for ids, _ in tokens(kind))
+    assert 0 <= log["mean_token_accuracy"] <= 1
+    assert log["entropy"] > 0
+
+
+@pytest.mark.parametrize("eval_packing", [True, False, None])
+def test_evaluation(folder, tmp_path, truth, eval_packing):
+    """All documents in one row, or one batch, so that the mean over batches is the mean over tokens."""
+    options = PACKING | {"eval_packing": eval_packing, "per_device_eval_batch_size": len(PAIRS)}
+    trainer, _ = sft(folder, tmp_path, "completion", **options)
+    assert abs(trainer.evaluate()["eval_loss"] / truth["completion"][0] - 1) < BOUND
+
+
+@pytest.mark.parametrize(
+    "collator",
+    [{}, {"return_flash_attn_kwargs": True}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}],
+)
+def test_under_a_plain_trainer(folder, tmp_path, truth, collator):
+    model, _ = adapted(folder)
+    rows = [
+        {
+            "input_ids": ids,
+            "labels": [token if mark else -100 for token, mark in zip(ids, marks, strict=True)],
+        }
+        for ids, marks in tokens("completion")
+    ]
+    gradients = Gradients()
+    trainer = Trainer(
+        model,
+        TrainingArguments(**arguments(tmp_path, per_device_train_batch_size=4)),
+        train_dataset=Dataset.from_list(rows),
+        data_collator=DataCollatorWithFlattening(**collator),
+        callbacks=[gradients],
+    )
+    loss = train(trainer)
+    assert_the_update_is(truth["completion"], gradients.seen, loss)
+
+
+def test_in_a_bare_loop(folder, truth):
+    model, _ = adapted(folder)
+    model.train()
+    documents = list(tokens("completion"))
+    counted = sum(sum(marks[1:]) for _, marks in documents)
+    total = 0.0
+    for rows in (documents[:4], documents[4:]):
+        ids = torch.tensor([[token for ids, _ in rows for token in ids]], device=DEVICE)
+        marks = torch.tensor([[mark for _, marks in rows for mark in marks]], device=DEVICE)
+        out = model(
+            input_ids=ids,
+            labels=ids.masked_fill(~marks, -100),
+            packed_seq_lengths=[len(ids) for ids, _ in rows],
+            num_items_in_batch=counted,
+        )
+        out.loss.backward()
+        total += out.loss.item()
+    grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    assert_the_update_is(truth["completion"], grads, total)
