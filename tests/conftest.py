@@ -19,5 +19,5 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def plain_torch_on_a_cpu(monkeypatch):
-    """What a user without a GPU runs. The interpreter, which truncates to bfloat16, is for tests/kernels alone."""
+    """What a user without a GPU runs; the interpreter, which truncates to bfloat16, is for tests/kernels."""
     monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)

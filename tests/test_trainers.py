@@ -1,8 +1,8 @@
 """One update under every trainer against plain transformers in float64, one document at a time.
 
-Every case trains one update over all documents, in several rows and steps of accumulation: its gradients must be
-those of the mean loss over all counted tokens of the update, and its logged loss that mean. The bound, 1e-4, is
-far above the rounding of float32 and far below what one token more or less would do.
+Every case trains one update over all documents, in several rows and steps of accumulation: its gradients
+must be those of the mean loss over all counted tokens of the update, and its logged loss that mean. The
+bound, 1e-4, is far above the rounding of float32 and far below what one token more or less would do.
 """
 
 import pytest
@@ -112,20 +112,17 @@ class Gradients(TrainerCallback):
 
 
 def arguments(tmp_path, **options):
-    return {
-        **{"output_dir": str(tmp_path), "num_train_epochs": 1, "per_device_train_batch_size": 1},
-        **{"gradient_accumulation_steps": 32, "max_grad_norm": 0.0, "report_to": "none", "optim": "sgd"},
-        **{"use_cpu": DEVICE == "cpu", "bf16": False, "disable_tqdm": True, "logging_steps": 1},
-        **{"save_strategy": "no", "gradient_checkpointing": False, "logging_nan_inf_filter": False},
-        **options,
-    }
+    given = {"output_dir": str(tmp_path), "num_train_epochs": 1, "per_device_train_batch_size": 1}
+    given |= {"gradient_accumulation_steps": 32, "max_grad_norm": 0.0, "report_to": "none", "optim": "sgd"}
+    given |= {"use_cpu": DEVICE == "cpu", "bf16": False, "disable_tqdm": True, "logging_steps": 1}
+    given |= {"save_strategy": "no", "gradient_checkpointing": False, "logging_nan_inf_filter": False}
+    return given | options
 
 
 def sft(folder, tmp_path, kind, **options):
     model, tokenizer = adapted(folder)
-    config = SFTConfig(
-        **arguments(tmp_path, max_length=80, assistant_only_loss=kind == "assistant", **options)
-    )
+    options = {"max_length": 80, "assistant_only_loss": kind == "assistant", **options}
+    config = SFTConfig(**arguments(tmp_path, **options))
     gradients = Gradients()
     trainer = SFTTrainer(
         model,
@@ -163,7 +160,7 @@ PACKING = {"packing": True, "padding_free": True}
         PACKING | {"per_device_train_batch_size": 2},
         PACKING | {"packing_strategy": "bfd_split"},
         {"packing": True},
-        {"padding_free": True, "per_device_train_batch_size": 3},
+        {"padding_free": True, "max_length": None, "per_device_train_batch_size": 3},
         {"per_device_train_batch_size": 3},
         PACKING | {"gradient_checkpointing": True},
         PACKING | {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},

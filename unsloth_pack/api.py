@@ -1,13 +1,15 @@
 """`FastLanguageModel`: load, adapt, switch between training and inference. The notebook's entry."""
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
 import torch
 from peft import LoftQConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -119,7 +121,7 @@ class FastLanguageModel:
             )
         model.max_seq_length = max_seq_length
         if adapter is not None:
-            model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+            model = _load_adapter(model, adapter)
         elif not full_finetuning:
             model.requires_grad_(False)
         patch_model(model, attn_backend)
@@ -170,7 +172,7 @@ class FastLanguageModel:
         if not 0 <= lora_dropout < 1:
             raise InputError(f"lora_dropout is {lora_dropout}; a probability in [0, 1) is needed")
         if loftq_config:
-            check_loftq()
+            check_loftq(loftq_config)
         loftq = (
             {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
             if loftq_config
@@ -193,7 +195,10 @@ class FastLanguageModel:
         )
         patch = patch_of(model)
         attn_backend = "auto" if patch is None else patch.attn_backend
-        adapted = get_peft_model(model, config)
+        try:
+            adapted = get_peft_model(model, config)
+        except (ValueError, TypeError, ImportError) as error:
+            raise InputError(f"cannot put an adapter on the model: {error}") from error
         patch_model(adapted, attn_backend)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
         return _finish(adapted)
@@ -209,14 +214,15 @@ class FastLanguageModel:
         return model.train()
 
 
-def check_loftq() -> None:
+def check_loftq(loftq_config: Mapping[str, Any]) -> None:
     """Refuse LoftQ where PEFT cannot compute it.
 
     Raises:
         InputError: there is no CUDA device.
     """
     if not torch.cuda.is_available():
-        raise InputError("loftq_config is set, but PEFT computes LoftQ on CUDA only; leave it out")
+        given = json.dumps(dict(loftq_config))
+        raise InputError(f"loftq_config is {given}, but PEFT computes LoftQ on CUDA only; leave it out")
 
 
 def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool) -> None:
@@ -266,6 +272,14 @@ def _load(auto_class: Any, source: str, **kwargs: Any) -> Any:
             raise
         first_line = str(error).strip().splitlines()[0]
         raise InputError(f"cannot load {source}: {first_line}") from error
+
+
+def _load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
+    try:
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    except (OSError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(f"cannot load the adapter {adapter} onto its base model: {first_line}") from error
 
 
 def _has_tokenizer(folder: str) -> bool:

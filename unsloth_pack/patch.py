@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -190,6 +191,7 @@ class _Parts:
     norms: list[nn.Module]
     mlps: list[tuple[nn.Module, str | None]]  # with the kernel's activation, None where it cannot be fused
     loras: list[LoraLinear]
+    other_loras: list[LoraLayer]  # quantised, or on parameters such as stacked experts
 
     @classmethod
     def of(cls, decoder: Any) -> "_Parts":
@@ -198,6 +200,11 @@ class _Parts:
             norms=[module for module in decoder.modules() if type(module) is type(decoder.norm)],
             mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
             loras=[module for module in decoder.modules() if type(module) is LoraLinear],
+            other_loras=[
+                module
+                for module in decoder.modules()
+                if isinstance(module, LoraLayer) and type(module) is not LoraLinear
+            ],
         )
 
 
@@ -226,6 +233,7 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
         kinds = {type(mlp).__name__ for mlp, activation in parts.mlps if activation is None}
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
     reasons = Counter(why_not_fused(lora) for lora in parts.loras)
+    reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in parts.other_loras)
     if n_fused := reasons.pop(None, 0):
         fused["LoRA"] = f"{n_fused} layers, each as one autograd node"
     if reasons:

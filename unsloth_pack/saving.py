@@ -12,10 +12,12 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from unsloth_pack.errors import InputError
 
@@ -88,7 +90,8 @@ def _write_merged(model: nn.Module, folder: str) -> None:
         else:
             for name in base._tied_weights_keys or ():
                 weights.pop(name, None)
-    save_torch_state_dict(weights, folder)
+    as_on_the_hub = revert_weight_conversion(base, weights)  # stacked experts come apart, as views
+    save_torch_state_dict({name: weight.clone() for name, weight in as_on_the_hub.items()}, folder)
     config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
@@ -103,6 +106,13 @@ def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
 
     def visit(module: nn.Module, path: str) -> None:
+        if isinstance(module, ParamWrapper):
+            visit(module.get_base_layer(), path)
+            while isinstance(module, ParamWrapper):  # one around the other, each for one parameter
+                name = f"{path}.{module.parameter_name}"
+                weights[name] = _with_deltas(weights[name], module)
+                module = module.base_layer
+            return
         if isinstance(module, LoraLayer):
             layer = module.get_base_layer()
             weights[f"{path}.weight"] = _merged_weight(module, path)
@@ -143,6 +153,15 @@ def _merged_weight(layer: LoraLayer, path: str) -> Tensor:
             weight = (magnitude.weight.detach().float() / norm)[:, None] * (weight + delta)
         else:
             weight = weight + delta
+    return weight
+
+
+def _with_deltas(weight: Tensor, layer: ParamWrapper) -> Tensor:
+    """Stacked experts, `[experts, in, out]` or `[experts, out, in]`, with every active adapter."""
+    weight = weight.detach().float()
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_A:
+            weight = weight + layer.get_delta_weight(adapter).detach().float()
     return weight
 
 

@@ -123,7 +123,7 @@ def check_trainer(options: TrainOptions) -> None:
         name = "load_in_4bit" if options.load_in_4bit else "load_in_8bit"
         raise InputError(f"{name} is set but bitsandbytes is not installed; pip install 'unsloth-pack[cuda]'")
     if options.loftq_config is not None:
-        check_loftq()
+        check_loftq(options.loftq_config)
     optimizers = [name.value for name in OptimizerNames]
     if options.optim not in optimizers:
         raise InputError(f"optim is {options.optim!r}; choose one of {', '.join(optimizers)}")

@@ -39,7 +39,7 @@ class FastLoraLinear(nn.Module):
 def why_not_fused(layer: LoraLinear) -> str | None:
     """Why a LoRA layer runs through PEFT's own forward, or None where it is fused."""
     if type(layer.base_layer) is not nn.Linear:
-        return f"base is a {type(layer.base_layer).__name__}"
+        return f"on a {type(layer.base_layer).__name__}"
     if layer.base_layer.weight.requires_grad:
         return "the base weight is trained"
     if len(layer.active_adapters) != 1:
