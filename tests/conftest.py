@@ -1,5 +1,7 @@
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices are faster so; read when torch is imported
+
 import pytest
 import torch
 

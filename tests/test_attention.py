@@ -56,7 +56,7 @@ def as_transformers(q_NHD, k_NKD, v_NKD, lengths, options):
     for qkv in zip(*(x.split(lengths) for x in (q_NHD, k_NKD, v_NKD)), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
         age = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])[None, :]
-        mask = (age >= 0) & (age < (options.window or q.shape[2]))
+        mask = ((age >= 0) & (age < (options.window or q.shape[2]))).to(q.device)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
@@ -85,15 +85,14 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
     truth = output_and_gradients(
         lambda *x: written_out(*x, lengths, options), [x.double() for x in tensors], grad.double()
     )
-    plain = output_and_gradients(lambda *x: as_transformers(*x, lengths, options), tensors, grad)
+    on_device = [x.to(DEVICE) for x in tensors]
+    plain = output_and_gradients(lambda *x: as_transformers(*x, lengths, options), on_device, grad.to(DEVICE))
     row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
     names = backends_that_can(dtype, d, options)
     assert "sdpa" in names
     for name in names:
         got = output_and_gradients(
-            lambda *x, name=name: attend(*x, row, options, name),
-            [x.to(DEVICE) for x in tensors],
-            grad.to(DEVICE),
+            lambda *x, name=name: attend(*x, row, options, name), on_device, grad.to(DEVICE)
         )
         for what, g, p, t in zip(["out", "q", "k", "v"], got, plain, truth, strict=True):
             assert error(g, t) <= 1.5 * error(p, t), (name, what)

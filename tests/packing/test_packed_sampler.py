@@ -1,0 +1,211 @@
+"""PackedSampler: equal rows, even work, one order for any number of ranks, and exact resumption."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing import PackedSampler, plan_packs
+
+CAPACITY = 2048
+
+
+@pytest.fixture(scope="module")
+def rows():
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(5.2, 1.1, 12_000), 1, CAPACITY).astype(int)
+    return [lengths[documents].tolist() for documents in plan_packs(lengths, CAPACITY).bins]
+
+
+def samplers(rows, world_size, **arguments):
+    return [PackedSampler(rows, world_size, rank, **arguments) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows_per_rank", [1, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_rank_has_as_many_rows(rows, world_size, rows_per_rank, drop_last):
+    ranks = samplers(rows, world_size, rows_per_rank=rows_per_rank, drop_last=drop_last)
+    lengths = [len(sampler) for sampler in ranks]
+    taken = [list(sampler) for sampler in ranks]
+    window = world_size * rows_per_rank
+    assert len(set(lengths)) == 1
+    assert [len(t) for t in taken] == lengths
+    seen = np.bincount(np.concatenate(taken).astype(int), minlength=len(rows))
+    if drop_last:
+        assert seen.max() == 1
+        assert (seen == 0).sum() == len(rows) % window
+    else:
+        assert seen.min() == 1
+        assert seen.sum() == -(-len(rows) // window) * window
+
+
+def test_the_first_rows_of_the_order_come_again(rows):
+    ranks = samplers(rows[:50], 8)
+    taken = np.concatenate([list(sampler) for sampler in ranks])
+    seen = np.bincount(taken, minlength=50)
+    assert set(np.flatnonzero(seen == 2)) == set(ranks[0].global_order()[:6])
+
+
+def test_fewer_rows_than_ranks():
+    taken = np.concatenate([list(sampler) for sampler in samplers([[1], [2], [3]], 8)])
+    assert len(taken) == 8
+    assert set(taken) == {0, 1, 2}
+    with pytest.raises(InputError, match="3 rows are no whole window of 8 ranks with 1 rows each"):
+        PackedSampler([[1], [2], [3]], 8, drop_last=True)
+
+
+def test_the_global_order_is_the_same_for_any_number_of_ranks(rows):
+    order = PackedSampler(rows, seed=7).global_order()
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    for world_size, rows_per_rank in ((2, 8), (4, 4), (16, 1)):
+        ranks = samplers(rows, world_size, rows_per_rank=rows_per_rank, seed=7, drop_last=True)
+        assert np.array_equal(ranks[0].global_order(), order)
+        taken = np.array([list(sampler) for sampler in ranks]).reshape(world_size, -1, rows_per_rank)
+        for i in range(taken.shape[1]):
+            assert sorted(taken[:, i].ravel()) == sorted(order[16 * i : 16 * (i + 1)])
+
+
+def test_order_depends_on_seed_and_epoch(rows):
+    sampler = PackedSampler(rows, seed=1)
+    first = list(sampler)
+    assert first == list(sampler)
+    sampler.set_epoch(1)
+    assert first != list(sampler)
+    assert first != list(PackedSampler(rows, seed=2))
+    assert list(PackedSampler(rows, shuffle=False)) == list(range(len(rows)))
+
+
+def test_work_is_evener_than_dealt_in_turn(rows):
+    sampler = PackedSampler(rows, 8, rows_per_rank=8)
+    squares = np.array([sum(n * n for n in row) for row in rows])
+    tokens = np.array([sum(row) for row in rows])
+    windows = sampler.global_order()[: len(rows) // 64 * 64].reshape(-1, 64)
+
+    def waiting(by_rank):
+        cost = 0.5 * squares[by_rank] / squares.mean() + 0.5 * tokens[by_rank] / tokens.mean()
+        of_window = cost.sum(axis=2)
+        return 1 - of_window.mean(axis=1).sum() / of_window.max(axis=1).sum()
+
+    in_turn = waiting(windows.reshape(-1, 8, 8))
+    spread = sampler.spread()
+    assert spread.waiting < in_turn / 3
+    assert spread.attention < 0.01
+    assert spread.tokens < 0.01
+
+
+def test_one_row_a_rank_evens_out_over_the_epoch(rows):
+    spread = PackedSampler(rows, 4, rows_per_rank=1, attention_weight=1.0).spread()
+    squares = np.array([sum(n * n for n in row) for row in rows])
+    order = PackedSampler(rows, 4).global_order()
+    sums = squares[order[: len(rows) // 4 * 4]].reshape(-1, 4).sum(axis=0)
+    assert spread.attention < 0.2 * np.ptp(sums) / sums.mean()
+
+
+def test_spread_by_hand():
+    sampler = PackedSampler(
+        [[4], [2, 2], [1, 3], [2, 1]], 2, rows_per_rank=2, shuffle=False, attention_weight=1
+    )
+    assert sampler.assignment().tolist() == [[0, 3], [1, 2]]  # squares 16 + 5 and 8 + 10
+    spread = sampler.spread()
+    assert spread.attention == pytest.approx(3 / 19.5)
+    assert spread.tokens == pytest.approx(1 / 7.5)
+    assert spread.waiting == pytest.approx(1 - 19.5 / 21)
+    assert str(spread) == "estimated spread between ranks: attention 15.38%, tokens 13.33%, waiting 7.14%"
+
+
+def test_equal_rows_have_no_spread():
+    spread = PackedSampler([[3, 3]] * 8, 4).spread()
+    assert (spread.attention, spread.tokens, spread.waiting) == (0.0, 0.0, 0.0)
+
+
+# ---- going on
+
+
+@pytest.mark.parametrize("done", [0, 1, 5, 40, "all but one"])
+def test_the_same_ranks_go_on_exactly(rows, done):
+    for rank in range(3):
+        sampler = PackedSampler(rows, 3, rank, rows_per_rank=4)
+        sampler.set_epoch(2)
+        whole = list(sampler)
+        taken = len(whole) - 1 if done == "all but one" else done
+        sampler = PackedSampler(rows, 3, rank, rows_per_rank=4)
+        sampler.set_epoch(2)
+        head = list(itertools.islice(sampler, taken))
+        restored = PackedSampler(rows, 3, rank, rows_per_rank=4)
+        restored.load_state_dict(sampler.state_dict())
+        restored.set_epoch(2)
+        assert len(restored) == len(whole)
+        assert head + list(restored) == whole
+
+
+def test_another_number_of_ranks_goes_on_from_the_same_row(rows):
+    order = PackedSampler(rows, seed=3).global_order()
+    before = samplers(rows, 2, rows_per_rank=4, seed=3)
+    for sampler in before:
+        list(itertools.islice(sampler, 12))
+    after = samplers(rows, 8, rows_per_rank=1, seed=3)
+    for sampler in after:
+        sampler.load_state_dict(before[0].state_dict())
+    taken = np.array([list(sampler) for sampler in after])
+    assert sorted(taken[:, 0]) == sorted(order[24:32])
+    assert set(taken.ravel()) - set(order[:8]) == set(order[24:])
+
+    for sampler in (again := samplers(rows, 4, seed=3)):
+        sampler.load_state_dict(after[0].state_dict(rows_done=5))
+    assert sorted(next(iter(sampler)) for sampler in again) == sorted(order[64:68])
+
+
+def test_another_number_of_ranks_cannot_take_up_half_a_window(rows):
+    sampler = PackedSampler(rows, 2, rows_per_rank=4)
+    list(itertools.islice(sampler, 5))
+    with pytest.raises(InputError, match="after 5 rows of a rank, inside a window of 4; go on with 2 ranks"):
+        PackedSampler(rows, 8).load_state_dict(sampler.state_dict())
+
+
+def test_rows_that_a_loader_read_ahead_are_not_done(rows):
+    sampler = PackedSampler(rows, 2, 0)
+    whole = list(sampler)
+    restored = PackedSampler(rows, 2, 0)
+    restored.load_state_dict(sampler.state_dict(rows_done=10))
+    assert list(restored) == whole[10:]
+
+
+def test_a_state_of_other_rows_is_refused(rows):
+    state = PackedSampler(rows).state_dict()
+    with pytest.raises(InputError, match=f"saved with rows={len(rows)} and this one has {len(rows) - 1}"):
+        PackedSampler(rows[1:]).load_state_dict(state)
+    with pytest.raises(InputError, match="saved with seed=0 and this one has 4"):
+        PackedSampler(rows, seed=4).load_state_dict(state)
+
+
+def test_a_data_loader_takes_it(rows):
+    sampler = PackedSampler(rows, 2, 1, rows_per_rank=2)
+    loader = torch.utils.data.DataLoader(range(len(rows)), batch_size=2, sampler=sampler)
+    batches = [batch.tolist() for batch in loader]
+    assert list(itertools.chain(*batches)) == list(sampler)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"world_size": 0}, "world_size is 0"),
+        ({"world_size": 2, "rank": 2}, "rank is 2 of 2; give 0 to 1"),
+        ({"rank": -1}, "rank is -1 of 1"),
+        ({"rows_per_rank": 0}, "rows_per_rank is 0"),
+        ({"attention_weight": 1.5}, "attention_weight is 1.5"),
+        ({"seq_lengths": []}, "there are no rows"),
+        ({"seq_lengths": [[1], []]}, "row 1 has no documents"),
+        ({"seq_lengths": [[0], [0]]}, "no document has tokens"),
+        ({"seq_lengths": [[1], [-2]]}, "document 1 has -2 tokens"),
+    ],
+)
+def test_bad_arguments(arguments, says):
+    with pytest.raises(InputError) as caught:
+        PackedSampler(**{"seq_lengths": [[1]], **arguments})
+    assert says in str(caught.value)

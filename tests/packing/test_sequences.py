@@ -1,0 +1,316 @@
+"""pack_sequences and concatenate_and_pack: exact rows, the kinds that come out, and what bad input says."""
+
+import gc
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing import CutCounts, PackingWarning, concatenate_and_pack, pack_sequences
+
+SEQUENCES = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11, 12]]
+ROWS = [[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 10, 11, 12, 0]]
+IDS = [[1, 2, 3], [4, 5, 6, 7]]
+LABELS = [[-100, 2, 3], [-100, -100, 6, 7]]
+MASKS = [[1, 1, 1], [1, 1, 1, 1]]
+
+KINDS = {
+    "list": lambda x: x,
+    "tuple": tuple,
+    "numpy": lambda x: np.array(x, np.int32),
+    "torch": lambda x: torch.tensor(x, dtype=torch.int32),
+}
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PackingWarning)
+        yield
+
+
+def as_lists(rows):
+    return rows if isinstance(rows, list) else rows.tolist()
+
+
+def error_of(*args, **kwargs):
+    with pytest.raises(InputError) as caught:
+        pack_sequences(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- rows
+
+
+def test_rows_and_boundaries():
+    assert pack_sequences(SEQUENCES, 8, 0) == ROWS
+    packed, boundaries = pack_sequences(SEQUENCES, 8, 0, return_boundaries=True)
+    assert packed == ROWS
+    assert boundaries == [(0, 0, 3), (0, 3, 5), (1, 0, 4), (1, 4, 7)]
+
+
+def test_boundaries_are_in_input_order_for_any_strategy():
+    packed, boundaries = pack_sequences(SEQUENCES, 7, 0, strategy="bfd", return_boundaries=True)
+    assert packed == [[6, 7, 8, 9, 1, 2, 3], [10, 11, 12, 4, 5, 0, 0]]
+    assert boundaries == [(0, 4, 7), (1, 3, 5), (0, 0, 4), (1, 0, 3)]
+
+
+def test_separators():
+    packed, boundaries = pack_sequences(SEQUENCES, 8, 0, sep_token_id=99, return_boundaries=True)
+    assert packed == [[1, 2, 3, 99, 4, 5, 0, 0], [6, 7, 8, 9, 99, 10, 11, 12]]
+    assert boundaries == [(0, 0, 3), (0, 4, 6), (1, 0, 4), (1, 5, 8)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_separator_never_ends_a_row_nor_overfills_it(kind):
+    sequences = [KINDS[kind](x) for x in ([1, 2, 3, 4], [5, 6, 7], [8], [9, 10])]
+    packed = as_lists(pack_sequences(sequences, 4, 0, sep_token_id=99))
+    assert packed == [[1, 2, 3, 4], [5, 6, 7, 0], [8, 99, 9, 10]]
+
+
+@pytest.mark.parametrize("strategy", ["next_fit", "first_fit", "ffd", "bfd"])
+def test_every_kind_gives_the_same_rows(strategy):
+    for separator in (None, 99):
+        packed = {
+            name: as_lists(
+                pack_sequences([make(x) for x in SEQUENCES], 8, 0, strategy=strategy, sep_token_id=separator)
+            )
+            for name, make in KINDS.items()
+        }
+        assert packed["tuple"] == packed["numpy"] == packed["torch"] == packed["list"]
+
+
+def test_the_kind_that_came_in_comes_out():
+    assert [type(row) for row in pack_sequences([(1, 2), (3,)], 4, 0)] == [list]
+    array = pack_sequences([KINDS["numpy"](x) for x in SEQUENCES], 8, 0)
+    assert (type(array), array.dtype, array.shape) == (np.ndarray, np.int32, (2, 8))
+    tensor = pack_sequences([KINDS["torch"](x) for x in SEQUENCES], 8, 0)
+    assert (type(tensor), tensor.dtype, tuple(tensor.shape)) == (torch.Tensor, torch.int32, (2, 8))
+    floats = pack_sequences([torch.tensor([0.5, 0.25])], 3, 0.0)
+    assert torch.equal(floats, torch.tensor([[0.5, 0.25, 0.0]]))
+
+
+def test_two_dimensional_input_and_no_sequences():
+    assert pack_sequences(np.array([[1, 2], [3, 4]]), 5, 0).tolist() == [[1, 2, 3, 4, 0]]
+    assert pack_sequences(torch.tensor([[1, 2], [3, 4]]), 5, 0).tolist() == [[1, 2, 3, 4, 0]]
+    assert pack_sequences(np.zeros((0, 3), np.int16), 5, 0).shape == (0, 5)
+    assert pack_sequences([], 5, 0) == []
+    assert pack_sequences([], 5, 0, return_boundaries=True) == ([], [])
+    assert pack_sequences(iter([[1], [2]]), 2, 0) == [[1, 2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_but_empty_sequences(kind):
+    sequences = [KINDS[kind]([]), KINDS[kind]([])]
+    packed = pack_sequences(sequences, 5, 0, return_boundaries=True, return_counts=True)
+    assert (as_lists(packed[0]), *packed[1:]) == ([], [], CutCounts(empty=2))
+
+
+def test_length_one_and_length_of_the_row():
+    assert pack_sequences([[1]], 1, 0) == [[1]]
+    assert pack_sequences([[1, 2], [3], [4]], 2, 0) == [[1, 2], [3, 4]]
+
+
+def test_rows_are_new_lists():
+    sequence = [1, 2]
+    (row,) = pack_sequences([sequence], 2, 0)
+    row[0] = 9
+    assert sequence == [1, 2]
+
+
+def test_ids_and_labels_packed_apart_stay_aligned():
+    labels = [[-x for x in sequence] for sequence in SEQUENCES]
+    for strategy in ("next_fit", "bfd"):
+        ids = pack_sequences(SEQUENCES, 8, 0, strategy=strategy)
+        assert pack_sequences(labels, 8, 0, strategy=strategy) == [[-x for x in row] for row in ids]
+
+
+def test_garbage_collection_is_as_it_was():
+    gc.disable()
+    try:
+        pack_sequences(SEQUENCES, 8, 0)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    pack_sequences(SEQUENCES, 8, 0)
+    assert gc.isenabled()
+
+
+# ---- empty and over-long
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("overlong", "rows", "boundaries", "counts"),
+    [
+        (
+            "truncate",
+            [[1, 2, 3, 0], [4, 5, 6, 7], [9, 0, 0, 0]],
+            [(0, 0, 3), (1, 0, 4), (2, 0, 1)],
+            CutCounts(empty=1, truncated=1, tokens_lost=1),
+        ),
+        (
+            "drop",
+            [[1, 2, 3, 9]],
+            [(0, 0, 3), (0, 3, 4)],
+            CutCounts(empty=1, dropped=1, tokens_lost=5),
+        ),
+        (
+            "split",
+            [[1, 2, 3, 0], [4, 5, 6, 7], [8, 9, 0, 0]],
+            [(0, 0, 3), (1, 0, 4), (2, 0, 1), (2, 1, 2)],
+            CutCounts(empty=1, split=1),
+        ),
+    ],
+)
+def test_empty_and_overlong(kind, overlong, rows, boundaries, counts):
+    sequences = [KINDS[kind](x) for x in ([1, 2, 3], [], [4, 5, 6, 7, 8], [9])]
+    packed = pack_sequences(sequences, 4, 0, overlong=overlong, return_boundaries=True, return_counts=True)
+    assert (as_lists(packed[0]), *packed[1:]) == (rows, boundaries, counts)
+    with pytest.warns(PackingWarning, match="pack_sequences: 1 empty dropped, 1 over-long") as caught:
+        pack_sequences(sequences, 4, 0, overlong=overlong)
+    assert caught[0].filename == __file__
+
+
+def test_overlong_is_an_error_unless_asked():
+    message = error_of([[1], [1] * 9], 8, 0)
+    assert message.startswith("sequences[1] has 9 tokens and a row holds 8; raise the length of a row")
+    message = error_of([[1]], 8, 0, overlong="cut")
+    assert "overlong is 'cut'; choose one of error, truncate, drop, split" in message
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("sequences", "says"),
+    [
+        ([1, 2, 3], "sequences[0] is a int; give a list"),
+        ([[1], None], "sequences[1] is a NoneType"),
+        (["text"], "sequences[0] is a str"),
+        ("text", "sequences is a str; give a list of token sequences"),
+        (7, "sequences is a int"),
+        ({"input_ids": [[1]]}, "sequences is a dict"),
+        ([[1], [[2]]], "sequences[1] holds lists, not tokens; give one flat list a document"),
+        ([["a", "b"]], "sequences[0] holds strs, not tokens"),
+        ([[1], np.array([2])], "sequences[1] is numpy int64 and sequences[0] is list"),
+        (
+            [np.array([1]), np.array([2], np.int32)],
+            "sequences[1] is numpy int32 and sequences[0] is numpy int64",
+        ),
+        ([torch.tensor([1]), torch.tensor([2.0])], "sequences[1] is torch torch.float32"),
+        ([np.array([[1]])], "sequences[0] has shape (1, 1); give one flat sequence"),
+        (np.array([1, 2]), "sequences[0] is a int64"),
+        (torch.tensor([1, 2]), "sequences[0] has shape ()"),
+        (torch.tensor(3), "sequences is a single number"),
+        ([np.array(["a"])], "sequences[0] is an array of <U1; give numbers"),
+    ],
+)
+def test_what_is_no_list_of_sequences(sequences, says):
+    assert says in error_of(sequences, 8, 0)
+
+
+@pytest.mark.parametrize("max_length", [0, -3, 2.0, None])
+def test_bad_row_length(max_length):
+    assert f"max_length is {max_length!r}; give a whole number of at least 1" in error_of(
+        [[1]], max_length, 0
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pad", [None, "0", True])
+def test_padding_that_is_no_number(kind, pad):
+    sequences = [KINDS[kind]([1])]
+    assert f"pad_token_id is {pad!r}; give a number" in error_of(sequences, 8, pad)
+    if pad is not None:
+        assert f"sep_token_id is {pad!r}" in error_of(sequences, 8, 0, sep_token_id=pad)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+@pytest.mark.parametrize(("dtype", "pad"), [("uint8", -100), ("int16", 50256), ("int32", 0.5)])
+def test_padding_that_the_type_cannot_hold(make, dtype, pad):
+    sequences = [make([1], dtype=getattr(np if make is np.array else torch, dtype))]
+    assert f"pad_token_id {pad} does not fit into" in error_of(sequences, 8, pad)
+
+
+# ---- three columns
+
+
+def test_three_columns():
+    packed = concatenate_and_pack(IDS, LABELS, MASKS, max_length=8, pad_token_id=0, label_pad_id=-100)
+    assert packed == (
+        [[1, 2, 3, 4, 5, 6, 7, 0]],
+        [[-100, 2, 3, -100, -100, 6, 7, -100]],
+        [[1, 1, 1, 1, 1, 1, 1, 0]],
+    )
+
+
+def test_each_column_keeps_its_kind():
+    ids, labels, masks = concatenate_and_pack(
+        [torch.tensor(x) for x in IDS], [np.array(x) for x in LABELS], MASKS, max_length=5, pad_token_id=7
+    )
+    assert torch.equal(ids, torch.tensor([[1, 2, 3, 7, 7], [4, 5, 6, 7, 7]]))
+    assert labels.tolist() == [[-100, 2, 3, -100, -100], [-100, -100, 6, 7, -100]]
+    assert masks == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
+
+
+def test_chunks_packed_apart_can_be_concatenated():
+    chunks = [
+        [np.concatenate([np.array(row) for row in column]) for column in packed]
+        for packed in (
+            concatenate_and_pack([ids], [labels], [mask], max_length=8, pad_token_id=0)
+            for ids, labels, mask in zip(IDS, LABELS, MASKS, strict=True)
+        )
+    ]
+    ids, labels, masks = (np.stack(column) for column in zip(*chunks, strict=True))
+    assert ids.shape == labels.shape == masks.shape == (2, 8)
+    arrays = [pack_sequences([np.array(x)], 8, 0) for x in IDS]
+    assert np.concatenate(arrays).tolist() == ids.tolist()
+
+
+def test_three_columns_cut_alike():
+    packed = concatenate_and_pack(
+        [[], *IDS],
+        [[], *LABELS],
+        [[], *MASKS],
+        max_length=3,
+        pad_token_id=0,
+        overlong="split",
+        return_counts=True,
+    )
+    assert packed == (
+        [[1, 2, 3], [4, 5, 6], [7, 0, 0]],
+        [[-100, 2, 3], [-100, -100, 6], [7, -100, -100]],
+        [[1, 1, 1], [1, 1, 1], [1, 0, 0]],
+        CutCounts(empty=1, split=1),
+    )
+    with pytest.warns(PackingWarning, match="concatenate_and_pack: 1 over-long truncated"):
+        concatenate_and_pack(IDS, LABELS, MASKS, max_length=3, pad_token_id=0, overlong="truncate")
+
+
+@pytest.mark.parametrize(
+    ("labels", "masks", "says"),
+    [
+        (LABELS[:1], MASKS, "input_ids has 2 documents and labels has 1"),
+        (LABELS, [*MASKS, [1]], "input_ids has 2 documents and attention_masks has 3"),
+        ([[1, 2, 3], [4]], MASKS, "input_ids[1] has 4 tokens and labels[1] has 1"),
+        (LABELS, [[1], [1] * 4], "input_ids[0] has 3 tokens and attention_masks[0] has 1"),
+        (None, MASKS, "labels is a NoneType"),
+    ],
+)
+def test_columns_that_do_not_match(labels, masks, says):
+    with pytest.raises(InputError) as caught:
+        concatenate_and_pack(IDS, labels, masks, max_length=8, pad_token_id=0)
+    assert says in str(caught.value)
+
+
+def test_three_columns_overlong_and_bad_length():
+    with pytest.raises(InputError, match=r"input_ids\[1\] has 4 tokens and a row holds 3"):
+        concatenate_and_pack(IDS, LABELS, MASKS, max_length=3, pad_token_id=0)
+    with pytest.raises(InputError, match="max_length is 0"):
+        concatenate_and_pack(IDS, LABELS, MASKS, max_length=0, pad_token_id=0)
+    with pytest.raises(InputError, match="label_pad_id -100 does not fit into numpy uint8"):
+        concatenate_and_pack([[1]], [np.array([1], np.uint8)], [[1]], max_length=3, pad_token_id=0)

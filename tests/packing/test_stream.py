@@ -1,0 +1,388 @@
+"""PackingStream: what goes out when, the carry, the end, saved states, rollouts, what bad examples say."""
+
+import io
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing import PackingStream
+
+
+def example(length, first=0):
+    ids = list(range(first, first + length))
+    return {"input_ids": ids, "labels": [-x for x in ids]}
+
+
+def examples(seed, number, longest):
+    """Examples in which no two tokens are alike."""
+    lengths = np.random.default_rng(seed).integers(1, longest + 1, number).tolist()
+    return [example(n, first) for n, first in zip(lengths, itertools.accumulate([0, *lengths]), strict=False)]
+
+
+def lengths_out(stream, lengths):
+    return [pack["seq_lengths"] for pack in stream.pack([0] * n for n in lengths)]
+
+
+def documents_of(packs):
+    for pack in packs:
+        ends = list(itertools.accumulate(pack["seq_lengths"]))
+        for length, end in zip(pack["seq_lengths"], ends, strict=True):
+            yield tuple(pack["input_ids"][end - length : end])
+
+
+# ---- packs
+
+
+def test_a_pack_has_the_columns_of_its_examples():
+    stream = PackingStream(8, buffer_size=3, strategy="next_fit")
+    packs = list(stream.pack([example(3, 1), example(4, 4)]))
+    assert packs == [
+        {
+            "input_ids": [1, 2, 3, 4, 5, 6, 7],
+            "labels": [-1, -2, -3, -4, -5, -6, -7],
+            "seq_lengths": [3, 4],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "check"),
+    [
+        (list, lambda x: isinstance(x, list)),
+        (lambda x: np.array(x, np.int32), lambda x: isinstance(x, np.ndarray) and x.dtype == np.int32),
+        (torch.tensor, lambda x: isinstance(x, torch.Tensor) and x.dtype == torch.int64),
+    ],
+)
+def test_the_kind_that_came_in_comes_out(make, check):
+    for source in ([make([1, 2]), make([3])], [{"input_ids": make([1, 2])}, {"input_ids": make([3])}]):
+        (pack,) = PackingStream(4).pack(source)
+        assert check(pack["input_ids"])
+        assert list(pack["input_ids"]) == [1, 2, 3]
+        assert pack["seq_lengths"] == [2, 1]
+
+
+@pytest.mark.parametrize("strategy", ["next_fit", "first_fit", "ffd", "bfd"])
+def test_nothing_is_lost_split_or_overfull(strategy):
+    source = examples(0, 500, longest=40)
+    stream = PackingStream(64, buffer_size=32, strategy=strategy)
+    packs = list(stream.pack(source))
+    assert sorted(documents_of(packs)) == sorted(tuple(e["input_ids"]) for e in source)
+    assert all(len(pack["input_ids"]) == sum(pack["seq_lengths"]) <= 64 for pack in packs)
+    assert all(pack["labels"] == [-x for x in pack["input_ids"]] for pack in packs)
+    tokens = sum(len(e["input_ids"]) for e in source)
+    counts = stream.counts
+    assert (counts.examples, counts.documents, counts.tokens, counts.packs) == (500, 500, tokens, len(packs))
+
+
+# ---- when packs go out
+
+
+def test_nothing_goes_out_before_the_buffer_is_full():
+    stream = PackingStream(8, buffer_size=4)
+    for _ in range(3):
+        stream.push([0] * 8)
+        assert stream.pop() is None
+    stream.push([0] * 2)
+    assert [stream.pop()["seq_lengths"] for _ in range(3)] == [[8], [8], [8]]
+    assert stream.pop() is None
+    assert stream.waiting == 1
+
+
+def test_underfilled_groups_wait_for_the_next_buffer():
+    stream = PackingStream(10, buffer_size=4, min_fill_ratio=0.7, seed=None)
+    for length in (10, 4, 10, 10):
+        stream.push([0] * length)
+    assert [stream.pop()["seq_lengths"] for _ in range(2)] == [[10], [10]]
+    assert stream.pop() is None  # 4 is not full enough, and the last 10 is the newest
+    assert stream.waiting == 2
+    for length in (6, 1):
+        stream.push([0] * length)
+    assert stream.pop()["seq_lengths"] == [10]
+    assert stream.pop()["seq_lengths"] == [4, 6]
+    assert stream.pop() is None
+
+
+def test_the_ratio_itself_is_full_enough():
+    for ratio, goes in ((0.7, 7), (0.29, 29), (0.07, 7)):
+        capacity = 10 if ratio == 0.7 else 100
+        stream = PackingStream(capacity, buffer_size=2, min_fill_ratio=ratio, seed=None)
+        stream.push([0] * goes)
+        stream.push([0] * capacity)
+        assert stream.pop()["seq_lengths"] == [goes]
+
+
+def test_the_newest_example_waits_though_its_group_is_full_enough():
+    stream = PackingStream(10, buffer_size=2, strategy="next_fit")
+    assert lengths_out(stream, [9, 8, 2]) == [[9], [8, 2]]
+
+
+def test_the_newest_goes_where_only_its_group_is_full_enough():
+    stream = PackingStream(10, buffer_size=2)
+    stream.push([0] * 3)
+    stream.push([0] * 10)
+    assert stream.pop()["seq_lengths"] == [10]
+    assert stream.waiting == 1
+
+
+def test_the_oldest_goes_where_no_group_is_full_enough():
+    stream = PackingStream(10, buffer_size=3, min_fill_ratio=1.0, seed=None)
+    for length in (6, 7, 8):
+        stream.push([0] * length)
+    assert stream.pop()["seq_lengths"] == [6]
+    assert stream.pop() is None
+
+
+def test_the_buffer_is_bounded():
+    stream = PackingStream(10, buffer_size=16, min_fill_ratio=1.0)
+    for length in np.random.default_rng(0).integers(1, 11, 2000).tolist():
+        stream.push([0] * length)
+        while stream.pop() is not None:
+            pass
+        assert stream.waiting < 16
+
+
+def test_an_endless_source():
+    stream = PackingStream(10, buffer_size=8)
+    packs = list(itertools.islice(stream.pack([0] * n for n in itertools.cycle([3, 4, 7])), 100))
+    assert all(sum(pack["seq_lengths"]) >= 7 for pack in packs)
+
+
+# ---- the end
+
+
+def test_at_the_end_all_go_out():
+    assert sorted(lengths_out(PackingStream(10, buffer_size=4), [10, 3])) == [[3], [10]]
+
+
+def test_drop_last_drops_and_counts_what_is_not_full_enough():
+    stream = PackingStream(10, buffer_size=8, drop_last=True)
+    assert lengths_out(stream, [10, 8, 1, 3, 3]) in ([[10], [8, 1]], [[8, 1], [10]])
+    assert (stream.counts.leftover_documents, stream.counts.leftover_tokens) == (2, 6)
+    assert (stream.counts.documents, stream.counts.tokens) == (3, 19)
+    assert stream.waiting == 0
+
+
+def test_no_examples():
+    assert list(PackingStream(8).pack([])) == []
+
+
+# ---- empty and over-long
+
+
+@pytest.mark.parametrize(
+    ("overlong", "out", "lost"),
+    [("truncate", [[4], [2]], 2), ("drop", [[2]], 6), ("split", [[4], [2, 2]], 0)],
+)
+def test_empty_and_overlong_are_counted(overlong, out, lost):
+    stream = PackingStream(4, seed=None, overlong=overlong)
+    assert lengths_out(stream, [0, 6, 2]) == out
+    counts = stream.counts
+    assert (counts.empty, counts.truncated + counts.dropped + counts.split, counts.tokens_lost) == (
+        1,
+        1,
+        lost,
+    )
+    assert counts.examples == 3
+
+
+def test_overlong_is_an_error_that_leaves_the_stream_as_it_was():
+    stream = PackingStream(4, buffer_size=2)
+    stream.push([1])
+    before = stream.state_dict()
+    with pytest.raises(InputError, match="example 1 has 5 tokens and a row holds 4"):
+        stream.push([1] * 5)
+    assert stream.state_dict() == before
+
+
+# ---- order and state
+
+
+def test_the_same_seed_gives_the_same_packs():
+    source = examples(1, 300, longest=30)
+    runs = {seed: list(PackingStream(64, 64, seed=seed).pack(source)) for seed in (0, 1, None)}
+    assert runs[0] == list(PackingStream(64, 64, seed=0).pack(source))
+    assert runs[0] != runs[1]
+    assert sorted(runs[0], key=str) == sorted(runs[1], key=str) == sorted(runs[None], key=str)
+
+
+def test_a_second_pass_is_in_another_order():
+    source = examples(1, 100, longest=30)
+    stream = PackingStream(64, 128)
+    first, second = list(stream.pack(source)), list(stream.pack(source))
+    assert first != second
+    assert sorted(first, key=str) == sorted(second, key=str)
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("through", ["torch", "json"])
+def test_a_restored_stream_continues_exactly(atomic, through):
+    source = examples(2, 120, longest=30)
+    arguments = dict(capacity=64, buffer_size=16, seed=5, atomic=atomic)
+    stream = PackingStream(**arguments)
+    whole = list(stream.pack(source))
+    whole_counts = stream.counts
+    for taken in range(len(whole) + 1):
+        stream = PackingStream(**arguments)
+        before = list(itertools.islice(stream.pack(source), taken))
+        state = stream.state_dict()
+        if through == "torch":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+        else:
+            state = json.loads(json.dumps(state))
+        restored = PackingStream(**arguments)
+        restored.load_state_dict(state)
+        assert before + list(restored.pack(source[state["consumed"] :])) == whole
+        assert restored.counts == whole_counts
+
+
+def test_ready_packs_take_no_example():
+    stream = PackingStream(8, buffer_size=4)
+    for _ in range(4):
+        stream.push([0] * 8)
+    restored = PackingStream(8, buffer_size=4)
+    restored.load_state_dict(stream.state_dict())
+    examples = iter([[0] * 8])
+    assert [len(pack["input_ids"]) for pack in itertools.islice(restored.pack(examples), 3)] == [8, 8, 8]
+    assert restored.consumed == 4
+    assert len(list(examples)) == 1
+
+
+def test_a_state_is_a_snapshot():
+    stream = PackingStream(64, 4)
+    stream.push([1, 2])
+    state = stream.state_dict()
+    saved = json.dumps(state)
+    stream.push([3])
+    stream.finish()
+    restored = PackingStream(64, 4)
+    restored.load_state_dict(state)
+    restored.push([3])
+    assert json.dumps(state) == saved
+
+
+def test_a_state_of_another_stream_is_refused():
+    state = PackingStream(64, seed=1).state_dict()
+    with pytest.raises(InputError, match="saved with capacity=64 and this one has 32; make it with the same"):
+        PackingStream(32, seed=1).load_state_dict(state)
+    with pytest.raises(InputError, match="saved with seed=1 and this one has 0"):
+        PackingStream(64).load_state_dict(state)
+    with pytest.raises(InputError, match="the state has version 99 and this reads 1"):
+        PackingStream(64, seed=1).load_state_dict(state | {"version": 99})
+
+
+# ---- rollouts
+
+
+def test_atomic_segments_leave_in_the_order_they_came():
+    source = examples(3, 200, longest=60)
+    stream = PackingStream(64, buffer_size=16, atomic=True)
+    packs = list(stream.pack(source))
+    out = list(documents_of(packs))
+    assert out == [tuple(e["input_ids"]) for e in source][: len(out)]
+    assert len(out) + stream.counts.leftover_documents == 200
+    full = [sum(pack["seq_lengths"]) for pack in packs]
+    first = [pack["seq_lengths"][0] for pack in packs]
+    assert all(tokens + following > 64 for tokens, following in zip(full, first[1:], strict=False))
+
+
+def test_atomic_over_long_raises():
+    stream = PackingStream(8, atomic=True)
+    with pytest.raises(InputError, match="example 0 has 9 tokens and a row holds 8"):
+        stream.push([0] * 9)
+
+
+def test_atomic_over_full_raises_until_packs_are_taken():
+    stream = PackingStream(8, buffer_size=3, atomic=True)
+    for _ in range(3):
+        stream.push([0] * 5)
+    with pytest.raises(InputError, match="3 segments wait and buffer_size is 3; take packs out"):
+        stream.push([0] * 5)
+    assert stream.waiting == 3
+    assert stream.pop()["seq_lengths"] == [5]
+    stream.push([0] * 5)
+    assert stream.waiting == 3
+
+
+def test_atomic_many_short_segments_go_out_when_the_buffer_is_full():
+    stream = PackingStream(100, buffer_size=3, atomic=True)
+    assert lengths_out(stream, [1] * 7) == [[1, 1, 1], [1, 1, 1]]
+    assert stream.counts.leftover_documents == 1
+
+
+def test_atomic_drops_and_counts_the_end():
+    stream = PackingStream(10, atomic=True)
+    assert lengths_out(stream, [6, 5, 1]) == [[6]]
+    assert (stream.counts.leftover_documents, stream.counts.leftover_tokens) == (2, 6)
+    stream = PackingStream(10, atomic=True)
+    assert lengths_out(stream, [6, 5, 2]) == [[6], [5, 2]]
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ({"drop_last": False}, "drop_last is False in atomic mode"),
+        ({"strategy": "bfd"}, "strategy is 'bfd' in atomic mode"),
+        ({"overlong": "split"}, "overlong is 'split' in atomic mode, which never cuts"),
+    ],
+)
+def test_atomic_refuses(argument, says):
+    with pytest.raises(InputError) as caught:
+        PackingStream(8, atomic=True, **argument)
+    assert says in str(caught.value)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"capacity": 0}, "capacity is 0"),
+        ({"buffer_size": 0}, "buffer_size is 0"),
+        ({"min_fill_ratio": 0}, "min_fill_ratio is 0; give a share above 0 and up to 1"),
+        ({"min_fill_ratio": 1.1}, "min_fill_ratio is 1.1"),
+        ({"min_fill_ratio": float("nan")}, "min_fill_ratio is nan"),
+        ({"strategy": "best"}, "no packing strategy 'best'"),
+        ({"overlong": "cut"}, "overlong is 'cut'"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_arguments(arguments, says):
+    with pytest.raises(InputError) as caught:
+        PackingStream(**{"capacity": 8, **arguments})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"text": "a"}, "example 1 has the columns text; give tokenised examples with input_ids"),
+        ({"input_ids": [1], "seq_lengths": [1]}, "that are not packed yet"),
+        (
+            {"input_ids": [1]},
+            "example 1 has input_ids (list) and those before it input_ids (list), labels (list)",
+        ),
+        ({"input_ids": np.array([1]), "labels": [1]}, "example 1 has input_ids (numpy int64), labels (list)"),
+        ({"input_ids": [1, 2], "labels": [1]}, "column 'labels' has 1 values for 2 tokens; give one a token"),
+        ({"input_ids": [1], "labels": "a"}, "example 1, column 'labels', is a str"),
+        ({"input_ids": [[1, 2]], "labels": [[1, 2]]}, "column 'input_ids', holds lists, not tokens"),
+        ({"input_ids": torch.ones(1, 2), "labels": [1]}, "column 'input_ids', has shape (1, 2)"),
+        (7, "column 'input_ids', is a int"),
+    ],
+)
+def test_bad_examples(bad, says):
+    stream = PackingStream(8)
+    stream.push(example(2))
+    before = stream.state_dict()
+    with pytest.raises(InputError) as caught:
+        stream.push(bad)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert stream.state_dict() == before

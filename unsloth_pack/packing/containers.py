@@ -1,0 +1,208 @@
+"""Token sequences as lists, numpy arrays or torch tensors: what they are, joined, and laid out in rows.
+
+torch is never imported here: a tensor can only come in where somebody else has imported it.
+"""
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from unsloth_pack.errors import InputError
+
+_LISTS = (list, tuple, range)
+_TRAITS = ("__class__", "dtype", "ndim", "device")  # arrays and tensors alike in these are of one kind
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sequences are made of, and hence what comes out.
+
+    Args:
+        container: "list", "numpy" or "torch".
+        dtype, device: of arrays and tensors.
+    """
+
+    container: str
+    dtype: Any = None
+    device: Any = None
+
+    def __str__(self) -> str:
+        return "list" if self.container == "list" else f"{self.container} {self.dtype}"
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where every document lies in rows of `capacity` tokens.
+
+    Args:
+        documents: `[documents]`: the documents of all rows, row after row.
+        offsets: `[rows + 1]`: row r holds `documents[offsets[r]:offsets[r + 1]]`.
+        sizes: `[documents]`: tokens of each of `documents`, and of the gap after it.
+        gap: slots between two documents, for a separator.
+    """
+
+    capacity: int
+    documents: np.ndarray
+    offsets: np.ndarray
+    sizes: np.ndarray
+    gap: int = 0
+
+    @property
+    def rows(self) -> Iterator[list[int]]:
+        """The documents of every row."""
+        documents = self.documents.tolist()
+        return (documents[begin:end] for begin, end in pairwise(self.offsets.tolist()))
+
+    @cached_property
+    def places(self) -> list[tuple[int, int, int, int]]:
+        """Of each of `documents`: itself, its row, and its first and one past its last slot in the row."""
+        ends = np.cumsum(self.sizes)
+        per_row = np.diff(self.offsets)
+        starts = ends - self.sizes
+        starts -= np.repeat(starts[self.offsets[:-1]], per_row)
+        rows = np.repeat(np.arange(len(per_row)), per_row)
+        columns = (self.documents, rows, starts, starts + self.sizes - self.gap)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def read_sequences(name: str, sequences: Any) -> tuple[list[Any], Kind]:
+    """The sequences in a list, and the one kind that they all are of; that of no sequences is "list".
+
+    Sequences of one kind are recognised at a glance; each is looked at only to find the first bad one.
+
+    Args:
+        sequences: a collection of sequences, or a 2-D array or tensor.
+
+    Raises:
+        InputError: a sequence is no flat run of tokens, or is of another kind than the first.
+    """
+    if isinstance(sequences, str | bytes | dict) or not hasattr(sequences, "__iter__"):
+        raise InputError(f"{name} is a {type(sequences).__name__}; give a list of token sequences")
+    if getattr(sequences, "ndim", None) == 2:
+        return list(sequences), kind_of_one(name, sequences.reshape(-1))
+    if getattr(sequences, "ndim", None) == 0:
+        raise InputError(f"{name} is a single number; give a list of token sequences")
+    sequences = sequences if isinstance(sequences, list) else list(sequences)
+    if set(map(type, sequences)) <= set(_LISTS):
+        firsts = set(map(type, map(itemgetter(0), filter(None, sequences))))
+        if not any(hasattr(first, "__len__") for first in firsts):
+            return sequences, Kind("list")
+    else:
+        traits = {tuple(getattr(x, trait, None) for trait in _TRAITS) for x in sequences}
+        if len(traits) == 1 and (kind := kind_of_one(f"{name}[0]", sequences[0])).container != "list":
+            return sequences, kind
+    kinds = [kind_of_one(f"{name}[{i}]", sequence) for i, sequence in enumerate(sequences)]
+    for i, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise InputError(f"{name}[{i}] is {kind} and {name}[0] is {kinds[0]}; give sequences of one kind")
+    return sequences, kinds[0]
+
+
+def kind_of_one(name: str, sequence: Any) -> Kind:
+    """The kind of one sequence. Raises InputError where it is no flat run of tokens."""
+    if isinstance(sequence, _LISTS):
+        if len(sequence) and hasattr(sequence[0], "__len__"):
+            raise InputError(
+                f"{name} holds {type(sequence[0]).__name__}s, not tokens; give one flat list a document"
+            )
+        return Kind("list")
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and isinstance(sequence, torch.Tensor)
+    if not is_tensor and not isinstance(sequence, np.ndarray):
+        raise InputError(
+            f"{name} is a {type(sequence).__name__}; give a list, a numpy array or a torch tensor"
+        )
+    if sequence.ndim != 1:
+        raise InputError(f"{name} has shape {tuple(sequence.shape)}; give one flat sequence a document")
+    if is_tensor:
+        return Kind("torch", sequence.dtype, sequence.device)
+    if sequence.dtype.kind not in "iufb":
+        raise InputError(f"{name} is an array of {sequence.dtype}; give numbers")
+    return Kind("numpy", sequence.dtype)
+
+
+def as_filler(name: str, value: Any, kind: Kind) -> Any:
+    """A plain number that sequences of this kind can hold.
+
+    Raises:
+        InputError: it is no number, or the sequences' type cannot hold it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise InputError(
+            f"{name} is {value!r}; give a number, such as the id of the tokenizer's padding token"
+        )
+    value = value.item() if isinstance(value, np.generic) else value
+    if kind.container != "list":
+        try:
+            held = full(kind, (), value).item()
+        except (OverflowError, RuntimeError):
+            held = None
+        if held != value:
+            raise InputError(
+                f"{name} {value} does not fit into {kind}; give sequences of a type that holds it"
+            )
+    return value
+
+
+def full(kind: Kind, shape: tuple[int, ...], value: Any) -> Any:
+    """An array or tensor full of `value`."""
+    if kind.container == "numpy":
+        return np.full(shape, value, kind.dtype)
+    return sys.modules["torch"].full(shape, value, dtype=kind.dtype, device=kind.device)
+
+
+def joined(kind: Kind, parts: Sequence[Any]) -> Any:
+    """The parts, all of this kind, one after another in a new sequence of the same kind."""
+    if kind.container == "list":
+        return list(chain.from_iterable(parts))
+    if kind.container == "numpy":
+        return np.concatenate(parts)
+    return sys.modules["torch"].cat(list(parts))
+
+
+def fill_lists(layout: Layout, sequences: list[Any], pad: Any, separator: Any = None) -> list[list[Any]]:
+    """Rows as lists of `layout.capacity` numbers, with `separator` in the gaps of the layout."""
+    padding = [pad] * layout.capacity
+    between = [separator] * layout.gap
+    rows = []
+    for documents in layout.rows:
+        row: list[Any] = []
+        for document in documents:
+            if between and row:
+                row += between
+            row += sequences[document]
+        row += padding[len(row) :]
+        rows.append(row)
+    return rows
+
+
+def fill_array(layout: Layout, sequences: list[Any], kind: Kind, pad: Any, separator: Any = None) -> Any:
+    """`[rows, capacity]` array or tensor with every document in its place."""
+    rows = full(kind, (len(layout.offsets) - 1, layout.capacity), pad)
+    flat = rows.reshape(-1)
+    for document, row, start, end in layout.places:
+        begin = row * layout.capacity
+        flat[begin + start : begin + end] = sequences[document]
+        if start and layout.gap:
+            flat[begin + start - layout.gap : begin + start] = separator
+    return rows
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Lists of numbers form no cycles, yet new ones would be searched for them, number by number."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,237 @@
+"""PackedSampler: packed rows to the ranks of a distributed run, the same work for each.
+
+The global order of rows depends on the seed and the epoch alone. It is cut into windows of
+`world_size * rows_per_rank` rows, and within a window the rows are dealt out so that each rank has as much to
+do. So an update sees the same rows on any number of ranks, as long as they see as many rows together.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing.lengths import as_lengths, check_positive
+
+
+@dataclass(frozen=True)
+class CostSpread:
+    """How uneven the ranks' work is in one epoch; 0 is even.
+
+    Args:
+        attention, tokens: (largest - smallest) / mean over the ranks, of the sum of squared document lengths
+            and of the tokens, of the epoch.
+        waiting: the share of time that the average rank waits for the slowest, window by window, where time
+            is estimated as the sampler does.
+    """
+
+    attention: float
+    tokens: float
+    waiting: float
+
+    def __str__(self) -> str:
+        return (
+            f"estimated spread between ranks: attention {self.attention:.2%}, tokens {self.tokens:.2%}, "
+            f"waiting {self.waiting:.2%}"
+        )
+
+
+class PackedSampler:
+    """Row numbers for one rank, as `torch.utils.data.DataLoader(sampler=...)` takes them.
+
+        sampler = PackedSampler(dataset["seq_lengths"], world_size=8, rank=3, rows_per_rank=4)
+        print(sampler.spread())
+
+    Args:
+        seq_lengths: document lengths of every packed row, in tokens.
+        world_size, rank: ranks, and this one's number.
+        rows_per_rank: rows of a rank between two moments when ranks wait for each other: the micro-batch
+            times, where gradients are only exchanged at an update, the accumulation. Ranks with one row each
+            cannot be evened out within a window; then only their sums over the epoch are.
+        seed: of the order.
+        shuffle: False keeps the rows' own order.
+        drop_last: leave out the rows past the last whole window; else the first rows of the order come again.
+        attention_weight: 0 to 1, the attention's share of the time of an average row; the rest goes with its
+            tokens.
+
+    Raises:
+        InputError: an argument is out of its range, a row has no documents, or there are too few rows.
+    """
+
+    def __init__(
+        self,
+        seq_lengths: Sequence[Sequence[int]],
+        world_size: int = 1,
+        rank: int = 0,
+        *,
+        rows_per_rank: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        attention_weight: float = 0.5,
+    ):
+        self.world_size = check_positive("world_size", world_size)
+        self.rows_per_rank = check_positive("rows_per_rank", rows_per_rank)
+        if not 0 <= rank < world_size:
+            raise InputError(f"rank is {rank!r} of {world_size}; give 0 to {world_size - 1}")
+        if not 0 <= attention_weight <= 1:
+            raise InputError(f"attention_weight is {attention_weight!r}; give a share from 0 to 1")
+        self.rank, self.seed, self.shuffle, self.drop_last = rank, seed, shuffle, drop_last
+        self.tokens, self.squares = _row_costs(seq_lengths)
+        self.cost = (
+            attention_weight * self.squares / self.squares.mean()
+            + (1 - attention_weight) * self.tokens / self.tokens.mean()
+        )
+        if drop_last and len(self.cost) < self.window:
+            raise InputError(
+                f"{len(self.cost)} rows are no whole window of {world_size} ranks with {rows_per_rank} rows "
+                "each; set drop_last=False, or use fewer ranks"
+            )
+        self.epoch = 0
+        self._base = 0  # rows of this epoch that were done before the windows begin
+        self._done = 0  # rows that this rank has given out since
+
+    @property
+    def window(self) -> int:
+        """Rows that all ranks together take between two moments when they wait for each other."""
+        return self.world_size * self.rows_per_rank
+
+    def set_epoch(self, epoch: int) -> None:
+        """Turn to an epoch, at its first row; the current one keeps its place."""
+        if epoch != self.epoch:
+            self.epoch, self._base, self._done = epoch, 0, 0
+
+    def global_order(self) -> np.ndarray:
+        """`[rows]` int64: all rows in the order of this epoch, the same for any number of ranks."""
+        rows = np.arange(len(self.cost))
+        return np.random.default_rng([self.seed, self.epoch]).permutation(rows) if self.shuffle else rows
+
+    def __len__(self) -> int:
+        """Rows of this rank in this epoch, those that it has given out already among them."""
+        return len(self._windows()) * self.rows_per_rank
+
+    def __iter__(self) -> Iterator[int]:
+        """The rest of this rank's rows of the epoch; all of them once none is left."""
+        if self._done >= len(self):
+            self._base = self._done = 0
+        for row in self.assignment()[self.rank, self._done :].tolist():
+            self._done += 1
+            yield row
+
+    def assignment(self) -> np.ndarray:
+        """`[world_size, rows of a rank]` int64: the rows of every rank, in order."""
+        ranks: list[list[int]] = [[] for _ in range(self.world_size)]
+        so_far = [0.0] * self.world_size
+        for window in self._windows():
+            shares = _even_shares(self.cost[window].tolist(), self.world_size, self.rows_per_rank)
+            idlest_first = sorted(range(self.world_size), key=so_far.__getitem__)
+            for rank, (cost, positions) in zip(idlest_first, shares, strict=True):
+                so_far[rank] += cost
+                ranks[rank] += window[sorted(positions)].tolist()
+        return np.array(ranks, np.int64).reshape(self.world_size, -1)
+
+    def spread(self) -> CostSpread:
+        """The estimated spread of work between ranks in what this epoch's windows hold."""
+        rows = self.assignment()
+        by_window = self.cost[rows].reshape(self.world_size, -1, self.rows_per_rank).sum(axis=2)
+        slowest = by_window.max(axis=0).sum()
+
+        def relative(values: np.ndarray) -> float:
+            sums = values[rows].sum(axis=1)
+            return float(np.ptp(sums) / sums.mean()) if sums.any() else 0.0
+
+        waiting = float(1 - by_window.mean(axis=0).sum() / slowest) if slowest else 0.0
+        return CostSpread(relative(self.squares), relative(self.tokens), waiting)
+
+    def state_dict(self, rows_done: int | None = None) -> dict[str, Any]:
+        """Where this epoch stands.
+
+        Args:
+            rows_done: rows of this rank that training has seen since the epoch began or was taken up by
+                another number of ranks; by default those given out, which a loader that reads ahead has not
+                all handed on.
+        """
+        return {
+            "epoch": self.epoch,
+            "base": self._base,
+            "done": self._done if rows_done is None else rows_done,
+            "settings": self._settings(),
+            "world_size": self.world_size,
+            "rows_per_rank": self.rows_per_rank,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken; with other ranks than then, from the same global row.
+
+        Raises:
+            InputError: the state is of other rows or another order, or the number of ranks changed inside a
+                window.
+        """
+        for name, value in self._settings().items():
+            if state["settings"][name] != value:
+                raise InputError(
+                    f"the sampler was saved with {name}={state['settings'][name]!r} and this one has "
+                    f"{value!r}; make it with the same rows and arguments"
+                )
+        base, done = state["base"], state["done"]
+        if (state["world_size"], state["rows_per_rank"]) != (self.world_size, self.rows_per_rank):
+            if done % state["rows_per_rank"]:
+                raise InputError(
+                    f"the sampler was saved after {done} rows of a rank, inside a window of "
+                    f"{state['rows_per_rank']}; go on with {state['world_size']} ranks, or save at an update"
+                )
+            base, done = base + done * state["world_size"], 0
+        self.epoch, self._base, self._done = state["epoch"], base, done
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "rows": len(self.cost),
+            "tokens": int(self.tokens.sum()),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def _windows(self) -> np.ndarray:
+        order = self.global_order()
+        rest = order[self._base :]
+        if self.drop_last:
+            rest = rest[: len(rest) // self.window * self.window]
+        elif missing := -len(rest) % self.window:
+            rest = np.concatenate([rest, np.resize(order, missing)])
+        return rest.reshape(-1, self.window)
+
+
+def _row_costs(seq_lengths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """`[rows]` int64 each: the tokens, and the sum of squared document lengths."""
+    sizes = [len(row) for row in seq_lengths]
+    if not sizes or min(sizes) == 0:
+        at = f"row {sizes.index(0)} has no documents" if sizes else "there are no rows"
+        raise InputError(f"{at}; give the document lengths of every row")
+    lengths = as_lengths(list(chain.from_iterable(seq_lengths))).astype(np.int64)
+    if not lengths.any():
+        raise InputError("no document has tokens; give lengths of at least 1")
+    starts = np.cumsum([0, *sizes[:-1]])
+    return np.add.reduceat(lengths, starts), np.add.reduceat(lengths**2, starts)
+
+
+def _even_shares(costs: list[float], shares: int, size: int) -> list[tuple[float, list[int]]]:
+    """Deal positions of `costs` into `shares` of `size` each: the dearest left goes to the cheapest share.
+
+    Returns:
+        `(cost, positions)` of each share, the dearest first.
+    """
+    open_shares: list[tuple[float, int, list[int]]] = [(0.0, i, []) for i in range(shares)]
+    done: list[tuple[float, list[int]]] = []
+    for position in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        cost, i, positions = heapq.heappop(open_shares)
+        positions.append(position)
+        cost += costs[position]
+        if len(positions) == size:
+            done.append((cost, positions))
+        else:
+            heapq.heappush(open_shares, (cost, i, positions))
+    return sorted(done, reverse=True)

@@ -1,0 +1,303 @@
+"""PackingStream: examples in, packs out, for data without an end and for rollouts.
+
+examples  -> buffer (at most buffer_size) -> plan -> packs that are full enough -> out
+                ^                              |
+                +------- carry: the rest <-----+
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing.containers import joined, kind_of_one
+from unsloth_pack.packing.lengths import check_positive
+from unsloth_pack.packing.overlong import CutCounts, check_overlong, pieces_of
+from unsloth_pack.packing.plan import STRATEGIES, plan_packs
+
+Example = dict[str, Any]  # column -> one value a token
+
+_STATE_VERSION = 1
+
+
+@dataclass
+class StreamCounts(CutCounts):
+    """What went through a stream, beside what was cut.
+
+    Args:
+        examples: examples taken in.
+        packs, documents, tokens: packs given out, and what they held.
+        leftover_documents, leftover_tokens: dropped at the end, for a pack that was not full enough.
+    """
+
+    examples: int = 0
+    packs: int = 0
+    documents: int = 0
+    tokens: int = 0
+    leftover_documents: int = 0
+    leftover_tokens: int = 0
+
+
+class PackingStream:
+    """Packs examples as they come, holding no more than `buffer_size` of them back.
+
+        stream = PackingStream(capacity=2048)
+        for pack in stream.pack(examples):
+            ...  # {"input_ids": ..., "labels": ..., "seq_lengths": [812, 640, 590]}
+
+    An example is a dict of columns with one value a token, `input_ids` among them, or just the ids. A pack
+    has the same columns, the documents one after another without padding, and the list `seq_lengths`: TRL's
+    packed columns. A column of lists gives lists, arrays give arrays, tensors give tensors.
+
+    Whenever `buffer_size` examples wait, they are planned. Packs filled to `min_fill_ratio` go out, in an
+    order shuffled by the seed. The other groups wait for the next buffer, and so does the group with the
+    newest example, which later ones may still fill, unless it is the only one to go. Where no group is full
+    enough, the one with the oldest example goes, so that the buffer never grows. At the end none waits:
+    groups that are not full enough go out too, or are dropped and counted.
+
+    `atomic` is for rollouts that are generated while training goes on: segments leave strictly in the order
+    in which they came, none is ever split or cut, and `push` refuses one more than `buffer_size` that wait.
+
+    Args:
+        capacity: tokens of a pack.
+        buffer_size: examples that may wait.
+        min_fill_ratio: above 0, up to 1: the share of `capacity` from which a pack is full enough.
+        drop_last: at the end, drop packs that are not full enough. False by default, True in atomic mode.
+        strategy: as for `plan_packs`; "bfd" by default, "next_fit" in atomic mode.
+        seed: of the order of packs within a buffer; None leaves the planner's order, longest documents first.
+        overlong: "error", "truncate", "drop" or "split", as for `pack_sequences`.
+
+    Raises:
+        InputError: an argument is out of its range; atomic mode with `drop_last=False`, another strategy than
+            "next_fit", or another `overlong` than "error".
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        buffer_size: int = 256,
+        min_fill_ratio: float = 0.7,
+        drop_last: bool | None = None,
+        strategy: str | None = None,
+        *,
+        seed: int | None = 0,
+        overlong: str = "error",
+        atomic: bool = False,
+    ):
+        if not 0 < min_fill_ratio <= 1:
+            raise InputError(f"min_fill_ratio is {min_fill_ratio!r}; give a share above 0 and up to 1")
+        if strategy not in (None, *STRATEGIES):
+            raise InputError(f"no packing strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+        if seed is not None and seed < 0:
+            raise InputError(f"seed is {seed!r}; give a number of 0 or more, or None")
+        if atomic:
+            _check_atomic(drop_last, strategy, overlong)
+        self.capacity = check_positive("capacity", capacity)
+        self.buffer_size = check_positive("buffer_size", buffer_size)
+        self.min_fill_ratio = min_fill_ratio
+        self.drop_last = atomic if drop_last is None else drop_last
+        self.strategy = strategy or ("next_fit" if atomic else "bfd")
+        self.seed = seed
+        self.overlong = check_overlong(overlong)
+        self.atomic = atomic
+        self.counts = StreamCounts()
+        self.consumed = 0
+        self._kinds: dict[str, str] | None = None
+        self._buffer: list[Example] = []
+        self._ready: deque[list[Example]] = deque()
+        self._plans = 0
+
+    @property
+    def waiting(self) -> int:
+        """Documents that came in and have not gone out."""
+        return len(self._buffer) + sum(map(len, self._ready))
+
+    def pack(self, examples: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """Packs of these examples, and of any that wait, to the end of the examples.
+
+        One example is taken only when no pack is ready, so that `consumed` always says where to go on: after
+        `load_state_dict`, give the examples from number `consumed` on.
+        """
+        yield from self._drain()
+        for example in examples:
+            self.push(example)
+            yield from self._drain()
+        self.finish()
+        yield from self._drain()
+        self.consumed = 0
+
+    def push(self, example: Any) -> None:
+        """Take in one example.
+
+        Raises:
+            InputError: it is no example, has other columns than the first one, has columns of different
+                lengths, is over-long, or, in atomic mode, `buffer_size` segments wait already. The stream is
+                as it was before.
+        """
+        columns, kinds = self._checked(example)
+        if self.atomic and self.waiting >= self.buffer_size:
+            raise InputError(
+                f"{self.waiting} segments wait and buffer_size is {self.buffer_size}; take packs out before "
+                "more go in, or raise buffer_size"
+            )
+        name, length = f"example {self.consumed}", _length(columns)
+        pieces = pieces_of(name, length, self.capacity, self.overlong, self.counts)
+        self._kinds = kinds
+        self.counts.examples += 1
+        self.consumed += 1
+        for start, end in pieces:
+            self._add({name: value[start:end] for name, value in columns.items()})
+
+    def pop(self) -> dict[str, Any] | None:
+        """The next pack, or None where more examples are needed for it."""
+        if self.atomic and not self._ready and len(self._buffer) >= self.buffer_size:
+            self._release_buffer()
+        if not self._ready:
+            return None
+        documents = self._ready.popleft()
+        self.counts.packs += 1
+        self.counts.documents += len(documents)
+        self.counts.tokens += sum(map(_length, documents))
+        return _packed(documents)
+
+    def finish(self) -> None:
+        """No more examples come: the packs of those that wait become ready, or are dropped and counted."""
+        if self._buffer:
+            self._plan(is_end=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides what comes next, the waiting examples included; `torch.save` can hold it."""
+        return {
+            "version": _STATE_VERSION,
+            "settings": self._settings(),
+            "consumed": self.consumed,
+            "plans": self._plans,
+            "kinds": self._kinds,
+            "buffer": list(self._buffer),
+            "ready": [list(documents) for documents in self._ready],
+            "counts": asdict(self.counts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken.
+
+        Raises:
+            InputError: the state is of another version, or of a stream with other arguments.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise InputError(
+                f"the state has version {state.get('version')!r} and this reads {_STATE_VERSION}; start anew"
+            )
+        for name, value in self._settings().items():
+            if state["settings"][name] != value:
+                raise InputError(
+                    f"the stream was saved with {name}={state['settings'][name]!r} and this one has "
+                    f"{value!r}; make it with the same arguments"
+                )
+        self.consumed = state["consumed"]
+        self._plans = state["plans"]
+        self._kinds = state["kinds"]
+        self._buffer = list(state["buffer"])
+        self._ready = deque(list(documents) for documents in state["ready"])
+        self.counts = StreamCounts(**state["counts"])
+
+    def _drain(self) -> Iterator[dict[str, Any]]:
+        while (pack := self.pop()) is not None:
+            yield pack
+
+    def _settings(self) -> dict[str, Any]:
+        names = "capacity buffer_size min_fill_ratio drop_last strategy seed overlong atomic"
+        return {name: getattr(self, name) for name in names.split()}
+
+    def _checked(self, example: Any) -> tuple[Example, dict[str, str]]:
+        """The example's columns, and the kind of each."""
+        kinds: dict[str, str] = {}
+        name = f"example {self.consumed}"
+        columns = dict(example) if isinstance(example, Mapping) else {"input_ids": example}
+        if "input_ids" not in columns or "seq_lengths" in columns:
+            raise InputError(
+                f"{name} has the columns {', '.join(columns) or '(none)'}; give tokenised examples with "
+                "input_ids that are not packed yet"
+            )
+        for column, value in columns.items():
+            kinds[column] = str(kind_of_one(f"{name}, column {column!r},", value))
+            if len(value) != len(columns["input_ids"]):
+                raise InputError(
+                    f"{name}: column {column!r} has {len(value)} values for {len(columns['input_ids'])} "
+                    "tokens; give one a token, or remove the column"
+                )
+        if self._kinds is not None and kinds != self._kinds:
+            raise InputError(
+                f"{name} has {_listing(kinds)} and those before it {_listing(self._kinds)}; give all "
+                "examples the same columns of the same kind"
+            )
+        return columns, kinds
+
+    def _add(self, document: Example) -> None:
+        if self.atomic:
+            if sum(map(_length, self._buffer)) + _length(document) > self.capacity:
+                self._release_buffer()
+            self._buffer.append(document)
+            return
+        self._buffer.append(document)
+        if len(self._buffer) >= self.buffer_size:
+            self._plan(is_end=False)
+
+    def _release_buffer(self) -> None:
+        self._ready.append(self._buffer)
+        self._buffer = []
+
+    def _plan(self, *, is_end: bool) -> None:
+        """Move groups of the buffer to the packs that are ready; the rest stays, in the order it came."""
+        lengths = np.array([_length(document) for document in self._buffer])
+        groups = [sorted(group) for group in plan_packs(lengths, self.capacity, self.strategy).bins]
+        full = [group for group in groups if lengths[group].sum() / self.capacity >= self.min_fill_ratio]
+        if is_end:
+            leaving = full if self.drop_last else groups
+        else:
+            newest = len(lengths) - 1
+            leaving = [group for group in full if newest not in group]
+            leaving = leaving or full or [group for group in groups if 0 in group]
+        if self.seed is not None and not self.atomic:
+            order = np.random.default_rng([self.seed, self._plans]).permutation(len(leaving))
+            leaving = [leaving[i] for i in order]
+        self._plans += 1
+        self._ready.extend([self._buffer[i] for i in group] for group in leaving)
+        gone = {i for group in leaving for i in group}
+        self._buffer = [document for i, document in enumerate(self._buffer) if i not in gone]
+        if is_end:
+            self.counts.leftover_documents += len(self._buffer)
+            self.counts.leftover_tokens += sum(map(_length, self._buffer))
+            self._buffer = []
+
+
+def _check_atomic(drop_last: bool | None, strategy: str | None, overlong: str) -> None:
+    if drop_last is False:
+        raise InputError(
+            "drop_last is False in atomic mode, which drops and counts what is left at the end; leave it out"
+        )
+    if strategy not in (None, "next_fit"):
+        raise InputError(
+            f"strategy is {strategy!r} in atomic mode, which takes the oldest segment first; leave it out"
+        )
+    if overlong != "error":
+        raise InputError(f"overlong is {overlong!r} in atomic mode, which never cuts a segment; leave it out")
+
+
+def _length(document: Example) -> int:
+    return len(document["input_ids"])
+
+
+def _listing(kinds: dict[str, str]) -> str:
+    return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+
+
+def _packed(documents: list[Example]) -> dict[str, Any]:
+    pack = {
+        name: joined(kind_of_one(name, value), [document[name] for document in documents])
+        for name, value in documents[0].items()
+    }
+    return pack | {"seq_lengths": [_length(document) for document in documents]}
