@@ -199,9 +199,11 @@ def test_quantised_weights_train_and_merge(folder, tmp_path, bits):
     assert error(logits(again), trained) < 1e-5
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     # int8 also rounds activations, so what was merged is judged beside the adapter on the full weights
-    twin = PeftModel.from_pretrained(plain(folder), tmp_path / "adapter")
+    untrained = plain(folder)
+    moved = error(alone(untrained), trained)
+    twin = PeftModel.from_pretrained(untrained, tmp_path / "adapter")
     expected = trained if bits == "load_in_4bit" else alone(twin)
-    assert error(alone(plain(tmp_path / "merged")), expected) < 0.02
+    assert error(alone(plain(tmp_path / "merged")), expected) < 0.1 * moved
 
 
 def test_full_finetuning_trains_every_weight(folder, tmp_path):

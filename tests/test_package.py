@@ -21,6 +21,7 @@ LAYERS = [
     {"patch"},
     {"models"},
     {"describe"},
+    {"graph"},
     {"attention"},
     {"layout"},
     {"kernels"},

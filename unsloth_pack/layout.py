@@ -50,6 +50,25 @@ class PackedRow:
         positions = np.concatenate([np.arange(length) for length in lengths])
         return cls(tuple(lengths), (False,) * len(lengths), positions, (1, len(positions)), device)
 
+    @classmethod
+    def static(cls, n_tokens: int, n_segments: int, longest: int, device: torch.device) -> "PackedRow":
+        """A row to `fill` anew every step, for CUDA graphs. Its host side describes no row: only its sizes,
+        `cu_seqlens` and `position_ids` may be used."""
+        positions = np.minimum(np.arange(n_tokens), longest - 1)
+        row = cls((longest, *[0] * (n_segments - 1)), (False,) * n_segments, positions, (1, n_tokens), device)
+        row.__dict__["cu_seqlens"] = torch.full((n_segments + 1,), n_tokens, dtype=torch.int32, device=device)
+        row.__dict__["position_ids"] = torch.zeros(n_tokens, dtype=torch.int64, device=device)
+        return row
+
+    def fill(self, row: "PackedRow") -> None:
+        """Let this static row describe `row`, with padding behind it and empty segments at the end."""
+        tail = np.arange(self.n_tokens - row.n_tokens) % self.longest
+        ends = [*np.cumsum(row.lengths), *(row.n_tokens + np.flatnonzero(tail == 0)[1:])]
+        cu_seqlens = np.full(len(self.lengths) + 1, self.n_tokens, dtype=np.int32)
+        cu_seqlens[: len(ends) + 1] = [0, *ends]
+        self.cu_seqlens.copy_(self.upload(cu_seqlens))
+        self.position_ids.copy_(self.upload(np.concatenate([row.positions, tail])))
+
     @property
     def n_tokens(self) -> int:
         return len(self.positions)

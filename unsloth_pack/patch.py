@@ -19,12 +19,14 @@ from unsloth_pack.attention import choose_backend
 from unsloth_pack.attention.backends import requested_backend
 from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
+from unsloth_pack.graph import StepGraphs
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fast_attention import FastAttention, attention_options, fusable_qk_norm
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
 from unsloth_pack.models.fast_lora import FastLoraLinear, why_not_fused
 from unsloth_pack.models.fast_mlp import FastMLP, FastRMSNorm, activation_of
-from unsloth_pack.models.rotary import rotary_tables
+from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
+from unsloth_pack.models.rotary import RotaryTables, rotary_tables
 from unsloth_pack.models.spec import ArchSpec
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
@@ -78,6 +80,8 @@ class Patch:
 
     def swap(self, module: nn.Module, fast: type, **attributes: Any) -> None:
         """Make `module` an instance of `fast` over its own class, with these instance attributes."""
+        if isinstance(module, fast):  # layers may share it
+            return
         self._swapped.append((module, type(module), tuple(attributes)))
         module.__class__ = _subclass(fast, type(module))
         module.__dict__.update(attributes)
@@ -142,9 +146,17 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
-    patch.swap(decoder, FastDecoder, spec=spec, rotary_tables=tables)
+    why_never = _why_never_captured(decoder, parts, tables, patch.report)
+    if why_never is None:
+        patch.report.fused["step"] = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
+    else:
+        patch.report.not_fused["step"] = f"not captured in CUDA graphs: {why_never}"
+    graphs = StepGraphs(why_never)
+    patch.swap(decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs)
     if base is not decoder and base.get_output_embeddings() is not None:
-        patch.swap(base, FastCausalLM, boundary_labels_seen=False)
+        patch.swap(base, FastCausalLM, boundary_labels_seen=False, module_walk=ModuleWalk())
+    if model is not base:
+        patch.swap(model, ListedModules, module_walk=ModuleWalk())
     base.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
     base.__dict__[_PATCH] = patch
     return patch
@@ -206,6 +218,23 @@ class _Parts:
                 if isinstance(module, LoraLayer) and type(module) is not LoraLinear
             ],
         )
+
+
+def _why_never_captured(
+    decoder: Any, parts: _Parts, tables: dict[str | None, RotaryTables], report: PatchReport
+) -> str | None:
+    """Why no step of the model can be replayed from CUDA graphs, or None."""
+    if decoder.get_input_embeddings().weight.device.type != "cuda":
+        return "CUDA graphs need CUDA"
+    if report.attn_backend != "flash":
+        return f"{report.attn_backend} reads the row on the host"
+    if any(activation is None for _, activation in parts.mlps):
+        return "routed experts depend on the tokens"
+    if parts.other_loras:
+        return f"the adapter is on a {type(parts.other_loras[0].get_base_layer()).__name__}"
+    if not all(table.is_static for table in tables.values()):
+        return "the rotary embedding depends on the length of a document"
+    return None
 
 
 def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchReport:

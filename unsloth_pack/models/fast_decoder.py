@@ -11,7 +11,9 @@ from transformers.utils.output_capturing import capture_outputs
 
 from unsloth_pack.describe import ROW_KEYWORDS, describe_row
 from unsloth_pack.errors import InputError
+from unsloth_pack.graph import StepGraphs
 from unsloth_pack.layout import IGNORE_INDEX, PackedRow
+from unsloth_pack.models.module_walk import CountedParameters
 from unsloth_pack.models.rotary import RotaryTables
 from unsloth_pack.models.spec import ArchSpec
 
@@ -21,6 +23,7 @@ class FastDecoder(nn.Module):
 
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]
+    step_graphs: StepGraphs
 
     def forward(
         self,
@@ -55,6 +58,10 @@ class FastDecoder(nn.Module):
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("a model call takes either input_ids or inputs_embeds; give exactly one")
+        if not any(kwargs.values()):  # nothing beside the last hidden state is asked for
+            hidden_BTC = self.step_graphs.run(self, row, input_ids)
+            if hidden_BTC is not None:
+                return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)
         return self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
 
     @capture_outputs
@@ -80,7 +87,7 @@ class FastDecoder(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)  # router_logits stay None without experts
 
 
-class FastCausalLM(nn.Module):
+class FastCausalLM(CountedParameters):
     """Takes the place of a transformers causal language model's class (`LlamaForCausalLM`, ...)."""
 
     boundary_labels_seen: bool

@@ -16,6 +16,13 @@ from torch.nn import functional as F
 class FastLoraLinear(nn.Module):
     """Takes the place of a PEFT `lora.Linear`'s class; what it cannot fuse goes through PEFT's forward."""
 
+    def cast_when_used(self) -> list[Tensor]:
+        """The parameters that every call casts to what it computes in: A and B, where it runs fused."""
+        if self.disable_adapters or self.merged or why_not_fused(self) is not None:
+            return []
+        adapter = self.active_adapters[0]
+        return [self.lora_A[adapter].weight, self.lora_B[adapter].weight]
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[..., O]` from `[..., I]`."""
         if args or kwargs or self.disable_adapters or self.merged or why_not_fused(self) is not None:

@@ -27,14 +27,21 @@ class RotaryTables:
     Args:
         rotary_emb: transformers' rotary module.
         layer_type: "full_attention" or "sliding_attention" where they have different bases, else None.
+
+    `static_table` holds the `cos` and `sin` made last, where all documents rotate alike.
     """
 
     def __init__(self, rotary_emb: nn.Module, layer_type: str | None):
         self.rotary_emb = rotary_emb
         self.layer_type = layer_type
-        self._static: tuple[Tensor, Tensor] | None = None
+        self.static_table: tuple[Tensor, Tensor] | None = None
         rope_type = rotary_emb.rope_type
         self.rope_type: str = rope_type if layer_type is None else rope_type[layer_type]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether documents of all lengths rotate alike."""
+        return self.rope_type not in _REGIMES
 
     def for_row(self, row: PackedRow) -> tuple[Tensor, Tensor, Tensor]:
         """`cos` and `sin` `[P, R]` float32, and `[N]` int64 the table row of every token."""
@@ -44,12 +51,16 @@ class RotaryTables:
         return row.once(("rotary", self.layer_type), partial(self._table_by_length, row, regime_of))
 
     def _static_table(self, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._static is None or len(self._static[0]) < n_positions or self._static[0].device != device:
+        if (
+            self.static_table is None
+            or len(self.static_table[0]) < n_positions
+            or self.static_table[0].device != device
+        ):
             prefix = "" if self.layer_type is None else f"{self.layer_type}_"
             inv_freq = getattr(self.rotary_emb, f"{prefix}inv_freq")
             scaling = getattr(self.rotary_emb, f"{prefix}attention_scaling")
-            self._static = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
-        return self._static
+            self.static_table = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
+        return self.static_table
 
     def _table_by_length(self, row: PackedRow, regime_of: "Regime") -> tuple[Tensor, Tensor, Tensor]:
         config = self.rotary_emb.config

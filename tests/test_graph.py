@@ -1,0 +1,345 @@
+"""The captured step against the uncaptured one: the same losses and gradients whatever happens around it."""
+
+import copy
+
+import pytest
+import torch
+from tiny import error, random_documents, tiny_model
+from torch import nn
+
+from unsloth_pack import patch_model
+from unsloth_pack.graph import RowForm
+from unsloth_pack.layout import PackedRow
+
+CPU = torch.device("cpu")
+gpu = pytest.mark.gpu
+
+
+def lengths_of(step):
+    """Rows of one form: about 200 tokens in documents that change."""
+    return [[90, 60, 45], [120, 1, 80], [30, 31, 33, 100], [64, 136], [100, 95]][step % 5]
+
+
+def pair(arch="qwen3", adapter=torch.bfloat16, **overrides):
+    """The same patched model twice: one may capture, the other may not."""
+    models = []
+    for why_never in (None, "for comparison"):
+        model = tiny_model(arch, torch.bfloat16, **overrides)
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.data = weight.data.to(adapter)
+        patch_model(model, "flash")
+        graphs = model.get_base_model().model.step_graphs
+        assert graphs.why_not is None
+        graphs._why_never = why_never
+        models.append(model)
+    return models
+
+
+def graphs_of(model):
+    return model.get_base_model().model.step_graphs
+
+
+def loss_of(model, step, seed=None):
+    documents = random_documents(lengths_of(step), seed=step if seed is None else seed)
+    ids = torch.cat(documents).cuda()[None]
+    mixed = next(p for name, p in model.named_parameters() if "lora_" in name).dtype == torch.float32
+    with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
+        return model(input_ids=ids, labels=ids, packed_seq_lengths=lengths_of(step)).loss
+
+
+def grads(model):
+    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step_both(models, step, seed=None):
+    losses = []
+    for model in models:
+        loss = loss_of(model, step, seed)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_alike(models, losses=None):
+    """Captured rows are longer, which changes how GEMMs round, and no more than that."""
+    if losses:
+        assert abs(losses[0] / losses[1] - 1) < 2e-3
+    ours, theirs = map(grads, models)
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        assert error(ours[name], grad) < 0.02, name
+
+
+def capture(models, n=4):
+    for step in range(n):
+        step_both(models, step)
+    assert str(graphs_of(models[0])).startswith("captured for")
+    assert str(graphs_of(models[1])).startswith("not captured: ")
+    for model in models:
+        model.zero_grad()
+
+
+# What a form is, which needs no GPU
+
+
+def test_a_form_holds_every_row_that_it_is_of():
+    for lengths in ([1], [64], [65], [100, 200], [2048], [2000, 3], [1] * 300, [5, 4000, 90]):
+        row = PackedRow.of_lengths(lengths, CPU)
+        form = RowForm.of(row)
+        assert form.tokens >= row.n_tokens
+        assert form.tokens - row.n_tokens < max(64, row.n_tokens / 8)
+        static = PackedRow.static(form.tokens, form.segments, form.longest, CPU)
+        static.fill(row)
+        cu = static.cu_seqlens.tolist()
+        assert cu[: len(lengths) + 1] == torch.tensor([0, *lengths]).cumsum(0).tolist()
+        assert cu[-1] == form.tokens == static.n_tokens
+        sizes = torch.tensor(cu).diff()
+        assert sizes.min() >= 0
+        assert sizes.max() <= static.longest
+        expected = [i for size in sizes.tolist() for i in range(size)]
+        assert static.position_ids.tolist() == expected
+        assert static.positions.max() + 1 >= max(expected) + 1
+
+
+def test_a_static_row_forgets_the_row_before():
+    static = PackedRow.static(64, 64, 64, CPU)
+    for lengths in ([1] * 40, [50, 14], [3]):
+        static.fill(PackedRow.of_lengths(lengths, CPU))
+        alone = PackedRow.static(64, 64, 64, CPU)
+        alone.fill(PackedRow.of_lengths(lengths, CPU))
+        assert torch.equal(static.cu_seqlens, alone.cu_seqlens)
+        assert torch.equal(static.position_ids, alone.position_ids)
+
+
+def test_nothing_is_captured_on_a_cpu():
+    model = tiny_model("llama", device="cpu")
+    assert "CUDA graphs need CUDA" in patch_model(model).report.not_fused["step"]
+
+
+# On a GPU
+
+
+@gpu
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "arch", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "granite", "olmo2"]
+)
+def test_captured_steps_are_uncaptured_steps(arch, adapter):
+    models = pair(arch, adapter)
+    capture(models)
+    for step in range(4, 10):
+        assert_alike(models, step_both(models, step))
+        for model in models:
+            model.zero_grad()
+
+
+@gpu
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
+def test_training_goes_the_same_way(adapter):
+    models = pair(adapter=adapter)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in models]
+    history = [[], []]
+    for step in range(30):
+        for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss = loss_of(model, step, seed=step % 5)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            history[i].append(loss.item())
+    assert history[0][-1] < 0.9 * history[0][0]
+    assert all(abs(a / b - 1) < 0.05 for a, b in zip(*history, strict=True))
+    assert "captured for" in str(graphs_of(models[0]))
+
+
+@gpu
+def test_accumulation_adds_up():
+    models = pair()
+    capture(models)
+    for step in range(3):
+        step_both(models, step)
+    assert_alike(models)
+
+
+@gpu
+def test_evaluation_and_generation_in_between():
+    models = pair()
+    capture(models)
+    for model in models:
+        model.eval()
+    with torch.no_grad():
+        losses = [loss_of(model, 0).item() for model in models]
+        prompt = random_documents([9])[0].cuda()[None]
+        texts = [model.generate(prompt, max_new_tokens=5, do_sample=False) for model in models]
+    assert abs(losses[0] / losses[1] - 1) < 1e-6
+    assert torch.equal(*texts)
+    for model in models:
+        model.train()
+    assert_alike(models, step_both(models, 7))
+
+
+@gpu
+def test_two_rows_before_their_backwards_pass():
+    models = pair()
+    capture(models)
+    totals = []
+    for model in models:
+        total = loss_of(model, 0) + loss_of(model, 1)
+        total.backward()
+        totals.append(total.item())
+    assert_alike(models, totals)
+    assert_alike(models, step_both(models, 2))
+    assert graphs_of(models[0]).why_not is None
+
+
+@gpu
+def test_a_row_whose_backward_never_comes():
+    models = pair()
+    capture(models)
+    loss_of(models[0], 3)
+    assert_alike(models, step_both(models, 2))
+    assert graphs_of(models[0]).why_not is None
+
+
+@gpu
+def test_what_a_step_returned_is_not_overwritten():
+    model, _ = models = pair()
+    capture(models)
+    ids = torch.cat(random_documents(lengths_of(0))).cuda()[None]
+    decoder = model.get_base_model().model
+    first = decoder(input_ids=ids, packed_seq_lengths=lengths_of(0)).last_hidden_state
+    kept = first.detach().clone()
+    first.sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    copies = [grad.clone() for grad in gradients]
+    model.zero_grad()
+    decoder(input_ids=ids.flip(1), packed_seq_lengths=lengths_of(0)).last_hidden_state.sum().backward()
+    assert torch.equal(first, kept)
+    assert all(torch.equal(grad, copy) for grad, copy in zip(gradients, copies, strict=True))
+
+
+@gpu
+def test_adapters_switched_off_merged_and_frozen():
+    models = pair()
+    capture(models)
+    for model in models:
+        model.base_model.disable_adapter_layers()
+    with torch.no_grad():
+        off = [loss_of(model, 1).item() for model in models]
+    assert off[0] == pytest.approx(off[1], rel=2e-3)
+    for model in models:
+        model.base_model.enable_adapter_layers()
+        for name, p in model.named_parameters():
+            p.requires_grad_("lora_" in name and "q_proj" not in name)
+    assert_alike(models, step_both(models, 1))
+    assert not any("q_proj" in name for name in grads(models[0]))
+    for model in models:
+        model.merge_adapter()
+        model.zero_grad()
+    with torch.no_grad():
+        merged = [loss_of(model, 1).item() for model in models]
+    assert merged[0] == pytest.approx(merged[1], rel=2e-3)
+    for model in models:
+        model.unmerge_adapter()
+    assert_alike(models, step_both(models, 1))
+
+
+@gpu
+def test_weights_that_are_loaded_or_moved():
+    models = pair()
+    capture(models)
+    for model in models:
+        state = {
+            name: weight * 1.5 if "lora_B" in name else weight for name, weight in model.state_dict().items()
+        }
+        model.load_state_dict(state)
+    assert_alike(models, step_both(models, 1))
+    for model in models:
+        model.zero_grad()
+        model.cpu()
+        model.cuda()
+    assert_alike(models, step_both(models, 1))
+
+
+@gpu
+def test_dropout_is_drawn_anew_every_step():
+    model = tiny_model("qwen3", torch.bfloat16)
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.5)})
+    patch_model(model, "flash")
+    drawn = set()
+    for _ in range(6):
+        loss = loss_of(model, 0, seed=0)
+        loss.backward()
+        drawn.add(loss.item())
+    assert "captured for" in str(graphs_of(model))
+    assert len(drawn) >= 5
+
+
+@gpu
+def test_a_capture_before_any_backward():
+    models = pair()
+    for step in range(4):
+        for model in models:
+            loss_of(model, step)
+    assert_alike(models, step_both(models, 1))
+    assert "captured for" in str(graphs_of(models[0]))
+
+
+@gpu
+def test_a_capture_that_breaks(monkeypatch):
+    """The device is waited for while capturing, which CUDA forbids: training goes on, dropout included."""
+    model, _ = pair()
+    decoder = model.get_base_model().model
+    packed_forward = type(decoder)._packed_forward
+
+    def waiting(self, row, *args, **kwargs):
+        out = packed_forward(self, row, *args, **kwargs)
+        if torch.cuda.is_current_stream_capturing():
+            out.last_hidden_state.sum().item()
+        return out
+
+    monkeypatch.setattr(type(decoder), "_packed_forward", waiting)
+    for step in range(5):
+        loss_of(model, step).backward()
+    assert "capture failed" in str(graphs_of(model))
+    assert nn.functional.dropout(torch.ones(1000, device="cuda"), 0.5).count_nonzero() < 700
+
+
+@gpu
+def test_no_memory_for_a_capture(monkeypatch):
+    models = pair()
+
+    def no_memory(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", no_memory)
+    for step in range(5):
+        step_both(models, step)
+    assert_alike(models)
+    assert "capture failed (OutOfMemoryError: CUDA out of memory" in str(graphs_of(models[0]))
+
+
+@gpu
+def test_copies_and_checkpointing_run_uncaptured():
+    models = pair()
+    capture(models)
+    twin = copy.deepcopy(models[0])
+    assert "no form of row has come twice" in str(graphs_of(twin))
+    assert_alike([twin, models[1]], step_both([twin, models[1]], 1))
+    models[0].gradient_checkpointing_enable()
+    models[0].enable_input_require_grads()
+    for model in models:
+        model.zero_grad()
+    assert_alike(models, step_both(models, 1))
+    assert graphs_of(models[0]).why_not == "gradient checkpointing"
+
+
+@gpu
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gemma2"])
+def test_what_cannot_be_captured_says_why(arch):
+    model = tiny_model(arch, torch.bfloat16)
+    report = patch_model(model).report
+    assert report.not_fused["step"].startswith("not captured in CUDA graphs: ")

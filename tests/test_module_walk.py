@@ -1,0 +1,80 @@
+"""A patched model lists its modules as torch does, whatever is added, replaced or wrapped around it."""
+
+import copy
+
+import torch
+from peft import LoraConfig
+from tiny import tiny_model
+from torch import nn
+
+from unsloth_pack import patch_model
+
+
+def names(model, **options):
+    return [(name, id(module)) for name, module in model.named_modules(**options)]
+
+
+def as_torch(model, change=lambda model: None):
+    """Every listing of the model, unpatched and patched, after a change."""
+    change(model)
+    results = []
+    for patch in (False, True):
+        with patch_model(model) if patch else torch.no_grad():
+            results.append(
+                [
+                    names(model),
+                    names(model),
+                    names(model, remove_duplicate=False),
+                    names(model, prefix="a"),
+                    [(name, id(p)) for name, p in model.named_parameters()],
+                    model.get_base_model().num_parameters(exclude_embeddings=True),
+                    model.get_base_model().num_parameters(only_trainable=True),
+                    names(model.get_base_model(), memo={model.get_base_model().lm_head}),
+                ]
+            )
+    assert results[0] == results[1]
+
+
+def test_listings_are_torchs():
+    as_torch(tiny_model("llama"))
+    as_torch(tiny_model("qwen3"), lambda model: model.add_adapter("second", LoraConfig(r=2)))
+
+    def share(model):
+        layers = model.get_base_model().model.layers
+        layers[1].mlp = layers[0].mlp
+
+    as_torch(tiny_model("qwen2"), share)
+
+
+def test_a_change_is_seen_at_once():
+    model = tiny_model("llama")
+    base = model.get_base_model()
+    patch_model(model)
+    n_modules, n_parameters = len(names(base)), base.num_parameters()
+    base.model.layers[0].extra = nn.Linear(3, 5, bias=False)
+    assert len(names(base)) == n_modules + 1
+    assert base.num_parameters() == n_parameters + 15
+    base.model.layers[0].extra = nn.Linear(3, 7, bias=False)
+    assert base.num_parameters() == n_parameters + 21
+    del base.model.layers[0].extra
+    assert len(names(base)) == n_modules
+    assert base.num_parameters() == n_parameters
+
+
+def test_the_mode_reaches_every_module():
+    model = tiny_model("llama")
+    patch_model(model)
+    layer = model.get_base_model().model.layers[1]
+    for mode in (True, False, False, True, True):
+        layer.mlp.train(not mode)
+        model.train(mode)
+        assert all(module.training is mode for module in model.modules())
+
+
+def test_a_copy_lists_its_own_modules():
+    model = tiny_model("llama")
+    patch_model(model)
+    names(model)
+    twin = copy.deepcopy(model)
+    assert {name for name, _ in names(twin)} == {name for name, _ in names(model)}
+    assert not {i for _, i in names(twin)} & {i for _, i in names(model)}

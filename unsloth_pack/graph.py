@@ -1,0 +1,315 @@
+"""The captured step: a decoder's forward and backward over a packed row, replayed as two CUDA graphs.
+
+On a small model a step waits for Python and for thousands of kernel launches. A graph launches them all at
+once. It lives inside the decoder, so every trainer gets it: the first rows of a form run as usual, then one
+is captured, and later ones are copied into its static buffers and replayed.
+
+A form is the number of tokens, of documents and of the longest document, each rounded up: the row is padded
+with a document of its own that no gradient reaches, `cu_seqlens` with empty documents. What a graph cannot
+hold runs as usual, and `StepGraphs.why_not` says why.
+"""
+
+import logging
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from unsloth_pack.layout import PackedRow
+
+_ROWS_BEFORE_CAPTURE = 2  # of a form, so that kernels are compiled and a form that comes once costs nothing
+_WARM_UPS = 2
+_MOST_FORMS = 12
+_PAYS_BELOW = 5e11  # tokens x parameters of a layer: above, the GPU computes longer than Python launches
+_MOST_TRAINED = 200_000_000  # parameters whose gradients are held once more
+
+logger = logging.getLogger("unsloth_pack")
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What rows that replay the same graphs have in common, all rounded up.
+
+    Args:
+        tokens, segments, longest: of the padded row.
+        autocast: the dtype that autocast computes in, None without.
+    """
+
+    tokens: int
+    segments: int
+    longest: int
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, row: PackedRow) -> "RowForm":
+        tokens = _round_up(row.n_tokens, max(64, _power_of_2(row.n_tokens) // 16))
+        longest = max(row.longest, int(row.positions.max()) + 1, min(256, tokens))
+        tail = tokens - row.n_tokens
+        segments = len(row.lengths) + -(-tail // longest)
+        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        return cls(tokens, max(64, _power_of_2(segments)), _power_of_2(longest), autocast)
+
+
+class StepGraphs:
+    """The graphs of one decoder, one pair for each form of row.
+
+    Args:
+        why_never: why no row of this model is captured, known when it is patched; None where some may be.
+    """
+
+    def __init__(self, why_never: str | None):
+        self.why_not = why_never
+        self._why_never = why_never
+        self._rows_seen: Counter[RowForm] = Counter()
+        self._graphs: dict[RowForm, _CapturedForm] = {}
+        self._state: _DecoderState | None = None
+        self._pool: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepGraphs":
+        return StepGraphs(self._why_never)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"why_never": self._why_never}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["why_never"])
+
+    def __str__(self) -> str:
+        if self._graphs:
+            sizes = sorted({form.tokens for form in self._graphs})
+            return f"captured for {len(self._graphs)} forms of rows, of {', '.join(map(str, sizes))} tokens"
+        return f"not captured: {self.why_not or 'no form of row has come twice yet'}"
+
+    def run(self, decoder: Any, row: PackedRow, input_ids: Tensor | None) -> Tensor | None:
+        """The last hidden state `[B, T, C]` of a row, or None where it has to run uncaptured.
+
+        Args:
+            decoder: a `FastDecoder`.
+            row: on a CUDA device.
+            input_ids: `[B, T]`, or None where embeddings came in.
+        """
+        if self._why_never is not None or input_ids is None or not torch.is_grad_enabled():
+            return None
+        if self._state is None or not self._state.holds(decoder):
+            self._graphs.clear()
+            self._state = _DecoderState(decoder)
+        self.why_not = self._state.why_not_captured(row)
+        if self.why_not is not None:
+            return None
+        form = RowForm.of(row)
+        self._rows_seen[form] += 1
+        captured = self._graphs.get(form)
+        if captured is None:
+            if self._rows_seen[form] <= _ROWS_BEFORE_CAPTURE or len(self._graphs) >= _MOST_FORMS:
+                return None
+            captured = self._capture(decoder, form, row.device)
+            if captured is None:
+                return None
+        if any(graphs.is_pending for graphs in self._graphs.values()):
+            self.why_not = "the row before has not been through its backward pass yet"
+            return None
+        return captured.replay(row, input_ids)
+
+    def _capture(self, decoder: Any, form: RowForm, device: torch.device) -> "_CapturedForm | None":
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            captured = _CapturedForm(decoder, form, device, self._pool)
+        except RuntimeError as error:  # out of memory among them
+            self._graphs.clear()
+            torch.cuda.empty_cache()
+            generator = torch.cuda.default_generators[device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())  # a broken capture leaves it capturing
+            self._why_never = f"capture failed ({_first_cause(error)})"
+            self.why_not = self._why_never
+            logger.warning("the step is not captured in CUDA graphs: %s", self._why_never)
+            return None
+        self._graphs[form] = captured
+        return captured
+
+
+class _CapturedForm:
+    """Two graphs and the static tensors that they read and write.
+
+    All forms share one memory pool: what one form computes is used up before another is replayed.
+    """
+
+    def __init__(self, decoder: Any, form: RowForm, device: torch.device, pool: Any):
+        self.row = PackedRow.static(form.tokens, form.segments, form.longest, device)
+        self.input_ids = torch.zeros(1, form.tokens, dtype=torch.int64, device=device)
+        self.parameters = [p for p in decoder.parameters() if p.requires_grad]
+        computed_in = form.autocast or decoder.get_input_embeddings().weight.dtype
+        stand_ins = _StandIns(decoder, computed_in)
+        leaves = stand_ins.of(self.parameters)
+        self._pending: weakref.ref[Any] | None = None
+        computes = {"dtype": form.autocast, "enabled": form.autocast is not None, "cache_enabled": False}
+
+        def forward() -> Tensor:
+            with torch.autocast("cuda", **computes), stand_ins:
+                return decoder._packed_forward(self.row, self.input_ids, None).last_hidden_state
+
+        def backward(hidden: Tensor, grad: Tensor) -> list[Tensor | None]:
+            return list(torch.autograd.grad(hidden, leaves, grad, allow_unused=True))
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                hidden = forward()
+                self.grad = torch.zeros_like(hidden)
+                backward(hidden, self.grad)
+            del hidden
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what uncaptured steps held: the graphs have memory of their own
+
+        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.forward_graph, pool=pool):
+            hidden = forward()
+        with torch.cuda.graph(self.backward_graph, pool=pool):
+            grads = backward(hidden, self.grad)
+            self.used = [grad is not None for grad in grads]
+            self.flat_grads = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
+        self.hidden = hidden.detach()
+        self._read_by_graphs = stand_ins, [tables.static_table for tables in decoder.rotary_tables.values()]
+        self.shapes = [p.shape for p, used in zip(self.parameters, self.used, strict=True) if used]
+        self.sizes = [shape.numel() for shape in self.shapes]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a forward has been replayed whose backward may still come."""
+        return self._pending is not None and self._pending() is not None
+
+    def replay(self, row: PackedRow, input_ids: Tensor) -> Tensor:
+        n_tokens = row.n_tokens
+        self.input_ids[0, :n_tokens].copy_(input_ids.reshape(-1))
+        self.row.fill(row)
+        return _Replay.apply(self, n_tokens, *self.parameters).view(*row.shape, -1)
+
+    def gradients(self) -> list[Tensor | None]:
+        """A copy of every parameter's gradient: the next replay overwrites the originals."""
+        parts = iter(self.flat_grads.to(self.parameters[0].dtype, copy=True).split(self.sizes))
+        shapes = iter(self.shapes)
+        return [next(parts).view(next(shapes)) if used else None for used in self.used]
+
+
+class _StandIns:
+    """Takes the place of the trained parameters within its context.
+
+    Autograd remembers on which stream a parameter was first used, which breaks a capture where that was
+    another: a stand-in over the same memory was never used before. What layers cast at every use stands in as
+    a copy in the dtype that they compute in, cast for all in one launch.
+    """
+
+    def __init__(self, decoder: Any, dtype: torch.dtype):
+        modules = list(decoder.modules())
+        cast = {id(p) for m in modules if hasattr(m, "cast_when_used") for p in m.cast_when_used()}
+        self._places = [(m._parameters, name) for m in modules for name in m._parameters]
+        self._stand_ins: dict[int, nn.Parameter] = {}
+        self._originals: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        for held, name in self._places:
+            p = held[name]
+            if p is None or not p.requires_grad or id(p) in self._stand_ins:
+                continue
+            if id(p) in cast and p.dtype != dtype:
+                self._originals.append(p.detach())
+                self._copies.append(torch.empty_like(p, dtype=dtype, requires_grad=False))
+                self._stand_ins[id(p)] = nn.Parameter(self._copies[-1])
+            else:
+                self._stand_ins[id(p)] = nn.Parameter(p.detach())
+        self._replaced: list[nn.Parameter] = []
+
+    def of(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return [self._stand_ins[id(p)] for p in parameters]
+
+    def __enter__(self) -> None:
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._originals)
+        self._replaced = [held[name] for held, name in self._places]
+        for (held, name), p in zip(self._places, self._replaced, strict=True):
+            held[name] = self._stand_ins.get(id(p), p)
+
+    def __exit__(self, *_: object) -> None:
+        for (held, name), p in zip(self._places, self._replaced, strict=True):
+            held[name] = p
+
+
+class _Token:
+    """Lives as long as the autograd node of a replay may run its backward."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, captured, n_tokens, *parameters):
+        captured.forward_graph.replay()
+        ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, _Token()
+        captured._pending = weakref.ref(ctx.token)
+        return captured.hidden[0, :n_tokens].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        captured = ctx.captured
+        captured.grad[0, : ctx.n_tokens].copy_(grad)
+        captured.grad[0, ctx.n_tokens :].zero_()
+        captured.backward_graph.replay()
+        captured._pending = None
+        return None, None, *captured.gradients()
+
+
+class _DecoderState:
+    """What a graph takes for granted of a decoder: where its parameters lie and what its modules do."""
+
+    def __init__(self, decoder: Any):
+        modules = list(decoder.modules())
+        self._decoder = decoder
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._parameters = [(m._parameters, name) for m in modules for name in m._parameters]
+        self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
+        self._layer_size = sum(p.numel() for p in decoder.layers[0].parameters())
+        self._n_trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+        self._seen = self._look()
+
+    def holds(self, decoder: Any) -> bool:
+        """Whether nothing has changed. Looks at every module each step, so it looks at little."""
+        return self._decoder is decoder and self._look() == self._seen
+
+    def why_not_captured(self, row: PackedRow) -> str | None:
+        if not self._decoder.training:
+            return "the model is not training"
+        if getattr(self._decoder.layers[0], "gradient_checkpointing", False):
+            return "gradient checkpointing"
+        if row.n_tokens * self._layer_size > _PAYS_BELOW:
+            return "the GPU computes longer than Python launches"
+        if self._n_trained > _MOST_TRAINED:
+            return f"{self._n_trained:,} parameters are trained"
+        if any(self._hooks):
+            return "modules have hooks"
+        return None
+
+    def _look(self) -> list[Any]:
+        parameters = [held[name] for held, name in self._parameters]
+        look = [(p.data_ptr(), p.requires_grad) for p in parameters if p is not None]
+        adapters = [(m._disable_adapters, m._active_adapter, *m.merged_adapters) for m in self._adapted]
+        return [look, adapters]
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong first: ending the capture that it broke raises once more."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
