@@ -48,11 +48,18 @@ class RowForm:
     @classmethod
     def of(cls, row: PackedRow) -> "RowForm":
         tokens = _round_up(row.n_tokens, max(64, _power_of_2(row.n_tokens) // 16))
-        longest = max(row.longest, int(row.positions.max()) + 1, min(256, tokens))
-        tail = tokens - row.n_tokens
-        segments = len(row.lengths) + -(-tail // longest)
-        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        return cls(tokens, max(64, _power_of_2(segments)), _power_of_2(longest), autocast)
+        longest = _power_of_2(max(_longest(row), min(256, tokens)))
+        segments = max(64, _power_of_2(_segments(row, tokens, longest)))
+        return cls(tokens, segments, longest, _autocast())
+
+    def holds(self, row: PackedRow) -> bool:
+        """Whether the row fits, as things are now."""
+        return (
+            row.n_tokens <= self.tokens
+            and _longest(row) <= self.longest
+            and _segments(row, self.tokens, self.longest) <= self.segments
+            and _autocast() == self.autocast
+        )
 
 
 class StepGraphs:
@@ -101,19 +108,25 @@ class StepGraphs:
         self.why_not = self._state.why_not_captured(row)
         if self.why_not is not None:
             return None
-        form = RowForm.of(row)
-        self._rows_seen[form] += 1
-        captured = self._graphs.get(form)
-        if captured is None:
-            if self._rows_seen[form] <= _ROWS_BEFORE_CAPTURE or len(self._graphs) >= _MOST_FORMS:
-                return None
-            captured = self._capture(decoder, form, row.device)
-            if captured is None:
-                return None
         if any(graphs.is_pending for graphs in self._graphs.values()):
             self.why_not = "the row before has not been through its backward pass yet"
             return None
-        return captured.replay(row, input_ids)
+        captured = self._graphs_for(decoder, row)
+        return None if captured is None else captured.replay(row, input_ids)
+
+    def _graphs_for(self, decoder: Any, row: PackedRow) -> "_CapturedForm | None":
+        """Graphs of the row's own form, else of any that holds it: waste costs less than launches."""
+        form = RowForm.of(row)
+        self._rows_seen[form] += 1
+        if form in self._graphs:
+            return self._graphs[form]
+        has_room = len(self._graphs) < _MOST_FORMS
+        if has_room and self._rows_seen[form] > _ROWS_BEFORE_CAPTURE:
+            return self._capture(decoder, form, row.device)
+        holding = [other for other in self._graphs if other.holds(row)]
+        if holding:
+            return self._graphs[min(holding, key=lambda other: (other.tokens, other.longest, other.segments))]
+        return self._capture(decoder, form, row.device) if has_room and self._graphs else None
 
     def _capture(self, decoder: Any, form: RowForm, device: torch.device) -> "_CapturedForm | None":
         if self._pool is None:
@@ -298,6 +311,20 @@ class _DecoderState:
         look = [(p.data_ptr(), p.requires_grad) for p in parameters if p is not None]
         adapters = [(m._disable_adapters, m._active_adapter, *m.merged_adapters) for m in self._adapted]
         return [look, adapters]
+
+
+def _longest(row: PackedRow) -> int:
+    """Positions that the row reaches, which may start above 0 in a document."""
+    return max(row.longest, int(row.positions.max()) + 1)
+
+
+def _segments(row: PackedRow, tokens: int, longest: int) -> int:
+    """Segments of the row padded to so many tokens, by runs no longer than the longest document."""
+    return len(row.lengths) + -(-(tokens - row.n_tokens) // longest)
+
+
+def _autocast() -> torch.dtype | None:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 def _first_cause(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from exactness import (
 )
 from torch import Tensor
 
-from unsloth_pack.kernels import gated, reference
+from unsloth_pack.kernels import gated, gated_backward, reference
 from unsloth_pack.kernels.launch import as_rows
 
 pytest.importorskip("triton")
@@ -246,3 +246,25 @@ def test_what_does_not_fit_is_refused_in_one_line(changes, message):
         gated(**(good | changes))
     assert "\n" not in str(error.value)
     gated(**good)
+
+
+# The product again, for callers that did not keep it
+
+
+@both_activations
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, FP32), (BF16, FP32)], ids=str)
+def test_the_backward_that_makes_the_product_again(dtypes, activation):
+    for shape in ((2, 9, 64), (3, 1025)):
+        gate, up, g_out = make(*shape, dtype=dtypes[0], up_dtype=dtypes[1])
+        out, g_gate, g_up = run(gated, (gate, up), g_out, activation)
+        assert_same(gated_backward(g_out, gate, up, activation), (g_gate, g_up, out))
+        if dtypes[0] == dtypes[1]:
+            assert_same(gated_backward(g_out, *halves(gate, up), activation), (g_gate, g_up, out))
+
+
+def test_its_reference():
+    gate, up, g_out = make(5, 16, dtype=torch.float64)
+    out, g_gate, g_up = run(plain_gated, (gate, up), g_out, "silu")
+    torch.testing.assert_close(
+        gated_backward(g_out, gate, up, "silu"), (g_gate, g_up, out), rtol=1e-13, atol=1e-13
+    )

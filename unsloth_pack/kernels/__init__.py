@@ -4,9 +4,9 @@ CUDA tensors run on Triton. CPU tensors run on the oracle, or on Triton's interp
 is set before the first import. Triton itself is optional.
 """
 
-from .gated import gated
+from .gated import gated, gated_backward
 from .norm import rms_norm
 from .reference import QKNorm
 from .rope import rope_qk
 
-__all__ = ["QKNorm", "gated", "rms_norm", "rope_qk"]
+__all__ = ["QKNorm", "gated", "gated_backward", "rms_norm", "rope_qk"]

@@ -65,13 +65,40 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_out):
         gate, up = ctx.saved_tensors
-        g_gate, g_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        (g_out, gate, up), strides, F, programs = _lay_out(g_out, gate, up)
-        with torch.cuda.device_of(gate):
-            _gated_backward_kernel[(programs,)](
-                g_out, gate, up, g_gate, g_up, F, *strides, ctx.activation, _BLOCK, num_warps=_WARPS
-            )
+        g_gate, g_up, _ = _backward(g_out, gate, up, ctx.activation)
         return g_gate, g_up, None
+
+
+def gated_backward(g_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of gate and up, and the product again, for callers that did not keep it.
+
+    Args:
+        g_out: `[..., F]`, the gradient of the product.
+        gate, up, activation: as for `gated`.
+
+    Returns:
+        The gradients of gate and of up in their dtypes, and the product as `gated` returns it.
+    """
+    _check(gate, up, activation)
+    if not takes_fused_path(gate, up):
+        return reference.gated_backward(g_out, gate, up, activation)
+    return _backward(g_out, gate, up, activation, with_product=True)
+
+
+def _backward(
+    g_out: Tensor, gate: Tensor, up: Tensor, activation: str, with_product: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    g_gate, g_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    out = gate.new_empty(gate.shape if with_product else 0, dtype=dtype)
+    (g_out, gate, up), strides, F, programs = _lay_out(g_out, gate, up)
+    with torch.cuda.device_of(gate):
+        _gated_backward_kernel[(programs,)](
+            *(g_out, gate, up, g_gate, g_up, out, F, *strides),
+            *(activation, with_product, _BLOCK),
+            num_warps=_WARPS,
+        )
+    return g_gate, g_up, out
 
 
 def _lay_out(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
@@ -111,9 +138,10 @@ def _gated_kernel(gate, up, out, F, gate_sr, up_sr, ACTIVATION: tl.constexpr, BL
 
 @jit
 def _gated_backward_kernel(
-    g_out, gate, up, g_gate, g_up, F, g_sr, gate_sr, up_sr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
-    """g_gate, g_up `[R, F]`: the gradients of gate and up. Grid: the forward's."""
+    g_out, gate, up, g_gate, g_up, out, F, g_sr, gate_sr, up_sr,
+    ACTIVATION: tl.constexpr, WITH_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """g_gate, g_up `[R, F]`: the gradients of gate and up; out, if wanted, as in the forward. Grid: too."""
     row, col = _row_and_columns(F, BLOCK)
     g = tl.load(g_out + row * g_sr + col, mask=col < F, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
@@ -124,6 +152,8 @@ def _gated_backward_kernel(
     gx, gu = g * u * (s * (1 + bend)), g * (x * s)
     tl.store(g_gate + row * F + col, gx.to(g_gate.dtype.element_ty), mask=col < F)
     tl.store(g_up + row * F + col, gu.to(g_up.dtype.element_ty), mask=col < F)
+    if WITH_PRODUCT:
+        tl.store(out + row * F + col, (x * s * u).to(out.dtype.element_ty), mask=col < F)
 
 
 @jit

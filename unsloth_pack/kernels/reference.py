@@ -104,3 +104,15 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     x = gate.to(wide)
     acted = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
     return (acted * up.to(wide)).to(promoted)
+
+
+def gated_backward(g_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of gate and up, and the product again.
+
+    The contract is `unsloth_pack.kernels.gated_backward`'s.
+    """
+    with torch.enable_grad():
+        gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        out = gated(gate, up, activation)
+    g_gate, g_up = torch.autograd.grad(out, (gate, up), g_out)
+    return g_gate, g_up, out.detach()

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from unsloth_pack.kernels import gated, rms_norm
+from unsloth_pack.models.fast_lora import FastLoraLinear
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the kernel's
 
@@ -30,6 +31,8 @@ class FastMLP(nn.Module):
             gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        if isinstance(self.down_proj, FastLoraLinear):
+            return self.down_proj.gated(gate, up, self.activation)
         return self.down_proj(gated(gate, up, self.activation))
 
 
