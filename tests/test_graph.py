@@ -158,14 +158,13 @@ def test_a_row_of_another_form_runs_in_graphs_that_hold_it():
     models = pair()
     capture(models)
     n_forms = len(graphs_of(models[0])._graphs)
-    for lengths in ([50], [1] * 40, [17, 30]):  # shorter, once each: too few to be captured
+    for lengths in ([50], [17, 30]):  # shorter, and too few to be captured
         ids = torch.cat(random_documents(lengths)).cuda()[None]
         losses = [m(input_ids=ids, labels=ids, packed_seq_lengths=lengths).loss for m in models]
         sum(losses).backward()
         assert graphs_of(models[0]).why_not is None
         assert len(graphs_of(models[0])._graphs) == n_forms
-        if lengths != [1] * 40:  # no label counts there
-            assert_alike(models, [loss.item() for loss in losses])
+        assert_alike(models, [loss.item() for loss in losses])
         for model in models:
             model.zero_grad()
     lengths = [200, 300]  # longer than all: captured at once, as the kernels are compiled

@@ -25,6 +25,7 @@ from unsloth_pack.layout import PackedRow
 _ROWS_BEFORE_CAPTURE = 2  # of a form, so that kernels are compiled and a form that comes once costs nothing
 _WARM_UPS = 2
 _MOST_FORMS = 12
+_WASTE_ALLOWED = 1.25  # tokens computed for a token of a common form, before that form is captured too
 _PAYS_BELOW = 5e11  # tokens x parameters of a layer: above, the GPU computes longer than Python launches
 _MOST_TRAINED = 200_000_000  # parameters whose gradients are held once more
 
@@ -118,15 +119,17 @@ class StepGraphs:
         """Graphs of the row's own form, else of any that holds it: waste costs less than launches."""
         form = RowForm.of(row)
         self._rows_seen[form] += 1
-        if form in self._graphs:
-            return self._graphs[form]
-        has_room = len(self._graphs) < _MOST_FORMS
-        if has_room and self._rows_seen[form] > _ROWS_BEFORE_CAPTURE:
-            return self._capture(decoder, form, row.device)
         holding = [other for other in self._graphs if other.holds(row)]
-        if holding:
-            return self._graphs[min(holding, key=lambda other: (other.tokens, other.longest, other.segments))]
-        return self._capture(decoder, form, row.device) if has_room and self._graphs else None
+        nearest = min(holding, key=lambda other: (other.tokens, other.longest, other.segments), default=None)
+        has_room = len(self._graphs) < _MOST_FORMS
+        is_common = self._rows_seen[form] > _ROWS_BEFORE_CAPTURE
+        if nearest is None:
+            worth_it = is_common or bool(self._graphs)  # kernels are compiled once anything is captured
+        else:
+            worth_it = is_common and nearest.tokens > _WASTE_ALLOWED * form.tokens
+        if has_room and worth_it:
+            return self._capture(decoder, form, row.device)
+        return None if nearest is None else self._graphs[nearest]
 
     def _capture(self, decoder: Any, form: RowForm, device: torch.device) -> "_CapturedForm | None":
         if self._pool is None:
