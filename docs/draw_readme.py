@@ -1,0 +1,88 @@
+"""Draw the README's picture from real rows and committed results.
+
+    python docs/draw_readme.py --dataset alpaca_en_demo.json
+
+Left: eight documents of the data set as a padded batch and as packed rows. Right: tokens a second of the last
+committed comparison on an H200.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from unsloth_pack.data import load_rows, to_trl
+from unsloth_pack.data.tokenize import tokenize
+from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.packing import plan_packs
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "benchmarks" / "results" / "compare-captured-h200-2026-11-21.json"
+CAPACITY = 1024
+NAMES = {"ours": "unsloth_pack", "trl": "TRL, FlashAttention 2", "unsloth": "Unsloth 2026.10.9"}
+COLOURS = {"ours": "#2a6f97", "trl": "#a9b4c2", "unsloth": "#d5bdaf"}
+
+
+def document_lengths(dataset, n):
+    from transformers import AutoTokenizer
+
+    rows = to_trl(load_rows(dataset).select(range(40, 40 + n)), chat_template=True)
+    encoded, _ = tokenize(rows, AutoTokenizer.from_pretrained(MODEL_DIR), max_length=CAPACITY)
+    return [len(ids) for ids in encoded["input_ids"]]
+
+
+def draw_rows(axis, rows, width, title):
+    """Each row a bar of documents; what is left of it is padding."""
+    palette = plt.get_cmap("tab20").colors
+    for y, row in enumerate(rows):
+        axis.barh(-y, width, height=0.8, color="#eeeeee", edgecolor="#bbbbbb", linewidth=0.5)
+        left = 0
+        for document, length in row:
+            axis.barh(-y, length, left=left, height=0.8, color=palette[document % 20], edgecolor="white")
+            left += length
+    used = sum(length for row in rows for _, length in row)
+    axis.set_title(f"{title}: {used / (width * len(rows)):.0%} full", fontsize=10, loc="left")
+    axis.set_axis_off()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", required=True, help="alpaca rows, as json")
+    args = parser.parse_args()
+
+    lengths = document_lengths(args.dataset, 8)
+    plan = plan_packs(lengths, CAPACITY, "bfd")
+    packed = [[(i, lengths[i]) for i in row] for row in plan.bins]
+    figure = plt.figure(figsize=(10, 3.2), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=[1.1, 1], height_ratios=[8, len(packed)])
+    padded = [[(i, length)] for i, length in enumerate(lengths)]
+    draw_rows(figure.add_subplot(grid[0, 0]), padded, max(lengths), "one document a row")
+    draw_rows(figure.add_subplot(grid[1, 0]), packed, CAPACITY, f"packed rows of {CAPACITY:,}")
+
+    runs = json.loads(RESULTS.read_text())["runs"]
+    axis = figure.add_subplot(grid[:, 1])
+    place = 0
+    for case, title in (("pr-16k", "rows of 16,384"), ("pr", "rows of 2,048")):
+        results = [run for run in runs if run["case"] == case][-1]["results"]
+        for peer in ("unsloth", "trl", "ours"):
+            speeds = [result["tok_s"] for result in results if result["peer"] == peer]
+            speed = sum(speeds) / len(speeds)
+            axis.barh(place, speed / 1000, color=COLOURS[peer])
+            axis.text(speed / 1000, place, f" {speed / 1000:.0f}k  {NAMES[peer]}", va="center", fontsize=8)
+            place += 1
+        axis.text(0, place - 0.35, title, fontsize=9, va="bottom", weight="bold")
+        place += 1
+    axis.set_xlim(0, 190)
+    axis.set_ylim(-0.6, place - 0.3)
+    axis.set_yticks([])
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.set_xlabel("thousand tokens a second, Qwen2.5-0.5B shape, LoRA, one H200", fontsize=8)
+    figure.savefig(HERE / "packed.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
