@@ -21,6 +21,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import FastLanguageModel
+from unsloth_pack.packing import pack_dataset
 
 BOUND = 1e-4
 SIZES = [(5, 30), (12, 3), (1, 9), (20, 21), (2, 2), (7, 50), (3, 11), (30, 28), (1, 1), (16, 4)]  # bytes
@@ -176,6 +177,30 @@ def test_under_trl(folder, tmp_path, truth, kind, options):
     assert log["num_tokens"] == sum(len(ids) for ids, _ in tokens(kind))
     assert 0 <= log["mean_token_accuracy"] <= 1
     assert log["entropy"] > 0
+
+
+@pytest.mark.parametrize("kind", ["text", "completion"])
+@pytest.mark.parametrize("rows_a_batch", [1, 2])
+def test_rows_that_were_packed_before(folder, tmp_path, truth, kind, rows_a_batch):
+    """The trainer packs nothing: `pack_dataset` has, over the whole set."""
+    model, tokenizer = adapted(folder)
+    documents = [
+        {
+            "input_ids": ids,
+            "labels": [token if mark else -100 for token, mark in zip(ids, marks, strict=True)],
+        }
+        for ids, marks in tokens(kind)
+    ]
+    options = {"packing": False, "padding_free": True, "max_length": None}
+    config = SFTConfig(**arguments(tmp_path, per_device_train_batch_size=rows_a_batch, **options))
+    gradients = Gradients()
+    packed = pack_dataset(Dataset.from_list(documents), 80)
+    assert len(packed) < len(documents)
+    trainer = SFTTrainer(
+        model, config, train_dataset=packed, processing_class=tokenizer, callbacks=[gradients]
+    )
+    loss = train(trainer)
+    assert_the_update_is(truth[kind], gradients.seen, loss)
 
 
 @pytest.mark.parametrize("eval_packing", [True, False, None])

@@ -20,19 +20,14 @@ from unsloth_pack.errors import InputError
 def sft_config(
     output_dir: str,
     *,
-    max_length: int,
-    packing: bool,
     padding_free: bool,
-    eval_packing: bool | None,
     dtype: torch.dtype,
     **arguments: Any,
 ) -> SFTConfig:
-    """TRL's configuration for rows that are tokenised and cut already.
+    """TRL's configuration for rows that are tokenised, cut and perhaps packed already.
 
     Args:
-        max_length: tokens that a packed row may hold.
-        packing: several documents a row, best fit decreasing, none seeing another.
-        padding_free: a batch becomes one row. Packing implies it.
+        padding_free: a batch becomes one row of documents, none seeing another. Packed rows need it.
         dtype: of the model's weights; mixed precision follows it on CUDA.
         arguments: of transformers' `TrainingArguments`.
 
@@ -45,13 +40,9 @@ def sft_config(
     try:
         return SFTConfig(
             output_dir=output_dir,
-            packing=packing,
-            packing_strategy="bfd",
-            padding_free=packing or padding_free,
-            eval_packing=eval_packing,
-            max_length=max_length
-            if packing
-            else None,  # the rows are cut already; only packing needs to know
+            packing=False,  # done already, over the whole data set
+            padding_free=padding_free,
+            max_length=None,
             bf16=on_gpu and dtype == torch.bfloat16,
             fp16=on_gpu and dtype == torch.float16,
             use_cpu=not on_gpu,

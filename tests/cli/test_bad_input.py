@@ -71,6 +71,7 @@ def test_values(flag, value, remedy, refused):
     [
         ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit are both set", "choose one"),
         ({"load_in_4bit": True, "loftq_config": '{"loftq_bits": 4}'}, "loftq_config", "drop load_in_4bit"),
+        ({"keep_examples_per_update": True}, "without sample_packing", "give --sample_packing too"),
         ({"eval_packing": True}, "eval_packing is True without data to evaluate", "give --eval_dataset"),
         ({"save_path": "merged"}, "save_path is 'merged' but nothing is saved", "give --save_model"),
         ({"save_model": True, "save_path": "out"}, "save_path 'out' is output_dir", "another folder"),
@@ -119,7 +120,7 @@ def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
     [
         (["--lerning_rate", "1"], "unknown argument '--lerning_rate'", "did you mean --learning_rate?"),
         (["--frobnicate"], "unknown argument '--frobnicate'", "--help"),
-        (["trian"], "unknown subcommand 'trian'", "one of train, generate, merge, doctor"),
+        (["trian"], "unknown subcommand 'trian'", "one of train, stats, generate, merge, doctor"),
         (["--r"], "argument --r: expected one argument", "--help"),
         (["--resume"], "--resume needs --output_dir", "name the folder"),
         (["generate", "--prompt", " "], "prompt is ' '", "give some text"),

@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -68,13 +67,13 @@ def test_doctor(monkeypatch, capsys):
         assert word in shown
 
 
-@pytest.mark.parametrize("name", ["train", "generate", "merge", "doctor"])
+@pytest.mark.parametrize("name", ["train", "stats", "generate", "merge", "doctor"])
 def test_help(name, capsys):
     assert main([name, "--help"]) == 0
     assert "--debug" in capsys.readouterr().out
 
 
-def test_help_lists_every_flag_and_is_quick(capsys):
+def test_help_lists_every_flag_and_loads_no_torch(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     for flag in ("packing", *TrainOptions.__dataclass_fields__):
@@ -82,8 +81,6 @@ def test_help_lists_every_flag_and_is_quick(capsys):
     for unit in ("TOKENS", "ROWS", "UPDATES", "EPOCHS"):
         assert unit in shown
     loads = "import sys; from unsloth_pack.cli import main; main(['--help']); print('torch' in sys.modules)"
-    start = time.perf_counter()
     path = {**os.environ, "PYTHONPATH": str(Path(unsloth_pack.__file__).parents[1])}
     out = subprocess.check_output([sys.executable, "-c", loads], text=True, env=path)
     assert out.splitlines()[-1] == "False"
-    assert time.perf_counter() - start < 5

@@ -1,6 +1,7 @@
 """`unsloth-pack train` from end to end on a tiny model."""
 
 import json
+import math
 import shutil
 import signal
 
@@ -163,3 +164,33 @@ def test_gradient_checkpointing_changes_no_loss(mode, train, tmp_path):
     assert train(output_dir=tmp_path / "plain", max_steps=2) == 0
     assert train(use_gradient_checkpointing=mode, max_steps=2) == 0
     assert list(losses(tmp_path / "out").values()) == pytest.approx(list(losses(tmp_path / "plain").values()))
+
+
+def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):
+    from unsloth_pack.cli.options import read_options
+    from unsloth_pack.cli.prepare import prepare
+
+    flags = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_seq_length": 256}
+    flags |= {"gradient_accumulation_steps": 16, "per_device_train_batch_size": 2}
+    arguments = ["--sample_packing", *(f"--{name}={value}" for name, value in flags.items())]
+    as_given, kept = (
+        prepare(read_options([*arguments, *more])) for more in ([], ["--keep_examples_per_update"])
+    )
+    per_row = len(kept.documents) / len(kept.rows)
+    assert per_row > 2
+    assert as_given.config.gradient_accumulation_steps == 16
+    assert kept.config.gradient_accumulation_steps == math.ceil(32 / (2 * per_row)) < 16
+
+
+def test_packing_is_planned_over_the_whole_data_set(model, tmp_path):
+    """Long documents first, their fillers more than a thousand rows later."""
+    from unsloth_pack.cli.options import read_options
+    from unsloth_pack.cli.prepare import prepare
+
+    rows = [{"text": "a" * n} for n in [199] * 1500 + [55] * 1500]
+    path = tmp_path / "long_then_short.json"
+    path.write_text(json.dumps(rows))
+    flags = ["--model_name", model, "--dataset", str(path), "--max_seq_length", "256", "--sample_packing"]
+    prepared = prepare(read_options([*flags, "--output_dir", str(tmp_path / "out")]))
+    assert len(prepared.rows) == 1500
+    assert set(map(len, prepared.rows["input_ids"])) == {256}

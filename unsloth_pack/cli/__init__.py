@@ -1,4 +1,4 @@
-"""The command line: `unsloth-pack [train] ...`, `generate`, `merge`, `doctor`."""
+"""The command line: `unsloth-pack [train] ...`, `stats`, `generate`, `merge`, `doctor`."""
 
 import sys
 import traceback
@@ -7,7 +7,13 @@ from importlib import import_module
 
 from unsloth_pack.errors import InputError
 
-SUBCOMMANDS = ("train", "generate", "merge", "doctor")  # each a module here with `run(argv) -> exit code`
+SUBCOMMANDS = (
+    "train",
+    "stats",
+    "generate",
+    "merge",
+    "doctor",
+)  # each a module here with `run(argv) -> exit code`
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,8 @@ def check_options(options: TrainOptions) -> None:
         )
     if options.eval_packing and not options.sample_packing:
         raise InputError("eval_packing is set without sample_packing; give --sample_packing too")
+    if options.keep_examples_per_update and not options.sample_packing:
+        raise InputError("keep_examples_per_update is set without sample_packing; give --sample_packing too")
     if options.save_path is not None and not options.save_model:
         raise InputError(
             f"save_path is {options.save_path!r} but nothing is saved there; give --save_model too"

@@ -64,6 +64,12 @@ class TrainOptions:
     sample_packing: bool = _flag(
         DATA, False, boolean, "put several documents in a row; none sees another", alias="--packing"
     )
+    keep_examples_per_update: bool = _flag(
+        DATA,
+        False,
+        boolean,
+        "with packing, accumulate over fewer rows: as many documents an update as without",
+    )
     padding_free: bool = _flag(DATA, False, boolean, "join a batch into one row instead of padding it")
     eval_packing: bool | None = _flag(
         DATA, None, boolean, "pack the evaluation data; default: as the training data"

@@ -15,6 +15,7 @@ from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.data import check_token_ids, load_rows, to_trl
 from unsloth_pack.data.tokenize import TokenLedger, tokenize
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
+from unsloth_pack.packing import pack_dataset, plan_accumulation
 from unsloth_pack.trl import sft_config, training_template
 
 
@@ -23,13 +24,16 @@ class Prepared:
     """What `prepare` made: the options with their last defaults, TRL's configuration, tokenised rows.
 
     Args:
-        eval_rows, eval_ledger: None where there is nothing to evaluate on.
+        documents: tokenised, one a row.
+        rows: what the trainer gets: the documents, or rows packed with them.
+        eval_rows, eval_ledger: likewise; None where there is nothing to evaluate on.
     """
 
     options: TrainOptions
     config: SFTConfig
     dtype: torch.dtype
     tokenizer: PreTrainedTokenizerBase
+    documents: Dataset
     rows: Dataset
     ledger: TokenLedger
     eval_rows: Dataset | None = None
@@ -54,10 +58,7 @@ def prepare(options: TrainOptions) -> Prepared:
     dtype = _dtype(options.dtype, False)
     config = sft_config(
         str(options.output_dir),
-        max_length=options.max_seq_length,
-        packing=options.sample_packing,
-        padding_free=options.padding_free,
-        eval_packing=options.eval_packing,
+        padding_free=options.padding_free or options.sample_packing,
         dtype=dtype,
         **_training_arguments(options),
     )
@@ -71,7 +72,26 @@ def prepare(options: TrainOptions) -> Prepared:
     for name, rows in raw.items():
         made[name], ledger = _tokenised(rows, tokenizer, options, model_config.vocab_size)
         made["ledger" if name == "rows" else "eval_ledger"] = ledger
+    made["documents"] = made["rows"]
+    if options.sample_packing:
+        made["rows"] = pack_dataset(made["rows"], options.max_seq_length)
+    if options.keep_examples_per_update:
+        config.gradient_accumulation_steps = plan_accumulation(
+            documents_per_update(config),
+            len(made["documents"]) / len(made["rows"]),
+            config.world_size,
+            config.per_device_train_batch_size,
+        )
+    if "eval_rows" in made and (
+        options.sample_packing if options.eval_packing is None else options.eval_packing
+    ):
+        made["eval_rows"] = pack_dataset(made["eval_rows"], options.max_seq_length)
     return Prepared(options, config, dtype, tokenizer, **made)
+
+
+def documents_per_update(config: SFTConfig) -> int:
+    """What an update sees where every row is one document."""
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
 
 
 def _tokenised(

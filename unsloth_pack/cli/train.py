@@ -137,7 +137,8 @@ def _describe_rows(trainer: "SFTTrainer", prepared: "Prepared", metrics: "Metric
         metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=asdict(fill))
         if prepared.eval_ledger:
             metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
-        plot_lengths(row_lengths(prepared.rows), options.max_seq_length, metrics.path.parent / "lengths.png")
+        lengths = row_lengths(prepared.documents)
+        plot_lengths(lengths, options.max_seq_length, metrics.path.parent / "lengths.png")
     return fill
 
 

@@ -1,5 +1,6 @@
 """Packing: plan which documents share a row, and fill rows from memory or from a stream. No torch needed."""
 
+from unsloth_pack.packing.dataset import pack_dataset
 from unsloth_pack.packing.overlong import CutCounts, PackingWarning
 from unsloth_pack.packing.plan import Bins, PackPlan, plan_packs
 from unsloth_pack.packing.report import LengthReport, PackForecast, length_report, plan_accumulation
@@ -21,6 +22,7 @@ __all__ = [
     "StreamCounts",
     "concatenate_and_pack",
     "length_report",
+    "pack_dataset",
     "pack_sequences",
     "plan_accumulation",
     "plan_packs",

@@ -75,7 +75,8 @@ def print_banner(
         ("rows", _fill_line(fill)),
         (
             "update",
-            f"{facts.rows_per_update} rows, {facts.rows_per_update * fill.documents_per_row:.1f} documents",
+            f"{facts.rows_per_update} rows, {facts.rows_per_update * fill.documents_per_row:.1f} documents"
+            + (f" ({facts.rows_per_update} without packing)" if fill.documents > fill.rows else ""),
         ),
         ("plan", f"{facts.steps:,} updates, {facts.optimizer}"),
         ("output", facts.output_dir),

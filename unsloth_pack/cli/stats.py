@@ -1,0 +1,149 @@
+"""`unsloth-pack stats`: how long the documents are, and what packing would do to them."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unsloth_pack.cli.checks import check_writable
+from unsloth_pack.cli.parser import Parser, boolean, whole
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unsloth_pack.packing import LengthReport
+
+_UNCUT = 2**40  # tokens, more than any document has
+_DEFAULT_CAPS = (1024, 2048, 4096)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the report of a data set under a tokenizer; with `--json` as JSON, with `--png` also a histogram.
+
+    Raises:
+        InputError: a bad argument, data that cannot be read, or a tokenizer that cannot be loaded.
+    """
+    given = _parser().parse(arguments)
+    png = Path(given["png"]) if "png" in given else None
+    if png is not None:
+        check_writable("png", png.parent)
+
+    from rich.console import Console
+
+    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.packing import length_report
+
+    as_json = given.get("json", False)
+    quieten(show_bars=not as_json)
+    lengths = _lengths(given.get("dataset", "demo"), given.get("model_name", "demo"))
+    report = length_report(
+        lengths,
+        given.get("pack_lengths", _DEFAULT_CAPS),
+        given.get("world_size", 1),
+        given.get("per_device_train_batch", 1),
+        given.get("target_effective", 32),
+        given.get("binsize", 512),
+    )
+    if png is not None:
+        from unsloth_pack.report.plots import plot_lengths
+
+        png.parent.mkdir(parents=True, exist_ok=True)
+        plot_lengths(lengths, max(forecast.capacity for forecast in report.forecasts), png)
+    if as_json:
+        print(json.dumps(asdict(report), indent=1))
+    else:
+        _print(Console(), report)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="unsloth-pack stats", description="Document lengths, and a forecast of packing them."
+    )
+    add = parser.add_argument
+    add("--dataset", help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name")
+    add("--model_name", help="whose tokenizer: demo, a folder, or a hub name (default: demo)")
+    add("--binsize", type=whole(1), metavar="TOKENS", help="of the histogram (default: 512)")
+    add(
+        *("--pack_lengths", "--pack-lengths"),
+        type=_caps,
+        metavar="TOKENS,...",
+        help="row lengths to forecast (default: 1024,2048,4096)",
+    )
+    add("--world_size", "--world-size", type=whole(1), metavar="RANKS", help="default: 1")
+    add(
+        *("--per_device_train_batch", "--per-device-train-batch"),
+        type=whole(1),
+        metavar="ROWS",
+        help="of a micro-batch (default: 1)",
+    )
+    add(
+        *("--target_effective", "--target-effective"),
+        type=whole(1),
+        metavar="DOCUMENTS",
+        help="that an update should see (default: 32)",
+    )
+    add("--json", type=boolean, nargs="?", const=True, help="print JSON")
+    add("--png", metavar="FILE", help="also draw the histogram")
+    return parser
+
+
+def _caps(text: str) -> tuple[int, ...]:
+    return tuple(map(whole(1), text.split(",")))
+
+
+def _lengths(dataset: str, model_name: str) -> np.ndarray:
+    from transformers import AutoTokenizer
+
+    from unsloth_pack.api import _load, _resolve
+    from unsloth_pack.data import load_rows, to_trl
+    from unsloth_pack.data.tokenize import tokenize
+    from unsloth_pack.demo import TRAIN_FILE
+    from unsloth_pack.report.fill import row_lengths
+
+    rows = load_rows(str(TRAIN_FILE) if dataset == "demo" else dataset)
+    tokenizer = _load(AutoTokenizer, _resolve(model_name)[0])
+    if getattr(tokenizer, "eos_token_id", None) is None:
+        raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
+    encoded, _ = tokenize(
+        to_trl(rows, chat_template=bool(tokenizer.chat_template)), tokenizer, max_length=_UNCUT
+    )
+    return row_lengths(encoded)
+
+
+def _print(console: "Console", report: "LengthReport") -> None:
+    from rich.table import Table
+
+    console.print(
+        f"{report.count:,} documents, {report.tokens:,} tokens: mean {report.mean:.0f}, "
+        f"median {report.median:.0f}, p95 {report.p95:.0f}, p99 {report.p99:.0f}, "
+        f"min {report.min}, max {report.max}",
+        highlight=False,
+    )
+    histogram = Table("tokens", "documents", "", title="lengths", title_justify="left")
+    most = max(n for _, _, n in report.histogram)
+    for low, high, n in report.histogram:
+        histogram.add_row(f"{low:,} to {high - 1:,}", f"{n:,}", "█" * -(-40 * n // most))
+    console.print(histogram)
+    rows: list[tuple[str, Callable[[Any], str]]] = [
+        ("rows", lambda f: f"{f.packs:,}"),
+        ("documents a row", lambda f: f"{f.documents_per_pack:.1f}"),
+        ("full", lambda f: f"{f.fill:.2%}"),
+        ("documents cut", lambda f: f"{f.overlong:,}"),
+        ("tokens cut", lambda f: f"{f.tokens_cut:,}"),
+        ("steps an epoch", lambda f: f"{f.steps_per_epoch:,}"),
+        ("gradient accumulation", lambda f: f"{f.accumulation}"),
+        ("updates an epoch", lambda f: f"{f.optimizer_steps:,}"),
+        ("documents an update", lambda f: f"{f.effective_batch:.1f}"),
+    ]
+    forecasts = Table("rows of", *(f"{f.capacity:,}" for f in report.forecasts), title="packed")
+    for title, show in rows:
+        forecasts.add_row(title, *map(show, report.forecasts))
+    for batch in report.forecasts[0].padding:
+        shares = (f"{forecast.padding[batch]:.1%}" for forecast in report.forecasts)
+        forecasts.add_row(f"padding in batches of {batch}", *shares)
+    console.print(forecasts)

@@ -1,0 +1,130 @@
+"""pack_dataset: a tokenised Hugging Face data set to TRL's packed columns, planned over the whole set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing.plan import PackPlan, plan_packs
+from unsloth_pack.packing.stream import PackingStream
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+_ROWS_A_BATCH = 256  # packed rows that are built and written at a time
+_DOCUMENTS_A_BATCH = 10_000  # documents whose lengths are read at a time
+
+
+def pack_dataset(
+    dataset: Any,
+    capacity: int,
+    strategy: str = "bfd",
+    *,
+    num_proc: int | None = None,
+    buffer_size: int = 1024,
+    seed: int | None = 0,
+) -> Any:
+    """Pack a tokenised data set into rows of at most `capacity` tokens.
+
+    The rows are ready to train on: give them to `SFTTrainer` with `SFTConfig(packing=False,
+    padding_free=True, max_length=None)`, whose collator turns `seq_lengths` into positions that restart.
+
+    Args:
+        dataset: a `datasets.Dataset` or `IterableDataset` with `input_ids` and perhaps more columns that hold
+            one number a token, such as `labels`.
+        capacity: tokens of a row; no document may be longer.
+        strategy: as for `plan_packs`, over the whole set; an iterable one goes through a `PackingStream`.
+        num_proc: processes that build the rows of a map-style set.
+        buffer_size, seed: of the `PackingStream`.
+
+    Returns:
+        A data set of the same kind: the columns that came in with a row's documents one after another,
+        without padding, and `seq_lengths`, their lengths. Documents without tokens are left out.
+
+    Raises:
+        InputError: a document is longer than `capacity`; a column has not one number a token; or the data set
+            is packed already.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.IterableDataset):
+        return datasets.IterableDataset.from_generator(
+            _stream, gen_kwargs={"source": dataset, "arguments": (capacity, buffer_size, strategy, seed)}
+        )
+    columns = _check_columns(dataset)
+    lengths = _lengths(dataset, "input_ids")
+    for column in columns:
+        if not np.array_equal(_lengths(dataset, column), lengths):
+            raise InputError(f"column {column!r} has not one number a token; give one, or remove the column")
+    plan = plan_packs(lengths, capacity, strategy)
+    if not plan.n_bins:
+        raise InputError(f"none of {len(lengths)} documents has tokens; give a tokenised data set")
+    rows = datasets.Dataset.from_dict({"row": np.arange(plan.n_bins)}).with_format("arrow")
+    packed = rows.map(
+        _RowBuilder(dataset.select_columns(columns), plan),
+        batched=True,
+        batch_size=_ROWS_A_BATCH,
+        num_proc=num_proc if num_proc is not None and plan.n_bins > _ROWS_A_BATCH else None,
+        remove_columns=["row"],
+        new_fingerprint=datasets.fingerprint.generate_random_fingerprint(),
+        desc="Packing",
+    )
+    return packed.with_format(None)
+
+
+class _RowBuilder:
+    """Numbers of packed rows to the rows, without looking at a single token."""
+
+    def __init__(self, dataset: datasets.Dataset, plan: PackPlan):
+        self._documents = dataset.with_format("arrow")
+        self._order, self._offsets = plan.order, plan.offsets
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        first, last = rows["row"][0].as_py(), rows["row"][-1].as_py() + 1
+        places = self._offsets[first : last + 1]
+        documents = self._documents[self._order[places[0] : places[-1]]]
+        lengths = pc.list_value_length(documents["input_ids"]).to_numpy()
+        tokens_before = np.concatenate([[0], np.cumsum(lengths)])
+        row_starts = pa.array(tokens_before[places - places[0]].astype(np.int32))
+        made = {}
+        for name in documents.column_names:
+            values = pa.concat_arrays([chunk.flatten() for chunk in documents[name].chunks])
+            made[name] = pa.ListArray.from_arrays(row_starts, values)
+        document_starts = pa.array((places - places[0]).astype(np.int32))
+        made["seq_lengths"] = pa.ListArray.from_arrays(document_starts, pa.array(lengths.astype(np.int64)))
+        return pa.table(made)
+
+
+def _stream(source: Any, arguments: tuple[int, int, str, int | None]) -> Iterator[dict[str, Any]]:
+    capacity, buffer_size, strategy, seed = arguments
+    yield from PackingStream(capacity, buffer_size, strategy=strategy, seed=seed).pack(source)
+
+
+def _check_columns(dataset: datasets.Dataset) -> list[str]:
+    names = dataset.column_names
+    if "input_ids" not in names:
+        raise InputError(f"the data set has the columns {', '.join(names)}; tokenise it, it needs input_ids")
+    if "seq_lengths" in names:
+        raise InputError("the data set has seq_lengths: it is packed already; train on it as it is")
+    return list(names)
+
+
+def _lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    batches = dataset.select_columns(column).with_format("arrow").iter(batch_size=_DOCUMENTS_A_BATCH)
+    parts = [np.zeros(0, np.int64)]
+    for table in batches:
+        kind = table[column].type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            raise InputError(f"column {column!r} holds {kind}, not one number a token; remove it")
+        parts.append(pc.list_value_length(table[column]).to_numpy().astype(np.int64))
+    return np.concatenate(parts)
