@@ -173,10 +173,10 @@ def fill_lists(layout: Layout, sequences: list[Any], pad: Any, separator: Any = 
     padding = [pad] * layout.capacity
     between = [separator] * layout.gap
     rows = []
-    for documents in layout.rows:
-        row: list[Any] = []
-        for document in documents:
-            if between and row:
+    for first, *others in layout.rows:
+        row = list(sequences[first])
+        for document in others:
+            if between:
                 row += between
             row += sequences[document]
         row += padding[len(row) :]
@@ -198,11 +198,18 @@ def fill_array(layout: Layout, sequences: list[Any], kind: Kind, pad: Any, separ
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Lists of numbers form no cycles, yet new ones would be searched for them, number by number."""
+    """Lists of numbers form no cycles, yet new ones would be searched for them, number by number.
+
+    Afterwards they count as old, as if a collection had found them alive: the next one would look at every
+    number. Where somebody has frozen objects, thawing ours would thaw theirs, and the new lists stay young.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
