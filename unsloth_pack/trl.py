@@ -10,11 +10,19 @@ import torch
 import trl
 from datasets import Dataset
 from packaging.version import Version
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from torch.utils.data import Sampler
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.packing import PackedSampler
 
 
 def sft_config(
@@ -47,6 +55,7 @@ def sft_config(
             fp16=on_gpu and dtype == torch.float16,
             use_cpu=not on_gpu,
             dataloader_pin_memory=on_gpu,
+            ddp_find_unused_parameters=False,  # every adapter is used; searching takes time every step
             gradient_checkpointing=False,  # the model has its own where asked; TRL would replace it
             logging_nan_inf_filter=False,  # it would wait for the device every step
             disable_tqdm=True,
@@ -61,6 +70,42 @@ def _loss_needs_cuda() -> bool:
     return Version(trl.__version__) < Version("1.16.0.dev0") and os.environ.get("TRITON_INTERPRET") != "1"
 
 
+class PackedTrainer(SFTTrainer):
+    """TRL's own trainer, in which `packed_sampler`, where there is one, deals the rows out to the ranks."""
+
+    packed_sampler: PackedSampler | None = None
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        if self.packed_sampler is None:
+            return super()._get_train_sampler(train_dataset)
+        return _DealtInTurn(self.packed_sampler)
+
+
+class _DealtInTurn(Sampler[int]):
+    """All ranks' rows, in the order in which accelerate deals them out."""
+
+    def __init__(self, sampler: PackedSampler):
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler) * self.sampler.world_size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler.dealt_in_turn().tolist())
+
+
+class _TurnToEpoch(TrainerCallback):
+    """Tells the sampler the epoch; accelerate does not where it skips batches of a resumed one."""
+
+    def __init__(self, sampler: PackedSampler):
+        self.sampler = sampler
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.sampler.set_epoch(int(state.epoch or 0))
+
+
 def make_trainer(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -68,12 +113,15 @@ def make_trainer(
     train_rows: Dataset,
     eval_rows: Dataset | None,
     callbacks: Sequence[TrainerCallback],
-) -> SFTTrainer:
-    """TRL's own trainer over tokenised rows, printing nothing by itself."""
+) -> PackedTrainer:
+    """TRL's own trainer over tokenised rows, printing nothing by itself.
+
+    Rows with `seq_lengths` are shuffled by a `PackedSampler`, which evens out the ranks' work.
+    """
     from transformers import PrinterCallback
 
     with _without_untrue_warnings():
-        trainer = SFTTrainer(
+        trainer = PackedTrainer(
             model=model,
             args=config,
             train_dataset=train_rows,
@@ -82,6 +130,15 @@ def make_trainer(
             callbacks=list(callbacks),
         )
     trainer.remove_callback(PrinterCallback)
+    if "seq_lengths" in train_rows.column_names:
+        trainer.packed_sampler = PackedSampler(
+            train_rows.with_format("arrow")["seq_lengths"].to_pylist(),
+            config.world_size,
+            rows_per_rank=config.per_device_train_batch_size * config.gradient_accumulation_steps,
+            batch_size=config.per_device_train_batch_size,
+            seed=config.seed,
+        )
+        trainer.add_callback(_TurnToEpoch(trainer.packed_sampler))
     return trainer
 
 

@@ -5,6 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import PackedSampler, plan_packs
@@ -24,10 +26,11 @@ def samplers(rows, world_size, **arguments):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("rows_per_rank", [1, 4])
+@pytest.mark.parametrize(("rows_per_rank", "batch_size"), [(1, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_every_rank_has_as_many_rows(rows, world_size, rows_per_rank, drop_last):
-    ranks = samplers(rows, world_size, rows_per_rank=rows_per_rank, drop_last=drop_last)
+def test_every_rank_has_as_many_rows(rows, world_size, rows_per_rank, batch_size, drop_last):
+    arguments = {"rows_per_rank": rows_per_rank, "batch_size": batch_size, "drop_last": drop_last}
+    ranks = samplers(rows, world_size, **arguments)
     lengths = [len(sampler) for sampler in ranks]
     taken = [list(sampler) for sampler in ranks]
     window = world_size * rows_per_rank
@@ -39,7 +42,8 @@ def test_every_rank_has_as_many_rows(rows, world_size, rows_per_rank, drop_last)
         assert (seen == 0).sum() == len(rows) % window
     else:
         assert seen.min() == 1
-        assert seen.sum() == -(-len(rows) // window) * window
+        together = world_size * batch_size if world_size > 1 else 1
+        assert seen.sum() == -(-len(rows) // together) * together
 
 
 def test_the_first_rows_of_the_order_come_again(rows):
@@ -188,6 +192,15 @@ def test_a_data_loader_takes_it(rows):
     assert list(itertools.chain(*batches)) == list(sampler)
 
 
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 1), (3, 2)])
+def test_accelerate_deals_out_the_same_rows(rows, world_size, batch_size):
+    arguments = {"rows_per_rank": 4 * batch_size, "batch_size": batch_size}
+    for rank, sampler in enumerate(samplers(rows, world_size, **arguments)):
+        batches = BatchSampler(sampler.dealt_in_turn().tolist(), batch_size, drop_last=False)
+        shard = BatchSamplerShard(batches, world_size, rank)
+        assert list(itertools.chain(*shard)) == list(sampler)
+
+
 # ---- bad input
 
 
@@ -198,6 +211,7 @@ def test_a_data_loader_takes_it(rows):
         ({"world_size": 2, "rank": 2}, "rank is 2 of 2; give 0 to 1"),
         ({"rank": -1}, "rank is -1 of 1"),
         ({"rows_per_rank": 0}, "rows_per_rank is 0"),
+        ({"rows_per_rank": 3, "batch_size": 2}, "rows_per_rank is 3; give a multiple of batch_size 2"),
         ({"attention_weight": 1.5}, "attention_weight is 1.5"),
         ({"seq_lengths": []}, "there are no rows"),
         ({"seq_lengths": [[1], []]}, "row 1 has no documents"),

@@ -11,13 +11,13 @@ from unsloth_pack.cli.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from trl import SFTTrainer
 
     from unsloth_pack.cli.prepare import Prepared
     from unsloth_pack.demo.evaluate import ExactMatch
     from unsloth_pack.report.fill import RowFill
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.report.tables import RunSummary
+    from unsloth_pack.trl import PackedTrainer
 
 _EXAMPLES = 3  # generations shown side by side
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
@@ -121,7 +121,7 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
     return metrics
 
 
-def _describe_rows(trainer: "SFTTrainer", prepared: "Prepared", metrics: "MetricsFile") -> "RowFill":
+def _describe_rows(trainer: "PackedTrainer", prepared: "Prepared", metrics: "MetricsFile") -> "RowFill":
     """How full the training rows are; plotted, and written down beside the ledger of their tokens."""
     from unsloth_pack.report.fill import fill_of_joined, fill_of_packed, fill_of_padded, row_lengths
     from unsloth_pack.report.plots import plot_lengths
@@ -143,7 +143,7 @@ def _describe_rows(trainer: "SFTTrainer", prepared: "Prepared", metrics: "Metric
 
 
 def _announce(
-    console: "Console", trainer: "SFTTrainer", prepared: "Prepared", fill: "RowFill", updates: int
+    console: "Console", trainer: "PackedTrainer", prepared: "Prepared", fill: "RowFill", updates: int
 ) -> None:
     from unsloth_pack.patch import patch_of
     from unsloth_pack.report.tables import RunFacts, print_banner
@@ -153,6 +153,7 @@ def _announce(
     patch = patch_of(model)
     assert patch is not None
     trained, everything = model.get_nb_trainable_parameters()
+    sampler = trainer.packed_sampler
     facts = RunFacts(
         model_name=prepared.options.model_name,
         dtype=str(prepared.dtype).removeprefix("torch."),
@@ -165,6 +166,7 @@ def _announce(
         steps=updates,
         optimizer=f"{prepared.options.optim}, learning rate {config.learning_rate:g}",
         output_dir=str(config.output_dir),
+        spread=str(sampler.spread()) if sampler is not None and config.world_size > 1 else None,
     )
     print_banner(console, facts, patch.report, prepared.ledger, fill)
 
@@ -211,7 +213,9 @@ def _show_scores(
     print_generations(console, before.score, after.score, len(after.generations), examples)
 
 
-def _say_how_to_go_on(console: "Console", trainer: "SFTTrainer", metrics: "MetricsFile", signal: Any) -> int:
+def _say_how_to_go_on(
+    console: "Console", trainer: "PackedTrainer", metrics: "MetricsFile", signal: Any
+) -> int:
     step, folder = trainer.state.global_step, trainer.args.output_dir
     metrics.write("stopped", step=step, signal=signal.name)
     console.print(
@@ -223,7 +227,7 @@ def _say_how_to_go_on(console: "Console", trainer: "SFTTrainer", metrics: "Metri
     return 128 + int(signal)
 
 
-def _save(model: Any, prepared: "Prepared", trainer: "SFTTrainer", folder: Path) -> None:
+def _save(model: Any, prepared: "Prepared", trainer: "PackedTrainer", folder: Path) -> None:
     from unsloth_pack.report.plots import plot_loss
 
     options = prepared.options
@@ -233,7 +237,7 @@ def _save(model: Any, prepared: "Prepared", trainer: "SFTTrainer", folder: Path)
     plot_loss(trainer.state.log_history, folder / "loss.png")
 
 
-def _summarise(trainer: "SFTTrainer", fill: "RowFill", seconds: float) -> "RunSummary":
+def _summarise(trainer: "PackedTrainer", fill: "RowFill", seconds: float) -> "RunSummary":
     from unsloth_pack.report.memory import peak_memory
     from unsloth_pack.report.tables import RunSummary
     from unsloth_pack.trl import tokens_trained

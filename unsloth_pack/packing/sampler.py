@@ -53,7 +53,9 @@ class PackedSampler:
             cannot be evened out within a window; then only their sums over the epoch are.
         seed: of the order.
         shuffle: False keeps the rows' own order.
-        drop_last: leave out the rows past the last whole window; else the first rows of the order come again.
+        batch_size: rows of a rank's micro-batch, of which `rows_per_rank` is a multiple.
+        drop_last: leave out the rows past the last whole window; else the last window is shorter, and where
+            its rows cannot be dealt out in whole micro-batches, the first rows of the order come again.
         attention_weight: 0 to 1, the attention's share of the time of an average row; the rest goes with its
             tokens.
 
@@ -68,6 +70,7 @@ class PackedSampler:
         rank: int = 0,
         *,
         rows_per_rank: int = 1,
+        batch_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -75,6 +78,9 @@ class PackedSampler:
     ):
         self.world_size = check_positive("world_size", world_size)
         self.rows_per_rank = check_positive("rows_per_rank", rows_per_rank)
+        self.batch_size = check_positive("batch_size", batch_size)
+        if rows_per_rank % batch_size:
+            raise InputError(f"rows_per_rank is {rows_per_rank}; give a multiple of batch_size {batch_size}")
         if not 0 <= rank < world_size:
             raise InputError(f"rank is {rank!r} of {world_size}; give 0 to {world_size - 1}")
         if not 0 <= attention_weight <= 1:
@@ -111,7 +117,7 @@ class PackedSampler:
 
     def __len__(self) -> int:
         """Rows of this rank in this epoch, those that it has given out already among them."""
-        return len(self._windows()) * self.rows_per_rank
+        return sum(map(len, self._windows())) // self.world_size
 
     def __iter__(self) -> Iterator[int]:
         """The rest of this rank's rows of the epoch; all of them once none is left."""
@@ -126,17 +132,26 @@ class PackedSampler:
         ranks: list[list[int]] = [[] for _ in range(self.world_size)]
         so_far = [0.0] * self.world_size
         for window in self._windows():
-            shares = _even_shares(self.cost[window].tolist(), self.world_size, self.rows_per_rank)
+            shares = _even_shares(self.cost[window].tolist(), self.world_size, len(window) // self.world_size)
             idlest_first = sorted(range(self.world_size), key=so_far.__getitem__)
             for rank, (cost, positions) in zip(idlest_first, shares, strict=True):
                 so_far[rank] += cost
                 ranks[rank] += window[sorted(positions)].tolist()
         return np.array(ranks, np.int64).reshape(self.world_size, -1)
 
+    def dealt_in_turn(self) -> np.ndarray:
+        """`[rows]` int64: an order that gives every rank its rows when micro-batches are dealt out in turn.
+
+        This is how accelerate deals out a loader's batches: the first to rank 0, the second to rank 1, ...
+        """
+        if self.world_size == 1:
+            return self.assignment()[0]
+        return self.assignment().reshape(self.world_size, -1, self.batch_size).transpose(1, 0, 2).reshape(-1)
+
     def spread(self) -> CostSpread:
         """The estimated spread of work between ranks in what this epoch's windows hold."""
         rows = self.assignment()
-        by_window = self.cost[rows].reshape(self.world_size, -1, self.rows_per_rank).sum(axis=2)
+        by_window = np.add.reduceat(self.cost[rows], np.arange(0, rows.shape[1], self.rows_per_rank), axis=1)
         slowest = by_window.max(axis=0).sum()
 
         def relative(values: np.ndarray) -> float:
@@ -195,14 +210,14 @@ class PackedSampler:
             "drop_last": self.drop_last,
         }
 
-    def _windows(self) -> np.ndarray:
+    def _windows(self) -> list[np.ndarray]:
         order = self.global_order()
         rest = order[self._base :]
         if self.drop_last:
             rest = rest[: len(rest) // self.window * self.window]
-        elif missing := -len(rest) % self.window:
+        elif self.world_size > 1 and (missing := -len(rest) % (self.world_size * self.batch_size)):
             rest = np.concatenate([rest, np.resize(order, missing)])
-        return rest.reshape(-1, self.window)
+        return [rest[start : start + self.window] for start in range(0, len(rest), self.window)]
 
 
 def _row_costs(seq_lengths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,7 @@ class RunFacts:
     Args:
         rows_per_update: rows of all devices and accumulation steps together.
         optimizer: its name and learning rate.
+        spread: how uneven the ranks' work is, where there are several.
     """
 
     model_name: str
@@ -31,6 +32,7 @@ class RunFacts:
     steps: int
     optimizer: str
     output_dir: str
+    spread: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def print_banner(
             + (f" ({facts.rows_per_update} without packing)" if fill.documents > fill.rows else ""),
         ),
         ("plan", f"{facts.steps:,} updates, {facts.optimizer}"),
+        *([("ranks", facts.spread)] if facts.spread else []),
         ("output", facts.output_dir),
     ]
     if ledger.prompts_rerendered:
