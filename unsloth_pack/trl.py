@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.utils import gather_object
 from datasets import Dataset
 from packaging.version import Version
 from torch.utils.data import Sampler
@@ -71,7 +72,12 @@ def _loss_needs_cuda() -> bool:
 
 
 class PackedTrainer(SFTTrainer):
-    """TRL's own trainer, in which `packed_sampler`, where there is one, deals the rows out to the ranks."""
+    """TRL's own trainer, but for the order of packed rows and the mean of an evaluation.
+
+    `packed_sampler`, where there is one, deals the rows out to the ranks. An evaluation gives `eval_loss`, the
+    mean over all counted tokens, and `eval_sample_loss`, the mean over documents of their means: the same
+    however the documents are batched or packed. TRL's own is a mean over batches.
+    """
 
     packed_sampler: PackedSampler | None = None
 
@@ -79,6 +85,49 @@ class PackedTrainer(SFTTrainer):
         if self.packed_sampler is None:
             return super()._get_train_sampler(train_dataset)
         return _DealtInTurn(self.packed_sampler)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        self._document_losses: list[torch.Tensor] = []
+        outcome: Any = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        here = torch.cat(self._document_losses, dim=1).cpu()
+        sums, counts = torch.cat(gather_object([here]), dim=1)
+        by_token, by_document = sums.sum() / counts.sum(), (sums / counts)[counts > 0].mean()
+        outcome.metrics[f"{metric_key_prefix}_loss"] = float(by_token)
+        outcome.metrics[f"{metric_key_prefix}_sample_loss"] = float(by_document)
+        return outcome
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        caught: list[Any] = []
+        with model.register_forward_hook(lambda *call: caught.append(call[-1])):
+            loss, *_ = super().prediction_step(model, inputs, prediction_loss_only=True)
+        self._document_losses.append(_document_losses(caught[0], inputs.get("position_ids")))
+        return loss, None, None
+
+
+def _document_losses(outputs: Any, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """`[2, documents]` float64: the summed loss and the counted tokens of every document of a batch.
+
+    Args:
+        outputs: of TRL's loss; `log_probs` and `label_mask` are `[B, T - 1]`.
+        position_ids: `[1, T]`, restarting at every document; None where each row is one.
+    """
+    per_token = torch.stack([-outputs.log_probs.double(), outputs.label_mask.double()])
+    if position_ids is None:
+        return per_token.sum(dim=-1)
+    document = (position_ids == 0).cumsum(dim=-1)[0, :-1] - 1
+    n_documents = int((position_ids == 0).sum())
+    return per_token.new_zeros(2, n_documents).index_add_(1, document, per_token[:, 0])
 
 
 class _DealtInTurn(Sampler[int]):

@@ -6,9 +6,11 @@ import shutil
 import signal
 
 import pytest
+import torch
 from cli_runs import losses, read_metrics
 from safetensors.torch import load_file
 
+from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
 from unsloth_pack.report.callbacks import MetricsCallback
 
@@ -46,6 +48,41 @@ def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
     assert summary["tokens_per_second"] > summary["documents_per_second"] > 0
     assert summary["peak_memory_bytes"] > 2**20
     assert (summary["first_loss"], summary["last_loss"]) == (losses(out)[1], losses(out)[12])
+
+
+def test_evaluation_is_the_same_however_documents_are_batched(train, rows, model, tmp_path):
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps(rows[:7]))
+    flags = {"eval_dataset": few, "max_steps": 2, "per_device_train_batch_size": 1}
+    seen = []
+    for batch, packed in ((1, False), (3, False), (1, True), (2, True)):
+        out = tmp_path / f"{batch}-{packed}"
+        how = {"eval_packing": packed, "per_device_eval_batch_size": batch}
+        assert train("--sample_packing", output_dir=out, **how, **flags) == 0
+        logs = [line for line in read_metrics(out)["log"] if "eval_loss" in line]
+        seen.append([(line["eval_loss"], line["eval_sample_loss"]) for line in logs])
+    assert seen[0][0] != seen[0][1]
+    for others in seen[1:]:
+        torch.testing.assert_close(torch.tensor(others), torch.tensor(seen[0]))
+
+    alone = [_loss_alone(tmp_path / "1-True", row) for row in rows[:7]]
+    total, counted = map(sum, zip(*alone, strict=True))
+    by_hand = (total / counted, sum(loss / n for loss, n in alone) / len(alone))
+    torch.testing.assert_close(torch.tensor(seen[2][-1]), torch.tensor(by_hand))
+
+
+def _loss_alone(folder, row):
+    """The summed loss of a row's answer under the trained model, and how many tokens it has."""
+    model, tokenizer = FastLanguageModel.from_pretrained(str(folder), max_seq_length=128, dtype="float32")
+    FastLanguageModel.for_inference(model)
+    prompt = f"[user]{row['instruction']}[assistant]"
+    ids = tokenizer(prompt + row["output"])["input_ids"] + [tokenizer.eos_token_id]
+    ids = torch.tensor([ids[:128]])
+    n_prompt = len(tokenizer(prompt)["input_ids"])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, n_prompt - 1 : -1]
+    loss = torch.nn.functional.cross_entropy(logits, ids[0, n_prompt:], reduction="sum")
+    return loss.item(), ids.shape[1] - n_prompt
 
 
 def test_the_ledger_adds_up_and_the_fill_is_of_the_same_tokens(train, rows, tmp_path):
