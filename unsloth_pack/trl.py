@@ -74,8 +74,8 @@ def _loss_needs_cuda() -> bool:
 class PackedTrainer(SFTTrainer):
     """TRL's own trainer, but for the order of packed rows and the mean of an evaluation.
 
-    `packed_sampler`, where there is one, deals the rows out to the ranks. An evaluation gives `eval_loss`, the
-    mean over all counted tokens, and `eval_sample_loss`, the mean over documents of their means: the same
+    `packed_sampler`, where there is one, deals the rows out to the ranks. An evaluation gives `eval_loss`,
+    the mean over all counted tokens, and `eval_sample_loss`, the mean over documents of their means: the same
     however the documents are batched or packed. TRL's own is a mean over batches.
     """
 

@@ -1,6 +1,7 @@
 """`unsloth-pack stats`: how long the documents are, and what packing would do to them."""
 
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)
     lengths = _lengths(given.get("dataset", "demo"), given.get("model_name", "demo"))
+    lengths += _image_tokens(given)
     report = length_report(
         lengths,
         given.get("pack_lengths", _DEFAULT_CAPS),
@@ -87,6 +89,14 @@ def _parser() -> Parser:
         metavar="DOCUMENTS",
         help="that an update should see (default: 32)",
     )
+    add(
+        *("--image_sizes", "--image-sizes"),
+        type=_sizes,
+        metavar="HxW,...",
+        help="forecast as if every document held images of these sizes, in pixels, beside its text",
+    )
+    add("--vision_patch", type=whole(1), metavar="PIXELS", help="side of a vision patch (default: 16)")
+    add("--vision_merge", type=whole(1), metavar="PATCHES", help="merged to a token, a side (default: 2)")
     add("--json", type=boolean, nargs="?", const=True, help="print JSON")
     add("--png", metavar="FILE", help="also draw the histogram")
     return parser
@@ -94,6 +104,24 @@ def _parser() -> Parser:
 
 def _caps(text: str) -> tuple[int, ...]:
     return tuple(map(whole(1), text.split(",")))
+
+
+def _sizes(text: str) -> tuple[tuple[int, int], ...]:
+    sizes = [size.split("x") for size in text.lower().split(",")]
+    if any(len(size) != 2 for size in sizes):
+        raise ArgumentTypeError(f"got {text!r}; give heights and widths in pixels, such as 1024x768,512x512")
+    return tuple((whole(1)(height), whole(1)(width)) for height, width in sizes)
+
+
+def _image_tokens(given: dict[str, Any]) -> int:
+    """The vision tokens that a document is to hold."""
+    from unsloth_pack.packing import vision_tokens
+
+    sizes = given.get("image_sizes", ())
+    if not sizes and (flag := next((f for f in ("vision_patch", "vision_merge") if f in given), None)):
+        raise InputError(f"{flag} is {given[flag]} without images; give --image_sizes too")
+    patch, merge = given.get("vision_patch", 16), given.get("vision_merge", 2)
+    return sum(vision_tokens(height, width, patch, merge) for height, width in sizes)
 
 
 def _lengths(dataset: str, model_name: str) -> np.ndarray:
