@@ -11,6 +11,7 @@ from unsloth_pack.attention import AttentionOptions, attend, attend_dense
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import QKNorm, rope_qk
 from unsloth_pack.layout import PackedRow
+from unsloth_pack.models.fast_lora import project
 from unsloth_pack.models.fast_mlp import norm_eps
 from unsloth_pack.models.spec import ArchSpec
 
@@ -72,7 +73,7 @@ class FastAttention(nn.Module):
             )
             q, k, v = self.qkv_proj(hidden_states).split([n_q, n_kv, n_kv], dim=-1)
         else:
-            q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+            q, k, v = project(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
         qk_norm = None
         if self.spec.qk_norm is not None:
             qk_norm = fusable_qk_norm(self, self.spec)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from unsloth_pack.kernels import gated, rms_norm
-from unsloth_pack.models.fast_lora import FastLoraLinear
+from unsloth_pack.models.fast_lora import FastLoraLinear, Recipe, project
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the kernel's
 
@@ -16,8 +16,17 @@ class FastRMSNorm(nn.Module):
     norm_offset: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., C]` normalised over the last dimension."""
-        return rms_norm(hidden_states, self.weight, norm_eps(self), self.norm_offset)
+        """`[..., C]` normalised over the last dimension.
+
+        On a GPU it carries a `recipe`, so that a projection need not keep it beside the norm's input.
+        """
+        eps, offset = norm_eps(self), self.norm_offset
+        normed = rms_norm(hidden_states, self.weight, eps, offset)
+        if normed.is_cuda and normed.requires_grad:
+            normed.recipe = Recipe(
+                lambda x, weight: rms_norm(x, weight, eps, offset), (hidden_states, self.weight)
+            )
+        return normed
 
 
 class FastMLP(nn.Module):
@@ -30,7 +39,7 @@ class FastMLP(nn.Module):
         if hasattr(self, "gate_up_proj"):
             gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         else:
-            gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+            gate, up = project(hidden_states, (self.gate_proj, self.up_proj))
         if isinstance(self.down_proj, FastLoraLinear):
             return self.down_proj.gated(gate, up, self.activation)
         return self.down_proj(gated(gate, up, self.activation))
