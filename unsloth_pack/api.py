@@ -332,4 +332,6 @@ def _targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> st
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
     model.save_pretrained_merged = MethodType(save_pretrained_merged, model)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what loading and quantising took for a moment
     return model
