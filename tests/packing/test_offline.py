@@ -228,7 +228,7 @@ def test_boundaries_that_are_lost_or_dummies(packs):
     tokens = pa.list_(pa.int32())
     columns = {"input_ids": tokens, "labels": tokens, "max_length": pa.int32()}
     rewrite(packs, lambda rows: None, pa.schema(columns.items()))
-    with pytest.raises(InputError, match="the columns input_ids .* are not those of packs"):
+    with pytest.raises(InputError, match=r"the columns input_ids .* are not those of packs"):
         read(packs)
 
     def dummies(rows):
