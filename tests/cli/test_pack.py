@@ -79,12 +79,14 @@ def test_the_summary_and_the_manifest(model, data, rows, tmp_path, capsys, monke
         (["--out", "new", "--dataset", "packs"], "packs: packed rows, and documents are needed here"),
         (["--out", "new", "--strategy", "best"], "one of next_fit, first_fit, ffd, bfd"),
         (["--out", "new", "--max_seq_length", "1"], "raise max_seq_length"),
+        (["--out", "new", "--max_seq_length", "257"], "max_seq_length is 257"),
     ],
 )
 def test_bad_input_to_pack(flags, message, model, data, packs, refused, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
-    assert message in refused(command=["pack", "--model_name", model, "--dataset", data, *flags])
+    command = ["pack", "--model_name", model, "--dataset", data, "--max_seq_length", "128"]
+    assert message in refused(command=[*command, *flags])
 
 
 def test_the_same_losses_as_packing_at_the_start_of_the_run(tmp_path):

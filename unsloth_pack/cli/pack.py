@@ -16,8 +16,9 @@ def run(arguments: Sequence[str]) -> int:
     """Write the packs of a data set to `--out`, and print what is in them; with `--json` the manifest.
 
     Raises:
-        InputError: a bad argument, a folder that holds something or cannot be written to, data that cannot be
-            read, or a tokenizer that cannot be loaded. Nothing has been written then.
+        InputError: a bad argument, a folder that holds something or cannot be written to, rows longer than
+            the model has positions, data that cannot be read, or a tokenizer that cannot be loaded. Nothing
+            has been written then.
     """
     given = _parser().parse(arguments)
     if "out" not in given:
@@ -27,7 +28,9 @@ def run(arguments: Sequence[str]) -> int:
     check_writable("out", out.absolute().parent)  # the packs are written beside it
 
     from rich.console import Console
+    from transformers import AutoConfig
 
+    from unsloth_pack.api import _load, _resolve, check_positions
     from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash
@@ -37,6 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)
     model_name, capacity = given.get("model_name", "demo"), given.get("max_seq_length", 2048)
+    check_positions(capacity, model_name, _load(AutoConfig, _resolve(model_name)[0]).get_text_config())
     only_responses = given.get("train_on_responses_only", False)
     rows = read_rows(given.get("dataset", "demo"))
     tokenizer = load_tokenizer(model_name)
