@@ -100,11 +100,7 @@ class FastLanguageModel:
         config = _load(AutoConfig, source, **hub, **hf_kwargs)
         text_config = config.get_text_config()
         spec_of(text_config.model_type)
-        if max_seq_length > text_config.max_position_embeddings:
-            raise InputError(
-                f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
-                "positions; lower it, or pass max_position_embeddings and rope_parameters"
-            )
+        check_positions(max_seq_length, model_name, text_config)
         tokenizer = _load(AutoTokenizer, adapter if adapter and _has_tokenizer(adapter) else source, **hub)
         model = _load(
             AutoModelForCausalLM,
@@ -212,6 +208,19 @@ class FastLanguageModel:
     def for_training(model: Any) -> Any:
         """The model, ready to train again."""
         return model.train()
+
+
+def check_positions(max_seq_length: int, model_name: str, text_config: Any) -> None:
+    """Refuse rows that are longer than the model has positions.
+
+    Raises:
+        InputError: they are.
+    """
+    if max_seq_length > text_config.max_position_embeddings:
+        raise InputError(
+            f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
+            "positions; lower it, or pass max_position_embeddings and rope_parameters"
+        )
 
 
 def check_loftq(loftq_config: Mapping[str, Any]) -> None:

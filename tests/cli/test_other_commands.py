@@ -67,7 +67,7 @@ def test_doctor(monkeypatch, capsys):
         assert word in shown
 
 
-@pytest.mark.parametrize("name", ["train", "stats", "generate", "merge", "doctor"])
+@pytest.mark.parametrize("name", ["train", "stats", "pack", "generate", "merge", "doctor"])
 def test_help(name, capsys):
     assert main([name, "--help"]) == 0
     assert "--debug" in capsys.readouterr().out

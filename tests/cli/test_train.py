@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
 from unsloth_pack.report.callbacks import MetricsCallback
+from unsloth_pack.report.fill import document_lengths
 
 
 def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
@@ -213,7 +214,7 @@ def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):
     as_given, kept = (
         prepare(read_options([*arguments, *more])) for more in ([], ["--keep_examples_per_update"])
     )
-    per_row = len(kept.documents) / len(kept.rows)
+    per_row = len(document_lengths(kept.rows)) / len(kept.rows)
     assert per_row > 2
     assert as_given.config.gradient_accumulation_steps == 16
     assert kept.config.gradient_accumulation_steps == math.ceil(32 / (2 * per_row)) < 16

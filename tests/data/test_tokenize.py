@@ -3,12 +3,12 @@
 import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import to_trl
 from unsloth_pack.data.exact import to_dataset
-from unsloth_pack.data.tokenize import IGNORED, tokenize
+from unsloth_pack.data.tokenize import IGNORED, tokenize, tokenizer_hash
 from unsloth_pack.errors import InputError
 
 TEMPLATE = (
@@ -177,3 +177,29 @@ def test_text_needs_an_end(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="no eos_token"):
         tokenize(to_dataset(TEXT), tokenizer, max_length=60)
+
+
+def test_the_hash_of_a_tokenizer_is_of_what_makes_ids(tokenizer, tmp_path):
+    first = tokenizer_hash(tokenizer)
+    tokenizer(["a", "bc"], padding=True, truncation=True, max_length=8)  # leaves settings behind
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_hash(tokenizer) == tokenizer_hash(AutoTokenizer.from_pretrained(tmp_path)) == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tokenizer: tokenizer.add_tokens(["<new>"]),
+        lambda tokenizer: setattr(tokenizer, "chat_template", UNMARKED),
+        lambda tokenizer: setattr(tokenizer, "eos_token", "<s>"),
+        lambda tokenizer: setattr(
+            tokenizer.backend_tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)
+        ),
+    ],
+    ids=["a token", "the template", "the end", "the rules"],
+)
+def test_another_tokenizer_has_another_hash(change, tokenizer):
+    first = tokenizer_hash(tokenizer)
+    change(tokenizer)
+    assert tokenizer_hash(tokenizer) != first

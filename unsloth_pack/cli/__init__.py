@@ -1,4 +1,4 @@
-"""The command line: `unsloth-pack [train] ...`, `stats`, `generate`, `merge`, `doctor`."""
+"""The command line: `unsloth-pack [train] ...`, `stats`, `pack`, `generate`, `merge`, `doctor`."""
 
 import sys
 import traceback
@@ -10,6 +10,7 @@ from unsloth_pack.errors import InputError
 SUBCOMMANDS = (
     "train",
     "stats",
+    "pack",
     "generate",
     "merge",
     "doctor",

@@ -58,7 +58,7 @@ def _check_folders(options: TrainOptions) -> None:
             raise InputError(
                 f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
             )
-        check_save_path(target, may_replace=options.overwrite_output_dir)
+        check_new_folder("save_path", target, may_replace=options.overwrite_output_dir)
 
 
 def _check_resumable(folder: Path) -> None:
@@ -73,11 +73,11 @@ def _check_resumable(folder: Path) -> None:
         )
 
 
-def check_save_path(target: Path, may_replace: bool = False) -> None:
-    """Refuse a folder for a model that cannot be written to, or holds anything."""
-    check_writable("save_path", target)
+def check_new_folder(name: str, target: Path, may_replace: bool = False) -> None:
+    """Refuse a folder that cannot be written to, or holds anything."""
+    check_writable(name, target)
     if not may_replace and target.is_dir() and any(target.iterdir()):
-        raise InputError(f"save_path {str(target)!r} is not empty; give a new folder")
+        raise InputError(f"{name} {str(target)!r} is not empty; give a new folder")
 
 
 def check_writable(name: str, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from unsloth_pack.cli.checks import check_save_path
+from unsloth_pack.cli.checks import check_new_folder
 from unsloth_pack.cli.parser import Parser, one_of
 from unsloth_pack.errors import InputError
 
@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
         raise InputError(
             f"model_name {str(source)!r} holds no adapter_config.json; name a folder that train made"
         )
-    check_save_path(target)
+    check_new_folder("save_path", target)
 
     from unsloth_pack.cli.quiet import quieten
 

@@ -9,6 +9,7 @@ from typing import Any
 from unsloth_pack.cli.parser import Parser, boolean, json_object, one_of, real, switch_or, whole
 from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
+from unsloth_pack.packing import find_packs, read_manifest
 
 MODEL, ADAPTER, DATA, TRAINING, OUTPUT = "model", "adapter", "data", "training", "output"
 # What a resumed run may change: nothing that alters the data order, the steps or the weights.
@@ -58,7 +59,11 @@ class TrainOptions:
     )
 
     dataset: str = _flag(
-        DATA, "demo", str, "demo (bundled), a json, jsonl, csv, parquet or txt file, a folder, or a hub name"
+        DATA,
+        "demo",
+        str,
+        "demo (bundled), a json, jsonl, csv, parquet or txt file, a folder (one that `pack` wrote, too), or "
+        "a hub name",
     )
     eval_dataset: str | None = _flag(DATA, None, str, "likewise, evaluated ten times a run; default: none")
     sample_packing: bool = _flag(
@@ -143,13 +148,16 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
     if "config" in given:
         given = parser.parse(_config_arguments(Path(given["config"]))) | given
     given.pop("debug", None)
+    saved: dict[str, Any] = {}
     values: dict[str, Any] = {option.name: option.default for option in fields(TrainOptions)}
     if given.get("resume"):
-        values |= _saved_options(given)
+        saved = _saved_options(given)
+        values |= saved
     elif TrainOptions(**values | given).is_demo:
         packs = given.get("sample_packing", DEMO_DEFAULTS.get("sample_packing"))
         values |= DEMO_DEFAULTS | ({} if packs else _DEMO_UNPACKED)
-    return _fill_in(values | given)
+    values |= given
+    return _fill_in(values | _decided_by_packs(values, saved | given))
 
 
 def train_parser() -> Parser:
@@ -227,6 +235,52 @@ def _saved_options(given: dict[str, Any]) -> dict[str, Any]:
                 f"leave out --{name}, or start a new run"
             )
     return saved
+
+
+def _decided_by_packs(values: dict[str, Any], explicit: dict[str, Any]) -> dict[str, Any]:
+    """What rows that are packed on disk decide: how long they are, and that they are trained on as packed.
+
+    Args:
+        values: of all options, defaults among them.
+        explicit: those of them that somebody asked for.
+    """
+    decided: dict[str, Any] = {}
+    if folder := find_packs(values["dataset"]):
+        packs = read_manifest(folder)
+        decided = {"sample_packing": True, "padding_free": True}
+        decided["train_on_responses_only"] = packs.train_on_responses_only
+        _refuse_otherwise(explicit, decided, folder)
+        decided["max_seq_length"] = explicit.get("max_seq_length", packs.capacity)
+        _check_capacity(folder, packs.capacity, decided["max_seq_length"])
+    values = values | decided
+    if values["eval_dataset"] and (folder := find_packs(values["eval_dataset"])):
+        packs = read_manifest(folder)
+        _refuse_otherwise(
+            values,
+            {"sample_packing": True, "train_on_responses_only": packs.train_on_responses_only},
+            folder,
+        )
+        decided["eval_packing"] = True
+        _refuse_otherwise(explicit, {"eval_packing": True}, folder)
+        _check_capacity(folder, packs.capacity, values["max_seq_length"])
+    return decided
+
+
+def _refuse_otherwise(asked: dict[str, Any], decided: dict[str, Any], folder: Path) -> None:
+    for name, value in decided.items():
+        if asked.get(name, value) != value:
+            raise InputError(
+                f"{name} is {asked[name]}, but {value} for the packed rows in {folder}; "
+                f"give --{name} {str(value).lower()}, or other data"
+            )
+
+
+def _check_capacity(folder: Path, capacity: int, max_seq_length: int) -> None:
+    if max_seq_length < capacity:
+        raise InputError(
+            f"max_seq_length is {max_seq_length} and {folder} holds rows of up to {capacity} tokens; "
+            f"give --max_seq_length {capacity}, or pack the data anew"
+        )
 
 
 def _fill_in(values: dict[str, Any]) -> TrainOptions:

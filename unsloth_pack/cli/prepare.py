@@ -1,22 +1,24 @@
 """From options to all that training needs but the model, and the checks that need no weights."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from unsloth_pack.api import _dtype, _load, _resolve
 from unsloth_pack.cli import checks
+from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
-from unsloth_pack.data import check_token_ids, load_rows, to_trl
-from unsloth_pack.data.tokenize import TokenLedger, tokenize
-from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
-from unsloth_pack.packing import pack_dataset, plan_accumulation
-from unsloth_pack.trl import sft_config, training_template
+from unsloth_pack.data import check_token_ids, tokenizer_hash
+from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.packing import PackManifest, find_packs, pack_dataset, plan_accumulation, read_packs
+from unsloth_pack.report.fill import document_lengths
+from unsloth_pack.trl import sft_config
 
 
 @dataclass(frozen=True)
@@ -24,18 +26,18 @@ class Prepared:
     """What `prepare` made: the options with their last defaults, TRL's configuration, tokenised rows.
 
     Args:
-        documents: tokenised, one a row.
-        rows: what the trainer gets: the documents, or rows packed with them.
-        eval_rows, eval_ledger: likewise; None where there is nothing to evaluate on.
+        rows: what the trainer gets: documents, or rows packed with them.
+        packs: the manifest of the rows where they were packed on disk.
+        eval_rows, eval_ledger: as `rows` and `ledger`; None where there is nothing to evaluate on.
     """
 
     options: TrainOptions
     config: SFTConfig
     dtype: torch.dtype
     tokenizer: PreTrainedTokenizerBase
-    documents: Dataset
     rows: Dataset
     ledger: TokenLedger
+    packs: PackManifest | None = None
     eval_rows: Dataset | None = None
     eval_ledger: TokenLedger | None = None
 
@@ -50,10 +52,10 @@ def prepare(options: TrainOptions) -> Prepared:
     on_gpu = torch.cuda.is_available()
     options = replace(options, optim=options.optim or ("adamw_torch_fused" if on_gpu else "adamw_torch"))
     checks.check_trainer(options)
-    raw = {"rows": load_rows(str(TRAIN_FILE) if options.dataset == "demo" else options.dataset)}
+    source = find_packs(options.dataset) or read_rows(options.dataset)
+    eval_source = None
     if options.eval_dataset is not None:
-        is_demo = options.eval_dataset == "demo"
-        raw["eval_rows"] = load_rows(str(HELDOUT_FILE) if is_demo else options.eval_dataset, "test")
+        eval_source = find_packs(options.eval_dataset) or read_rows(options.eval_dataset, "test")
 
     dtype = _dtype(options.dtype, False)
     config = sft_config(
@@ -63,30 +65,26 @@ def prepare(options: TrainOptions) -> Prepared:
         **_training_arguments(options),
     )
     checks.check_optimizer(config)
-    source, _ = _resolve(options.model_name)
-    model_config = _load(AutoConfig, source).get_text_config()
+    model_config = _load(AutoConfig, _resolve(options.model_name)[0]).get_text_config()
     checks.check_backend(options, model_config, dtype, "cuda" if on_gpu else "cpu")
-    tokenizer = _load(AutoTokenizer, source)
+    tokenizer = load_tokenizer(options.model_name)
 
-    made: dict[str, Any] = {}
-    for name, rows in raw.items():
-        made[name], ledger = _tokenised(rows, tokenizer, options, model_config.vocab_size)
-        made["ledger" if name == "rows" else "eval_ledger"] = ledger
-    made["documents"] = made["rows"]
-    if options.sample_packing:
-        made["rows"] = pack_dataset(made["rows"], options.max_seq_length)
+    rows, ledger, packs = _rows_of(
+        source, tokenizer, options, options.sample_packing, model_config.vocab_size
+    )
     if options.keep_examples_per_update:
         config.gradient_accumulation_steps = plan_accumulation(
             documents_per_update(config),
-            len(made["documents"]) / len(made["rows"]),
+            len(document_lengths(rows)) / len(rows),
             config.world_size,
             config.per_device_train_batch_size,
         )
-    if "eval_rows" in made and (
-        options.sample_packing if options.eval_packing is None else options.eval_packing
-    ):
-        made["eval_rows"] = pack_dataset(made["eval_rows"], options.max_seq_length)
-    return Prepared(options, config, dtype, tokenizer, **made)
+    prepared = Prepared(options, config, dtype, tokenizer, rows, ledger, packs)
+    if eval_source is None:
+        return prepared
+    packing = options.sample_packing if options.eval_packing is None else options.eval_packing
+    rows, ledger, _ = _rows_of(eval_source, tokenizer, options, packing, model_config.vocab_size)
+    return replace(prepared, eval_rows=rows, eval_ledger=ledger)
 
 
 def documents_per_update(config: SFTConfig) -> int:
@@ -94,19 +92,21 @@ def documents_per_update(config: SFTConfig) -> int:
     return config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
 
 
-def _tokenised(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, options: TrainOptions, vocab_size: int
-) -> tuple[Dataset, TokenLedger]:
-    only_responses = options.train_on_responses_only
-    encoded, ledger = tokenize(
-        to_trl(rows, chat_template=bool(tokenizer.chat_template)),
-        tokenizer,
-        max_length=options.max_seq_length,
-        train_on_responses_only=only_responses,
-        chat_template=training_template(tokenizer) if only_responses else None,
-    )
-    check_token_ids(encoded, vocab_size)
-    return encoded, ledger
+def _rows_of(
+    source: Path | Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TrainOptions,
+    packing: bool,
+    vocab_size: int,
+) -> tuple[Dataset, TokenLedger, PackManifest | None]:
+    """Rows for the trainer, from a folder of packs or from data to tokenise, and where their tokens went."""
+    if isinstance(source, Path):
+        packs, rows = read_packs(source, tokenizer_hash(tokenizer))
+        check_token_ids(rows, vocab_size)
+        return rows, packs.ledger, packs
+    rows, ledger = tokenise(source, tokenizer, options.max_seq_length, options.train_on_responses_only)
+    check_token_ids(rows, vocab_size)
+    return (pack_dataset(rows, options.max_seq_length) if packing else rows), ledger, None
 
 
 def _training_arguments(options: TrainOptions) -> dict[str, Any]:

@@ -125,22 +125,14 @@ def _image_tokens(given: dict[str, Any]) -> int:
 
 
 def _lengths(dataset: str, model_name: str) -> np.ndarray:
-    from transformers import AutoTokenizer
-
-    from unsloth_pack.api import _load, _resolve
-    from unsloth_pack.data import load_rows, to_trl
-    from unsloth_pack.data.tokenize import tokenize
-    from unsloth_pack.demo import TRAIN_FILE
+    from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
     from unsloth_pack.report.fill import row_lengths
 
-    rows = load_rows(str(TRAIN_FILE) if dataset == "demo" else dataset)
-    tokenizer = _load(AutoTokenizer, _resolve(model_name)[0])
+    rows = read_rows(dataset)
+    tokenizer = load_tokenizer(model_name)
     if getattr(tokenizer, "eos_token_id", None) is None:
         raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
-    encoded, _ = tokenize(
-        to_trl(rows, chat_template=bool(tokenizer.chat_template)), tokenizer, max_length=_UNCUT
-    )
-    return row_lengths(encoded)
+    return row_lengths(tokenise(rows, tokenizer, _UNCUT)[0])
 
 
 def _print(console: "Console", report: "LengthReport") -> None:

@@ -123,21 +123,23 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
 
 def _describe_rows(trainer: "PackedTrainer", prepared: "Prepared", metrics: "MetricsFile") -> "RowFill":
     """How full the training rows are; plotted, and written down beside the ledger of their tokens."""
-    from unsloth_pack.report.fill import fill_of_joined, fill_of_packed, fill_of_padded, row_lengths
+    from unsloth_pack.report.fill import document_lengths, fill_of_joined, fill_of_packed, fill_of_padded
     from unsloth_pack.report.plots import plot_lengths
 
     options = prepared.options
     if options.sample_packing:
-        fill = fill_of_packed(trainer.train_dataset, options.max_seq_length)
+        capacity = prepared.packs.capacity if prepared.packs else options.max_seq_length
+        fill = fill_of_packed(trainer.train_dataset, capacity)
     elif options.padding_free:
         fill = fill_of_joined(prepared.rows)
     else:
         fill = fill_of_padded(prepared.rows, prepared.config.per_device_train_batch_size, options.seed)
     if metrics.enabled and not options.resume:
-        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=asdict(fill))
+        packs = {"packs": prepared.packs.data_fingerprint} if prepared.packs else {}
+        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=asdict(fill), **packs)
         if prepared.eval_ledger:
             metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
-        lengths = row_lengths(prepared.documents)
+        lengths = document_lengths(prepared.rows)
         plot_lengths(lengths, options.max_seq_length, metrics.path.parent / "lengths.png")
     return fill
 
@@ -160,6 +162,8 @@ def _announce(
         device=_device_name(config.device, config.world_size),
         trained_parameters=trained,
         all_parameters=everything,
+        packs=prepared.packs,
+        rows_per_step=config.per_device_train_batch_size,
         rows_per_update=config.per_device_train_batch_size
         * config.gradient_accumulation_steps
         * config.world_size,

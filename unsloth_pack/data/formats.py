@@ -8,6 +8,7 @@ Out comes one of
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
@@ -25,6 +26,9 @@ KNOWN_COLUMNS = {
     *("instruction", "input", "output", "system", "history"),
     *("prompt", "completion", "response", "text"),
 }
+# What other tools call the boundaries in rows that they have packed
+_BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
+_BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
 _WANTED = (
     "messages (list of {role, content}), conversations (list of {from, value}), instruction + output (and "
     "input), prompt + completion (or response), or text"
@@ -64,9 +68,13 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
         first_rows: a few rows, to tell a `messages` or `conversations` list from a string of that name.
 
     Raises:
-        InputError: no format has these columns; names them and those that would do.
+        InputError: no format has these columns; names them and those that would do. Rows that are packed
+            already are refused too: only a manifest tells whether their boundaries are whole.
     """
     columns = set(column_names)
+    first = first_rows[0] if first_rows else {}
+    if "input_ids" in columns:
+        _refuse_packed([name for name in column_names if name in _BOUNDARIES], first)
 
     def holds_lists(column: str) -> bool:
         values = [row[column] for row in first_rows if row.get(column) is not None]
@@ -82,9 +90,23 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
         return DataFormat.PROMPT_COMPLETION
     if "text" in columns:
         return DataFormat.TEXT
-    first = first_rows[0] if first_rows else {}
+    if "input_ids" in columns:
+        raise InputError(
+            "column 'input_ids' holds token ids of an unknown tokenizer, perhaps packed without boundaries; "
+            "give the text they were made of, or packs of it from `unsloth-pack pack`"
+        )
     seen = ", ".join(f"{name} ({type(first.get(name)).__name__})" for name in column_names)
     raise InputError(f"no known data format has the columns {seen}; rename them to {_WANTED}")
+
+
+def _refuse_packed(boundaries: Sequence[str], first: Row) -> None:
+    if boundaries:
+        shown = ", ".join(f"{name} {reprlib.repr(first.get(name))}" for name in boundaries)
+        raise InputError(
+            f"columns input_ids, {', '.join(boundaries)}: packed rows without a manifest that vouches for "
+            f"their boundaries and tokenizer (row 0: {len(first['input_ids'] or ())} tokens, {shown}); "
+            "give the text they were made of, or packs of it from `unsloth-pack pack`"
+        )
 
 
 def to_trl(dataset: datasets.Dataset, *, chat_template: bool) -> datasets.Dataset:

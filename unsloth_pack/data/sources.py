@@ -71,6 +71,12 @@ def _load_hub(name: str, split: str) -> datasets.Dataset:
 
 
 def _load_folder(folder: Path, split: str) -> datasets.Dataset:
+    from unsloth_pack.packing import find_packs  # packing knows the ledger, which is made here
+
+    if find_packs(str(folder)):
+        raise InputError(
+            f"{folder}: packed rows, and documents are needed here; give the data they were packed from"
+        )
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _load_saved(folder, split)
     files: dict[str, list[Path]] = {}

@@ -6,6 +6,7 @@ truncates silently when it packs, and keeps rows without a label that counts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -111,6 +112,23 @@ def tokenize(
         )
     encoded = encoded.select_columns(["input_ids", "labels"])
     return encoded if stays.all() else encoded.select(np.flatnonzero(stays)), ledger
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that turns rows into ids, the same on every machine and after saving and loading.
+
+    That is the vocabulary, the rules, the special tokens and the chat template. Padding and truncation, which
+    a tokenizer remembers from its last call, are not in it, nor the padding token, which trainers set.
+    """
+    if tokenizer.is_fast:
+        model = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    else:
+        model = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    special = {
+        name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"
+    }
+    whole = json.dumps([model, special, tokenizer.chat_template], sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 class _Encoder:

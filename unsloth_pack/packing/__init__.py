@@ -1,6 +1,10 @@
-"""Packing: plan which documents share a row, and fill rows from memory or from a stream. No torch needed."""
+"""Packing: plan which documents share a row, fill rows from memory or a stream, keep them on disk.
+
+No torch needed.
+"""
 
 from unsloth_pack.packing.dataset import pack_dataset
+from unsloth_pack.packing.offline import PackManifest, find_packs, read_manifest, read_packs, write_packs
 from unsloth_pack.packing.overlong import CutCounts, PackingWarning
 from unsloth_pack.packing.plan import Bins, PackPlan, plan_packs
 from unsloth_pack.packing.report import LengthReport, PackForecast, length_report, plan_accumulation
@@ -15,16 +19,21 @@ __all__ = [
     "CutCounts",
     "LengthReport",
     "PackForecast",
+    "PackManifest",
     "PackPlan",
     "PackedSampler",
     "PackingStream",
     "PackingWarning",
     "StreamCounts",
     "concatenate_and_pack",
+    "find_packs",
     "length_report",
     "pack_dataset",
     "pack_sequences",
     "plan_accumulation",
     "plan_packs",
+    "read_manifest",
+    "read_packs",
     "vision_tokens",
+    "write_packs",
 ]

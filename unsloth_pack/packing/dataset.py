@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-_ROWS_A_BATCH = 256  # packed rows that are built and written at a time
+ROWS_A_BATCH = 256  # packed rows that are built and written at a time
 _DOCUMENTS_A_BATCH = 10_000  # documents whose lengths are read at a time
 
 
@@ -55,6 +55,26 @@ def pack_dataset(
         return datasets.IterableDataset.from_generator(
             _stream, gen_kwargs={"source": dataset, "arguments": (capacity, buffer_size, strategy, seed)}
         )
+    plan, builder = plan_rows(dataset, capacity, strategy)
+    rows = datasets.Dataset.from_dict({"row": np.arange(plan.n_bins)}).with_format("arrow")
+    packed = rows.map(
+        builder,
+        batched=True,
+        batch_size=ROWS_A_BATCH,
+        num_proc=num_proc if num_proc is not None and plan.n_bins > ROWS_A_BATCH else None,
+        remove_columns=["row"],
+        new_fingerprint=datasets.fingerprint.generate_random_fingerprint(),
+        desc="Packing",
+    )
+    return packed.with_format(None)
+
+
+def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[PackPlan, RowBuilder]:
+    """Plan over the whole set, and what builds the rows.
+
+    Raises:
+        InputError: as `pack_dataset`.
+    """
     columns = _check_columns(dataset)
     lengths = _lengths(dataset, "input_ids")
     for column in columns:
@@ -63,20 +83,10 @@ def pack_dataset(
     plan = plan_packs(lengths, capacity, strategy)
     if not plan.n_bins:
         raise InputError(f"none of {len(lengths)} documents has tokens; give a tokenised data set")
-    rows = datasets.Dataset.from_dict({"row": np.arange(plan.n_bins)}).with_format("arrow")
-    packed = rows.map(
-        _RowBuilder(dataset.select_columns(columns), plan),
-        batched=True,
-        batch_size=_ROWS_A_BATCH,
-        num_proc=num_proc if num_proc is not None and plan.n_bins > _ROWS_A_BATCH else None,
-        remove_columns=["row"],
-        new_fingerprint=datasets.fingerprint.generate_random_fingerprint(),
-        desc="Packing",
-    )
-    return packed.with_format(None)
+    return plan, RowBuilder(dataset.select_columns(columns), plan)
 
 
-class _RowBuilder:
+class RowBuilder:
     """Numbers of packed rows to the rows, without looking at a single token."""
 
     def __init__(self, dataset: datasets.Dataset, plan: PackPlan):
@@ -84,10 +94,13 @@ class _RowBuilder:
         self._order, self._offsets = plan.order, plan.offsets
 
     def __call__(self, rows: pa.Table) -> pa.Table:
+        return self.build(rows["row"][0].as_py(), rows["row"][-1].as_py() + 1)
+
+    def build(self, first: int, last: int) -> pa.Table:
+        """The packed rows from `first` up to, but not with, `last`."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        first, last = rows["row"][0].as_py(), rows["row"][-1].as_py() + 1
         places = self._offsets[first : last + 1]
         documents = self._documents[self._order[places[0] : places[-1]]]
         lengths = pc.list_value_length(documents["input_ids"]).to_numpy()

@@ -48,6 +48,17 @@ def row_lengths(dataset: datasets.Dataset) -> np.ndarray:
     return _list_lengths(dataset, "input_ids")
 
 
+def document_lengths(dataset: datasets.Dataset) -> np.ndarray:
+    """`[documents]` int64: the tokens of every document, whether it has its row for itself or not."""
+    import pyarrow.compute as pc
+
+    if "seq_lengths" not in dataset.column_names:
+        return row_lengths(dataset)
+    batches = dataset.select_columns("seq_lengths").with_format("arrow").iter(batch_size=10_000)
+    lengths = [pc.list_flatten(table["seq_lengths"]).to_numpy() for table in batches]
+    return np.concatenate(lengths).astype(np.int64)
+
+
 def fill_of_packed(dataset: datasets.Dataset, capacity: int) -> RowFill:
     """The fill of packed rows (`input_ids` and `seq_lengths`) that may hold `capacity` tokens."""
     tokens = int(row_lengths(dataset).sum())

@@ -1,7 +1,8 @@
 """`metrics.jsonl`: one JSON object a line, each with its `kind`.
 
 config    the options of the run and the versions it ran with; the first line
-data      the token ledger and the fill of the rows, one line each for the training and evaluation data
+data      the token ledger and the fill of the rows, one line each for the training and evaluation data; the
+          fingerprint of training data that was packed on disk
 log       what the trainer logs, with `step`
 demo      exact match on held-out rows, before and after
 stopped   where a signal ended the run

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.packing import PackManifest
 from unsloth_pack.patch import PatchReport
 from unsloth_pack.report.fill import RowFill
 from unsloth_pack.report.memory import gib
@@ -18,6 +19,8 @@ class RunFacts:
     """What the banner says beside the data and the patch.
 
     Args:
+        packs: the manifest, where the rows were packed on disk.
+        rows_per_step: of a micro-batch on one device.
         rows_per_update: rows of all devices and accumulation steps together.
         optimizer: its name and learning rate.
         spread: how uneven the ranks' work is, where there are several.
@@ -28,6 +31,8 @@ class RunFacts:
     device: str
     trained_parameters: int
     all_parameters: int
+    packs: PackManifest | None
+    rows_per_step: int
     rows_per_update: int
     steps: int
     optimizer: str
@@ -75,6 +80,7 @@ def print_banner(
         ("data", _ledger_line(ledger)),
         ("loss on", f"{ledger.tokens_counted:,} tokens; {ledger.tokens_masked:,} without loss"),
         ("rows", _fill_line(fill)),
+        *_packing_lines(facts, is_packed=fill.documents > fill.rows),
         (
             "update",
             f"{facts.rows_per_update} rows, {facts.rows_per_update * fill.documents_per_row:.1f} documents"
@@ -88,6 +94,22 @@ def print_banner(
         note = f"{ledger.prompts_rerendered:,} rows begin unlike their prompt alone; the loss starts there"
         rows.append(("note", note))
     _print_facts(console, "unsloth-pack", rows)
+
+
+def print_packs(console: Console, packs: PackManifest, folder: str) -> None:
+    """What was packed, and how to train on it."""
+    fill = RowFill(packs.rows, packs.documents, packs.tokens, packs.rows * packs.capacity, packs.tokens)
+    size = sum(shard.bytes for shard in packs.shards)
+    rows = [
+        ("data", _ledger_line(packs.ledger)),
+        ("loss on", f"{packs.ledger.tokens_counted:,} tokens; {packs.ledger.tokens_masked:,} without loss"),
+        ("rows", f"of {packs.capacity:,} tokens by {packs.strategy}: {_fill_line(fill)}"),
+        ("shards", f"{len(packs.shards)}, {size / 2**20:,.1f} MiB"),
+        ("fingerprint", packs.data_fingerprint),
+        ("output", folder),
+        ("train with", f"unsloth-pack --model_name {packs.model_name} --dataset {folder}"),
+    ]
+    _print_facts(console, "packed", rows)
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:
@@ -135,6 +157,18 @@ def _print_facts(console: Console, title: str, rows: Sequence[tuple[str, str]]) 
     for name, value in rows:
         table.add_row(Text(name), Text(value))  # as text: a path may hold what rich takes for markup
     console.print(table)
+
+
+def _packing_lines(facts: RunFacts, is_packed: bool) -> list[tuple[str, str]]:
+    lines = []
+    if facts.packs:
+        made = (
+            f"rows of {facts.packs.capacity:,} by {facts.packs.strategy}, {facts.packs.data_fingerprint[:12]}"
+        )
+        lines.append(("packs", f"on disk, {made}; always trained on as packed"))
+    if is_packed and facts.rows_per_step > 1:
+        lines.append(("micro-batch", f"{facts.rows_per_step} packed rows, flattened into one"))
+    return lines
 
 
 def _ledger_line(ledger: TokenLedger) -> str:

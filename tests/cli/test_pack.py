@@ -1,0 +1,315 @@
+"""`pack`, and `train` on what it wrote: the same run as `--sample_packing`, or a refusal in one line."""
+
+import json
+import shutil
+
+import datasets
+import pytest
+from cli_runs import losses, read_metrics, tree
+from model_folder import byte_tokenizer, save_model
+from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
+from safetensors.torch import load_file
+
+from unsloth_pack.cli import main, prepare
+from unsloth_pack.cli.options import read_options
+from unsloth_pack.demo import TRAIN_FILE
+from unsloth_pack.packing import read_manifest
+
+CAPACITY = 128
+
+
+@pytest.fixture(scope="session")
+def whole_packs(model, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed") / "packs"
+    command = ["pack", "--model_name", model, "--dataset", data, "--out", str(folder)]
+    assert main([*command, "--max_seq_length", str(CAPACITY), "--rows_per_shard", "12"]) == 0
+    return folder
+
+
+@pytest.fixture
+def packs(whole_packs, tmp_path):
+    return shutil.copytree(whole_packs, tmp_path / "packs")
+
+
+@pytest.fixture
+def refused(train, tmp_path, capsys):
+    """Runs `train`, or another command, and returns the one line it was refused with."""
+
+    def run(*arguments, command=None, **flags):
+        before = tree(tmp_path)
+        capsys.readouterr()
+        code = main(command) if command else train(*arguments, **{"max_seq_length": None} | flags)
+        error = capsys.readouterr().err
+        assert code == 2, error
+        assert error.count("\n") == 1, error
+        assert ";" in error
+        assert tree(tmp_path) == before
+        return error
+
+    return run
+
+
+def test_the_summary_and_the_manifest(model, data, rows, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    command = ["pack", "--model_name", model, "--dataset", data, "--max_seq_length", "256"]
+    assert main([*command, "--out", "new/packs"]) == 0
+    shown = capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "new" / "packs")
+    assert f"{len(rows)} rows, {manifest.tokens:,} tokens" in shown
+    for said in (manifest.data_fingerprint, "MiB", f"{manifest.rows} rows", "--dataset new/packs"):
+        assert said in shown
+
+    more = ["--strategy", "next_fit", "--seed", "7", "--train_on_responses_only", "--rows_per_shard", "5"]
+    assert main([*command, *more, "--out", "other", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["strategy"], printed["seed"], printed["train_on_responses_only"]) == ("next_fit", 7, True)
+    assert {shard["rows"] for shard in printed["shards"][:-1]} == {5}
+    on_disk = json.loads((tmp_path / "other" / "packs.json").read_text())
+    assert on_disk == {"format": "unsloth_pack packs", "version": 1, **printed}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--out is missing"),
+        (["--out", "full"], "out 'full' is not empty; give a new folder"),
+        (["--out", "full/file"], "is a file; give another folder"),
+        (["--out", "full/file/packs"], "is a file; give another folder"),
+        (["--out", "new", "--dataset", "no-such.json"], "no-such.json: file not found"),
+        (["--out", "new", "--dataset", "packs"], "packs: packed rows, and documents are needed here"),
+        (["--out", "new", "--strategy", "best"], "one of next_fit, first_fit, ffd, bfd"),
+        (["--out", "new", "--max_seq_length", "1"], "raise max_seq_length"),
+        (["--out", "new", "--max_seq_length", "257"], "max_seq_length is 257"),
+    ],
+)
+def test_bad_input_to_pack(flags, message, model, data, packs, refused, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    command = ["pack", "--model_name", model, "--dataset", data, "--max_seq_length", "128"]
+    assert message in refused(command=[*command, *flags])
+
+
+def test_the_same_losses_as_packing_at_the_start_of_the_run(tmp_path):
+    """On the bundled model and data, step for step."""
+    assert main(["pack", "--max_seq_length", "512", "--out", "packs"]) == 0
+    flags = [
+        "--max_steps",
+        "3",
+        "--gradient_accumulation_steps",
+        "2",
+        "--seed",
+        "5",
+        "--learning_rate",
+        "0.01",
+    ]
+    from_rows = ["--dataset", str(TRAIN_FILE), "--sample_packing", "--max_seq_length", "512"]
+    assert main([*from_rows, *flags, "--output_dir", "rows"]) == 0
+    assert main(["--dataset", "packs", *flags, "--output_dir", "packed"]) == 0
+    assert losses(tmp_path / "packed") == losses(tmp_path / "rows")
+    assert len(losses(tmp_path / "rows")) == 3
+    data, expected = (read_metrics(tmp_path / name)["data"][0] for name in ("packed", "rows"))
+    assert data.pop("packs") == read_manifest(tmp_path / "packs").data_fingerprint
+    assert data == expected
+    assert (tmp_path / "packed" / "lengths.png").read_bytes() == (tmp_path / "rows/lengths.png").read_bytes()
+
+
+def test_the_banner_says_so(train, packs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    assert train(dataset=packs, max_seq_length=None, max_steps=1, per_device_train_batch_size=3) == 0
+    shown = capsys.readouterr().out
+    assert "always trained on as packed" in shown
+    assert "3 packed rows, flattened into one" in shown
+
+
+WHOLE = {"per_device_train_batch_size": 40, "gradient_accumulation_steps": 1}  # an update sees all rows
+
+
+@pytest.fixture(scope="session")
+def truth(model, data, tmp_path_factory):
+    """The loss of one update over all documents, each in a padded row of its own."""
+    out = tmp_path_factory.mktemp("truth") / "out"
+    flags = {"model_name": model, "dataset": data, "output_dir": out, "max_steps": 1, "max_seq_length": 128}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
+        assert main([f"--{name}={value}" for name, value in (flags | WHOLE).items()]) == 0
+    return losses(out)[1]
+
+
+@pytest.fixture
+def first_loss(train, packs, tmp_path):
+    def run(**flags):
+        assert train(**{"dataset": packs, "max_seq_length": None, "max_steps": 1, **WHOLE, **flags}) == 0
+        return losses(tmp_path / "out")[1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"sample_packing": True, "max_seq_length": 256, "use_dora": True},
+        {"packing": True, "padding_free": True, "keep_examples_per_update": True},
+        {"use_gradient_checkpointing": True, "attn_backend": "sdpa"},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1000},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1000},
+    ],
+)
+def test_no_flag_lets_documents_see_each_other(flags, first_loss, truth, monkeypatch):
+    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "auto" if flags else "sdpa")
+    assert first_loss(**flags) == pytest.approx(truth, rel=1e-5)
+
+
+def test_one_causal_mask_would_give_another_loss(first_loss, truth, monkeypatch):
+    """What the tests above would see if the boundaries were lost."""
+    read = prepare.read_packs
+
+    def without_boundaries(*arguments):
+        manifest, rows = read(*arguments)
+        whole = [[len(ids)] for ids in rows["input_ids"]]
+        return manifest, rows.remove_columns("seq_lengths").add_column("seq_lengths", whole)
+
+    monkeypatch.setattr(prepare, "read_packs", without_boundaries)
+    assert first_loss() != pytest.approx(truth, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sample_packing=false"], "sample_packing is False, but True for the packed rows"),
+        (["--packing=false", "--padding_free"], "sample_packing is False, but True for the packed rows"),
+        (["--padding_free=false"], "padding_free is False, but True for the packed rows"),
+        (["--train_on_responses_only"], "train_on_responses_only is True, but False for the packed rows"),
+        (["--max_seq_length=127"], "max_seq_length is 127 and packs holds rows of up to 128 tokens"),
+        (["--eval_dataset=packs", "--eval_packing=false"], "eval_packing is False, but True for the packed"),
+        (["--max_seq_length=512"], "max_seq_length is 512"),
+        (["--config=unpacked.yaml"], "sample_packing is False, but True for the packed rows"),
+    ],
+)
+def test_flags_that_contradict_packed_rows(flags, message, packs, refused, tmp_path):
+    (tmp_path / "unpacked.yaml").write_text("sample_packing: false\n")
+    assert message in refused(*flags, dataset="packs")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "sample_packing is False, but True for the packed rows in packs; give --sample_packing true"),
+        (["--padding_free"], "give --sample_packing true"),
+        (["--sample_packing", "--max_seq_length=100"], "packs holds rows of up to 128 tokens"),
+        (["--sample_packing", "--train_on_responses_only"], "but False for the packed rows"),
+        (["--sample_packing", "--eval_packing=false"], "eval_packing is False, but True for"),
+    ],
+)
+def test_packed_rows_to_evaluate_on_need_packing(flags, message, packs, refused):
+    assert message in refused(*flags, eval_dataset="packs")
+
+
+def test_evaluating_on_packed_rows(train, packs, data, tmp_path):
+    scores = []
+    for name, flags in (
+        ("both", {"dataset": packs, "eval_dataset": packs}),
+        ("eval", {"sample_packing": True, "eval_dataset": packs}),
+        ("single", {"dataset": packs, "eval_dataset": data, "eval_packing": False}),
+        ("none", {"sample_packing": True, "eval_dataset": data}),
+    ):
+        assert train(output_dir=tmp_path / name, max_steps=1, **{"max_seq_length": 128, **flags}) == 0
+        metrics = read_metrics(tmp_path / name)
+        scores.append(next(line["eval_loss"] for line in metrics["log"] if "eval_loss" in line))
+        assert [line["use"] for line in metrics["data"]] == ["train", "eval"]
+    assert scores[:2] == [pytest.approx(scores[3], rel=1e-6)] * 2
+    assert scores[2] == pytest.approx(scores[3], rel=0.2)  # a mean over batches of other sizes
+
+
+DAMAGE = {
+    "cut shard": (lambda packs: cut(packs / "shard-00001.arrow"), "bytes of"),
+    "flipped byte": (lambda packs: flip_a_byte(packs / "shard-00000.arrow"), "checksum differs"),
+    "missing shard": (lambda packs: (packs / "shard-00000.arrow").unlink(), "cannot be read"),
+    "cut manifest": (lambda packs: cut(packs / "packs.json"), "not a whole manifest"),
+    "no manifest": (lambda packs: (packs / "packs.json").unlink(), "packs without their packs.json"),
+    "later version": (lambda packs: edit_manifest(packs, version=2), "format version 2"),
+    "dummy boundaries": (lambda packs: rewrite(packs, lambda rows: rows[0].update(cu_lengths=[0])), "row 0"),
+    "short boundaries": (
+        lambda packs: rewrite(packs, lambda rows: rows[0]["cu_lengths"].append(99)),
+        "row 0: cu_lengths runs from 0 to 99",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_packs(name, use, packs, refused):
+    damage, message = DAMAGE[name]
+    damage(packs)
+    assert message in refused("--sample_packing", max_seq_length=128, **{use: packs})
+
+
+def test_packs_of_another_tokenizer(packs, refused, model, tmp_path):
+    template = byte_tokenizer().chat_template.replace("[user]", "<user>") + " "
+    other = save_model(tmp_path / "other", chat_template=template)
+    error = refused(dataset=packs, model_name=other)
+    assert "packed with another tokenizer" in error
+    assert model in error
+
+
+def test_packed_ids_beyond_the_vocabulary(packs, refused, tmp_path):
+    small = save_model(tmp_path / "small", vocab_size=100, eos_token_id=2, pad_token_id=0)
+    assert "outside the vocabulary, 0 to 99" in refused(dataset=packs, model_name=small)
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        ({"packed_seq_lengths": [[0]]}, "row 0: 5 tokens, packed_seq_lengths [[0]]"),
+        ({"seq_lengths": [2, 2]}, "row 0: 5 tokens, seq_lengths [2, 2]"),
+        ({"seq_lengths": [2, 3]}, "without a manifest"),
+        ({"cu_seqlens": [], "labels": [1, 2, 3, 4, 5]}, "cu_seqlens []"),
+        ({"position_ids": [0, 1, 0, 1, 2], "text": "abcd"}, "columns input_ids, position_ids"),
+        ({"labels": [1, 2, 3, 4, 5]}, "perhaps packed without boundaries"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("flags", [[], ["--sample_packing"]])
+def test_packed_rows_without_a_manifest(columns, shown, kind, flags, refused, tmp_path):
+    row = {"input_ids": [1, 2, 3, 4, 5], **columns}
+    if kind == "jsonl":
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    else:
+        datasets.Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    error = refused(*flags, dataset=f"rows.{kind}")
+    assert shown in error
+    assert "unsloth-pack pack" in error
+
+
+def test_a_larger_cap_leaves_the_rows_as_they_are(train, packs, tmp_path):
+    assert train(dataset=packs, max_seq_length=256, max_steps=1) == 0
+    fill = read_metrics(tmp_path / "out")["data"][0]["fill"]
+    assert fill["slots"] == fill["rows"] * CAPACITY
+
+
+def test_as_many_documents_an_update_from_packs(packs, model, data, tmp_path):
+    flags = ["--model_name", model, "--output_dir", str(tmp_path / "out"), "--gradient_accumulation_steps=16"]
+    flags += ["--keep_examples_per_update", "--max_seq_length=128"]
+    sources = (["--dataset", str(packs)], ["--dataset", data, "--sample_packing"])
+    from_packs, from_rows = (
+        prepare.prepare(read_options([*flags, *source])).config.gradient_accumulation_steps
+        for source in sources
+    )
+    assert from_packs == from_rows < 16
+
+
+def test_a_run_on_packs_goes_on_as_if_nothing_had_been(train, packs, tmp_path, capsys):
+    flags = {"dataset": packs, "max_seq_length": None, "save_steps": 2, "max_steps": 5, "lora_dropout": 0.2}
+    assert train(**flags, output_dir=tmp_path / "whole") == 0
+    assert train(**flags) == 0
+    out = tmp_path / "out"
+    shutil.rmtree(out / "checkpoint-5")
+    assert main(["--resume", "--output_dir", str(out)]) == 0
+    assert losses(out) == losses(tmp_path / "whole")
+    assert len(read_metrics(out)["data"]) == 1
+    finished, whole = (load_file(path / "adapter_model.safetensors") for path in (out, tmp_path / "whole"))
+    assert all((finished[name] == whole[name]).all() for name in whole)
+    shutil.rmtree(out / "checkpoint-5")
+    cut(packs / "shard-00000.arrow")
+    assert main(["--resume", "--output_dir", str(out)]) == 2
+    assert "bytes of" in capsys.readouterr().err

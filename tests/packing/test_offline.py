@@ -1,0 +1,255 @@
+"""Packs on disk: the rows of pack_dataset, and refused when anything about them is not as it was written."""
+
+import hashlib
+import json
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
+from test_pack_dataset import documents, quiet  # noqa: F401
+
+from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing import find_packs, pack_dataset, read_manifest, read_packs, write_packs
+
+CAPACITY = 64
+
+
+def write(folder, rows, **options):
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    counted = sum(label != -100 for row in rows for label in row["labels"])
+    ledger = TokenLedger(len(rows), tokens, 0, 0, 0, 0, tokens - counted, counted, 0)
+    options = {"capacity": CAPACITY, "tokenizer_hash": "a" * 64, "ledger": ledger, **options}
+    return write_packs(datasets.Dataset.from_list(rows), folder, **options)
+
+
+def read(folder):
+    return read_packs(folder, "a" * 64)
+
+
+@pytest.fixture
+def packs(tmp_path):
+    write(tmp_path / "packs", documents(300), rows_per_shard=50)
+    return tmp_path / "packs"
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "next_fit"])
+@pytest.mark.parametrize("rows_per_shard", [1, 7, 300, None])
+def test_the_rows_are_those_of_pack_dataset(strategy, rows_per_shard, tmp_path):
+    rows = documents(700 if rows_per_shard != 1 else 20)
+    made = write(tmp_path / "packs", rows, strategy=strategy, rows_per_shard=rows_per_shard)
+    manifest, packed = read(tmp_path / "packs")
+    assert packed.to_list() == pack_dataset(datasets.Dataset.from_list(rows), CAPACITY, strategy).to_list()
+    assert manifest == made == read_manifest(tmp_path / "packs")
+    assert manifest.rows == len(packed)
+    assert manifest.documents == len(rows)
+    assert manifest.tokens == manifest.ledger.tokens_read == sum(map(len, packed["input_ids"]))
+    assert {shard.rows for shard in manifest.shards[:-1]} <= {rows_per_shard}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packs"]
+    assert len(list((tmp_path / "packs").iterdir())) == len(manifest.shards) + 1
+
+
+def test_what_a_shard_holds(packs):
+    with pa.ipc.open_stream(packs / "shard-00001.arrow") as stream:
+        rows = stream.read_all().to_pylist()
+    expected = read(packs)[1].select(range(50, 100)).to_list()
+    for row, other in zip(rows, expected, strict=True):
+        assert row["cu_lengths"] == [0, *np.cumsum(other["seq_lengths"])]
+        assert row["max_length"] == max(other["seq_lengths"])
+        assert (row["input_ids"], row["labels"]) == (other["input_ids"], other["labels"])
+
+
+def test_rows_stay_on_disk(packs):
+    packed = read(packs)[1]
+    assert {file["filename"] for file in packed.cache_files} == {str(path) for path in packs.glob("*.arrow")}
+    before = pa.total_allocated_bytes()
+    again = read(packs)[1]
+    assert pa.total_allocated_bytes() - before < 8 * again.num_rows + 4 * 300 + 4096  # bounds, not tokens
+
+
+def test_the_fingerprint_is_of_the_rows_alone(tmp_path):
+    rows = documents(300)
+
+    def fingerprint(name, rows=rows, **options):
+        return write(tmp_path / name, rows, **options).data_fingerprint
+
+    same = {fingerprint("a"), fingerprint("b", rows_per_shard=3), fingerprint("c", tokenizer_hash="b" * 64)}
+    assert len(same) == 1
+    longest = max(range(300), key=lambda i: len(rows[i]["input_ids"]))
+    other = [dict(row) for row in rows]
+    other[longest]["labels"] = [-100] * len(other[longest]["labels"])
+    different = {fingerprint("d", other), fingerprint("e", strategy="next_fit"), fingerprint("f", seed=1)}
+    assert len(different | same) == 4
+
+
+def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
+    rows = documents(300)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert write(tmp_path / name, rows, strategy="next_fit", seed=seed).seed == seed
+    a, b, c = (read(tmp_path / name)[1].to_list() for name in "abc")
+    assert a == b != c
+    assert sorted(n for row in a for n in row["seq_lengths"]) == sorted(len(row["input_ids"]) for row in rows)
+
+
+@pytest.mark.parametrize("call", [1, 3, 6, 7])  # the first shard, a later one, the manifest, the folder
+def test_an_interrupted_write_leaves_nothing(call, tmp_path, monkeypatch):
+    synced = []
+
+    def interrupt(path):
+        synced.append(path.name)
+        if len(synced) == call:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("unsloth_pack.packing.offline.writer._sync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "packs", documents(300), rows_per_shard=20)
+    assert len(synced) == call
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_write_does_not_look_whole(packs):
+    """What a process leaves beside the folder when nothing in it gets to clean up."""
+    (packs / "packs.json").unlink()
+    assert find_packs(str(packs)) == packs
+    with pytest.raises(InputError, match=r"packs without their packs\.json.*pack the data anew"):
+        read(packs)
+
+
+def test_only_an_empty_folder_is_written_to(tmp_path):
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", documents(10))
+    for name in ("empty", "file"):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(InputError, match="not an empty folder"):
+            write(tmp_path / name, documents(10))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 8}, "capacity is 8"),
+        ({"capacity": 0}, "capacity is 0"),
+        ({"rows_per_shard": 0}, "rows_per_shard is 0"),
+        ({"strategy": "best"}, "no packing strategy 'best'"),
+    ],
+)
+def test_bad_arguments_write_nothing(options, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        write(tmp_path / "new" / "packs", documents(50), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_documents_need_labels(tmp_path):
+    with pytest.raises(InputError, match="no column 'labels' among input_ids; tokenise"):
+        write_packs(
+            datasets.Dataset.from_list([{"input_ids": [1]}]),
+            tmp_path / "packs",
+            8,
+            tokenizer_hash="",
+            ledger=None,
+        )
+
+
+def test_another_tokenizer(packs):
+    with pytest.raises(InputError, match=r"packed with another tokenizer.*aaaaaaaaaaaa.*bbbbbbbbbbbb"):
+        read_packs(packs, "b" * 64)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda packs: cut(packs / "shard-00001.arrow"), r"shard-00001\.arrow: \d+ bytes of \d+"),
+        (lambda packs: cut(packs / "shard-00001.arrow", 0), r"shard-00001\.arrow: 0 bytes of \d+"),
+        (lambda packs: flip_a_byte(packs / "shard-00002.arrow"), "shard-00002.arrow: its checksum differs"),
+        (lambda packs: flip_a_byte(packs / "shard-00000.arrow", 0.99), "its checksum differs"),
+        (lambda packs: (packs / "shard-00001.arrow").unlink(), "shard-00001.arrow: cannot be read"),
+        (lambda packs: cut(packs / "packs.json"), "packs.json: not a whole manifest"),
+        (lambda packs: cut(packs / "packs.json", 0), "packs.json: not a whole manifest"),
+        (lambda packs: (packs / "packs.json").write_text("[]"), "not a manifest of packs"),
+        (lambda packs: (packs / "packs.json").write_bytes(b"\xff"), "not a whole manifest"),
+        (lambda packs: edit_manifest(packs, format="other"), "not a manifest of packs"),
+        (lambda packs: edit_manifest(packs, version=2), "format version 2, and this release reads version 1"),
+        (lambda packs: edit_manifest(packs, capacity="64"), "capacity is '64'"),
+        (lambda packs: edit_manifest(packs, more=1), "not a whole manifest"),
+        (lambda packs: edit_manifest(packs, ledger={}), "not a whole manifest"),
+        (lambda packs: edit_manifest(packs, capacity=32), "tokens in a row of 32"),
+        (lambda packs: edit_manifest(packs, documents=3), "where the manifest has"),
+        (lambda packs: edit_manifest(packs, shards=[]), "where the manifest has"),
+    ],
+)
+def test_damage(damage, message, packs):
+    damage(packs)
+    with pytest.raises(InputError, match=message) as refused:
+        read(packs)
+    assert "\n" not in str(refused.value)
+    assert ";" in str(refused.value)
+
+
+def setting(name, value):
+    def change(rows):
+        rows[3][name] = value(rows[3]) if callable(value) else value
+
+    return change
+
+
+LOST = "cu_lengths"
+
+
+def wrapping_around(rows):
+    """In 32 bits all steps are positive and sum to the row."""
+    rows[3] |= {"cu_lengths": [0, 2**31 - 1, -2, len(rows[3]["input_ids"])], "max_length": 2**31 - 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (setting(LOST, [0]), r"row 3: cu_lengths \[0\] bounds no document"),
+        (setting(LOST, []), r"row 3: cu_lengths \[\] bounds no document"),
+        (setting(LOST, [0, 0]), "row 3: cu_lengths runs from 0 to 0, the row from 0 to"),
+        (setting(LOST, None), "holds null"),
+        (setting(LOST, lambda row: [*row[LOST][:-1], row[LOST][-1] - 1]), "row 3: cu_lengths runs from 0 to"),
+        (setting(LOST, lambda row: [1, *row[LOST][1:]]), "row 3: cu_lengths runs from 1"),
+        (setting(LOST, lambda row: [0, *row[LOST]]), "row 3: cu_lengths does not increase"),
+        (setting(LOST, lambda row: [0, row[LOST][-1] + 1, row[LOST][-1]]), "cu_lengths does not increase"),
+        (wrapping_around, "row 3: cu_lengths does not increase"),
+        (setting(LOST, lambda row: [0, row[LOST][-1]]), "row 3: max_length is"),
+        (setting("max_length", 1), "row 3: max_length is 1, and its longest document has"),
+        (setting("labels", lambda row: row["labels"][1:]), r"row 3: \d+ labels for \d+ tokens"),
+        (setting("labels", lambda row: [-100, 1, *row["labels"][2:]]), "row 3: a label that is neither"),
+        (lambda rows: rows.pop(), "where the manifest has"),
+    ],
+)
+def test_boundaries_that_contradict_the_rows(change, message, packs):
+    """With a checksum that says all is well."""
+    rewrite(packs, change)
+    with pytest.raises(InputError, match=message) as refused:
+        read(packs)
+    assert "\n" not in str(refused.value)
+
+
+def test_boundaries_that_are_lost_or_dummies(packs):
+    tokens = pa.list_(pa.int32())
+    columns = {"input_ids": tokens, "labels": tokens, "max_length": pa.int32()}
+    rewrite(packs, lambda rows: None, pa.schema(columns.items()))
+    with pytest.raises(InputError, match=r"the columns input_ids .* are not those of packs"):
+        read(packs)
+
+    def dummies(rows):
+        for row in rows:
+            row["cu_lengths"] = [[0]]
+
+    rewrite(packs, dummies, pa.schema((columns | {"cu_lengths": pa.list_(tokens)}).items()))
+    with pytest.raises(InputError, match=r"cu_lengths \(list<.*list<.* are not those of packs"):
+        read(packs)
+
+
+def test_a_shard_that_is_no_arrow_file(packs):
+    data = b"not arrow"
+    (packs / "shard-00000.arrow").write_bytes(data)
+    manifest = json.loads((packs / "packs.json").read_text())
+    manifest["shards"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit_manifest(packs, shards=manifest["shards"])
+    with pytest.raises(InputError, match="not an Arrow stream"):
+        read(packs)

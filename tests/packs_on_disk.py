@@ -1,0 +1,38 @@
+"""What happens to packs on disk: damage, and rows that another program has written."""
+
+import hashlib
+import json
+
+import pyarrow as pa
+
+
+def edit_manifest(folder, **values):
+    path = folder / "packs.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def rewrite(folder, change, schema=None):
+    """The first shard with its rows changed, and a manifest whose checksum says that all is well."""
+    path = folder / "shard-00000.arrow"
+    with pa.ipc.open_stream(path) as stream:
+        table = stream.read_all()
+    rows = table.to_pylist()
+    change(rows)
+    table = pa.Table.from_pylist(rows, schema or table.schema)
+    with pa.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table)
+    data = path.read_bytes()
+    manifest = json.loads((folder / "packs.json").read_text())
+    manifest["shards"][0] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit_manifest(folder, shards=manifest["shards"])
+
+
+def flip_a_byte(path, place=0.5):
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path, keep=0.5):
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data))])

@@ -1,0 +1,89 @@
+"""`unsloth-pack pack`: tokenise and pack once, train from disk ever after."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from unsloth_pack.cli.checks import check_new_folder, check_writable
+from unsloth_pack.cli.parser import Parser, boolean, one_of, whole
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing.plan import STRATEGIES
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the packs of a data set to `--out`, and print what is in them; with `--json` the manifest.
+
+    Raises:
+        InputError: a bad argument, a folder that holds something or cannot be written to, rows longer than
+            the model has positions, data that cannot be read, or a tokenizer that cannot be loaded. Nothing
+            has been written then.
+    """
+    given = _parser().parse(arguments)
+    if "out" not in given:
+        raise InputError("--out is missing; see `unsloth-pack pack --help`")
+    out = Path(given["out"])
+    check_new_folder("out", out)
+    check_writable("out", out.absolute().parent)  # the packs are written beside it
+
+    from rich.console import Console
+    from transformers import AutoConfig
+
+    from unsloth_pack.api import _load, _resolve, check_positions
+    from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
+    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.data import tokenizer_hash
+    from unsloth_pack.packing import write_packs
+    from unsloth_pack.report.tables import print_packs
+
+    as_json = given.get("json", False)
+    quieten(show_bars=not as_json)
+    model_name, capacity = given.get("model_name", "demo"), given.get("max_seq_length", 2048)
+    check_positions(capacity, model_name, _load(AutoConfig, _resolve(model_name)[0]).get_text_config())
+    only_responses = given.get("train_on_responses_only", False)
+    rows = read_rows(given.get("dataset", "demo"))
+    tokenizer = load_tokenizer(model_name)
+    documents, ledger = tokenise(rows, tokenizer, capacity, only_responses)
+    optional: dict[str, Any] = {
+        name: given[name] for name in ("strategy", "seed", "rows_per_shard") if name in given
+    }
+    manifest = write_packs(
+        documents,
+        out,
+        capacity,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        ledger=ledger,
+        train_on_responses_only=only_responses,
+        model_name=model_name,
+        **optional,
+    )
+    if as_json:
+        print(json.dumps(asdict(manifest), indent=1))
+    else:
+        print_packs(Console(), manifest, str(out))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="unsloth-pack pack", description="Tokenise and pack once; `train --dataset DIR` reads it."
+    )
+    add = parser.add_argument
+    add("--dataset", help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name")
+    add("--model_name", help="whose tokenizer: demo, a folder, or a hub name (default: demo)")
+    add("--max_seq_length", type=whole(1), metavar="TOKENS", help="of a packed row (default: 2048)")
+    add("--out", metavar="DIR", help="gets the packs; new, or empty")
+    add("--strategy", type=one_of(*STRATEGIES), help=f"{', '.join(STRATEGIES)} (default: bfd)")
+    add(
+        "--train_on_responses_only",
+        type=boolean,
+        nargs="?",
+        const=True,
+        metavar="true|false",
+        help="no loss on what the user says in conversations",
+    )
+    add("--seed", type=whole(0), help="plan over the documents in a random order; default: as they come")
+    add("--rows_per_shard", type=whole(1), metavar="ROWS", help="default: as many as make 256 MiB")
+    add("--json", type=boolean, nargs="?", const=True, metavar="true|false", help="print the manifest")
+    return parser

@@ -1,0 +1,154 @@
+"""What lies in a folder of packs.
+
+packs.json               the manifest, written last
+shard-00000.arrow, ...   packed rows, a row of the table each:
+
+    input_ids  [7 7 7 8 8 9]   list of int32
+    labels     [. 7 7 . 8 .]   list of int32, as many, -100 (here .) without loss
+    cu_lengths [0 3 5 6]       list of int32: where each document starts, and the end of the last
+    max_length 3               int32: tokens of the longest document
+
+The shards are Arrow's stream format, uncompressed: `datasets` memory-maps such a file as it lies, so that a
+run starts without a copy, and RAM holds no more of it than the rows at hand. Parquet would be smaller, but
+has to be decoded into a cache of the full size first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FILE_NAME = "packs.json"
+VERSION = 1
+_FORMAT = "unsloth_pack packs"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of packed rows, with the SHA-256 of its bytes."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PackManifest:
+    """What was packed, how, and for which tokenizer.
+
+    Args:
+        capacity: tokens that a row may hold.
+        strategy: as for `plan_packs`.
+        seed: of the order in which the documents were planned; None: as they came.
+        train_on_responses_only: whether the labels leave out all but what the assistant says.
+        model_name: whose tokenizer it was, as it was called then.
+        tokenizer_hash: of that tokenizer, see `unsloth_pack.data.tokenizer_hash`.
+        data_fingerprint: SHA-256 of ids, labels and boundaries; the same for any size of shards.
+        rows, documents, tokens: in all shards.
+        ledger: of the tokens that were read, up to the ones that are here.
+    """
+
+    capacity: int
+    strategy: str
+    seed: int | None
+    train_on_responses_only: bool
+    model_name: str
+    tokenizer_hash: str
+    data_fingerprint: str
+    rows: int
+    documents: int
+    tokens: int
+    ledger: TokenLedger
+    shards: tuple[Shard, ...]
+
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+
+def schema() -> pa.Schema:
+    """The columns of a shard."""
+    import pyarrow as pa
+
+    tokens = pa.list_(pa.int32())
+    return pa.schema(
+        {"input_ids": tokens, "labels": tokens, "cu_lengths": tokens, "max_length": pa.int32()}.items()
+    )
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.arrow"
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_packs(dataset: str) -> Path | None:
+    """The folder, if `dataset` names one that holds packs, or what is left of them; else None."""
+    folder = Path(dataset).expanduser()
+    if dataset == "demo" or not os.path.isdir(folder):
+        return None
+    has_packs = (folder / FILE_NAME).exists() or (folder / shard_name(0)).exists()
+    return folder if has_packs else None
+
+
+def read_manifest(folder: Path) -> PackManifest:
+    """The manifest of a folder of packs; the shards are not looked at.
+
+    Raises:
+        InputError: it is missing, cut, of another version, or says what no manifest says.
+    """
+    path = folder / FILE_NAME
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder}: packs without their {FILE_NAME}, which is written last; pack the data anew"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not a whole manifest ({error}); pack the data anew") from None
+    if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
+        raise InputError(f"{path}: not a manifest of packs; pack the data anew")
+    version = values.pop("version", None)
+    if version != VERSION:
+        raise InputError(
+            f"{path}: packs of format version {version!r}, and this release reads version {VERSION}; "
+            "pack the data anew, or change the release"
+        )
+    try:
+        values["ledger"] = _typed(TokenLedger, values["ledger"])
+        values["shards"] = tuple(_typed(Shard, shard) for shard in values["shards"])
+        return _typed(PackManifest, values)
+    except (TypeError, KeyError) as error:
+        raise InputError(f"{path}: not a whole manifest ({error}); pack the data anew") from None
+
+
+def _typed(kind: type[T], values: Any) -> T:
+    """A dataclass of these values.
+
+    Raises:
+        TypeError: there are more or fewer than it has fields, or one is of another type.
+    """
+    made = kind(**values)
+    hints = get_type_hints(kind)
+    for field in fields(made):  # type: ignore[arg-type]
+        value = getattr(made, field.name)
+        if field.name != "shards" and not isinstance(value, hints[field.name]):
+            raise TypeError(f"{field.name} is {value!r}")
+    return made

@@ -1,0 +1,174 @@
+"""write_packs: tokenised documents to packed rows on disk, a shard after the other."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing.dataset import ROWS_A_BATCH, RowBuilder, plan_rows
+from unsloth_pack.packing.lengths import check_positive
+from unsloth_pack.packing.offline.manifest import (
+    FILE_NAME,
+    PackManifest,
+    Shard,
+    schema,
+    sha256_of,
+    shard_name,
+)
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+_TOKENS_A_SHARD = 2**25  # 256 MiB of ids and labels
+
+
+def write_packs(
+    documents: datasets.Dataset,
+    folder: str | Path,
+    capacity: int,
+    *,
+    tokenizer_hash: str,
+    ledger: TokenLedger,
+    strategy: str = "bfd",
+    seed: int | None = None,
+    train_on_responses_only: bool = False,
+    model_name: str = "",
+    rows_per_shard: int | None = None,
+) -> PackManifest:
+    """Pack tokenised documents into a new folder. RAM holds a few hundred rows at a time.
+
+    All is written beside `folder` and takes its name when it is whole, so that an interrupted run leaves
+    nothing that could be taken for packs.
+
+    Args:
+        documents: `input_ids` and `labels`, as `tokenize` gives them.
+        folder: new, or empty.
+        capacity, strategy: as for `pack_dataset`; the rows are the same, in the same order.
+        tokenizer_hash, ledger: of the tokenizer and of the tokens it made, both from `unsloth_pack.data`.
+        seed: plan over the documents in a random order, which changes what shares a row; None: as they come.
+        train_on_responses_only, model_name: noted in the manifest.
+        rows_per_shard: None for shards of at most 256 MiB of tokens.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        InputError: `folder` holds something, or the documents cannot be packed, see `pack_dataset`.
+    """
+    from datasets.utils import tqdm
+
+    target = Path(folder).expanduser().resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{folder}: not an empty folder; give a new one for the packs")
+    for name in ("input_ids", "labels"):
+        if name not in documents.column_names:
+            raise InputError(
+                f"no column {name!r} among {', '.join(documents.column_names)}; tokenise the rows"
+            )
+    if rows_per_shard is None:
+        rows_per_shard = max(1, _TOKENS_A_SHARD // check_positive("capacity", capacity))
+    rows_per_shard = check_positive("rows_per_shard", rows_per_shard)
+    documents = documents.select_columns(["input_ids", "labels"])
+    plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
+    hashes = {name: hashlib.sha256() for name in ("input_ids", "labels", "cu_lengths")}
+    with _written_aside(target) as aside, tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
+        shards: list[Shard] = []
+        for first in range(0, plan.n_bins, rows_per_shard):
+            path = aside / shard_name(len(shards))
+            rows = min(rows_per_shard, plan.n_bins - first)
+            _write_shard(path, _batches(builder, first, rows, bar), hashes)
+            shards.append(Shard(path.name, rows, path.stat().st_size, sha256_of(path)))
+        manifest = PackManifest(
+            capacity=capacity,
+            strategy=strategy,
+            seed=seed,
+            train_on_responses_only=train_on_responses_only,
+            model_name=model_name,
+            tokenizer_hash=tokenizer_hash,
+            data_fingerprint=hashlib.sha256(b"".join(one.digest() for one in hashes.values())).hexdigest(),
+            rows=plan.n_bins,
+            documents=plan.n_documents,
+            tokens=plan.tokens,
+            ledger=ledger,
+            shards=tuple(shards),
+        )
+        (aside / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        _sync(aside / FILE_NAME)
+    return manifest
+
+
+def _batches(builder: RowBuilder, first: int, rows: int, bar: Any) -> Iterator[pa.Table]:
+    """The rows from `first` on, in the columns of a shard."""
+    end = first + rows
+    for start in range(first, end, ROWS_A_BATCH):
+        table = builder.build(start, min(start + ROWS_A_BATCH, end))
+        yield _with_boundaries(table)
+        bar.update(len(table))
+
+
+def _with_boundaries(table: pa.Table) -> pa.Table:
+    """`cu_lengths` and `max_length` in the place of `seq_lengths`."""
+    import pyarrow as pa
+
+    column = table["seq_lengths"].combine_chunks()
+    lengths, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
+    starts = offsets + np.arange(len(offsets))  # of the rows in cu_lengths, which have one number more
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    cu = np.zeros(starts[-1], np.int32)
+    tokens_before = np.repeat(ends[offsets[:-1]], np.diff(offsets))  # the row of a document
+    cu[np.delete(np.arange(len(cu)), starts[:-1])] = ends[1:] - tokens_before
+    return pa.table(
+        {
+            "input_ids": table["input_ids"],
+            "labels": table["labels"],
+            "cu_lengths": pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pa.array(cu)),
+            "max_length": np.maximum.reduceat(lengths, offsets[:-1]),
+        }
+    ).cast(schema())
+
+
+def _write_shard(path: Path, tables: Iterator[pa.Table], hashes: Mapping[str, Any]) -> None:
+    """Write the tables, and feed their numbers to the hash of each column."""
+    import pyarrow as pa
+
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema()) as stream:
+        for table in tables:
+            stream.write_table(table)
+            for name, digest in hashes.items():
+                digest.update(table[name].combine_chunks().flatten().to_numpy())
+    _sync(path)
+
+
+@contextmanager
+def _written_aside(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that becomes it at the end, or goes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    aside.mkdir()
+    try:
+        yield aside
+        _sync(aside)
+        aside.rename(target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    """Let what was written reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
