@@ -13,6 +13,7 @@ from packaging.version import Version
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.errors import InputError
 
@@ -83,6 +84,11 @@ def make_trainer(
         )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def row_collator() -> DataCollatorForLanguageModeling:
+    """TRL's own collator, as its trainer makes it for packed rows."""
+    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
