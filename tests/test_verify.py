@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from test_describe import positions_of
-from tiny import random_documents, tiny_model
+from tiny import tiny_model
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -13,7 +13,7 @@ from unsloth_pack.verification.subject import Describe, Description, Subject, le
 
 _LENGTHS = (1, 33, 2, 64, 1, 19)
 _BEYOND_WINDOW = 9  # tokens by which a document is longer than the sliding window
-_DEFAULT_ROW = 2048
+_DEFAULT_ROW = 8192
 
 
 def verify(
@@ -40,7 +40,7 @@ def verify(
             collator gives, or a function from the list of lengths to keyword arguments. None:
             "packed_seq_lengths" where the model is patched, else "position_ids".
         collate: the trainer's collator, from rows with `seq_lengths` to a batch. None: TRL's.
-        max_seq_length: tokens of the row at most. None: what the model was loaded with, else 2048.
+        max_seq_length: tokens of the row at most. None: what the model was loaded with, else 8192.
         seed: of the random tokens.
 
     Returns:
