@@ -288,6 +288,20 @@ def test_the_probe_takes_two_short_steps():
     assert all(shape[1] <= 64 for shape in calls)
 
 
+@pytest.mark.parametrize("look", [verify, probe])
+def test_graphs_of_the_step_take_no_notice(look):
+    """A row that is looked at carries a hook: it is neither captured nor counted towards a capture."""
+    model = patched().train()
+    graphs = model.get_base_model().model.step_graphs
+    graphs._why_never = None  # as on a GPU
+    look(model)
+    assert not graphs._rows_seen
+    assert graphs.why_not in ("modules have hooks", "the model is not training")
+    model(input_ids=torch.arange(9)[None], packed_seq_lengths=[4, 5])
+    assert len(graphs._rows_seen) == 1
+    assert graphs.why_not is None
+
+
 # What cannot be verified
 
 
