@@ -10,6 +10,7 @@ from test_describe import positions_of
 from tiny import tiny_model
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack import InputError, LeakFound, patch_model, probe, supported_architectures, verify
 from unsloth_pack.layout import PackedRow
@@ -73,6 +74,7 @@ def test_trls_description_passes_and_so_do_real_documents():
     report = verify(model, documents=documents, describe="trl")
     assert report.passed, str(report)
     assert report.lengths == (3, 1, 40)
+    assert verify(model, documents=[[5], [6], [7]]).passed  # no label at all
 
 
 def test_a_model_without_an_adapter_passes():
@@ -219,6 +221,11 @@ def test_what_a_collator_does_wrong():
     assert failed(verify(model, collate=Wrong("boundary labels"))) == ["boundary labels", "token count"]
     assert failed(verify(model, collate=Wrong("token count"))) == ["token count"]
     assert failed(verify(model, collate=Wrong("positions"))) == ["positions"]
+
+
+def test_a_collator_may_pad():
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=64)
+    assert verify(patched(), collate=collate).passed
 
 
 def test_a_loss_that_counts_boundaries(monkeypatch):
