@@ -2,12 +2,13 @@
 
 Packed and alone differ by rounding at least. How much that is on this model and dtype is measured, not
 assumed: the document runs alone once more, the input of every layer moved at random by up to one unit in the
-last place. On ten architectures in float32 and bfloat16, packed differs from alone by 0 to 1.7 times as much.
+last place. On dense models in float32 and bfloat16, packed differs from alone by 0 to 1.5 times as much.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from unsloth_pack.layout import IGNORE_INDEX
 from unsloth_pack.verification.leaks import SLACK, largest, relative_error
 from unsloth_pack.verification.report import Check
 from unsloth_pack.verification.subject import Gradients, Subject, example_of
+
+_SAMPLES = 6  # of rounding, before a difference is held to be more than that
 
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
@@ -45,25 +48,32 @@ class _Errors:
 
 
 def check_alone(subject: Subject, documents: Sequence[Tensor]) -> list[Check]:
-    """Loss, logits and gradients of every document in the row, each against the document alone."""
-    packed, rounded = [], []
-    ends = torch.tensor([0, *map(len, documents)]).cumsum(0).tolist()
-    for number, document in enumerate(documents):
+    """Loss, logits and gradients of every document in the row, each against the document alone.
 
-        def run_alone(document: Tensor = document) -> Tensor:
-            return subject.logits_alone(document)
-
-        def run_packed(number: int = number) -> Tensor:
-            return subject.packed_logits(documents)[number]
-
-        alone = subject.gradients(document, run_alone)
-        got = subject.gradients(document, run_packed)
-        packed.append(_Errors.of(got, alone, got.embeddings[0, ends[number] : ends[number + 1]]))
-        with _rounded_otherwise(subject):
-            got = subject.gradients(document, run_alone)
-        rounded.append(_Errors.of(got, alone, got.embeddings[0]))
-    checks = [_check_errors(what.name, packed, rounded, subject.dtype) for what in fields(_Errors)]
+    Rounding is random, and where it decides which expert a token goes to, rare and large. So a check fails
+    only when it does so beside several samples of it.
+    """
+    packed: list[_Errors] = []
+    rounded: list[_Errors] = []
+    for sample in range(_SAMPLES):
+        for number, document in enumerate(documents):
+            run_alone = partial(subject.logits_alone, document)
+            alone = subject.gradients(document, run_alone)
+            if sample == 0:
+                packed.append(_packed_errors(subject, documents, number, alone))
+            with _rounded_otherwise(subject):
+                got = subject.gradients(document, run_alone)
+            rounded.append(_Errors.of(got, alone, got.embeddings[0]))
+        checks = [_check_errors(what.name, packed, rounded, subject.dtype) for what in fields(_Errors)]
+        if all(check.passed for check in checks):
+            break
     return checks if alone.trained else checks[:-1]
+
+
+def _packed_errors(subject: Subject, documents: Sequence[Tensor], number: int, alone: Gradients) -> _Errors:
+    start = sum(map(len, documents[:number]))
+    got = subject.gradients(documents[number], lambda: subject.packed_logits(documents)[number])
+    return _Errors.of(got, alone, got.embeddings[0, start : start + len(documents[number])])
 
 
 def _check_errors(

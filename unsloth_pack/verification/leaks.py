@@ -152,11 +152,10 @@ def check_trained_gradients(
         in_batch = [partial(subject.logits_beside, document, neighbour) for neighbour in pair]
         for runs in (in_batch, [run_of(documents, number)] * 2):
             rounding.append(_moved_gradients(subject, document, runs))
-    allowed = SLACK * largest(rounding)
+    # Whether a sum is rounded otherwise is luck in 16 bits: one unit of rounding is allowed in any case.
+    allowed = max(SLACK * largest(rounding), torch.finfo(subject.dtype).eps)
     if value <= allowed:
-        return Check.of(
-            name, value, allowed, "they move by no more than between rows of a batch, or equal runs"
-        )
+        return Check.of(name, value, allowed, "they move by no more than rounding does")
     detail = f"those of document {moved.index(value)} change with the tokens of others"
     return Check.of(name, value, allowed, detail)
 
