@@ -23,6 +23,11 @@ def every_description(lengths):
         "packed_seq_lengths": {"packed_seq_lengths": list(lengths)},
         "lengths as a tensor": {"packed_seq_lengths": torch.tensor(lengths)},
         "trl 1.15": {"position_ids": positions_of(lengths)[None]},
+        "with trl's column": {
+            "position_ids": positions_of(lengths)[None],
+            "seq_lengths": [list(lengths[:1]), list(lengths[1:])],  # two examples joined to one row
+        },
+        "trl's column alone": {"seq_lengths": torch.tensor(lengths)[None]},
         "trl 1.16": {
             "position_ids": positions_of(lengths)[None],
             "cu_seq_lens_q": cu,
@@ -145,6 +150,69 @@ def test_a_document_may_start_above_position_0():
             "make them agree",
         ),
         (
+            {"packed_seq_lengths": [3, 4], "position_ids": torch.tensor([0, 1, 2, 0, 1, 5, 6])},
+            "disagree",
+            "[3, 2, 2]",
+            "make them agree",
+        ),
+        ({"seq_lengths": [[3, 5]]}, "seq_lengths of row 0 sum to 8", "7 tokens", "give the lengths"),
+        (
+            {"seq_lengths": [[3], [4]], "packed_seq_lengths": [4, 3]},
+            "packed_seq_lengths and seq_lengths disagree",
+            "[3, 4]",
+            "make them agree",
+        ),
+        (
+            {"seq_lengths": [[3, 4]], "position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2])},
+            "disagree",
+            "[4, 3]",
+            "make them agree",
+        ),
+        (
+            {"seq_lengths": [[3, 4]], "cu_seq_lens_q": [0, 2, 7]},
+            "disagree",
+            "[2, 5]",
+            "make them agree",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "labels": torch.zeros(1, 6)},
+            "labels have shape [1, 6]",
+            "[1, 7]",
+            "one label a token",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.ones(1, 1, 7, 7)},
+            "attention_mask is of shape [1, 1, 7, 7]",
+            "[1, 7]",
+            "leave it out",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": {"full_attention": None}},
+            "attention_mask is a dict",
+            "[1, 7]",
+            "leave it out",
+        ),
+        (
+            {
+                "packed_seq_lengths": [3, 3],
+                "labels": torch.tensor([[1, 2, 3, 4, 5, 6, -100]]),
+                "labels_counted": True,
+            },
+            "labels at document starts are counted",
+            "-100",
+            "in the collator",
+        ),
+        (
+            {
+                "packed_seq_lengths": [3, 3],
+                "labels": torch.tensor([[1, 2, 3, -100, 5, 6, 7]]),
+                "labels_counted": True,
+            },
+            "counted in num_items_in_batch",
+            "-100",
+            "in the collator",
+        ),
+        (
             {"packed_seq_lengths": [3, 4], "seq_idx": [0, 0, 0, 0, 1, 1, 1]},
             "disagree",
             "[4, 3]",
@@ -184,3 +252,24 @@ def test_what_cannot_be_is_refused_in_one_line(description, what, value, remedy)
 def test_cumulative_lengths_describe_a_single_row():
     with pytest.raises(InputError, match=r"describes one row, the input ids have 2; flatten them"):
         describe_row((2, 7), CPU, cu_seq_lens_q=[0, 7, 14])
+
+
+def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
+    labels = torch.tensor([[1, 2, 3, -100, 5, 6, -100]])
+    row = describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=labels, labels_counted=True)
+    assert row.unscored_places.tolist() == [0, 3, 6]
+    uncounted = torch.arange(7)[None]  # nobody has counted them: they are masked
+    assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=uncounted).lengths == (3, 3, 1)
+
+
+def test_labels_on_a_device_never_need_a_transfer_of_their_own(monkeypatch):
+    labels, positions = torch.arange(7)[None], positions_of([3, 4])[None]
+    monkeypatch.setattr("unsloth_pack.describe._is_remote", lambda x: x is labels or x is positions)
+    transfers, to_cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.numel()) or to_cpu(x))
+    counted = {"labels": labels, "labels_counted": True}
+    assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 4], **counted) is not None
+    assert transfers == []
+    with pytest.raises(InputError, match="labels at document starts"):
+        describe_row((1, 7), CPU, position_ids=positions, **counted)
+    assert transfers == [14]

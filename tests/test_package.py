@@ -17,6 +17,7 @@ LAYERS = [
     {"cli"},
     {"report"},
     {"api"},
+    {"verification"},
     {"trl", "checkpointing", "saving"},
     {"patch"},
     {"models"},

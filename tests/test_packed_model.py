@@ -157,8 +157,13 @@ def test_the_first_label_of_each_document_carries_no_loss():
 def test_labels_that_the_trainer_counts_but_no_loss_sees_are_refused():
     model = patched("llama")
     ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
-    with pytest.raises(InputError, match="DataCollatorWithFlattening"):
-        model(input_ids=ids, labels=ids, packed_seq_lengths=[5, 8], num_items_in_batch=12)
+    labels = ids.masked_fill(positions_of([5, 8]).to(DEVICE)[None] == 0, -100)
+    row = {"cu_seq_lens_q": torch.tensor([0, 5, 13], device=DEVICE), "num_items_in_batch": 12}
+    model(input_ids=ids, labels=labels, **row)
+    with pytest.raises(InputError, match="DataCollatorWithFlattening"):  # on a later step too
+        model(input_ids=ids, labels=ids, **row)
+    with pytest.raises(InputError, match=r"labels have shape \[1, 12\]"):
+        model(input_ids=ids, labels=labels[:, 1:], packed_seq_lengths=[5, 8])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -4,27 +4,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unsloth_pack.api import FastLanguageModel
-    from unsloth_pack.errors import BackendUnavailable, InputError, UnsupportedArchitecture
+    from unsloth_pack.errors import BackendUnavailable, InputError, LeakFound, UnsupportedArchitecture
     from unsloth_pack.models import supported_architectures
     from unsloth_pack.patch import patch_model
+    from unsloth_pack.verification import probe, verify
 
 __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "FastLanguageModel",
     "InputError",
+    "LeakFound",
     "UnsupportedArchitecture",
     "patch_model",
+    "probe",
     "supported_architectures",
+    "verify",
 ]
 
 _HOMES = {
     "BackendUnavailable": "errors",
     "FastLanguageModel": "api",
     "InputError": "errors",
+    "LeakFound": "errors",
     "UnsupportedArchitecture": "errors",
     "patch_model": "patch",
+    "probe": "verification",
     "supported_architectures": "models",
+    "verify": "verification",
 }
 
 

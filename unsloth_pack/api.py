@@ -26,6 +26,7 @@ from unsloth_pack.checkpointing import CheckpointingMode, enable_checkpointing
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
 from unsloth_pack.models import spec_of
+from unsloth_pack.models.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.patch import patch_model, patch_of
 from unsloth_pack.saving import save_pretrained_merged
 
@@ -79,7 +80,7 @@ class FastLanguageModel:
                 float32 for full fine-tuning, whose small updates 16 bits would swallow.
             load_in_4bit: frozen weights in NF4 through bitsandbytes.
             load_in_8bit: frozen weights in int8 through bitsandbytes.
-            load_in_fp8: not there yet; refused.
+            load_in_fp8: frozen weights of the layers in e4m3, quantised by output; needs a GPU that has it.
             full_finetuning: train every weight; no adapter then.
             attn_backend: see `patch_model`.
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
@@ -115,6 +116,12 @@ class FastLanguageModel:
             model.name_or_path = model.config._name_or_path = (
                 "demo"  # adapters name their base: not a path of ours
             )
+        if load_in_fp8:
+            if model.dtype != torch.bfloat16:
+                raise InputError(
+                    f"load_in_fp8=True computes in bfloat16, dtype is {model.dtype}; leave dtype out"
+                )
+            quantize_to_fp8(model)
         model.max_seq_length = max_seq_length
         if adapter is not None:
             model = _load_adapter(model, adapter)
@@ -169,6 +176,10 @@ class FastLanguageModel:
             raise InputError(f"lora_dropout is {lora_dropout}; a probability in [0, 1) is needed")
         if loftq_config:
             check_loftq(loftq_config)
+        in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
+        if in_fp8 and (use_dora or loftq_config):
+            named = "use_dora" if use_dora else "loftq_config"
+            raise InputError(f"{named} needs the exact base weights; load without load_in_fp8")
         loftq = (
             {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
             if loftq_config
@@ -195,6 +206,9 @@ class FastLanguageModel:
             adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}") from error
+        for path, module in adapted.named_modules():
+            if isinstance(module, Fp8Linear) and module.weight.requires_grad:
+                raise InputError(f"modules_to_save holds {path}, which is in fp8; load without load_in_fp8")
         patch_model(adapted, attn_backend)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
         return _finish(adapted)
@@ -237,13 +251,18 @@ def check_loftq(loftq_config: Mapping[str, Any]) -> None:
 def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool) -> None:
     if max_seq_length < 1:
         raise InputError(f"max_seq_length is {max_seq_length}; at least 1 token is needed")
-    if in_fp8:
-        raise InputError("load_in_fp8=True is not there yet; use bfloat16, load_in_8bit or load_in_4bit")
-    if in_4bit and in_8bit:
-        raise InputError("load_in_4bit and load_in_8bit are both set; choose one")
-    if full and (in_4bit or in_8bit):
+    given = [
+        f"load_in_{kind}" for kind, asked in (("4bit", in_4bit), ("8bit", in_8bit), ("fp8", in_fp8)) if asked
+    ]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} are set together; choose one")
+    if full and given:
+        raise InputError(f"full_finetuning=True cannot train quantised weights; drop {given[0]}")
+    if in_fp8 and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
         raise InputError(
-            "full_finetuning=True cannot train quantised weights; drop load_in_4bit and load_in_8bit"
+            f"load_in_fp8=True needs a GPU of compute capability 8.9 or more, this is {where}; use bfloat16, "
+            "load_in_8bit or load_in_4bit"
         )
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
         raise InputError("load_in_4bit and load_in_8bit need bitsandbytes; pip install 'unsloth-pack[cuda]'")

@@ -1,8 +1,8 @@
 """From what a caller passes to the model to the one `PackedRow` of the step.
 
 The same row may be described by `packed_seq_lengths`, by TRL's and transformers' `cu_seq_lens_q/k`,
-`max_length_q/k` and `seq_idx`, or by `position_ids` that restart. All are read, on the host, in one transfer;
-two that disagree are an error.
+`max_length_q/k` and `seq_idx`, by the `seq_lengths` column of TRL's packed data sets, or by `position_ids`
+that restart. All are read, on the host, in one transfer; two that disagree are an error, on every step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layout import PackedRow
+from unsloth_pack.layout import IGNORE_INDEX, PackedRow
 
 ROW_KEYWORDS = (
     "packed_seq_lengths",
+    "seq_lengths",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
@@ -30,13 +31,16 @@ def describe_row(
     device: torch.device,
     *,
     packed_seq_lengths: Any = None,
+    seq_lengths: Any = None,
     cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     seq_idx: Any = None,
     position_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Any = None,
+    labels: Tensor | None = None,
+    labels_counted: bool = False,
 ) -> PackedRow | None:
     """The packed row that a model call describes, or None when it describes an ordinary batch.
 
@@ -45,28 +49,40 @@ def describe_row(
         device: where the model computes.
         packed_seq_lengths: int tensor or list `[n]`; for several rows a list of lists, or `[B, n]` padded
             with 0. A sum below T leaves a padded tail.
+        seq_lengths: likewise; the lists of several examples that were joined to one row follow each other.
         cu_seq_lens_q, cu_seq_lens_k: int tensor or list `[n + 1]`, 0 and the running sum of the lengths.
         max_length_q, max_length_k: at least the longest document.
         seq_idx: `[B, T]`, the number of each token's document.
         position_ids: `[B, T]`, `[1, T]` or `[T]`; a document starts wherever they do not continue by one.
         attention_mask: `[B, T]`; zeros must be padding at the end of a packed row.
+        labels: `[B, T]`.
+        labels_counted: whether the labels were counted, for `num_items_in_batch`. Then those at document
+            starts must be -100; it is looked at where the labels need no transfer of their own.
 
     Raises:
-        InputError: lengths that are negative or exceed T, or two descriptions that disagree.
+        InputError: lengths that are negative or exceed T, two descriptions that disagree, or a mask or labels
+            that do not fit a packed row.
     """
-    mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
+    has_row_mask = isinstance(attention_mask, Tensor) and attention_mask.shape == shape
     given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
-    given |= {"packed_seq_lengths": packed_seq_lengths, "position_ids": position_ids}
+    given |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
+    given |= {"position_ids": position_ids}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return None
-    if mask is not None and mask.shape == shape:
-        given["attention_mask"] = mask
-    host = _to_host(given)
+    if has_row_mask:
+        given["attention_mask"] = attention_mask
+    host = _to_host(given, along={"labels": labels} if labels is not None and labels_counted else {})
 
     documents: dict[str, list[list[int]]] = {}
     if "packed_seq_lengths" in host:
-        documents["packed_seq_lengths"] = _rows_of_lengths(host["packed_seq_lengths"], shape)
+        documents["packed_seq_lengths"] = _rows_of_lengths(
+            "packed_seq_lengths", host["packed_seq_lengths"], shape
+        )
+    if "seq_lengths" in host:
+        rows = _nested(host["seq_lengths"])
+        joined = [[length for row in rows for length in row]] if shape[0] == 1 else rows
+        documents["seq_lengths"] = _rows_of_lengths("seq_lengths", joined, shape)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in host:
             documents[name] = [_lengths_of_cu(name, host[name], shape)]
@@ -82,23 +98,63 @@ def describe_row(
         real = None
     if list(documents) == ["position_ids"] and _is_ordinary_batch(positions, real):
         return None
+    if attention_mask is not None and not has_row_mask:
+        raise InputError(
+            f"attention_mask is {_form_of(attention_mask)}, the packed row {list(shape)}; leave it out: "
+            "documents are kept apart without it"
+        )
+    if labels is not None and labels.shape != shape:
+        raise InputError(
+            f"labels have shape {list(labels.shape)}, the input ids {list(shape)}; give one label a token"
+        )
     if real is not None:
         documents = {name: _cut_padding(name, rows, real) for name, rows in documents.items()}
     max_lengths = {"max_length_q": max_length_q, "max_length_k": max_length_k}
-    return _agree(documents, positions, shape, device, max_lengths)
+    row = _agree(documents, positions, shape, device, max_lengths)
+    if "labels" in host:
+        refuse_counted_labels(row, host["labels"].reshape(-1)[row.unscored_places])
+    return row
 
 
-def _to_host(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every value as numpy or nested lists; what lies on a device comes in one transfer."""
+def refuse_counted_labels(row: PackedRow, unscored: np.ndarray) -> None:
+    """Refuse labels that a trainer has counted but no loss sees.
+
+    Args:
+        unscored: the labels at `row.unscored_places`.
+
+    Raises:
+        InputError: one of them is counted.
+    """
+    is_counted = row.unscored_places % row.shape[1] != 0  # nothing predicts column 0: no trainer counts it
+    if (unscored[is_counted] != IGNORE_INDEX).any():
+        raise InputError(
+            "labels at document starts are counted in num_items_in_batch but carry no loss; set them to "
+            f"{IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
+        )
+
+
+def _form_of(mask: Any) -> str:
+    return f"of shape {list(mask.shape)}" if hasattr(mask, "shape") else f"a {type(mask).__name__}"
+
+
+def _to_host(given: Mapping[str, Any], along: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Every value as numpy or nested lists; what lies on a device comes in one transfer.
+
+    Args:
+        along: taken only where that needs no transfer of its own, which would wait for the device.
+    """
     host: dict[str, Any] = {}
     remote: dict[str, Tensor] = {}
     for name, value in given.items():
-        if isinstance(value, Tensor) and value.device.type != "cpu":
+        if _is_remote(value):
             remote[name] = value
-        elif isinstance(value, Tensor):
-            host[name] = value.detach().numpy().astype(np.int64)
         else:
-            host[name] = value
+            host[name] = _as_numpy(value) if isinstance(value, Tensor) else value
+    for name, value in along.items():
+        if not _is_remote(value):
+            host[name] = _as_numpy(value)
+        elif remote:
+            remote[name] = value
     if remote:
         flat = (
             torch.cat([value.detach().reshape(-1).to(torch.int32) for value in remote.values()]).cpu().numpy()
@@ -111,6 +167,14 @@ def _to_host(given: Mapping[str, Any]) -> dict[str, Any]:
     return host
 
 
+def _is_remote(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _as_numpy(value: Tensor) -> np.ndarray:
+    return value.detach().numpy().astype(np.int64)
+
+
 def _as_rows(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
     array = np.asarray(values)
     if array.shape[-1:] != shape[1:] or array.size not in (shape[1], shape[0] * shape[1]):
@@ -120,24 +184,26 @@ def _as_rows(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
     return np.broadcast_to(array.reshape(-1, shape[1]), shape)
 
 
-def _rows_of_lengths(values: Any, shape: tuple[int, int]) -> list[list[int]]:
+def _nested(values: Any) -> list[list[Any]]:
+    """One list a row, from those or from the list of a single row."""
     rows: list[Any] = [row if np.isscalar(row) else np.asarray(row).reshape(-1).tolist() for row in values]
-    if not any(isinstance(row, list) for row in rows):
-        rows = [rows]
+    return rows if any(isinstance(row, list) for row in rows) else [rows]
+
+
+def _rows_of_lengths(name: str, values: Any, shape: tuple[int, int]) -> list[list[int]]:
+    rows = _nested(values)
     if len(rows) != shape[0]:
-        raise InputError(f"packed_seq_lengths describes {len(rows)} rows of {shape[0]}; give one list a row")
+        raise InputError(f"{name} describes {len(rows)} rows of {shape[0]}; give one list a row")
     for number, row in enumerate(rows):
         if any(length < 0 or length != int(length) for length in row):
-            raise InputError(
-                f"packed_seq_lengths of row {number} are {row[:8]}; lengths are whole numbers of tokens"
-            )
+            raise InputError(f"{name} of row {number} are {row[:8]}; lengths are whole numbers of tokens")
         if sum(row) > shape[1]:
             raise InputError(
-                f"packed_seq_lengths of row {number} sum to {sum(row)}, more than its {shape[1]} tokens; "
+                f"{name} of row {number} sum to {sum(row)}, more than its {shape[1]} tokens; "
                 "give the lengths of this very row"
             )
     if not any(map(sum, rows)):
-        raise InputError(f"packed_seq_lengths {rows[0][:8]} hold no token; give the length of each document")
+        raise InputError(f"{name} {rows[0][:8]} hold no token; give the length of each document")
     return [[int(length) for length in row if length] for row in rows]
 
 

@@ -11,3 +11,7 @@ class UnsupportedArchitecture(InputError):
 
 class BackendUnavailable(InputError):
     """The attention backend that was asked for cannot run on this device, dtype, head size or model."""
+
+
+class LeakFound(RuntimeError):
+    """Documents of a packed row reach each other. Training must not begin."""

@@ -102,11 +102,16 @@ class PackedRow:
         return self.upload(is_document.astype(np.int64).reshape(self.shape))
 
     @cached_property
-    def unscored(self) -> Tensor:
-        """Int64 indices of the tokens whose label carries no loss: first of a document, or padding."""
+    def unscored_places(self) -> np.ndarray:
+        """Int64 on the host: the tokens whose label carries no loss, first of a document or padding."""
         is_unscored = np.repeat(np.array(self.is_padding), self.lengths)
         is_unscored[self.starts] = True
-        return self.upload(np.flatnonzero(is_unscored))
+        return np.flatnonzero(is_unscored)
+
+    @cached_property
+    def unscored(self) -> Tensor:
+        """`unscored_places` on the device."""
+        return self.upload(self.unscored_places)
 
     @cached_property
     def _stacked(self) -> tuple[np.ndarray, ...]:

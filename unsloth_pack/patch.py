@@ -25,6 +25,7 @@ from unsloth_pack.models.fast_attention import FastAttention, attention_options,
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
 from unsloth_pack.models.fast_lora import FastLoraLinear, why_not_fused
 from unsloth_pack.models.fast_mlp import FastMLP, FastRMSNorm, activation_of
+from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
 from unsloth_pack.models.rotary import RotaryTables, rotary_tables
 from unsloth_pack.models.spec import ArchSpec
@@ -261,6 +262,8 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
     if len(gated_mlps) < len(parts.mlps):
         kinds = {type(mlp).__name__ for mlp, activation in parts.mlps if activation is None}
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
+    if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
+        fused["base"] = f"{n_fp8} frozen linear layers in fp8"
     reasons = Counter(why_not_fused(lora) for lora in parts.loras)
     reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in parts.other_loras)
     if n_fused := reasons.pop(None, 0):

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.models.fp8 import Fp8Linear
 
 SaveMethod = Literal["merged_16bit", "lora"]
 
@@ -123,7 +124,7 @@ def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
             return visit(module.modules_to_save[module.active_adapter], path)
         for name, parameter in module.named_parameters(recurse=False):
             is_weight = name == "weight"
-            weights[f"{path}.{name}"] = dequantize_module_weight(module) if is_weight else parameter
+            weights[f"{path}.{name}"] = _weight(module) if is_weight else parameter
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name)
 
@@ -136,13 +137,19 @@ def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
+def _weight(module: nn.Module) -> Tensor:
+    if isinstance(module, Fp8Linear):
+        return module.rows.dequantized(torch.float32)
+    return dequantize_module_weight(module)
+
+
 def _merged_weight(layer: LoraLayer, path: str) -> Tensor:
     base = layer.get_base_layer()
     if not isinstance(base, nn.Linear):
         raise InputError(
             f"the adapter of {path} is on a {type(base).__name__}; save it with save_method 'lora'"
         )
-    weight = dequantize_module_weight(base).detach().float()
+    weight = _weight(base).detach().float()
     for adapter in layer.active_adapters:
         if adapter not in layer.lora_A:
             continue

@@ -21,6 +21,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import PackedSampler
@@ -189,6 +190,11 @@ def make_trainer(
         )
         trainer.add_callback(_TurnToEpoch(trainer.packed_sampler))
     return trainer
+
+
+def row_collator() -> DataCollatorForLanguageModeling:
+    """TRL's own collator, as its trainer makes it for packed rows."""
+    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -120,7 +120,11 @@ def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
     [
         (["--lerning_rate", "1"], "unknown argument '--lerning_rate'", "did you mean --learning_rate?"),
         (["--frobnicate"], "unknown argument '--frobnicate'", "--help"),
-        (["trian"], "unknown subcommand 'trian'", "one of train, stats, pack, generate, merge, doctor"),
+        (
+            ["trian"],
+            "unknown subcommand 'trian'",
+            "one of train, stats, pack, verify, generate, merge, doctor",
+        ),
         (["--r"], "argument --r: expected one argument", "--help"),
         (["--resume"], "--resume needs --output_dir", "name the folder"),
         (["generate", "--prompt", " "], "prompt is ' '", "give some text"),

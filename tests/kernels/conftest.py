@@ -19,19 +19,27 @@ def poisoned_memory():
 
 
 @pytest.fixture(autouse=True)
-def round_to_bfloat16(monkeypatch):
-    """Triton's interpreter truncates to bfloat16 where the hardware rounds to nearest even: let it round."""
+def round_as_hardware_does(monkeypatch):
+    """To nearest even: Triton's interpreter truncates to bfloat16, and to e4m3 it loses the carry."""
     if torch.cuda.is_available():
         return
     tl = pytest.importorskip("triton.language")
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    truncating = InterpreterBuilder.cast_impl
+    right = {
+        tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8, np.uint8),
+    }
 
-    def rounding(self, src, dst_type):
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
-            return truncating(self, src, dst_type)
-        rounded = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.bfloat16)
-        return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+    def rounding(wrong):
+        def cast(self, src, dst_type, *how):
+            if src.dtype.scalar != tl.float32 or dst_type.scalar not in right:
+                return wrong(self, src, dst_type, *how)
+            dtype, bits, stored = right[dst_type.scalar]
+            rounded = torch.from_numpy(np.ascontiguousarray(src.data)).to(dtype)
+            return TensorHandle(rounded.view(bits).numpy().view(stored), dst_type.scalar)
 
-    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding)
+        return cast
+
+    for name in ("cast_impl", "create_fp_to_fp"):
+        monkeypatch.setattr(InterpreterBuilder, name, rounding(getattr(InterpreterBuilder, name)))

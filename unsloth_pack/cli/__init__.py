@@ -1,16 +1,17 @@
-"""The command line: `unsloth-pack [train] ...`, `stats`, `pack`, `generate`, `merge`, `doctor`."""
+"""The command line: `unsloth-pack [train] ...`, `stats`, `pack`, `verify`, `generate`, `merge`, `doctor`."""
 
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, LeakFound
 
 SUBCOMMANDS = (
     "train",
     "stats",
     "pack",
+    "verify",
     "generate",
     "merge",
     "doctor",
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, InputError):
         return 2, " ".join(str(error).split())
+    if isinstance(error, LeakFound):
+        return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted before there was anything to save"
     first_line = (str(error).strip().splitlines() or ["no message"])[0]

@@ -14,7 +14,7 @@ from unsloth_pack.packing import find_packs, read_manifest
 MODEL, ADAPTER, DATA, TRAINING, OUTPUT = "model", "adapter", "data", "training", "output"
 # What a resumed run may change: nothing that alters the data order, the steps or the weights.
 _FREE_ON_RESUME = {"config", "resume", "output_dir", "debug", "logging_steps", "report_to"}
-_FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend"}
+_FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
 # The defaults of the demo are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
@@ -103,6 +103,9 @@ class TrainOptions:
     )
     weight_decay: float = _flag(TRAINING, 0.01, real(0), "of the trained weights")
     lr_scheduler_type: str = _flag(TRAINING, "linear", str, "a name from transformers: linear, cosine, ...")
+    no_probe: bool = _flag(
+        TRAINING, False, boolean, "skip the look for leaks between documents before the first packed step"
+    )
     seed: int = _flag(TRAINING, 3407, whole(0), "of the data order and of dropout")
 
     output_dir: str | None = _flag(

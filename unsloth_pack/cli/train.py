@@ -46,9 +46,12 @@ def run(arguments: Sequence[str]) -> int:
 def _train(prepared: "Prepared", console: "Console") -> int:
     from unsloth_pack.report.callbacks import MetricsCallback, ProgressCallback, StopOnSignal
     from unsloth_pack.trl import make_trainer
+    from unsloth_pack.verification import probe
 
     options = prepared.options
     model = _load_model(options)
+    if prepared.config.padding_free and not options.no_probe:
+        probe(model, describe="trl")  # a leak ends the run here, before anything is written
     heldout = _heldout_rows(options)
     before = _score(model, prepared, heldout)
 

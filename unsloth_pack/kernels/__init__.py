@@ -4,9 +4,20 @@ CUDA tensors run on Triton. CPU tensors run on the oracle, or on Triton's interp
 is set before the first import. Triton itself is optional.
 """
 
+from .fp8 import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
 from .gated import gated, gated_backward
 from .norm import rms_norm
 from .reference import QKNorm
 from .rope import rope_qk
 
-__all__ = ["QKNorm", "gated", "gated_backward", "rms_norm", "rope_qk"]
+__all__ = [
+    "Fp8Rows",
+    "QKNorm",
+    "fp8_linear",
+    "fp8_linear_backward",
+    "gated",
+    "gated_backward",
+    "quantize_rows",
+    "rms_norm",
+    "rope_qk",
+]

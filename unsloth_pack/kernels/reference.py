@@ -116,3 +116,16 @@ def gated_backward(g_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> 
         out = gated(gate, up, activation)
     g_gate, g_up = torch.autograd.grad(out, (gate, up), g_out)
     return g_gate, g_up, out.detach()
+
+
+def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`[N, C]` to e4m3 values and a float32 scale `[N, 1]`, by the largest element of every row."""
+    x = x.float() if column_scale is None else x.float() * column_scale.t()
+    scale = (x.abs().amax(dim=1, keepdim=True) / 448).clamp(min=1e-30)
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def fp8_linear(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """x Wᵀ: `[N, O]` from `[N, I]` and `[O, I]`, each e4m3 values and a scale a row."""
+    (x_values, x_scale), (w_values, w_scale) = x, weight
+    return ((x_values.float() @ w_values.float().t()) * x_scale * w_scale.t()).to(dtype)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from unsloth_pack.describe import ROW_KEYWORDS, describe_row
+from unsloth_pack.describe import ROW_KEYWORDS, describe_row, refuse_counted_labels
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
-from unsloth_pack.layout import IGNORE_INDEX, PackedRow
+from unsloth_pack.layout import PackedRow
 from unsloth_pack.models.module_walk import CountedParameters
 from unsloth_pack.models.rotary import RotaryTables
 from unsloth_pack.models.spec import ArchSpec
@@ -118,7 +118,9 @@ class FastCausalLM(CountedParameters):
                 count boundary tokens in `num_items_in_batch`.
         """
         kwargs["packed_seq_lengths"] = packed_seq_lengths
-        row = row_of_call(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+        row = row_of_call(
+            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs, labels
+        )
         for name in ROW_KEYWORDS:
             kwargs.pop(name, None)
         if row is not None:
@@ -141,16 +143,10 @@ class FastCausalLM(CountedParameters):
         )
 
     def _refuse_counted_boundaries(self, labels: Tensor, row: PackedRow) -> None:
-        """A collator masks boundary labels or it does not: looked at once, as that waits for the device."""
-        if self.boundary_labels_seen:
+        """Once for labels on a device: beside a row described on the host, looking waits for the device."""
+        if self.boundary_labels_seen or labels.device.type == "cpu":
             return
-        # The trainer does not count column 0, which nothing predicts.
-        counted = row.unscored[row.unscored % labels.shape[-1] != 0]
-        if (labels.reshape(-1)[counted] != IGNORE_INDEX).any():
-            raise InputError(
-                "labels at document starts are counted in num_items_in_batch but carry no loss; set them to "
-                f"{IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
-            )
+        refuse_counted_labels(row, labels.reshape(-1)[row.unscored].cpu().numpy())
         self.boundary_labels_seen = True
 
 
@@ -161,6 +157,7 @@ def row_of_call(
     position_ids: Tensor | None,
     past_key_values: Any,
     kwargs: dict[str, Any],
+    labels: Tensor | None = None,
 ) -> PackedRow | None:
     """The packed row of a model call, or None where it is an ordinary batch.
 
@@ -181,5 +178,7 @@ def row_of_call(
         inputs.device,
         position_ids=position_ids,
         attention_mask=attention_mask,
+        labels=labels,
+        labels_counted=kwargs.get("num_items_in_batch") is not None,
         **given,
     )

@@ -9,7 +9,7 @@ B `[O, r]`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from unsloth_pack.kernels import gated, gated_backward
+from unsloth_pack.kernels import (
+    Fp8Rows,
+    fp8_linear,
+    fp8_linear_backward,
+    gated,
+    gated_backward,
+    quantize_rows,
+)
+from unsloth_pack.models.fp8 import Fp8Linear
 
 
 class Recipe(NamedTuple):
@@ -49,7 +57,7 @@ class FastLoraLinear(nn.Module):
             or _computes_in(gate) != gate.dtype
         ):
             return self(gated(gate, up, activation))
-        return _GatedLoraLinear.apply(gate, up, activation, *self._tensors(), self._scaling)
+        return _GatedLoraLinear.apply(gate, up, activation, self._frozen, self._scaling, *self._tensors())
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[..., O]` from `[..., I]`."""
@@ -59,11 +67,13 @@ class FastLoraLinear(nn.Module):
 
     def cast_when_used(self) -> list[Tensor]:
         """The parameters that every call casts to what it computes in: A and B, where it runs fused."""
-        return list(self._tensors()[2:]) if self._is_plain else []
+        return list(self._tensors()[1:]) if self._is_plain else []
 
     def runs_fused(self, x: Tensor) -> bool:
         """Whether `forward` of this input is one autograd node."""
-        return self._is_plain and self.base_layer.weight.dtype == _computes_in(x)
+        base = self.base_layer
+        dtype = base.compute_dtype if isinstance(base, Fp8Linear) else base.weight.dtype
+        return self._is_plain and dtype == _computes_in(x)
 
     @property
     def has_hooks(self) -> bool:
@@ -77,10 +87,16 @@ class FastLoraLinear(nn.Module):
     def _scaling(self) -> Any:
         return self.scaling[self.active_adapters[0]]
 
+    @property
+    def _frozen(self) -> Any:
+        """The weight, a tensor or `Fp8Rows`."""
+        base = self.base_layer
+        return base.rows if isinstance(base, Fp8Linear) else base.weight
+
     def _tensors(self) -> tuple[Any, ...]:
-        """The weight, the bias or None, A and B."""
-        adapter, base = self.active_adapters[0], self.base_layer
-        return base.weight, base.bias, self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        """What may be trained: the bias or None, A and B."""
+        adapter = self.active_adapters[0]
+        return self.base_layer.bias, self.lora_A[adapter].weight, self.lora_B[adapter].weight
 
 
 def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -96,7 +112,7 @@ def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 def why_not_fused(layer: LoraLinear) -> str | None:
     """Why a LoRA layer runs through PEFT's own forward, or None where it is fused."""
-    if type(layer.base_layer) is not nn.Linear:
+    if type(layer.base_layer) not in (nn.Linear, Fp8Linear):
         return f"on a {type(layer.base_layer).__name__}"
     if layer.base_layer.weight.requires_grad:
         return "the base weight is trained"
@@ -121,19 +137,19 @@ def _computes_in(x: Tensor) -> torch.dtype:
 
 def _apply_fused(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
     recipe = getattr(x, "recipe", None) if x.dtype == _computes_in(x) else None
+    frozen = [(layer._frozen, layer._scaling) for layer in layers]
     tensors = [tensor for layer in layers for tensor in layer._tensors()]
-    scalings = [layer._scaling for layer in layers]
-    return list(_LoraLinears.apply(x.to(_computes_in(x)), recipe, scalings, *tensors))
+    return list(_LoraLinears.apply(x.to(_computes_in(x)), recipe, frozen, *tensors))
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer of a node: its frozen weight, its B, and its columns among the stacked ranks."""
+    """One layer of a node: its frozen weight, its B, and its place among the stacked ranks."""
 
-    weight: Tensor
-    bias: Tensor | None
-    b_Or: Tensor
+    weight: Tensor | Fp8Rows
     scaling: float
+    bias: Tensor | None
+    b_Or: Any
     ranks: slice
 
 
@@ -141,37 +157,30 @@ class _LoraLinears(torch.autograd.Function):
     """Launch-bound on small models: factors are cast once, and the scale rides along in a GEMM's alpha."""
 
     @staticmethod
-    def forward(ctx, x, recipe, scalings, *tensors):
+    def forward(ctx, x, recipe, frozen, *tensors):
         x_NI = x.reshape(-1, x.shape[-1])
-        a_RI, layers = _stack(x.dtype, scalings, tensors)
+        a_RI, layers = _stack(x.dtype, frozen, tensors)
         outputs, h_NR = _forward(x_NI, a_RI, layers)
         kept = (x,) if recipe is None else recipe.inputs
-        ctx.save_for_backward(a_RI, h_NR, *(t for p in layers for t in (p.weight, p.b_Or)), *kept)
+        ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *kept)
         ctx.recompute = None if recipe is None else recipe.compute
-        ctx.scalings, ctx.shape = scalings, x.shape
-        ctx.ranks = [p.ranks for p in layers]
+        ctx.layers, ctx.shape = [replace(p, bias=None, b_Or=None) for p in layers], x.shape
         return tuple(y_NO.view(*x.shape[:-1], -1) for y_NO in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         a_RI, h_NR, *saved = ctx.saved_tensors
-        n = len(ctx.scalings)
-        layers = [
-            _Layer(weight, None, b_Or, scaling, ranks)
-            for weight, b_Or, scaling, ranks in zip(
-                saved[: 2 * n : 2], saved[1 : 2 * n : 2], ctx.scalings, ctx.ranks, strict=True
-            )
-        ]
-        kept = saved[2 * n :]
+        b_Ors, kept = saved[: len(ctx.layers)], saved[len(ctx.layers) :]
+        layers = [replace(p, b_Or=b_Or) for p, b_Or in zip(ctx.layers, b_Ors, strict=True)]
         x = kept[0] if ctx.recompute is None else ctx.recompute(*kept)
         g_NOs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         gx_NI, gh_NR = _backward_to_input(g_NOs, a_RI, layers, ctx.needs_input_grad[0])
         factors = _backward_to_factors(g_NOs, gh_NR, x.reshape(-1, x.shape[-1]), h_NR, layers)
-        needs_bias = ctx.needs_input_grad[4::4]
+        trains_bias = ctx.needs_input_grad[3::3]
         by_layer = (
-            (None, g_NO.sum(0) if trained else None, grad_a, grad_b)
-            for g_NO, trained, (grad_a, grad_b) in zip(g_NOs, needs_bias, factors, strict=True)
+            (g_NO.sum(0) if trained else None, grad_a, grad_b)
+            for g_NO, trained, (grad_a, grad_b) in zip(g_NOs, trains_bias, factors, strict=True)
         )
         grad_x = None if gx_NI is None else gx_NI.view(ctx.shape)
         return grad_x, None, None, *(grad for grads in by_layer for grad in grads)
@@ -181,48 +190,55 @@ class _GatedLoraLinear(torch.autograd.Function):
     """One layer over x = act(gate) * up, which the backward pass computes again."""
 
     @staticmethod
-    def forward(ctx, gate, up, activation, weight, bias, lora_a, lora_b, scaling):
+    def forward(ctx, gate, up, activation, weight, scaling, bias, lora_a, lora_b):
         x_NI = gated(gate, up, activation).reshape(-1, gate.shape[-1])
-        a_rI, (layer,) = _stack(gate.dtype, [scaling], (weight, bias, lora_a, lora_b))
+        a_rI, (layer,) = _stack(gate.dtype, [(weight, scaling)], (bias, lora_a, lora_b))
         (y_NO,), h_Nr = _forward(x_NI, a_rI, [layer])
-        ctx.save_for_backward(gate, up, a_rI, h_Nr, weight, layer.b_Or)
-        ctx.activation, ctx.scaling = activation, scaling
+        ctx.save_for_backward(gate, up, a_rI, h_Nr, layer.b_Or)
+        ctx.activation, ctx.layer = activation, replace(layer, bias=None, b_Or=None)
         return y_NO.view(*gate.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        gate, up, a_rI, h_Nr, weight, b_Or = ctx.saved_tensors
-        layers = [_Layer(weight, None, b_Or, ctx.scaling, slice(None))]
+        gate, up, a_rI, h_Nr, b_Or = ctx.saved_tensors
+        layers = [replace(ctx.layer, b_Or=b_Or)]
         g_NO = grad.reshape(-1, grad.shape[-1])
         gx_NI, gh_Nr = _backward_to_input([g_NO], a_rI, layers, True)
         grad_gate, grad_up, x = gated_backward(gx_NI.view(gate.shape), gate, up, ctx.activation)
         ((grad_a, grad_b),) = _backward_to_factors([g_NO], gh_Nr, x.reshape(gx_NI.shape), h_Nr, layers)
-        grad_bias = g_NO.sum(0) if ctx.needs_input_grad[4] else None
-        return grad_gate, grad_up, None, None, grad_bias, grad_a, grad_b, None
+        grad_bias = g_NO.sum(0) if ctx.needs_input_grad[5] else None
+        return grad_gate, grad_up, None, None, None, grad_bias, grad_a, grad_b
 
 
 def _stack(
-    dtype: torch.dtype, scalings: Sequence[float], tensors: Sequence[Any]
+    dtype: torch.dtype, frozen: Sequence[tuple[Tensor | Fp8Rows, float]], tensors: Sequence[Any]
 ) -> tuple[Tensor, list[_Layer]]:
-    """A `[R, I]` of all layers in the dtype, and the layers; from weight, bias, A and B of each in turn."""
+    """A `[R, I]` of all layers in the dtype, and the layers; `tensors` are bias, A and B of each in turn."""
     layers, start = [], 0
-    for weight, bias, lora_a, lora_b, scaling in zip(
-        tensors[::4], tensors[1::4], tensors[2::4], tensors[3::4], scalings, strict=True
+    for (weight, scaling), bias, lora_a, lora_b in zip(
+        frozen, tensors[::3], tensors[1::3], tensors[2::3], strict=True
     ):
         ranks = slice(start, start + lora_a.shape[0])
-        layers.append(_Layer(weight, bias, lora_b.to(dtype), scaling, ranks))
+        layers.append(_Layer(weight, scaling, bias, lora_b.to(dtype), ranks))
         start = ranks.stop
-    stacked = [lora_a.to(dtype) for lora_a in tensors[2::4]]
+    stacked = [lora_a.to(dtype) for lora_a in tensors[1::3]]
     return stacked[0] if len(stacked) == 1 else torch.cat(stacked), layers
 
 
 def _forward(x_NI: Tensor, a_RI: Tensor, layers: Sequence[_Layer]) -> tuple[list[Tensor], Tensor]:
     """Every layer's output, and h = x Aᵀ of all."""
     h_NR = x_NI @ a_RI.t()
+    x_fp8 = quantize_rows(x_NI) if any(isinstance(p.weight, Fp8Rows) for p in layers) else None
     outputs = []
     for p in layers:
-        y_NO = F.linear(x_NI, p.weight, p.bias)
+        if isinstance(p.weight, Fp8Rows):
+            assert x_fp8 is not None
+            y_NO = fp8_linear(x_fp8, p.weight, x_NI.dtype)
+            if p.bias is not None:
+                y_NO += p.bias
+        else:
+            y_NO = F.linear(x_NI, p.weight, p.bias)
         outputs.append(y_NO.addmm_(h_NR[:, p.ranks], p.b_Or.t(), alpha=p.scaling))
     return outputs, h_NR
 
@@ -232,15 +248,18 @@ def _backward_to_input(
 ) -> tuple[Tensor | None, Tensor]:
     """The gradients of x, where wanted, and of h."""
     gh_NR = g_NOs[0].new_empty(g_NOs[0].shape[0], a_RI.shape[0])
+    gx_NI: Tensor | None = None
     for g_NO, p in zip(g_NOs, layers, strict=True):
         gh_Nr = gh_NR[:, p.ranks]
         torch.addmm(gh_Nr, g_NO, p.b_Or, beta=0, alpha=p.scaling, out=gh_Nr)
-    if not wanted:
-        return None, gh_NR
-    gx_NI = gh_NR @ a_RI
-    for g_NO, p in zip(g_NOs, layers, strict=True):
-        gx_NI.addmm_(g_NO, p.weight)
-    return gx_NI, gh_NR
+        if not wanted:
+            continue
+        if isinstance(p.weight, Fp8Rows):
+            part = fp8_linear_backward(g_NO, p.weight)
+            gx_NI = part if gx_NI is None else gx_NI.add_(part)
+        else:
+            gx_NI = g_NO @ p.weight if gx_NI is None else gx_NI.addmm_(g_NO, p.weight)
+    return None if gx_NI is None else gx_NI.addmm_(gh_NR, a_RI), gh_NR
 
 
 def _backward_to_factors(

@@ -1,0 +1,345 @@
+"""`verify` and `probe`: they pass what keeps documents apart, and catch every leak that is planted here."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from test_describe import positions_of
+from tiny import random_documents, tiny_model
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from unsloth_pack import InputError, LeakFound, patch_model, probe, supported_architectures, verify
+from unsloth_pack.layout import PackedRow
+from unsloth_pack.models import fast_attention
+from unsloth_pack.trl import row_collator
+
+FEW = [document.tolist() for document in random_documents([9, 1, 14])]
+LEAKS = ("leak into logits", "leak into gradients", "leak into trained gradients")
+
+
+def patched(arch="llama", dtype=torch.float32, **overrides):
+    model = tiny_model(arch, dtype, device="cpu", **overrides)
+    patch_model(model)
+    return model
+
+
+def failed(report):
+    return [check.name for check in report.checks if not check.passed]
+
+
+def positions_and(**more):
+    return lambda lengths: {"position_ids": positions_of(lengths)[None], **more}
+
+
+# What is right passes
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "checkpointing"),
+    [
+        *((arch, "float32", True) for arch in supported_architectures()),
+        *((arch, "bfloat16", False) for arch in ("llama", "qwen3_moe", "gemma2")),
+    ],
+)
+def test_every_architecture_passes(arch, dtype, checkpointing):
+    model = patched(arch, getattr(torch, dtype))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    probe(model)
+    report = verify(model, seed=1)
+    assert report.passed, str(report)
+    assert (report.model_type, report.dtype, report.checkpointing) == (arch, dtype, checkpointing)
+    assert len(report.checks) == 12
+    if "sliding_window" in supported_architectures()[arch].tiny:
+        assert 24 + 9 in report.lengths
+    else:
+        assert max(report.lengths) == 64
+
+
+def test_plain_transformers_passes_where_it_keeps_documents_apart():
+    """Which shows that the planted leaks below are what is caught."""
+    model = tiny_model("llama", device="cpu")
+    probe(model, positions_and(use_cache=False))
+    assert verify(model, describe=positions_and(use_cache=False)).passed
+
+
+def test_trls_description_passes_and_so_do_real_documents():
+    model = patched("qwen3")
+    documents = [[5, 6, 7], [8], [9] * 40]
+    report = verify(model, documents=documents, describe="trl")
+    assert report.passed, str(report)
+    assert report.lengths == (3, 1, 40)
+    assert verify(model, documents=[[5], [6], [7]]).passed  # no label at all
+
+
+def test_a_model_without_an_adapter_passes():
+    base = AutoModelForCausalLM.from_config(supported_architectures()["olmo2"].tiny_config())
+    base.requires_grad_(False)
+    patch_model(base)
+    report = verify(base)
+    assert report.passed, str(report)
+    assert "trained gradients against alone" not in [check.name for check in report.checks]
+
+
+def test_sums_in_another_order_every_time_are_no_leak():
+    """As in the backward pass of FlashAttention, which adds up dQ as its blocks finish."""
+    model = patched()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad: grad * (1 + 3e-7 * torch.rand_like(grad)))
+    report = verify(model)
+    assert report.passed, str(report)
+    check = next(check for check in report.checks if check.name == "leak into trained gradients")
+    assert 0 < check.value <= check.allowed < 1e-5
+
+
+# Planted leaks, one by one
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"use_cache": False, "attention_mask": "ones"}], ids=["default cache", "all-ones mask"]
+)
+def test_plain_transformers_leaks_with_a_cache_or_a_mask(more):
+    def describe(lengths):
+        mask = {"attention_mask": torch.ones(1, sum(lengths))} if "attention_mask" in more else {}
+        return {"position_ids": positions_of(lengths)[None], **more, **mask}
+
+    model = tiny_model("llama", device="cpu")
+    report = verify(model, describe=describe)
+    assert set(LEAKS) < set(failed(report))
+    assert "first in layer 0 (LlamaDecoderLayer)" in str(report)
+    with pytest.raises(LeakFound, match=r"attention sdpa first in layer 0 \(LlamaDecoderLayer\)"):
+        probe(model, describe)
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_boundaries_off_by_one(off):
+    """The patched model itself is right; what it is told is not."""
+
+    def describe(lengths):
+        return {"packed_seq_lengths": [*lengths[:2], lengths[2] + off, lengths[3] - off, *lengths[4:]]}
+
+    model = patched()
+    report = verify(model, describe=describe)
+    assert {"leak into logits", "leak into gradients", "logits against alone"} < set(failed(report))
+    with pytest.raises(LeakFound, match="attention sdpa first in layer 0"):
+        probe(model, describe)
+
+
+def test_boundaries_of_the_kernel_off_by_one(monkeypatch):
+    """What it is told is right; the attention reads it wrongly."""
+    of_lengths = PackedRow.stacks.func
+
+    def shifted(row):
+        wrong = PackedRow.of_lengths((row.lengths[0] + 1, row.lengths[1] - 1, *row.lengths[2:]), row.device)
+        row.__dict__["unstack"] = wrong.unstack
+        return of_lengths(wrong)
+
+    monkeypatch.setattr(PackedRow, "stacks", property(shifted))
+    model = patched()
+    report = verify(model)
+    assert {"leak into logits", "leak into gradients", "logits against alone"} < set(failed(report))
+
+
+@pytest.mark.parametrize(("off", "dtype"), [(1, torch.float32), (-1, torch.bfloat16)])
+def test_a_window_off_by_one(off, dtype, monkeypatch):
+    """No document leaks; only the reach of attention is wrong, which rounding in bfloat16 may cover."""
+    right = fast_attention.attention_options
+
+    def wrong(attention, spec):
+        options = right(attention, spec)
+        return type(options)(options.scale, options.window + off, options.softcap, options.dropout)
+
+    model = patched("mistral", dtype)
+    monkeypatch.setattr(fast_attention, "attention_options", wrong)
+    report = verify(model)
+    assert "reach of attention" in failed(report)
+    assert not set(failed(report)) & set(LEAKS)
+    assert f"document 1 sees {24 + off} tokens, alone 24" in str(report)
+    if dtype == torch.float32:
+        assert "logits against alone" in failed(report)
+
+
+HYBRIDS = {
+    "lfm2": dict(layer_types=["conv", "full_attention"], block_multiple_of=8),
+    "qwen3_next": dict(
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "falcon_h1": dict(
+        mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_a_hybrid_model_leaks_through_its_recurrent_state(model_type):
+    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+    config = AutoConfig.for_model(model_type, **sizes, **HYBRIDS[model_type])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    report = verify(model, documents=FEW, describe=positions_and(use_cache=False))
+    assert set(LEAKS) < set(failed(report))
+    with pytest.raises(LeakFound, match="first in layer 0"):
+        probe(model, positions_and(use_cache=False))
+
+
+def test_an_attention_name_without_its_mask_function():
+    """transformers then passes no mask at all, and every document sees those before it."""
+    AttentionInterface.register("forgotten_mask", sdpa_attention_forward)
+    config = supported_architectures()["llama"].tiny_config()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="forgotten_mask")
+    report = verify(model, describe=positions_and(use_cache=False))
+    assert set(LEAKS) < set(failed(report))
+    assert report.attn_backend == "forgotten_mask"
+    with pytest.raises(LeakFound, match="attention forgotten_mask first in layer 0"):
+        probe(model, positions_and(use_cache=False))
+
+
+class Wrong:
+    """TRL's collator with one thing done wrong to its batch."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, rows):
+        batch = row_collator()(rows)
+        if self.name == "boundary labels":
+            starts = batch["position_ids"] == 0
+            batch["labels"][starts] = batch["input_ids"][starts]
+        elif self.name == "token count":
+            batch["labels"][0, -1] = -100
+        else:
+            batch["position_ids"] = batch["position_ids"] + 1
+        return batch
+
+
+def test_what_a_collator_does_wrong():
+    model = patched()
+    assert failed(verify(model, documents=FEW, collate=Wrong("boundary labels"))) == [
+        "boundary labels",
+        "token count",
+    ]
+    assert failed(verify(model, documents=FEW, collate=Wrong("token count"))) == ["token count"]
+    assert failed(verify(model, documents=FEW, collate=Wrong("positions"))) == ["positions"]
+
+
+def test_a_collator_may_pad():
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=64)
+    assert verify(patched(), collate=collate).passed
+
+
+def test_a_loss_that_counts_boundaries(monkeypatch):
+    model = patched()
+    labels = Wrong("boundary labels")
+    assert "counted loss" not in failed(
+        verify(model, documents=FEW, collate=labels)
+    )  # the model masks them itself
+    monkeypatch.setattr(PackedRow, "mask_labels", lambda row, labels: labels)
+    assert "counted loss" in failed(verify(model, documents=FEW, collate=labels))
+
+
+def test_a_model_that_looks_at_nothing_does_not_pass(monkeypatch):
+    """What cannot fail must not pass."""
+    model = patched()
+    monkeypatch.setattr(
+        type(model.get_base_model().lm_head),
+        "forward",
+        lambda self, x: x[..., :1].expand(*x.shape[:-1], 256) * 0,
+    )
+    assert set(LEAKS[:2]) <= set(failed(verify(model)))
+    with pytest.raises(LeakFound, match="no gradient reaches"):
+        probe(model)
+
+
+# The model is left as it was
+
+
+def state_of(model):
+    parts = [module.training for module in model.modules()]
+    parts += [id(parameter.grad) for parameter in model.parameters()]
+    parts += [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    parts += [vars(m).get("attention_dropout") for m in model.modules()]
+    parts += [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    return parts
+
+
+@pytest.mark.parametrize("look", [verify, probe])
+def test_the_model_is_left_as_it_was(look):
+    model = patched("qwen2", attention_dropout=0.3)
+    for name, module in model.named_modules():
+        if name.endswith("lora_dropout"):
+            module["default"] = torch.nn.Dropout(0.5)
+    patch_model(model)
+    model.train()
+    model.get_base_model().model.layers[0].eval()
+    model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    weights = copy.deepcopy(model.state_dict())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    before = state_of(model)
+    look(model)  # and dropout, which would change every logit, is off
+    assert state_of(model) == before
+    assert gradients
+    assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters() if p.grad is not None)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    if look is verify:
+        assert look(model).passed
+
+
+def test_the_probe_takes_two_short_steps():
+    model = patched()
+    calls = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    probe(model)
+    hook.remove()
+    assert len(calls) == 2
+    assert all(shape[1] <= 64 for shape in calls)
+
+
+@pytest.mark.parametrize("look", [verify, probe])
+def test_graphs_of_the_step_take_no_notice(look):
+    """A row that is looked at carries a hook: it is neither captured nor counted towards a capture."""
+    model = patched().train()
+    graphs = model.get_base_model().model.step_graphs
+    graphs._why_never = None  # as on a GPU
+    look(model)
+    assert not graphs._rows_seen
+    assert graphs.why_not in ("modules have hooks", "the model is not training")
+    model(input_ids=torch.arange(9)[None], packed_seq_lengths=[4, 5])
+    assert len(graphs._rows_seen) == 1
+    assert graphs.why_not is None
+
+
+# What cannot be verified
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"documents": [[1, 2]]}, r"documents have \[2\] tokens; give two or more"),
+        ({"documents": [[1, 2], []]}, r"\[2, 0\] tokens; give two or more, none of them empty"),
+        ({"documents": ["a", "b"]}, "give the tokenizer too"),
+        ({"documents": [[1] * 30, [2] * 30], "max_seq_length": 50}, "60 tokens, the row 50; give fewer"),
+        ({"max_seq_length": 50}, "max_seq_length is 50"),
+        ({"describe": "lengths"}, "describe is 'lengths'; choose packed_seq_lengths"),
+    ],
+)
+def test_bad_input(options, message):
+    with pytest.raises(InputError, match=message):
+        verify(patched(), **options)

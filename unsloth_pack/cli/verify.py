@@ -1,0 +1,144 @@
+"""`unsloth-pack verify`: does this very model keep the documents of a packed row apart?"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from unsloth_pack.cli.parser import Parser, boolean, one_of, switch_or, whole
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from unsloth_pack.verification import VerifyReport
+
+_ROOM = 8192  # tokens of a row by default: beyond the usual sliding windows
+_MOST_DOCUMENTS = 8  # of a data set
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print every verdict and a table of what was measured; with `--json` all of it as JSON.
+
+    Returns:
+        0 where every check passed, 1 where one failed.
+
+    Raises:
+        InputError: a bad argument, an unsupported architecture, or a model or data that cannot be loaded.
+    """
+    given = _parser().parse(arguments)
+
+    from rich.console import Console
+
+    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.verification import verify
+
+    quieten(show_bars=False)
+    seed = given.get("seed", 3407)
+    room = given.get("max_seq_length") or _default_room(given.get("model_name", "demo"))
+    model, tokenizer = _load_model(given, room, seed)
+    documents = _documents(given["dataset"], tokenizer, room) if "dataset" in given else None
+    report = verify(model, documents=documents, max_seq_length=room, seed=seed)
+    if given.get("json", False):
+        print(json.dumps(_as_json(report), indent=1))
+    else:
+        print(report)
+        Console().print(_table(report))
+    return 0 if report.passed else 1
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="unsloth-pack verify",
+        description="Check on a model that documents of a packed row do not see each other, and that the row "
+        "gives what they give alone.",
+    )
+    add = parser.add_argument
+    add("--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)")
+    add("--dataset", help="documents to pack, as for training (default: random tokens)")
+    add("--max_seq_length", type=whole(1), metavar="TOKENS", help=f"of the row (default: {_ROOM}, if it can)")
+    add("--dtype", type=one_of("bfloat16", "float16", "float32"), help="of the weights")
+    add("--load_in_4bit", type=boolean, nargs="?", const=True, help="hold the frozen weights in NF4")
+    add("--load_in_8bit", type=boolean, nargs="?", const=True, help="hold the frozen weights in int8")
+    add("--attn_backend", help="of packed attention (default: auto)")
+    add(
+        "--use_gradient_checkpointing",
+        type=switch_or("offload", "unsloth"),
+        nargs="?",
+        const=True,
+        help="as for training (default: false)",
+    )
+    add("--seed", type=whole(0), help="of the random tokens and the adapter (default: 3407)")
+    add("--json", type=boolean, nargs="?", const=True, help="print JSON")
+    return parser
+
+
+def _default_room(model_name: str) -> int:
+    from transformers import AutoConfig
+
+    from unsloth_pack.api import _load, _resolve
+
+    config = _load(AutoConfig, _resolve(model_name)[0]).get_text_config()
+    return min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
+
+
+def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, Any]:
+    """The model as it would train: with the adapter that it names, else with a random one."""
+    import torch
+    from peft import PeftModel
+
+    from unsloth_pack.api import FastLanguageModel
+    from unsloth_pack.checkpointing import enable_checkpointing
+
+    names = ("model_name", "dtype", "load_in_4bit", "load_in_8bit", "attn_backend")
+    chosen = {name: given[name] for name in names if name in given}
+    model, tokenizer = FastLanguageModel.from_pretrained(**chosen, max_seq_length=room, random_state=seed)
+    checkpointing = given.get("use_gradient_checkpointing", False)
+    if isinstance(model, PeftModel):
+        enable_checkpointing(model, checkpointing)
+        return model, tokenizer
+    model = FastLanguageModel.get_peft_model(
+        model, use_gradient_checkpointing=checkpointing, random_state=seed
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # 0 in a new adapter, which would hide A
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model, tokenizer
+
+
+def _documents(dataset: str, tokenizer: Any, room: int) -> list[list[int]]:
+    """The first documents of a data set that fit into the row, each cut to half of it."""
+    from unsloth_pack.data import load_rows, to_trl
+    from unsloth_pack.data.tokenize import tokenize
+    from unsloth_pack.demo import TRAIN_FILE
+
+    rows = load_rows(str(TRAIN_FILE) if dataset == "demo" else dataset)
+    rows = rows.select(range(min(_MOST_DOCUMENTS, len(rows))))
+    encoded, _ = tokenize(
+        to_trl(rows, chat_template=bool(tokenizer.chat_template)), tokenizer, max_length=max(1, room // 2)
+    )
+    documents: list[list[int]] = []
+    for ids in encoded["input_ids"]:
+        if sum(map(len, documents)) + len(ids) <= room:
+            documents.append(list(ids))
+    return documents
+
+
+def _as_json(report: "VerifyReport") -> dict[str, Any]:
+    found = {"passed": report.passed, **asdict(report)}
+    for check in found["checks"]:
+        if not math.isfinite(check["value"]):  # JSON has neither NaN nor infinity
+            check["value"] = None
+    return found
+
+
+def _table(report: "VerifyReport") -> "Table":
+    from rich.table import Table
+
+    n_failed = sum(not check.passed for check in report.checks)
+    verdict = f"{n_failed} of {len(report.checks)} checks failed" if n_failed else "all checks passed"
+    table = Table("check", "found", "allowed", "verdict", title=verdict, title_justify="left")
+    for check in report.checks:
+        shown = "passed" if check.passed else "[red]FAILED[/]"
+        table.add_row(check.name, f"{check.value:.2g}", f"{check.allowed:.2g}", shown)
+    return table

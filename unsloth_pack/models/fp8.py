@@ -1,0 +1,66 @@
+"""Frozen linear layers in fp8: half the memory of bfloat16, and GEMMs at twice the speed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose weight is held in e4m3 with a scale for every output, and never trained.
+
+    Activations, and gradients on their way to the input, are quantised by row as they come.
+
+    Args:
+        linear: `in_features` and `out_features` are multiples of 16.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.compute_dtype = linear.weight.dtype  # PEFT makes adapters in it
+        rows = quantize_rows(linear.weight.detach())
+        self.weight = nn.Parameter(rows.values, requires_grad=False)
+        self.register_buffer("scale", rows.scale)
+        self.bias = linear.bias
+
+    @property
+    def rows(self) -> Fp8Rows:
+        """The weight `[O, I]`."""
+        return Fp8Rows(self.weight, self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., O]` from `[..., I]`."""
+        y = _Fp8Linear.apply(x, self.weight, self.scale)
+        return y if self.bias is None else y + self.bias
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+        ctx.weight = Fp8Rows(values, scale)
+        y_NO = fp8_linear(quantize_rows(x.reshape(-1, x.shape[-1])), ctx.weight, x.dtype)
+        return y_NO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gx_NI = fp8_linear_backward(grad.reshape(-1, grad.shape[-1]), ctx.weight)
+        return gx_NI.view(*grad.shape[:-1], -1), None, None
+
+
+def quantize_to_fp8(model: Any) -> int:
+    """Hold the linear layers of a decoder in fp8, one after another, and return how many.
+
+    The head, the embeddings and layers whose sizes are no multiples of 16 stay as they are.
+    """
+    n_quantized = 0
+    for parent in list(model.base_model.layers.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.in_features % 16 == child.out_features % 16 == 0:
+                setattr(parent, name, Fp8Linear(child))
+                n_quantized += 1
+    return n_quantized

@@ -1,0 +1,173 @@
+"""Does a packed row give what its documents give alone, and are exactly the right tokens counted?
+
+Packed and alone differ by rounding at least. How much that is on this model and dtype is measured, not
+assumed: the document runs alone once more, the input of every layer moved at random by up to one unit in the
+last place. On dense models in float32 and bfloat16, packed differs from alone by 0 to 1.5 times as much.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unsloth_pack.describe import ROW_KEYWORDS, describe_row
+from unsloth_pack.errors import InputError
+from unsloth_pack.layout import IGNORE_INDEX
+from unsloth_pack.verification.leaks import SLACK, largest, relative_error
+from unsloth_pack.verification.report import Check
+from unsloth_pack.verification.subject import Gradients, Subject, example_of
+
+_SAMPLES = 6  # of rounding, before a difference is held to be more than that
+
+Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """Of one document against itself alone, relative."""
+
+    loss: float
+    logits: float
+    embedding_gradients: float
+    trained_gradients: float
+
+    @classmethod
+    def of(cls, got: Gradients, alone: Gradients, embeddings: Tensor) -> "_Errors":
+        return cls(
+            abs(got.loss - alone.loss) / abs(alone.loss),
+            relative_error([got.logits], [alone.logits]),
+            relative_error([embeddings], [alone.embeddings[0]]),
+            relative_error(list(got.trained.values()), list(alone.trained.values())),
+        )
+
+
+def check_alone(subject: Subject, documents: Sequence[Tensor]) -> list[Check]:
+    """Loss, logits and gradients of every document in the row, each against the document alone.
+
+    Rounding is random, and where it decides which expert a token goes to, rare and large. So a check fails
+    only when it does so beside several samples of it.
+    """
+    packed: list[_Errors] = []
+    rounded: list[_Errors] = []
+    for sample in range(_SAMPLES):
+        for number, document in enumerate(documents):
+            run_alone = partial(subject.logits_alone, document)
+            alone = subject.gradients(document, run_alone)
+            if sample == 0:
+                packed.append(_packed_errors(subject, documents, number, alone))
+            with _rounded_otherwise(subject):
+                got = subject.gradients(document, run_alone)
+            rounded.append(_Errors.of(got, alone, got.embeddings[0]))
+        checks = [_check_errors(what.name, packed, rounded, subject.dtype) for what in fields(_Errors)]
+        if all(check.passed for check in checks):
+            break
+    return checks if alone.trained else checks[:-1]
+
+
+def _packed_errors(subject: Subject, documents: Sequence[Tensor], number: int, alone: Gradients) -> _Errors:
+    start = sum(map(len, documents[:number]))
+    got = subject.gradients(documents[number], lambda: subject.packed_logits(documents)[number])
+    return _Errors.of(got, alone, got.embeddings[0, start : start + len(documents[number])])
+
+
+def _check_errors(
+    what: str, packed: Sequence[_Errors], rounded: Sequence[_Errors], dtype: torch.dtype
+) -> Check:
+    errors, yardsticks = ([getattr(error, what) for error in run] for run in (packed, rounded))
+    value, yardstick = largest(errors), largest(yardsticks)
+    detail = (
+        f"off by {value:.1e} at most, in document {errors.index(value)}; rounding alone makes {yardstick:.1e}"
+    )
+    luck = max(torch.finfo(dtype).eps, SLACK * torch.finfo(torch.float32).eps)  # a number may round right
+    allowed = max(SLACK * yardstick, luck)
+    return Check.of(f"{what.replace('_', ' ')} against alone", value, allowed, detail)
+
+
+@contextmanager
+def _rounded_otherwise(subject: Subject) -> Iterator[None]:
+    """Meanwhile the inputs of all layers are moved by up to one unit in the last place, at random."""
+    eps = torch.finfo(subject.dtype).eps
+
+    def move(module: Any, args: Any, kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        noise = 2 * torch.rand_like(hidden, dtype=torch.float32) - 1
+        moved = (hidden * (1 + eps * noise)).to(hidden.dtype)
+        return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": moved})
+
+    hooks = [layer.register_forward_pre_hook(move, with_kwargs=True) for layer in subject.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_counting(
+    subject: Subject, documents: Sequence[Tensor], collate: Collate, rounding: float
+) -> list[Check]:
+    """Positions, boundary labels and token counts of the batch that the trainer's collator makes of the row.
+
+    Args:
+        rounding: the relative error that the loss of a document may have.
+    """
+    lengths = [len(document) for document in documents]
+    ids = torch.cat(list(documents))
+    labels = ids.clone()
+    starts = np.cumsum([0, *lengths[:-1]])
+    for start, length in zip(starts, lengths, strict=True):
+        labels[start : start + length // 3] = IGNORE_INDEX  # as a prompt
+    batch = collate([example_of(lengths, ids, labels)])
+    made = batch["labels"].reshape(-1).cpu()
+    own = sum(int((part[1:] != IGNORE_INDEX).sum()) for part in labels.split(lengths))
+    at_starts = int((made[torch.from_numpy(starts)] != IGNORE_INDEX).sum())
+    counted = int((made != IGNORE_INDEX).sum())
+    checks = [
+        _check_positions(lengths, batch),
+        Check.of("boundary labels", at_starts, 0, f"on {at_starts} of {len(lengths)} first tokens"),
+        Check.of("token count", abs(counted - own), 0, f"{counted} counted, {own} in the documents alone"),
+    ]
+    return [*checks, _check_counted_loss(subject, documents, made[: len(ids)], rounding)]
+
+
+def _check_positions(lengths: Sequence[int], batch: Mapping[str, Any]) -> Check:
+    name = "positions"
+    described = {k: v for k, v in batch.items() if k in (*ROW_KEYWORDS, "position_ids", "attention_mask")}
+    try:
+        row = describe_row(tuple(batch["input_ids"].shape), torch.device("cpu"), **described)
+    except InputError as refusal:
+        return Check(name, 1, 0, str(refusal), False)
+    if row is None or row.lengths[: len(lengths)] != tuple(lengths):  # padding may follow
+        found = "none" if row is None else f"those of {list(row.lengths[:8])} tokens"
+        return Check(name, 1, 0, f"of the documents, the collator's batch describes {found}", False)
+    restarting = np.concatenate([np.arange(length) for length in lengths])
+    off = int((row.positions[: len(restarting)] != restarting).sum())
+    return Check.of(name, off, 0, f"{off} of {len(restarting)} do not restart with their document")
+
+
+def _check_counted_loss(
+    subject: Subject, documents: Sequence[Tensor], labels: Tensor, rounding: float
+) -> Check:
+    """The model's own loss on the row, against the mean over the labels of all documents alone."""
+    total, count = 0.0, 0
+    with torch.no_grad():
+        out = subject.packed(documents, labels=labels[None].to(subject.device))
+        for document, own in zip(documents, labels.split([len(d) for d in documents]), strict=True):
+            total += _summed_loss(subject.logits_alone(document), own)
+            count += int((own[1:] != IGNORE_INDEX).sum())
+    error = abs(float(out.loss) * count / total - 1) if count else 0.0
+    detail = f"the model's own, of {count} labels, is off by {error:.1e}"
+    return Check.of("counted loss", error, rounding, detail)
+
+
+def _summed_loss(logits: Tensor, labels: Tensor) -> float:
+    if len(labels) < 2:
+        return 0.0
+    wide = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32))
+    targets = labels[1:].to(logits.device)
+    return float(F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum"))

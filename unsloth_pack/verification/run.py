@@ -1,0 +1,107 @@
+"""`verify`: every check on one model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.verification import agreement, leaks
+from unsloth_pack.verification.report import VerifyReport
+from unsloth_pack.verification.subject import Describe, Description, Subject, left_alone, random_documents
+
+_LENGTHS = (1, 33, 2, 64, 1, 19)
+_BEYOND_WINDOW = 9  # tokens by which a document is longer than the sliding window
+_DEFAULT_ROW = 8192
+
+
+def verify(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    documents: Sequence[str | Sequence[int]] | None = None,
+    describe: Description | Describe | None = None,
+    collate: agreement.Collate | None = None,
+    max_seq_length: int | None = None,
+    seed: int = 3407,
+) -> VerifyReport:
+    """Whether this very model keeps the documents of a packed row apart, and gives what they give alone.
+
+    The model runs as it trains, with its adapter, backend, dtype and checkpointing, but without dropout and
+    uncaptured. Modes, gradients and random states are left as they were.
+
+    Args:
+        model: a causal language model of transformers, or a PEFT model of one; patched or not.
+        tokenizer: for `documents` that are texts.
+        documents: two or more texts, or token ids. None: random tokens in documents of 1 to 64 tokens, and
+            one longer than each sliding window that fits into the row.
+        describe: how calls describe the row: "packed_seq_lengths", "position_ids", "trl" for all that TRL's
+            collator gives, or a function from the list of lengths to keyword arguments. None:
+            "packed_seq_lengths" where the model is patched, else "position_ids".
+        collate: the trainer's collator, from rows with `seq_lengths` to a batch. None: TRL's.
+        max_seq_length: tokens of the row at most. None: what the model was loaded with, else 8192.
+        seed: of the random tokens.
+
+    Returns:
+        The report; `report.passed` is the verdict.
+
+    Raises:
+        InputError: documents that are too few, empty or too long, or texts without a tokenizer.
+    """
+    subject = Subject(model, describe)
+    room = max_seq_length or getattr(model, "max_seq_length", None) or _DEFAULT_ROW
+    generator = torch.Generator().manual_seed(seed)
+    if documents is None:
+        row = random_documents(_lengths(subject, room), subject.vocab_size, generator)
+    else:
+        row = _encoded(documents, tokenizer, room)
+    if collate is None:
+        from unsloth_pack.trl import row_collator
+
+        collate = row_collator()
+    with left_alone(model):
+        against_alone = agreement.check_alone(subject, row)
+        checks = [
+            leaks.check_logits(subject, row, generator),
+            leaks.check_gradients(subject, row, generator),
+            leaks.check_trained_gradients(subject, row, generator),
+            leaks.check_reach(subject, row),
+            *against_alone,
+            *agreement.check_counting(subject, row, collate, rounding=against_alone[0].allowed),
+        ]
+    return VerifyReport(
+        model_type=subject.config.model_type,
+        attn_backend=subject.attn_backend,
+        dtype=str(subject.dtype).removeprefix("torch."),
+        checkpointing=subject.is_checkpointing,
+        lengths=tuple(map(len, row)),
+        checks=tuple(checks),
+    )
+
+
+def _lengths(subject: Subject, room: int) -> list[int]:
+    """Short documents, and before the last of them one beyond each sliding window."""
+    lengths = [*_LENGTHS]
+    for window in sorted(subject.windows):
+        if sum(lengths) + window + _BEYOND_WINDOW <= room:
+            lengths.insert(-1, window + _BEYOND_WINDOW)
+    if sum(lengths) > room:
+        raise InputError(f"max_seq_length is {room}; a row to verify takes {sum(lengths)} tokens")
+    return lengths
+
+
+def _encoded(documents: Sequence[str | Sequence[int]], tokenizer: Any, room: int) -> list[Tensor]:
+    encoded = []
+    for document in documents:
+        if isinstance(document, str):
+            if tokenizer is None:
+                raise InputError("documents hold texts; give the tokenizer too, or token ids")
+            document = tokenizer(document)["input_ids"]
+        encoded.append(torch.as_tensor(document, dtype=torch.int64))
+    lengths = [len(document) for document in encoded]
+    if len(lengths) < 2 or min(lengths) == 0:
+        raise InputError(f"documents have {lengths[:8]} tokens; give two or more, none of them empty")
+    if sum(lengths) > room:
+        raise InputError(f"documents have {sum(lengths)} tokens, the row {room}; give fewer")
+    return encoded
