@@ -11,3 +11,7 @@ class UnsupportedArchitecture(InputError):
 
 class BackendUnavailable(InputError):
     """The attention backend that was asked for cannot run on this device, dtype, head size or model."""
+
+
+class RunStopped(RuntimeError):
+    """Something ended a run that had begun. The command line prints what, how to go on, and exits with 1."""

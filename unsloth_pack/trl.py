@@ -15,6 +15,11 @@ from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.whole_checkpoints import WholeCheckpoints
+
+
+class RunTrainer(WholeCheckpoints, SFTTrainer):
+    """TRL's trainer for runs that are interrupted."""
 
 
 def sft_config(
@@ -68,12 +73,12 @@ def make_trainer(
     train_rows: Dataset,
     eval_rows: Dataset | None,
     callbacks: Sequence[TrainerCallback],
-) -> SFTTrainer:
+) -> "RunTrainer":
     """TRL's own trainer over tokenised rows, printing nothing by itself."""
     from transformers import PrinterCallback
 
     with _without_untrue_warnings():
-        trainer = SFTTrainer(
+        trainer = RunTrainer(
             model=model,
             args=config,
             train_dataset=train_rows,
@@ -96,12 +101,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def tokens_trained(trainer: SFTTrainer) -> int:
-    """Tokens that this process and its peers have trained on, padding not counted."""
-    return int(
-        next(
-            (entry["num_tokens"] for entry in reversed(trainer.state.log_history) if "num_tokens" in entry), 0
-        )
-    )
+    """Tokens that this process and its peers have trained on, before a resume too, padding not counted."""
+    return int(trainer._total_train_tokens)
 
 
 # TRL 1.15 wants `attn_implementation` to be a FlashAttention, and warns of leaking documents otherwise. It

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.cli import checks
+from unsloth_pack.cli.mishaps import explained, way_on
 from unsloth_pack.cli.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from trl import SFTTrainer
 
     from unsloth_pack.cli.prepare import Prepared
     from unsloth_pack.demo.evaluate import ExactMatch
     from unsloth_pack.report.fill import RowFill
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.report.tables import RunSummary
+    from unsloth_pack.trl import RunTrainer
 
 _EXAMPLES = 3  # generations shown side by side
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
@@ -46,6 +47,7 @@ def run(arguments: Sequence[str]) -> int:
 def _train(prepared: "Prepared", console: "Console") -> int:
     from unsloth_pack.report.callbacks import MetricsCallback, ProgressCallback, StopOnSignal
     from unsloth_pack.trl import make_trainer
+    from unsloth_pack.whole_checkpoints import last_checkpoint
 
     options = prepared.options
     model = _load_model(options)
@@ -53,7 +55,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     before = _score(model, prepared, heldout)
 
     folder = Path(str(options.output_dir))
-    checkpoint = checks.last_checkpoint(folder) if options.resume else None
+    checkpoint = last_checkpoint(folder) if options.resume else None
     metrics = _open_metrics(options, folder, checkpoint)
     stop = StopOnSignal()
     trainer = make_trainer(
@@ -64,12 +66,12 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         prepared.eval_rows,
         [MetricsCallback(metrics), stop],
     )
-    fill = _describe_rows(trainer, prepared, metrics)
+    fill = _describe_rows(trainer, prepared, metrics, is_new=checkpoint is None)
     trainer.add_callback(
         ProgressCallback(console, lambda updates: _announce(console, trainer, prepared, fill, updates))
     )
-    with stop:
-        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with explained(folder), stop:
+        trainer.train_from(checkpoint)
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
 
@@ -78,7 +80,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     after = _score(model, prepared, heldout)
     if before and after:
         _show_scores(console, before, after, metrics)
-    summary = _summarise(trainer, fill, outcome.metrics["train_runtime"])
+    summary = _summarise(trainer, fill)
     _show_summary(console, summary, metrics)
     return 0
 
@@ -105,14 +107,19 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
 
     import unsloth_pack
     from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.saving import remove_leftovers
+    from unsloth_pack.whole_checkpoints import ASIDE, step_of
 
     is_main = checks.is_main_process()
-    if options.overwrite_output_dir and is_main:
+    if is_main:
+        remove_leftovers(folder)
+        shutil.rmtree(folder / ASIDE, ignore_errors=True)
+    if is_main and (options.overwrite_output_dir or (options.resume and checkpoint is None)):
         for path in checks.run_files(folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     metrics = MetricsFile(folder, enabled=is_main)
     if checkpoint is not None:
-        metrics.rewind(step=int(checkpoint.name.rpartition("-")[2]))
+        metrics.rewind(step_of(checkpoint))
         return metrics
     versions = {
         module.__name__: module.__version__ for module in (unsloth_pack, torch, transformers, trl, peft)
@@ -121,7 +128,9 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
     return metrics
 
 
-def _describe_rows(trainer: "SFTTrainer", prepared: "Prepared", metrics: "MetricsFile") -> "RowFill":
+def _describe_rows(
+    trainer: "RunTrainer", prepared: "Prepared", metrics: "MetricsFile", is_new: bool
+) -> "RowFill":
     """How full the training rows are; plotted, and written down beside the ledger of their tokens."""
     from unsloth_pack.report.fill import fill_of_joined, fill_of_packed, fill_of_padded, row_lengths
     from unsloth_pack.report.plots import plot_lengths
@@ -133,7 +142,7 @@ def _describe_rows(trainer: "SFTTrainer", prepared: "Prepared", metrics: "Metric
         fill = fill_of_joined(prepared.rows)
     else:
         fill = fill_of_padded(prepared.rows, prepared.config.per_device_train_batch_size, options.seed)
-    if metrics.enabled and not options.resume:
+    if metrics.enabled and is_new:
         metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=asdict(fill))
         if prepared.eval_ledger:
             metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
@@ -143,7 +152,7 @@ def _describe_rows(trainer: "SFTTrainer", prepared: "Prepared", metrics: "Metric
 
 
 def _announce(
-    console: "Console", trainer: "SFTTrainer", prepared: "Prepared", fill: "RowFill", updates: int
+    console: "Console", trainer: "RunTrainer", prepared: "Prepared", fill: "RowFill", updates: int
 ) -> None:
     from unsloth_pack.patch import patch_of
     from unsloth_pack.report.tables import RunFacts, print_banner
@@ -211,19 +220,19 @@ def _show_scores(
     print_generations(console, before.score, after.score, len(after.generations), examples)
 
 
-def _say_how_to_go_on(console: "Console", trainer: "SFTTrainer", metrics: "MetricsFile", signal: Any) -> int:
-    step, folder = trainer.state.global_step, trainer.args.output_dir
+def _say_how_to_go_on(console: "Console", trainer: "RunTrainer", metrics: "MetricsFile", signal: Any) -> int:
+    step = trainer.state.global_step
     metrics.write("stopped", step=step, signal=signal.name)
     console.print(
         f"stopped by {signal.name} after update {step} of {trainer.state.max_steps}; "
-        f"go on with: unsloth-pack --resume --output_dir {folder}",
+        + way_on(Path(str(trainer.args.output_dir))),
         soft_wrap=True,
         markup=False,
     )
     return 128 + int(signal)
 
 
-def _save(model: Any, prepared: "Prepared", trainer: "SFTTrainer", folder: Path) -> None:
+def _save(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
     from unsloth_pack.report.plots import plot_loss
 
     options = prepared.options
@@ -233,12 +242,12 @@ def _save(model: Any, prepared: "Prepared", trainer: "SFTTrainer", folder: Path)
     plot_loss(trainer.state.log_history, folder / "loss.png")
 
 
-def _summarise(trainer: "SFTTrainer", fill: "RowFill", seconds: float) -> "RunSummary":
+def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
     from unsloth_pack.report.memory import peak_memory
     from unsloth_pack.report.tables import RunSummary
     from unsloth_pack.trl import tokens_trained
 
-    tokens = tokens_trained(trainer)
+    tokens, seconds = tokens_trained(trainer), trainer.seconds_trained
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     n_bytes, what = peak_memory()
     return RunSummary(
