@@ -18,7 +18,7 @@ LAYERS = [
     {"report"},
     {"api"},
     {"trl"},
-    {"checkpointing", "saving", "whole_checkpoints"},
+    {"checkpointing", "saving", "whole_checkpoints", "finite_updates", "out_of_memory"},
     {"patch"},
     {"models"},
     {"describe"},

@@ -15,11 +15,13 @@ from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.finite_updates import FiniteUpdates
+from unsloth_pack.out_of_memory import MemoryWatch
 from unsloth_pack.whole_checkpoints import WholeCheckpoints
 
 
-class RunTrainer(WholeCheckpoints, SFTTrainer):
-    """TRL's trainer for runs that are interrupted."""
+class RunTrainer(MemoryWatch, FiniteUpdates, WholeCheckpoints, SFTTrainer):
+    """TRL's trainer for long runs, which are interrupted, meet infinite numbers and run out of memory."""
 
 
 def sft_config(
@@ -98,11 +100,6 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return get_training_chat_template(tokenizer)
     except ValueError:  # TRL has none; `tokenize` says so where it matters
         return None
-
-
-def tokens_trained(trainer: SFTTrainer) -> int:
-    """Tokens that this process and its peers have trained on, before a resume too, padding not counted."""
-    return int(trainer._total_train_tokens)
 
 
 # TRL 1.15 wants `attn_implementation` to be a FlashAttention, and warns of leaking documents otherwise. It

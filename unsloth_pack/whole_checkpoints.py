@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +53,54 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a run has trained on.
+
+    Args:
+        tokens: padding not counted.
+        slots: tokens and padding.
+        counted: tokens that the loss was a mean of.
+    """
+
+    seconds: float = 0.0
+    tokens: int = 0
+    slots: int = 0
+    counted: int = 0
+
+
 class WholeCheckpoints(Trainer):
     """A trainer that goes on from its checkpoints as if nothing had been, and never leaves half of one.
 
-    Beside what transformers saves, it keeps count of `seconds_trained`, and of the tokens that TRL counts.
+    Beside what transformers saves, a checkpoint holds what has been `trained` until then.
     """
 
     _aside: str | None = None
-    _seconds_before = 0.0
     _started: float | None = None
+    _total_train_tokens = 0  # TRL's own count
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._before = Trained()  # by processes that were ended
+        self._slots = 0
+        self._counted: Any = 0  # a tensor on the device, read when it is asked for
 
     @property
-    def seconds_trained(self) -> float:
+    def trained(self) -> Trained:
         """By all the processes that this run took."""
-        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
+        seconds = 0.0 if self._started is None else time.monotonic() - self._started
+        return Trained(
+            self._before.seconds + seconds,
+            self._total_train_tokens,
+            self._before.slots + self._slots,
+            self._before.counted + int(self._counted),
+        )
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, counted = super().get_batch_samples(*args, **kwargs)
+        self._slots += sum(batch["input_ids"].numel() for batch in batches)
+        self._counted = self._counted + (0 if counted is None else counted)
+        return batches, counted
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end, from the beginning or from a whole checkpoint."""
@@ -81,12 +116,13 @@ class WholeCheckpoints(Trainer):
         try:
             return super()._inner_training_loop(*args, **kwargs)
         finally:
-            self._seconds_before, self._started = self.seconds_trained, None
+            self._before, self._started = replace(self._before, seconds=self.trained.seconds), None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        counts = json.loads((Path(resume_from_checkpoint) / _COUNTS).read_text(encoding="utf-8"))
-        self._seconds_before, self._total_train_tokens = counts["seconds"], counts["tokens"]
+        counts = (Path(resume_from_checkpoint) / _COUNTS).read_text(encoding="utf-8")
+        self._before = Trained(**json.loads(counts))
+        self._total_train_tokens = self._before.tokens
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self._aside or super()._get_output_dir(trial)
@@ -112,8 +148,7 @@ class WholeCheckpoints(Trainer):
         if self.args.should_save:
             shutil.rmtree(aside, ignore_errors=True)
             (aside / name).mkdir(parents=True)
-            counts = {"seconds": self.seconds_trained, "tokens": getattr(self, "_total_train_tokens", 0)}
-            (aside / name / _COUNTS).write_text(json.dumps(counts), encoding="utf-8")
+            (aside / name / _COUNTS).write_text(json.dumps(asdict(self.trained)), encoding="utf-8")
         self.accelerator.wait_for_everyone()
         self._aside = str(aside)
         try:

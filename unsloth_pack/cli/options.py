@@ -14,6 +14,7 @@ MODEL, ADAPTER, DATA, TRAINING, OUTPUT = "model", "adapter", "data", "training",
 # What a resumed run may change: nothing that alters the data order, the steps or the weights.
 _FREE_ON_RESUME = {"config", "resume", "output_dir", "debug", "logging_steps", "report_to"}
 _FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend"}
+_FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite"}
 # The defaults of the demo are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
@@ -74,6 +75,13 @@ class TrainOptions:
     eval_packing: bool | None = _flag(
         DATA, None, boolean, "pack the evaluation data; default: as the training data"
     )
+    max_token_loss: float = _flag(
+        DATA,
+        0.01,
+        real(0),
+        "stop where truncation and dropping discard a greater share of the tokens",
+        "SHARE",
+    )
     train_on_responses_only: bool = _flag(
         DATA, False, boolean, "no loss on what the user says in conversations"
     )
@@ -99,6 +107,13 @@ class TrainOptions:
     weight_decay: float = _flag(TRAINING, 0.01, real(0), "of the trained weights")
     lr_scheduler_type: str = _flag(TRAINING, "linear", str, "a name from transformers: linear, cosine, ...")
     seed: int = _flag(TRAINING, 3407, whole(0), "of the data order and of dropout")
+
+    on_nonfinite: str = _flag(
+        TRAINING,
+        "stop",
+        one_of("stop", "skip"),
+        "what an update does whose loss or gradient is not finite; it is never applied",
+    )
 
     output_dir: str | None = _flag(
         OUTPUT,

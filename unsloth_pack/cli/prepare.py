@@ -13,7 +13,7 @@ from unsloth_pack.cli import checks
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.data import check_token_ids, load_rows, to_trl
-from unsloth_pack.data.tokenize import TokenLedger, tokenize
+from unsloth_pack.data.tokenize import TokenLedger, check_token_loss, tokenize
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.packing import pack_dataset, plan_accumulation
 from unsloth_pack.trl import sft_config, training_template
@@ -71,6 +71,8 @@ def prepare(options: TrainOptions) -> Prepared:
     made: dict[str, Any] = {}
     for name, rows in raw.items():
         made[name], ledger = _tokenised(rows, tokenizer, options, model_config.vocab_size)
+        path = options.dataset if name == "rows" else str(options.eval_dataset)
+        check_token_loss(path, ledger, options.max_token_loss, options.max_seq_length)
         made["ledger" if name == "rows" else "eval_ledger"] = ledger
     made["documents"] = made["rows"]
     if options.sample_packing:

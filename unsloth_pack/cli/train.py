@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.cli import checks
-from unsloth_pack.cli.mishaps import explained, way_on
+from unsloth_pack.cli.mishaps import check_finite, explained, report_nonfinite, way_on
 from unsloth_pack.cli.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from unsloth_pack.cli.prepare import Prepared
+    from unsloth_pack.data.tokenize import TokenLedger
     from unsloth_pack.demo.evaluate import ExactMatch
     from unsloth_pack.report.fill import RowFill
     from unsloth_pack.report.metrics import MetricsFile
@@ -70,8 +71,10 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     trainer.add_callback(
         ProgressCallback(console, lambda updates: _announce(console, trainer, prepared, fill, updates))
     )
-    with explained(folder), stop:
+    with explained(trainer, options), stop:
+        report_nonfinite(trainer, options, console, metrics)
         trainer.train_from(checkpoint)
+        check_finite(trainer)
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
 
@@ -81,7 +84,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     if before and after:
         _show_scores(console, before, after, metrics)
     summary = _summarise(trainer, fill)
-    _show_summary(console, summary, metrics)
+    _show_summary(console, summary, prepared.ledger, metrics)
     return 0
 
 
@@ -143,7 +146,12 @@ def _describe_rows(
     else:
         fill = fill_of_padded(prepared.rows, prepared.config.per_device_train_batch_size, options.seed)
     if metrics.enabled and is_new:
-        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=asdict(fill))
+        metrics.write(
+            "data",
+            use="train",
+            ledger=asdict(prepared.ledger),
+            fill=asdict(fill) | {"tokens_padded": fill.padding},
+        )
         if prepared.eval_ledger:
             metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
         lengths = row_lengths(prepared.documents)
@@ -245,16 +253,19 @@ def _save(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path)
 def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
     from unsloth_pack.report.memory import peak_memory
     from unsloth_pack.report.tables import RunSummary
-    from unsloth_pack.trl import tokens_trained
 
-    tokens, seconds = tokens_trained(trainer), trainer.seconds_trained
+    trained = trainer.trained
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     n_bytes, what = peak_memory()
     return RunSummary(
         steps=trainer.state.global_step,
-        seconds=seconds,
-        documents_per_second=tokens * fill.documents / fill.tokens / seconds,
-        tokens_per_second=tokens / seconds,
+        seconds=trained.seconds,
+        epochs=trainer.state.epoch or 0.0,
+        tokens_trained=trained.tokens,
+        tokens_counted=trained.counted,
+        tokens_padded=trained.slots - trained.tokens,
+        documents_per_second=trained.tokens * fill.documents / fill.tokens / trained.seconds,
+        tokens_per_second=trained.tokens / trained.seconds,
         peak_memory_bytes=n_bytes,
         peak_memory_of=what,
         first_loss=losses[0],
@@ -263,8 +274,10 @@ def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
     )
 
 
-def _show_summary(console: "Console", summary: "RunSummary", metrics: "MetricsFile") -> None:
+def _show_summary(
+    console: "Console", summary: "RunSummary", ledger: "TokenLedger", metrics: "MetricsFile"
+) -> None:
     from unsloth_pack.report.tables import print_summary
 
-    metrics.write("summary", **asdict(summary))
-    print_summary(console, summary)
+    metrics.write("summary", **asdict(summary), ledger=asdict(ledger))
+    print_summary(console, summary, ledger)

@@ -4,8 +4,9 @@ config    the options of the run and the versions it ran with; the first line
 data      the token ledger and the fill of the rows, one line each for the training and evaluation data
 log       what the trainer logs, with `step`
 demo      exact match on held-out rows, before and after
+nonfinite an update that was left out, its `step`, rows and documents
 stopped   where a signal ended the run
-summary   the last line of a run that came to its end
+summary   the last line of a run that came to its end: its figures, and the ledger once more
 """
 
 import json
@@ -79,7 +80,9 @@ def has_ended(folder: Path) -> bool:
 
 
 def _belongs(line: dict[str, Any], step: int) -> bool:
-    return line["kind"] in ("config", "data") or (line["kind"] == "log" and line["step"] <= step)
+    return line["kind"] in ("config", "data") or (
+        line["kind"] in ("log", "nonfinite") and line["step"] <= step
+    )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
