@@ -171,6 +171,18 @@ def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(train, 
     assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5]
 
 
+def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    assert train(dataset=path, save_steps=2, max_steps=3) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    path.write_text(json.dumps(rows[:-1]))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "rows.json is not what the run began with (rows_read was 40, is 39)" in capsys.readouterr().err
+    path.write_text(json.dumps(rows))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
+
+
 def test_overwriting_leaves_nothing_of_the_earlier_run(train, tmp_path):
     assert train(save_steps=1, max_steps=2) == 0
     assert train("--overwrite_output_dir", max_steps=1) == 0

@@ -1,6 +1,7 @@
 """Everything about a training run that can be refused before a model is loaded. None of it writes to disk."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,28 @@ def _check_resumable(folder: Path) -> None:
         raise InputError(
             f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
             "start a new one in another folder"
+        )
+
+
+def check_same_data(options: TrainOptions, ledger: Any) -> None:
+    """Refuse to go on over other data than the run began with.
+
+    Args:
+        ledger: the `TokenLedger` of the training data as it is now.
+
+    Raises:
+        InputError: its rows or tokens have changed, or how they are tokenised.
+    """
+    from unsloth_pack.report.metrics import read_ledger
+
+    if not options.resume:
+        return
+    before, now = read_ledger(Path(str(options.output_dir))), asdict(ledger)
+    if before is not None and before != now:
+        name = next(name for name in now if now[name] != before.get(name))
+        raise InputError(
+            f"--resume: {options.dataset} is not what the run began with ({name} was {before.get(name)}, is "
+            f"{now[name]}); give the same data and tokenizer, or start anew"
         )
 
 

@@ -42,6 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.cli.prepare import prepare
 
     prepared = prepare(options)
+    checks.check_same_data(options, prepared.ledger)
     return _train(prepared, Console(quiet=not checks.is_main_process()))
 
 

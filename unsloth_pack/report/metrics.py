@@ -74,6 +74,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return options
 
 
+def read_ledger(folder: Path) -> dict[str, Any] | None:
+    """The token ledger of the training data of the run in `folder`; None where it did not get so far."""
+    lines = (line for line in _read(folder / FILE_NAME) if line["kind"] == "data" and line["use"] == "train")
+    return next((line["ledger"] for line in lines), None)
+
+
 def has_ended(folder: Path) -> bool:
     """Whether the run in `folder` came to its end."""
     return any(line["kind"] == "summary" for line in _read(folder / FILE_NAME))
