@@ -54,37 +54,36 @@ class MemoryWatch(Trainer):
         self._tokens = inputs["input_ids"].numel()
         loss = super().training_step(model, inputs, *args, **kwargs)
         if self._tokens > self._largest:
-            self._largest, self._peak = self._tokens, device_memory()[2]
+            self._largest, self._peak = self._tokens, most_held()
         return loss
 
     def memory_use(self, error: BaseException) -> MemoryUse | None:
         """What is known after `error`, whose frames are cleared; None outside training or without CUDA."""
-        _, _, peak = device_memory()
+        peak = most_held()
         traceback.clear_frames(error.__traceback__)  # they hold the activations
         gc.collect()
-        there, at_rest, _ = device_memory()
+        there, at_rest = device_memory()
         model: Any = self.model
         if not (there and self._tokens and model.training):
             return None
-        if (
-            not self.optimizer or not self.optimizer.state
-        ):  # two moments a parameter come with the first update
+        if not (self.optimizer and self.optimizer.state):  # its two moments come with the first update
             at_rest += sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
         if self._largest:
             return MemoryUse(there, at_rest, self._peak, self._largest, self._tokens)
         return MemoryUse(there, at_rest, peak + _asked_for(error), self._tokens, self._tokens)
 
 
-def device_memory() -> tuple[int, int, int]:
-    """Bytes that this process could have, that it holds, and that it held at most; without waiting."""
+def device_memory() -> tuple[int, int]:
+    """Bytes of the GPU that this process could have, and that it holds; 0 without one."""
     if not torch.cuda.is_available():
-        return 0, 0, 0
+        return 0, 0
     free, _ = torch.cuda.mem_get_info()
-    return (
-        free + torch.cuda.memory_reserved(),
-        torch.cuda.memory_allocated(),
-        torch.cuda.max_memory_allocated(),
-    )
+    return free + torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+
+
+def most_held() -> int:
+    """Bytes of the GPU that this process held at most; the host knows them without waiting for the device."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def _asked_for(error: BaseException) -> int:

@@ -111,6 +111,23 @@ def test_a_fused_optimizer_does_nothing_at_all(poisoned):
             assert all(torch.equal(value, optimizer.state[weight][name]) for name, value in state.items())
 
 
+@pytest.mark.gpu
+def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
+    from unsloth_pack.finite_updates import _leave_out
+
+    weight = torch.nn.Parameter(torch.randn(64, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    before, bad = weight.detach().clone(), torch.ones((), dtype=torch.bool, device="cuda")
+    weight.grad = torch.full_like(weight, math.nan)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _leave_out(optimizer, bad)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(before, weight)
+
+
 def test_nothing_is_read_from_the_device_between_log_lines(train, monkeypatch):
     """Whatever reads a tensor on the host goes through `_steps_left_out`, once a log line."""
     from unsloth_pack.finite_updates import FiniteUpdates
@@ -165,7 +182,8 @@ def test_out_of_memory(fails_at, train, tmp_path, monkeypatch, capsys):
         return compute(self, *args, **kwargs)
 
     gib = 2**30
-    monkeypatch.setattr("unsloth_pack.out_of_memory.device_memory", lambda: (8 * gib, 4 * gib, 8 * gib))
+    monkeypatch.setattr("unsloth_pack.out_of_memory.device_memory", lambda: (8 * gib, 4 * gib))
+    monkeypatch.setattr("unsloth_pack.out_of_memory.most_held", lambda: 8 * gib)
     with monkeypatch.context() as patch:
         patch.setattr(RunTrainer, "compute_loss", failing)
         assert train("--sample_packing", max_seq_length=256, save_steps=1) == 1
