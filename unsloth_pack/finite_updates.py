@@ -89,6 +89,8 @@ class FiniteUpdates(Trainer):
     def _clip_grad_norm(self, model: Any) -> Any:
         norm = super()._clip_grad_norm(model)
         total = torch.stack(self._losses).sum()
+        if self.args.world_size > 1:
+            total = self.accelerator.reduce(total)  # all leave out the same updates
         has_scaler = self.accelerator.scaler is not None  # it expects infinite gradients, and skips them
         is_finite = torch.isfinite(total if has_scaler else total + norm)
         self._losses.clear()

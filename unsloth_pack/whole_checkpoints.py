@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerState
 
 from unsloth_pack.errors import RunStopped
@@ -82,23 +83,28 @@ class WholeCheckpoints(Trainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._before = Trained()  # by processes that were ended
-        self._slots = 0
-        self._counted: Any = 0  # a tensor on the device, read when it is asked for
+        self._slots: Any = 0  # tensors on the device, perhaps, which are read when they are asked for
+        self._counted: Any = 0
 
     @property
     def trained(self) -> Trained:
         """By all the processes that this run took."""
-        seconds = 0.0 if self._started is None else time.monotonic() - self._started
         return Trained(
-            self._before.seconds + seconds,
+            self._seconds(),
             self._total_train_tokens,
-            self._before.slots + self._slots,
+            self._before.slots + int(self._slots),
             self._before.counted + int(self._counted),
         )
 
+    def _seconds(self) -> float:
+        return self._before.seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, counted = super().get_batch_samples(*args, **kwargs)
-        self._slots += sum(batch["input_ids"].numel() for batch in batches)
+        slots: Any = sum(batch["input_ids"].numel() for batch in batches)
+        if self.args.world_size > 1:
+            slots = self.accelerator.reduce(torch.tensor(slots, device=self.args.device))
+        self._slots = self._slots + slots
         self._counted = self._counted + (0 if counted is None else counted)
         return batches, counted
 
@@ -116,7 +122,7 @@ class WholeCheckpoints(Trainer):
         try:
             return super()._inner_training_loop(*args, **kwargs)
         finally:
-            self._before, self._started = replace(self._before, seconds=self.trained.seconds), None
+            self._before, self._started = replace(self._before, seconds=self._seconds()), None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -91,6 +91,12 @@ def die_before_the_adapter_is_saved():
     unsloth_pack.cli.train._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_before_the_summary():
+    import unsloth_pack.cli.train
+
+    unsloth_pack.cli.train._summarise = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
 def fill_the_disk_at_the_second_save():
     """No file may grow beyond a few KiB from then on: the metrics do not, a checkpoint does."""
     import resource

@@ -13,6 +13,7 @@ import torch
 from cli_runs import losses, read_metrics
 from killed_runs import (
     die_before_the_adapter_is_saved,
+    die_before_the_summary,
     ended,
     fill_the_disk_at_the_second_save,
     kill_after,
@@ -136,6 +137,16 @@ def test_killed_between_the_last_update_and_the_end(flags, whole, tmp_path):
     go_on(flags, tmp_path)
     assert_same_run(tmp_path, whole[0])
     assert main(["--resume", f"--output_dir={tmp_path / 'out'}"]) == 2
+
+
+def test_killed_after_the_merged_model_was_saved(flags, whole, tmp_path):
+    out = tmp_path / "out"
+    run = start([*flags, "--save_model", f"--output_dir={out}"], tmp_path, die_before_the_summary)
+    assert ended(run) == -signal.SIGKILL
+    go_on(flags, tmp_path)
+    assert (out / "merged" / "model.safetensors").is_file()
+    assert losses(out) == losses(whole[0] / "out")
+    assert not list(tmp_path.rglob("*.aside"))
 
 
 def test_killed_before_the_first_checkpoint(flags, whole, tmp_path):

@@ -89,7 +89,9 @@ def test_skipping_leaves_the_update_out(poisoned, train, tmp_path, capsys):
     assert train("--sample_packing", **poisoned, on_nonfinite="skip", num_train_epochs=1) == 0
     out = tmp_path / "out"
     (found,) = read_metrics(out)["nonfinite"]
-    assert f"update {found['step']} was left out" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"update {found['step']} was left out" in said
+    assert "1 updates were left out" in said
     skipped = losses(out)
     assert [step for step, loss in skipped.items() if loss is None] == [found["step"]]
     assert finite_weights(out)

@@ -58,7 +58,7 @@ def _check_folders(options: TrainOptions) -> None:
             raise InputError(
                 f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
             )
-        check_save_path(target, may_replace=options.overwrite_output_dir)
+        check_save_path(target, may_replace=options.overwrite_output_dir or options.resume)
 
 
 def _check_resumable(folder: Path) -> None:

@@ -271,6 +271,7 @@ def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
         peak_memory_of=what,
         first_loss=losses[0],
         last_loss=losses[-1],
+        updates_left_out=trainer.left_out,
         output_dir=str(trainer.args.output_dir),
     )
 

@@ -46,6 +46,7 @@ class RunSummary:
         documents_per_second, tokens_per_second: trained on, padding not counted.
         peak_memory_bytes, peak_memory_of: how much, of what.
         first_loss, last_loss: as logged, in nats a token.
+        updates_left_out: because they were not finite.
     """
 
     steps: int
@@ -60,6 +61,7 @@ class RunSummary:
     peak_memory_of: str
     first_loss: float
     last_loss: float
+    updates_left_out: int
     output_dir: str
 
 
@@ -115,6 +117,8 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
         ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
         ("output", summary.output_dir),
     ]
+    if summary.updates_left_out:
+        rows.append(("note", f"{summary.updates_left_out} updates were left out: they were not finite"))
     if summary.last_loss != summary.last_loss:
         rows.append(("note", "the loss is not a number: the training diverged; lower --learning_rate"))
     _print_facts(console, "done", rows)
