@@ -35,7 +35,7 @@ STEPS, EVERY = 9, 2  # updates, and updates between checkpoints
 
 @pytest.fixture(scope="module")
 def flags(model, data):
-    """More than two epochs of packed rows, with dropout: what is random must go on where it was."""
+    """More than an epoch of packed rows, with dropout: what is random must go on where it was."""
     given = {"model_name": model, "dataset": data, "max_seq_length": 256, "max_steps": STEPS, "r": 4}
     given |= {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "lora_dropout": 0.2}
     given |= {"save_steps": EVERY, "warmup_steps": 1}
