@@ -13,6 +13,7 @@ from unsloth_pack.attention import (
     choose_backend,
     why_unavailable,
 )
+from unsloth_pack.attention.flash import refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.layout import PackedRow
 
@@ -139,6 +140,22 @@ def test_an_unknown_backend_is_refused(monkeypatch):
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "fast")
     with pytest.raises(InputError, match="UNSLOTH_PACK_ATTN is 'fast'"):
         requested_backend("auto")
+
+
+@pytest.mark.parametrize(("n_heads", "head_dim", "n_documents"), [(32, 128, 1), (40, 120, 700), (7, 72, 9)])
+def test_the_32_bit_limit_counts_what_the_kernel_indexes(n_heads, head_dim, n_documents):
+    """dq_accum holds N + 128 tokens a document, heads, and the head size rounded up to 32, in float32."""
+    padded_head = -(-head_dim // 32) * 32
+    most = -(-(2**31) // (n_heads * padded_head)) - 1 - 128 * n_documents
+    for n_tokens in (most, most + 1):
+        lengths = (n_tokens - n_documents + 1, *[1] * (n_documents - 1))
+        row = PackedRow.of_lengths(lengths, torch.device("cpu"))
+        q = torch.empty(n_tokens, n_heads, head_dim, device="meta")
+        if n_tokens == most:
+            refuse_int32_overflow(q, row)
+        else:
+            with pytest.raises(InputError, match=f"{n_tokens} tokens, .* use a smaller max_seq_length"):
+                refuse_int32_overflow(q, row)
 
 
 @pytest.mark.gpu

@@ -15,3 +15,7 @@ class BackendUnavailable(InputError):
 
 class LeakFound(RuntimeError):
     """Documents of a packed row reach each other. Training must not begin."""
+
+
+class RunStopped(RuntimeError):
+    """Something ended a run that had begun. The command line prints what, how to go on, and exits with 1."""

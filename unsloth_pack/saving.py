@@ -1,6 +1,7 @@
 """Saving a trained model: the adapter alone, or merged into 16-bit weights. Whole or not at all."""
 
 import copy
+import glob
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.models.fp8 import Fp8Linear
 
 SaveMethod = Literal["merged_16bit", "lora"]
+_ASIDE = ".aside"
 
 
 def save_pretrained_merged(
@@ -64,17 +66,47 @@ def save_pretrained_merged(
 def write_whole(target: Path, write: Callable[[str], None]) -> None:
     """Let `write` fill a folder beside `target`, then put it in place; a failure changes nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.")
+    aside = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_ASIDE)
     try:
         write(aside)
         os.chmod(aside, 0o755)
         if target.exists():
+            _sync(Path(aside))
             for file in Path(aside).iterdir():
                 os.replace(file, target / file.name)
+            _sync_entries(target)
         else:
-            os.replace(aside, target)
+            put_in_place(Path(aside), target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what `write_whole` was writing when its process was killed."""
+    for aside in target.parent.glob(f".{glob.escape(target.name)}.*{_ASIDE}"):
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def put_in_place(aside: Path, target: Path) -> None:
+    """Rename a folder, once all of it is on the disk: after a crash `target` is whole or not there."""
+    _sync(aside)
+    os.replace(aside, target)
+    _sync_entries(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    for place, _, names in os.walk(folder):
+        for path in (*(os.path.join(place, name) for name in names), place):
+            _sync_entries(Path(path))
+
+
+def _sync_entries(path: Path) -> None:
+    """Flush a file's bytes, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_merged(model: nn.Module, folder: str) -> None:

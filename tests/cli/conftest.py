@@ -47,7 +47,7 @@ def train(model, data, tmp_path):
     """Runs `train` on the tiny model, and returns the exit code."""
 
     def run(*arguments, **flags):
-        given = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_seq_length": 128}
+        given = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_seq_length": 144}
         given |= {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 0.01, **flags}
         spelt = [f"--{name}={value}" for name, value in given.items() if value is not None]
         return main([*arguments, *spelt])

@@ -1,19 +1,24 @@
 """`generate`, `merge`, `doctor` and `--help`."""
 
 import io
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 from tiny import error
 from transformers import AutoModelForCausalLM
 
 import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
+from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
 from unsloth_pack.cli import main
+from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED, Breakage
 from unsloth_pack.cli.options import TrainOptions
 
 
@@ -54,17 +59,102 @@ def test_merge_keeps_what_is_there(train, tmp_path, capsys):
     assert "is not empty; give a new folder" in capsys.readouterr().err
 
 
-def test_doctor(monkeypatch, capsys):
-    monkeypatch.setenv("UNSLOTH_PACK_ATN", "sdpa")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("unsloth_pack.cli.doctor._TESTED", {"torch": ("0.1", "0.2"), "no-such": ("1", "2")})
+def doctor(capsys):
+    """The exit code, and what was found: name -> (found, remedy)."""
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["fine"] == (code == 0) == (not any(line["remedy"] for line in report["lines"]))
+    return code, {line["name"]: (line["found"], line["remedy"]) for line in report["lines"]}
+
+
+@pytest.fixture
+def fine(monkeypatch):
+    """A machine on which nothing is wrong, whatever this one has."""
+    monkeypatch.setattr("unsloth_pack.cli.doctor.TESTED", {"torch": ("0.1", "99")})
+    monkeypatch.setattr("unsloth_pack.cli.doctor.BREAKAGES", ())
+    for name in [name for name in os.environ if name.startswith(("UNSLOTH_", "OFFLINE_PACK"))]:
+        monkeypatch.delenv(name)
+
+
+def test_doctor_finds_nothing(fine, capsys):
+    code, found = doctor(capsys)
+    assert code == 0
+    assert found["float32, 64: sdpa"] == ("runs", "")
+    assert "fastest" in found["float32, 64: auto"][0]
+    assert "llama" in found["architectures"][0]
     assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    assert "pip install 'torch>=0.1,<0.2'" in shown
-    assert "needed; pip install 'no-such" in shown
-    assert "UNSLOTH_PACK_ATN is unknown; known are UNSLOTH_PACK_ATTN" in shown
-    for word in ("bfloat16, 64", "float32, 128", "sdpa", "llama", "bitsandbytes"):
-        assert word in shown
+    assert "all is fine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found", "remedy"),
+    [
+        ("UNSLOTH_PACK_ATN", "sdpa", "unknown", "known is UNSLOTH_PACK_ATTN"),
+        ("UNSLOTH_PACK_ATTN", "fsat", "fsat", "choose one of auto, flash, xformers, sdpa"),
+        ("OFFLINE_PACKING_VQA", "1", "nothing here reads", "unset it"),
+        ("UNSLOTH_COMPILE_DISABLE", "1", "Unsloth's variable", "unset it"),
+    ],
+)
+def test_doctor_on_variables(name, value, found, remedy, fine, monkeypatch, capsys):
+    monkeypatch.setenv(name, value)
+    code, lines = doctor(capsys)
+    assert code == 1
+    assert found in lines[name][0]
+    assert remedy in lines[name][1]
+
+
+def test_doctor_on_a_variable_that_is_read(fine, monkeypatch, capsys):
+    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")
+    assert doctor(capsys)[0] == 0
+
+
+def test_doctor_on_versions(fine, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("unsloth_pack.cli.doctor.TESTED", {"torch": ("0.1", "0.2"), "no-such": ("1", "2")})
+    code, lines = doctor(capsys)
+    assert code == 1
+    assert lines["torch"][1] == "pip install 'torch>=0.1,<0.2'"
+    assert lines["no-such"] == ("missing", "pip install 'no-such>=1,<2'")
+    assert main(["doctor"]) == 1
+    assert "not fine: 2" in capsys.readouterr().out
+
+
+def test_doctor_on_a_combination_that_breaks(fine, monkeypatch, capsys):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    elsewhere = "cpu" if device == "cuda" else "cuda"
+    breakages = (
+        Breakage({"torch": ">=2", "trl": ">=1"}, device, "it breaks", "do this"),
+        Breakage({"torch": ">=2", "peft": "<0.1"}, None, "it broke long ago", "no"),
+        Breakage({"torch": ">=2", "no-such": ">=1"}, None, "it is not installed", "no"),
+        Breakage({"torch": ">=2"}, elsewhere, "it breaks elsewhere", "no"),
+    )
+    monkeypatch.setattr("unsloth_pack.cli.doctor.BREAKAGES", breakages)
+    code, lines = doctor(capsys)
+    assert code == 1
+    assert [line for line in lines.values() if line[1]] == [("it breaks", "do this")]
+
+
+def test_doctor_runs_a_tiny_step_of_every_backend(fine, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("no kernel image")
+
+    broken_sdpa = replace(BACKENDS["sdpa"], attend=broken)
+    monkeypatch.setitem(BACKENDS, "xformers", replace(broken_sdpa, why_unavailable=lambda need: None))
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
+    code, lines = doctor(capsys)
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
+    assert code == 1
+    assert "a tiny step failed with RuntimeError: no kernel image" in lines["float32, 64: xformers"][0]
+    assert "reinstall xformers for torch" in lines["float32, 64: xformers"][1]
+    assert "no kernel image" in lines["float32, 64: auto"][0]
+
+
+def test_known_breakages_name_releases_that_pip_understands():
+    for known in BREAKAGES:
+        assert all(SpecifierSet(versions) for versions in known.releases.values())
+        assert set(known.releases) <= {*TESTED, *OPTIONAL}
 
 
 @pytest.mark.parametrize("name", ["train", "stats", "pack", "generate", "merge", "doctor"])

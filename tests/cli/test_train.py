@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
+from unsloth_pack.cli.options import read_options
 from unsloth_pack.report.callbacks import MetricsCallback
 from unsloth_pack.report.fill import document_lengths
 
@@ -54,7 +56,7 @@ def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
 def test_evaluation_is_the_same_however_documents_are_batched(train, rows, model, tmp_path):
     few = tmp_path / "few.json"
     few.write_text(json.dumps(rows[:7]))
-    flags = {"eval_dataset": few, "max_steps": 2, "per_device_train_batch_size": 1}
+    flags = {"eval_dataset": few, "max_steps": 2, "max_seq_length": 128, "per_device_train_batch_size": 1}
     seen = []
     for batch, packed in ((1, False), (3, False), (1, True), (2, True)):
         out = tmp_path / f"{batch}-{packed}"
@@ -87,17 +89,58 @@ def _loss_alone(folder, row):
 
 
 def test_the_ledger_adds_up_and_the_fill_is_of_the_same_tokens(train, rows, tmp_path):
-    assert train("--sample_packing", max_seq_length=100, max_steps=1) == 0
+    assert train("--sample_packing", max_seq_length=100, max_steps=1, max_token_loss=0.5) == 0
     data = read_metrics(tmp_path / "out")["data"][0]
     ledger, fill = data["ledger"], data["fill"]
     texts = [f"[user]{row['instruction']}[assistant]{row['output']}" for row in rows]
     assert ledger["rows_read"] == len(rows)
     assert ledger["tokens_read"] == sum(len(text) + 1 for text in texts)  # bytes, and the end of the answer
     assert ledger["tokens_truncated"] == sum(max(0, len(text) + 1 - 100) for text in texts) > 0
-    parts = ("tokens_truncated", "tokens_dropped", "tokens_masked", "tokens_counted")
-    assert ledger["tokens_read"] == sum(ledger[part] for part in parts)
-    assert fill["tokens"] == ledger["tokens_masked"] + ledger["tokens_counted"] == fill["slots_computed"]
-    assert fill["documents"] == ledger["rows_read"] - ledger["rows_dropped"] > fill["rows"]
+    masked = ledger["tokens_masked_by_template"] + ledger["tokens_masked_at_boundaries"]
+    assert masked + ledger["tokens_counted"] == fill["tokens"] == fill["slots_computed"]
+    assert ledger["tokens_read"] == ledger["tokens_truncated"] + ledger["tokens_dropped"] + fill["tokens"]
+    assert (fill["tokens_padded"], ledger["tokens_split"]) == (0, 0)
+    assert fill["documents"] == ledger["rows_read"] - ledger["rows_fully_masked"] > fill["rows"]
+
+
+@pytest.mark.parametrize("layout", ["--sample_packing", "--padding_free", "--use_rslora"])  # the last: padded
+def test_what_was_trained_is_the_ledger_times_the_epochs(layout, train, tmp_path, capsys):
+    flags = {
+        "num_train_epochs": 2,
+        "max_steps": None,
+        "per_device_train_batch_size": 3,
+        "max_token_loss": 0.1,
+    }
+    assert train(layout, **flags, max_seq_length=120) == 0
+    metrics = read_metrics(tmp_path / "out")
+    (data,), (summary,) = metrics["data"], metrics["summary"]
+    ledger, fill = data["ledger"], data["fill"]
+    assert summary["epochs"] == 2
+    assert summary["tokens_trained"] == 2 * fill["tokens"]
+    assert summary["tokens_counted"] == 2 * ledger["tokens_counted"]
+    assert (summary["tokens_padded"] > 0) == (layout == "--use_rslora")
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"{summary['tokens_trained']:,} trained in 2 epochs" in said
+    assert f"truncated {ledger['tokens_truncated']:,} tokens of {ledger['rows_truncated']} rows" in said
+    assert f"{ledger['tokens_masked_by_template']:,} masked by the template" in said
+
+
+def test_a_run_that_would_lose_much_of_its_data_is_refused(train, tmp_path, capsys, data):
+    assert read_options([]).max_token_loss == 0.01
+    assert train(max_seq_length=100, max_token_loss=0.01) == 2
+    said = capsys.readouterr().err
+    longest, share = (
+        int(re.search(r"raise --max_seq_length to (\d+)", said)[1]),
+        said.split("--max_token_loss "),
+    )
+    assert "beyond --max_seq_length 100 in " in said
+    assert not (tmp_path / "out").exists()
+    assert train(max_seq_length=longest - 1, max_steps=1, max_token_loss=0) == 2
+    assert train(max_seq_length=longest, max_steps=1, max_token_loss=0) == 0
+    assert (
+        train("--overwrite_output_dir", max_seq_length=100, max_steps=1, max_token_loss=float(share[-1])) == 0
+    )
+    assert train("--overwrite_output_dir", max_seq_length=100, max_steps=1) == 0  # asked for by its length
 
 
 @pytest.mark.parametrize("layout", ["--padding_free", "--use_dora"])  # joined rows, and padded ones
@@ -167,6 +210,18 @@ def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(train, 
     shutil.rmtree(tmp_path / "out" / "checkpoint-5")
     assert main(["--resume", "--output_dir", out]) == 0
     assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5]
+
+
+def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    assert train(dataset=path, save_steps=2, max_steps=3) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    path.write_text(json.dumps(rows[:-1]))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "rows.json is not what the run began with (rows_read was 40, is 39)" in capsys.readouterr().err
+    path.write_text(json.dumps(rows))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
 
 
 def test_overwriting_leaves_nothing_of_the_earlier_run(train, tmp_path):

@@ -2,13 +2,15 @@
 
 import datasets
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import to_trl
 from unsloth_pack.data.exact import to_dataset
-from unsloth_pack.data.tokenize import IGNORED, tokenize, tokenizer_hash
+from unsloth_pack.data.tokenize import IGNORED, check_token_loss, tokenize, tokenizer_hash
 from unsloth_pack.errors import InputError
 
 TEMPLATE = (
@@ -102,7 +104,7 @@ def test_equals_trl(rows, responses_only, template, tokenizer, tmp_path):
     assert ours.column_names == ["input_ids", "labels"]
     assert ours["input_ids"][:] == theirs["input_ids"][:]
     assert ours["labels"][:] == theirs["labels"][:]
-    assert len(ours) == ledger.rows_read - ledger.rows_dropped
+    assert len(ours) == ledger.rows_read - ledger.rows_fully_masked
     assert ledger.rows_read == len(rows)
 
 
@@ -111,16 +113,62 @@ def test_ledger_accounts_for_every_token(tokenizer):
     whole, before = tokenize(data, tokenizer, max_length=10_000)
     cut, ledger = tokenize(data, tokenizer, max_length=30)
     assert before.tokens_read == sum(map(len, whole["input_ids"]))
-    assert (before.tokens_truncated, before.rows_dropped) == (0, 0)
+    assert (before.tokens_truncated, before.rows_fully_masked) == (0, 0)
     assert ledger.tokens_read == before.tokens_read
     assert ledger.tokens_read == (
         ledger.tokens_truncated + ledger.tokens_dropped + ledger.tokens_masked + ledger.tokens_counted
     )
-    assert ledger.rows_dropped == 1  # the long prompt fills the row
+    assert ledger.rows_fully_masked == 1  # the long prompt fills the row
     assert ledger.tokens_dropped == 30
     assert ledger.rows_truncated == sum(len(ids) > 30 for ids in whole["input_ids"])
     assert ledger.tokens_counted == sum(len(row) - row.count(IGNORED) for row in cut["labels"])
     assert ledger.tokens_masked == sum(map(len, cut["labels"])) - ledger.tokens_counted
+
+
+rows_of_text = st.lists(st.text("ab", max_size=30), min_size=1, max_size=8).map(
+    lambda texts: [{"text": text} for text in texts]
+)
+rows_of_turns = st.lists(
+    st.lists(st.text("ab", max_size=12), min_size=1, max_size=4).map(
+        lambda texts: {
+            "messages": [
+                {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+            ]
+        }
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.one_of(rows_of_text, rows_of_turns), max_length=st.integers(1, 60), responses_only=st.booleans()
+)
+def test_the_ledger_adds_up_over_any_rows(tokenizer, rows, max_length, responses_only):
+    data = to_dataset(rows)
+    responses_only = responses_only and "messages" in rows[0]
+    try:
+        cut, ledger = tokenize(data, tokenizer, max_length=max_length, train_on_responses_only=responses_only)
+    except InputError as error:
+        assume("would count in the loss" not in str(error))
+        raise
+    masked = ledger.tokens_masked_by_template + ledger.tokens_masked_at_boundaries
+    assert ledger.tokens_read == (
+        ledger.tokens_truncated + ledger.tokens_dropped + masked + ledger.tokens_counted
+    )
+    labels = cut["labels"][:]
+    assert ledger.rows_fully_masked == len(rows) - len(labels)
+    assert ledger.tokens_kept == sum(map(len, labels))
+    assert ledger.tokens_counted == sum(label != IGNORED for row in labels for label in row[1:])
+    assert ledger.tokens_masked_at_boundaries == sum(row[0] != IGNORED for row in labels)
+    assert ledger.tokens_masked_by_template == sum(row.count(IGNORED) for row in labels)
+    assert ledger.discarded == pytest.approx(1 - ledger.tokens_kept / ledger.tokens_read)
+    assert (ledger.longest > max_length) == (ledger.tokens_truncated > 0)
+    if ledger.discarded:
+        with pytest.raises(InputError, match=r"of its [0-9,]+ tokens, and --max_token_loss allows 0.00%"):
+            check_token_loss("rows.json", ledger, 0.0, max_length)
+    check_token_loss("rows.json", ledger, ledger.discarded, max_length)
 
 
 def test_the_first_token_of_plain_text_never_counts(tokenizer):

@@ -22,7 +22,7 @@ def test_every_element_is_within_half_a_step(shape, dtype):
     exact = x.double()
     scale = exact.abs().amax(dim=1, keepdim=True) / 448
     torch.testing.assert_close(rows.scale.double(), scale, rtol=1e-6, atol=0)
-    # e4m3 has 3 bits after the point and steps of 2**-9 below 2**-6; a hair more for the scale's own rounding.
+    # e4m3 has 3 bits after the point and steps of 2**-9 below 2**-6; and a hair for the scale itself.
     step = torch.maximum(exact.abs() / scale * 2**-3, torch.full_like(exact, 2**-9))
     error = (rows.dequantized(torch.float64) - exact).abs() / scale
     assert (error <= 0.5001 * step).all()

@@ -18,9 +18,12 @@ CAPACITY = 64
 
 
 def write(folder, rows, **options):
-    tokens = sum(len(row["input_ids"]) for row in rows)
+    lengths = [len(row["input_ids"]) for row in rows]
     counted = sum(label != -100 for row in rows for label in row["labels"])
-    ledger = TokenLedger(len(rows), tokens, 0, 0, 0, 0, tokens - counted, counted, 0)
+    masked = sum(lengths) - counted
+    ledger = TokenLedger(
+        len(rows), sum(lengths), 0, 0, 0, 0, masked, 0, counted, 0, max(lengths), max(lengths)
+    )
     options = {"capacity": CAPACITY, "tokenizer_hash": "a" * 64, "ledger": ledger, **options}
     return write_packs(datasets.Dataset.from_list(rows), folder, **options)
 

@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from unsloth_pack.errors import InputError, LeakFound
+from unsloth_pack.errors import InputError, LeakFound, RunStopped
 
 SUBCOMMANDS = (
     "train",
@@ -47,7 +47,9 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, LeakFound):
         return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted before there was anything to save"
+        return 130, str(error) or "interrupted before there was anything to save"
+    if isinstance(error, RunStopped):
+        return 1, " ".join(str(error).split())
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
     return 1, f"{type(error).__name__}: {first_line}; add --debug for the traceback"
 

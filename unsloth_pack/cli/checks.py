@@ -1,7 +1,7 @@
 """Everything about a training run that can be refused before a model is loaded. None of it writes to disk."""
 
-import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,54 @@ def _check_folders(options: TrainOptions) -> None:
             raise InputError(
                 f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
             )
-        check_new_folder("save_path", target, may_replace=options.overwrite_output_dir)
+        check_new_folder("save_path", target, may_replace=options.overwrite_output_dir or options.resume)
 
 
 def _check_resumable(folder: Path) -> None:
+    from unsloth_pack.report.metrics import has_ended
+    from unsloth_pack.whole_checkpoints import last_checkpoint, state_of
+
     checkpoint = last_checkpoint(folder)
-    if checkpoint is None:
-        raise InputError(f"--resume: no checkpoint in {str(folder)!r}; check --output_dir, or start anew")
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    if state["global_step"] >= state["max_steps"]:
+    if checkpoint is None:  # killed before its first checkpoint, the run starts over
+        if (folder / "adapter_config.json").exists():
+            raise InputError(
+                f"--resume: the run in {str(folder)!r} has saved its adapter and has no checkpoint; "
+                "start a new one in another folder"
+            )
+        if broken := sorted(folder.glob("checkpoint-*")):
+            raise InputError(
+                f"--resume: {broken[-1].name} in {str(folder)!r} is not whole, and there is no other "
+                "checkpoint; start anew with --overwrite_output_dir"
+            )
+        return
+    state = state_of(checkpoint)
+    assert state is not None
+    if state["global_step"] >= state["max_steps"] and has_ended(folder):
         raise InputError(
             f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
             "start a new one in another folder"
+        )
+
+
+def check_same_data(options: TrainOptions, ledger: Any) -> None:
+    """Refuse to go on over other data than the run began with.
+
+    Args:
+        ledger: the `TokenLedger` of the training data as it is now.
+
+    Raises:
+        InputError: its rows or tokens have changed, or how they are tokenised.
+    """
+    from unsloth_pack.report.metrics import read_ledger
+
+    if not options.resume:
+        return
+    before, now = read_ledger(Path(str(options.output_dir))), asdict(ledger)
+    if before is not None and before != now:
+        name = next(name for name in now if now[name] != before.get(name))
+        raise InputError(
+            f"--resume: {options.dataset} is not what the run began with ({name} was {before.get(name)}, is "
+            f"{now[name]}); give the same data and tokenizer, or start anew"
         )
 
 
@@ -94,12 +130,6 @@ def check_writable(name: str, folder: Path) -> None:
 def run_files(folder: Path) -> list[Path]:
     """What a run has left in `folder`."""
     return [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the most steps that is complete."""
-    complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def is_main_process() -> bool:

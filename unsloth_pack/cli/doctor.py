@@ -1,61 +1,82 @@
 """`unsloth-pack doctor`: what is installed, what can run here, and what is worth changing."""
 
+import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from itertools import groupby
 
-from unsloth_pack.cli.parser import Parser
+from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
+from unsloth_pack.cli.parser import Parser, boolean
+from unsloth_pack.errors import InputError
 
-# What the tests run with: from the first release up to, but not with, the second.
-_TESTED = {
-    "torch": ("2.11", "2.14"),
-    "transformers": ("5.17", "5.24"),
-    "trl": ("1.15", "1.17"),
-    "peft": ("0.19", "0.22"),
-    "accelerate": ("1.15", "1.16"),
-    "datasets": ("4.8", "5.3"),
-}
-_OPTIONAL = {
-    "bitsandbytes": "load_in_4bit, load_in_8bit and 8-bit optimizers",
-    "triton": "fused kernels on CUDA",
-    "xformers": "the xformers attention backend",
-    "flash-attn": "flash attention with softcap; torch brings the rest",
-}
-_VARIABLES = {"UNSLOTH_PACK_ATTN"}
+_PREFIX = "UNSLOTH_PACK_"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at.
+
+    Args:
+        remedy: what to do about it; empty where it is fine.
+    """
+
+    section: str
+    name: str
+    found: str
+    remedy: str = ""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the tables. Warnings are in them; the exit code is 0 all the same."""
-    Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.").parse(
-        arguments
-    )
-    from rich.console import Console
+    """Print what was found, each line that is not fine with its remedy; with `--json` as JSON.
 
-    from unsloth_pack.models import supported_architectures
+    Returns:
+        0 where everything is fine, else 1.
+    """
+    parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
+    parser.add_argument("--json", type=boolean, nargs="?", const=True, help="print JSON")
+    as_json = parser.parse(arguments).get("json", False)
 
-    console = Console()
-    _print(console, "versions", ("package", "version", "remark"), _version_rows())
-    _print(console, "devices", ("device", "memory", "capability"), _device_rows())
-    _print(console, "attention", ("dtype, head size", *_backends(), "auto takes"), _attention_rows())
-    console.print(f"architectures: {', '.join(sorted(supported_architectures()))}")
-    for name in sorted(os.environ):
-        if name.startswith("UNSLOTH_PACK_") and name not in _VARIABLES:
-            known = ", ".join(sorted(_VARIABLES))
-            console.print(f"[yellow]environment variable {name} is unknown; known are {known}[/]")
-    return 0
+    lines = [
+        line
+        for look in (_versions, _devices, _attention, _breakages, _variables)
+        for line in look(_device_type())
+    ]
+    is_fine = not any(line.remedy for line in lines)
+    if as_json:
+        print(json.dumps({"fine": is_fine, "lines": [asdict(line) for line in lines]}, indent=1))
+    else:
+        _print(lines)
+    return 0 if is_fine else 1
 
 
-def _version_rows() -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("python", platform.python_version(), "")]
-    for name, (first, beyond) in _TESTED.items():
+def _device_type() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _versions(device_type: str) -> Iterator[Line]:
+    yield Line("versions", "python", platform.python_version())
+    for name, (first, beyond) in TESTED.items():
         installed = _installed(name)
-        rows.append((name, installed or "missing", _remark(name, installed, first, beyond)))
-    for name, purpose in _OPTIONAL.items():
+        remedy = "" if installed and _holds(installed, f">={first},<{beyond}") else _install(name)
+        found = (
+            f"{installed}, {'outside the tested range' if remedy else 'tested'}" if installed else "missing"
+        )
+        yield Line("versions", name, found, remedy)
+    for name, (purpose, for_cuda) in OPTIONAL.items():
         installed = _installed(name)
-        rows.append((name, installed or "not installed", "" if installed else f"for {purpose}"))
-    return rows
+        needed = for_cuda and device_type == "cuda" and not installed
+        remedy = f"pip install {name}" if needed else ""
+        yield Line("versions", name, installed or f"not installed; for {purpose}", remedy)
+
+
+def _install(name: str) -> str:
+    first, beyond = TESTED[name]
+    return f"pip install '{name}>={first},<{beyond}'"
 
 
 def _installed(name: str) -> str | None:
@@ -65,57 +86,89 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _remark(name: str, installed: str | None, first: str, beyond: str) -> str:
-    from packaging.version import Version
+def _holds(installed: str, wanted: str) -> bool:
+    from packaging.specifiers import SpecifierSet
 
-    remedy = f"pip install '{name}>={first},<{beyond}'"
-    if installed is None:
-        return f"needed; {remedy}"
-    if Version(first) <= Version(installed) < Version(beyond):
-        return "tested"
-    return f"outside the tested range; {remedy}"
+    return SpecifierSet(wanted).contains(installed, prereleases=True)
 
 
-def _device_rows() -> list[tuple[str, ...]]:
+def _devices(device_type: str) -> Iterator[Line]:
     import torch
 
-    rows: list[tuple[str, ...]] = []
+    from unsloth_pack.models import supported_architectures
+
+    if device_type == "cpu":
+        yield Line("devices", "CPU", f"{torch.get_num_threads()} threads, no CUDA device")
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        rows.append((about.name, f"{about.total_memory / 2**30:.0f} GiB", f"{about.major}.{about.minor}"))
-    return rows or [("CPU", f"{torch.get_num_threads()} threads", "no CUDA device")]
+        memory = f"{about.total_memory / 2**30:.0f} GiB"
+        yield Line("devices", about.name, f"{memory}, compute capability {about.major}.{about.minor}")
+    yield Line("devices", "architectures", ", ".join(sorted(supported_architectures())))
 
 
-def _backends() -> list[str]:
-    from unsloth_pack.attention import BACKENDS
-
-    return list(BACKENDS)
-
-
-def _attention_rows() -> list[tuple[str, ...]]:
+def _attention(device_type: str) -> Iterator[Line]:
+    """Every backend runs one tiny forward and backward for each dtype and head size."""
     import torch
 
-    from unsloth_pack.attention import AttentionOptions, choose_backend, why_unavailable
+    from unsloth_pack.attention import BACKENDS, AttentionOptions, choose_backend, why_unavailable
     from unsloth_pack.attention.options import AttentionNeed
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (64, 128):
-            need = AttentionNeed(device, dtype, head_dim, AttentionOptions(scale=head_dim**-0.5))
-            answers = [why_unavailable(name, need) or "runs" for name in _backends()]
+            need = AttentionNeed(device_type, dtype, head_dim, AttentionOptions(scale=head_dim**-0.5))
             title = f"{str(dtype).removeprefix('torch.')}, {head_dim}"
-            rows.append((title, *answers, choose_backend("auto", need)[0]))
-    return rows
+            for name in BACKENDS:
+                why = why_unavailable(name, need)
+                yield Line("attention", f"{title}: {name}", why or "runs", _remedy(name, why))
+            chosen, why = choose_backend("auto", need)
+            yield Line("attention", f"{title}: auto", f"{chosen}: {why}")
 
 
-def _print(console: Any, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _remedy(backend: str, why: str | None) -> str:
+    """What to do about a backend that should run here; that it needs another device or dtype is fine."""
+    package = {"flash": "flash-attn", "xformers": "xformers"}.get(backend, "torch")
+    is_broken = why is not None and ("failed" in why or ("not import" in why and _installed(package)))
+    if not is_broken:
+        return ""
+    return f"reinstall {package} for torch {_installed('torch')}, or keep to another --attn_backend"
+
+
+def _breakages(device_type: str) -> Iterator[Line]:
+    for known in BREAKAGES:
+        installed = {name: _installed(name) for name in known.releases}
+        here = known.device_type in (None, device_type)
+        if here and all(has and _holds(has, known.releases[name]) for name, has in installed.items()):
+            title = ", ".join(f"{name} {has}" for name, has in installed.items())
+            yield Line("known to break", title, known.what, known.remedy)
+
+
+def _variables(device_type: str) -> Iterator[Line]:
+    from unsloth_pack.attention.backends import ENVIRONMENT_VARIABLE, requested_backend
+
+    for name, value in sorted(os.environ.items()):
+        owner = next((STALE_VARIABLES[start] for start in STALE_VARIABLES if name.startswith(start)), None)
+        if name == ENVIRONMENT_VARIABLE:
+            try:
+                requested_backend("auto")
+                yield Line("environment", name, f"{value}: overrides --attn_backend")
+            except InputError as error:
+                yield Line("environment", name, value, str(error).partition("; ")[2])
+        elif name.startswith(_PREFIX):
+            yield Line("environment", name, "unknown", f"unset it; known is {ENVIRONMENT_VARIABLE}")
+        elif owner is not None:
+            yield Line("environment", name, f"{owner} variable, which nothing here reads", "unset it")
+
+
+def _print(lines: Sequence[Line]) -> None:
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    console = Console()
+    for section, members in groupby(lines, key=lambda line: line.section):
+        table = Table("", "found", "remedy", title=section, title_justify="left", title_style="bold")
+        for line in members:
+            table.add_row(Text(line.name), Text(line.found), Text(line.remedy, style="yellow"))
+        console.print(table)
+    remedies = sum(bool(line.remedy) for line in lines)
+    console.print(f"not fine: {remedies}" if remedies else "all is fine")

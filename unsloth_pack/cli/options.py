@@ -15,6 +15,7 @@ MODEL, ADAPTER, DATA, TRAINING, OUTPUT = "model", "adapter", "data", "training",
 # What a resumed run may change: nothing that alters the data order, the steps or the weights.
 _FREE_ON_RESUME = {"config", "resume", "output_dir", "debug", "logging_steps", "report_to"}
 _FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
+_FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite"}
 # The defaults of the demo are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
@@ -79,6 +80,14 @@ class TrainOptions:
     eval_packing: bool | None = _flag(
         DATA, None, boolean, "pack the evaluation data; default: as the training data"
     )
+    max_token_loss: float | None = _flag(
+        DATA,
+        None,
+        real(0),
+        "stop where truncation and dropping discard a greater share of the tokens; default: 0.01, or any "
+        "share where max_seq_length is given",
+        "SHARE",
+    )
     train_on_responses_only: bool = _flag(
         DATA, False, boolean, "no loss on what the user says in conversations"
     )
@@ -107,6 +116,13 @@ class TrainOptions:
         TRAINING, False, boolean, "skip the look for leaks between documents before the first packed step"
     )
     seed: int = _flag(TRAINING, 3407, whole(0), "of the data order and of dropout")
+
+    on_nonfinite: str = _flag(
+        TRAINING,
+        "stop",
+        one_of("stop", "skip"),
+        "what an update does whose loss or gradient is not finite; it is never applied",
+    )
 
     output_dir: str | None = _flag(
         OUTPUT,
@@ -160,6 +176,8 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
         packs = given.get("sample_packing", DEMO_DEFAULTS.get("sample_packing"))
         values |= DEMO_DEFAULTS | ({} if packs else _DEMO_UNPACKED)
     values |= given
+    if values["max_token_loss"] is None:  # who says how long documents are to be means them to be cut
+        values["max_token_loss"] = 1.0 if "max_seq_length" in given else 0.01
     return _fill_in(values | _decided_by_packs(values, saved | given))
 
 

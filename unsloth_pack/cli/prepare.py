@@ -15,7 +15,7 @@ from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.data import check_token_ids, tokenizer_hash
-from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.data.tokenize import TokenLedger, check_token_loss
 from unsloth_pack.packing import PackManifest, find_packs, pack_dataset, plan_accumulation, read_packs
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.trl import sft_config
@@ -70,7 +70,7 @@ def prepare(options: TrainOptions) -> Prepared:
     tokenizer = load_tokenizer(options.model_name)
 
     rows, ledger, packs = _rows_of(
-        source, tokenizer, options, options.sample_packing, model_config.vocab_size
+        options.dataset, source, tokenizer, options, options.sample_packing, model_config.vocab_size
     )
     if options.keep_examples_per_update:
         config.gradient_accumulation_steps = plan_accumulation(
@@ -83,7 +83,8 @@ def prepare(options: TrainOptions) -> Prepared:
     if eval_source is None:
         return prepared
     packing = options.sample_packing if options.eval_packing is None else options.eval_packing
-    rows, ledger, _ = _rows_of(eval_source, tokenizer, options, packing, model_config.vocab_size)
+    name = str(options.eval_dataset)
+    rows, ledger, _ = _rows_of(name, eval_source, tokenizer, options, packing, model_config.vocab_size)
     return replace(prepared, eval_rows=rows, eval_ledger=ledger)
 
 
@@ -93,6 +94,7 @@ def documents_per_update(config: SFTConfig) -> int:
 
 
 def _rows_of(
+    name: str,
     source: Path | Dataset,
     tokenizer: PreTrainedTokenizerBase,
     options: TrainOptions,
@@ -106,6 +108,7 @@ def _rows_of(
         return rows, packs.ledger, packs
     rows, ledger = tokenise(source, tokenizer, options.max_seq_length, options.train_on_responses_only)
     check_token_ids(rows, vocab_size)
+    check_token_loss(name, ledger, float(options.max_token_loss or 0), options.max_seq_length)
     return (pack_dataset(rows, options.max_seq_length) if packing else rows), ledger, None
 
 

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.cli import checks
+from unsloth_pack.cli.mishaps import check_finite, explained, report_nonfinite, way_on
 from unsloth_pack.cli.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from unsloth_pack.cli.prepare import Prepared
+    from unsloth_pack.data.tokenize import TokenLedger
     from unsloth_pack.demo.evaluate import ExactMatch
     from unsloth_pack.report.fill import RowFill
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.report.tables import RunSummary
-    from unsloth_pack.trl import PackedTrainer
+    from unsloth_pack.trl import RunTrainer
 
 _EXAMPLES = 3  # generations shown side by side
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
@@ -40,6 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.cli.prepare import prepare
 
     prepared = prepare(options)
+    checks.check_same_data(options, prepared.ledger)
     return _train(prepared, Console(quiet=not checks.is_main_process()))
 
 
@@ -47,6 +50,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     from unsloth_pack.report.callbacks import MetricsCallback, ProgressCallback, StopOnSignal
     from unsloth_pack.trl import make_trainer
     from unsloth_pack.verification import probe
+    from unsloth_pack.whole_checkpoints import last_checkpoint
 
     options = prepared.options
     model = _load_model(options)
@@ -56,7 +60,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     before = _score(model, prepared, heldout)
 
     folder = Path(str(options.output_dir))
-    checkpoint = checks.last_checkpoint(folder) if options.resume else None
+    checkpoint = last_checkpoint(folder) if options.resume else None
     metrics = _open_metrics(options, folder, checkpoint)
     stop = StopOnSignal()
     trainer = make_trainer(
@@ -67,12 +71,14 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         prepared.eval_rows,
         [MetricsCallback(metrics), stop],
     )
-    fill = _describe_rows(trainer, prepared, metrics)
+    fill = _describe_rows(trainer, prepared, metrics, is_new=checkpoint is None)
     trainer.add_callback(
         ProgressCallback(console, lambda updates: _announce(console, trainer, prepared, fill, updates))
     )
-    with stop:
-        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with explained(trainer, options), stop:
+        report_nonfinite(trainer, options, console, metrics)
+        trainer.train_from(checkpoint)
+        check_finite(trainer)
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
 
@@ -81,8 +87,8 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     after = _score(model, prepared, heldout)
     if before and after:
         _show_scores(console, before, after, metrics)
-    summary = _summarise(trainer, fill, outcome.metrics["train_runtime"])
-    _show_summary(console, summary, metrics)
+    summary = _summarise(trainer, fill)
+    _show_summary(console, summary, prepared.ledger, metrics)
     return 0
 
 
@@ -108,14 +114,19 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
 
     import unsloth_pack
     from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.saving import remove_leftovers
+    from unsloth_pack.whole_checkpoints import ASIDE, step_of
 
     is_main = checks.is_main_process()
-    if options.overwrite_output_dir and is_main:
+    if is_main:
+        remove_leftovers(folder)
+        shutil.rmtree(folder / ASIDE, ignore_errors=True)
+    if is_main and (options.overwrite_output_dir or (options.resume and checkpoint is None)):
         for path in checks.run_files(folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     metrics = MetricsFile(folder, enabled=is_main)
     if checkpoint is not None:
-        metrics.rewind(step=int(checkpoint.name.rpartition("-")[2]))
+        metrics.rewind(step_of(checkpoint))
         return metrics
     versions = {
         module.__name__: module.__version__ for module in (unsloth_pack, torch, transformers, trl, peft)
@@ -124,7 +135,9 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
     return metrics
 
 
-def _describe_rows(trainer: "PackedTrainer", prepared: "Prepared", metrics: "MetricsFile") -> "RowFill":
+def _describe_rows(
+    trainer: "RunTrainer", prepared: "Prepared", metrics: "MetricsFile", is_new: bool
+) -> "RowFill":
     """How full the training rows are; plotted, and written down beside the ledger of their tokens."""
     from unsloth_pack.report.fill import document_lengths, fill_of_joined, fill_of_packed, fill_of_padded
     from unsloth_pack.report.plots import plot_lengths
@@ -137,9 +150,10 @@ def _describe_rows(trainer: "PackedTrainer", prepared: "Prepared", metrics: "Met
         fill = fill_of_joined(prepared.rows)
     else:
         fill = fill_of_padded(prepared.rows, prepared.config.per_device_train_batch_size, options.seed)
-    if metrics.enabled and not options.resume:
+    if metrics.enabled and is_new:
         packs = {"packs": prepared.packs.data_fingerprint} if prepared.packs else {}
-        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=asdict(fill), **packs)
+        slots = asdict(fill) | {"tokens_padded": fill.padding}
+        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=slots, **packs)
         if prepared.eval_ledger:
             metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
         lengths = document_lengths(prepared.rows)
@@ -148,7 +162,7 @@ def _describe_rows(trainer: "PackedTrainer", prepared: "Prepared", metrics: "Met
 
 
 def _announce(
-    console: "Console", trainer: "PackedTrainer", prepared: "Prepared", fill: "RowFill", updates: int
+    console: "Console", trainer: "RunTrainer", prepared: "Prepared", fill: "RowFill", updates: int
 ) -> None:
     from unsloth_pack.patch import patch_of
     from unsloth_pack.report.tables import RunFacts, print_banner
@@ -220,21 +234,19 @@ def _show_scores(
     print_generations(console, before.score, after.score, len(after.generations), examples)
 
 
-def _say_how_to_go_on(
-    console: "Console", trainer: "PackedTrainer", metrics: "MetricsFile", signal: Any
-) -> int:
-    step, folder = trainer.state.global_step, trainer.args.output_dir
+def _say_how_to_go_on(console: "Console", trainer: "RunTrainer", metrics: "MetricsFile", signal: Any) -> int:
+    step = trainer.state.global_step
     metrics.write("stopped", step=step, signal=signal.name)
     console.print(
         f"stopped by {signal.name} after update {step} of {trainer.state.max_steps}; "
-        f"go on with: unsloth-pack --resume --output_dir {folder}",
+        + way_on(Path(str(trainer.args.output_dir))),
         soft_wrap=True,
         markup=False,
     )
     return 128 + int(signal)
 
 
-def _save(model: Any, prepared: "Prepared", trainer: "PackedTrainer", folder: Path) -> None:
+def _save(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
     from unsloth_pack.report.plots import plot_loss
 
     options = prepared.options
@@ -244,29 +256,35 @@ def _save(model: Any, prepared: "Prepared", trainer: "PackedTrainer", folder: Pa
     plot_loss(trainer.state.log_history, folder / "loss.png")
 
 
-def _summarise(trainer: "PackedTrainer", fill: "RowFill", seconds: float) -> "RunSummary":
+def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
     from unsloth_pack.report.memory import peak_memory
     from unsloth_pack.report.tables import RunSummary
-    from unsloth_pack.trl import tokens_trained
 
-    tokens = tokens_trained(trainer)
+    trained = trainer.trained
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     n_bytes, what = peak_memory()
     return RunSummary(
         steps=trainer.state.global_step,
-        seconds=seconds,
-        documents_per_second=tokens * fill.documents / fill.tokens / seconds,
-        tokens_per_second=tokens / seconds,
+        seconds=trained.seconds,
+        epochs=trainer.state.epoch or 0.0,
+        tokens_trained=trained.tokens,
+        tokens_counted=trained.counted,
+        tokens_padded=trained.slots - trained.tokens,
+        documents_per_second=trained.tokens * fill.documents / fill.tokens / trained.seconds,
+        tokens_per_second=trained.tokens / trained.seconds,
         peak_memory_bytes=n_bytes,
         peak_memory_of=what,
         first_loss=losses[0],
         last_loss=losses[-1],
+        updates_left_out=trainer.left_out,
         output_dir=str(trainer.args.output_dir),
     )
 
 
-def _show_summary(console: "Console", summary: "RunSummary", metrics: "MetricsFile") -> None:
+def _show_summary(
+    console: "Console", summary: "RunSummary", ledger: "TokenLedger", metrics: "MetricsFile"
+) -> None:
     from unsloth_pack.report.tables import print_summary
 
-    metrics.write("summary", **asdict(summary))
-    print_summary(console, summary)
+    metrics.write("summary", **asdict(summary), ledger=asdict(ledger))
+    print_summary(console, summary, ledger)

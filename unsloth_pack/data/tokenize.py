@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,27 +26,84 @@ _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class TokenLedger:
-    """Where the tokens went: `tokens_read` is the sum of the truncated, dropped, masked and counted ones.
+    """Where the tokens went.
+
+    tokens_read = tokens_truncated + tokens_dropped
+                + tokens_masked_by_template + tokens_masked_at_boundaries + tokens_counted
 
     Args:
         rows_read, tokens_read: all that came in.
         rows_truncated, tokens_truncated: rows cut at their end, and the tokens cut off.
-        rows_dropped, tokens_dropped: rows without a token that counts, and what truncation left of them.
-        tokens_masked: tokens without loss in the rows that stay; the first of a document is always one.
+        rows_fully_masked, tokens_dropped: rows without a token that counts, which are dropped, and what
+            truncation left of them.
+        tokens_masked_by_template: tokens that are no response, in the rows that stay.
+        tokens_masked_at_boundaries: tokens that would count but are the first of their document, which
+            nothing predicts.
         tokens_counted: tokens that the loss is a mean of.
         prompts_rerendered: rows that do not begin with the tokens of their prompt alone, as the model will
             meet them when it generates; the loss starts where the two part.
+        longest, p99: tokens of the longest row, and of one that 99 % are no longer than, before truncation.
+        rows_split, tokens_split: rows that became several documents, and their tokens, each in one of the
+            other counts too. A row that is tokenised is truncated, never split.
     """
 
     rows_read: int
     tokens_read: int
     rows_truncated: int
     tokens_truncated: int
-    rows_dropped: int
+    rows_fully_masked: int
     tokens_dropped: int
-    tokens_masked: int
+    tokens_masked_by_template: int
+    tokens_masked_at_boundaries: int
     tokens_counted: int
     prompts_rerendered: int
+    longest: int
+    p99: int
+    rows_split: int = 0
+    tokens_split: int = 0
+
+    @property
+    def tokens_masked(self) -> int:
+        """Tokens without loss in the rows that stay."""
+        return self.tokens_masked_by_template + self.tokens_masked_at_boundaries
+
+    @property
+    def tokens_kept(self) -> int:
+        """Tokens that one pass over the data trains on."""
+        return self.tokens_masked + self.tokens_counted
+
+    @property
+    def discarded(self) -> float:
+        """The share of the tokens read that is truncated or dropped, 0 to 1."""
+        return (self.tokens_truncated + self.tokens_dropped) / self.tokens_read if self.tokens_read else 0.0
+
+
+def check_token_loss(name: str, ledger: TokenLedger, max_token_loss: float, max_length: int) -> None:
+    """Refuse to train on what truncation and dropping leave, where they discard too much.
+
+    Args:
+        name: of the data, for the message.
+        max_token_loss: the share of tokens that may be lost, 0 to 1.
+        max_length: at which rows were cut.
+
+    Raises:
+        InputError: more is lost; says why, and what would keep it.
+    """
+    if ledger.discarded <= max_token_loss:
+        return
+    causes, ways = [], [f"allow it with --max_token_loss {math.ceil(ledger.discarded * 1000) / 1000:g}"]
+    if ledger.tokens_dropped:
+        rows = f"{ledger.rows_fully_masked:,} rows in which no token counts"
+        causes.append(f"{ledger.tokens_dropped:,} in {rows}")
+    if ledger.tokens_truncated:
+        beyond = f"beyond --max_seq_length {max_length} in {ledger.rows_truncated:,} rows"
+        causes.insert(0, f"{ledger.tokens_truncated:,} {beyond}")
+        most = f"99 % of the rows have at most {ledger.p99}"
+        ways.insert(0, f"raise --max_seq_length to {ledger.longest} ({most})")
+    raise InputError(
+        f"{name} would lose {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
+        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {', or '.join(ways)}"
+    )
 
 
 def tokenize(
@@ -81,7 +139,7 @@ def tokenize(
 
     encoder = _Encoder(dataset, tokenizer, max_length, train_on_responses_only, chat_template)
     tokens, number = List(Value("int32")), Value("int64")
-    counts = ("read", "kept", "counted", "rerendered")
+    counts = ("read", "kept", "masked", "counted", "rerendered")
     encoded = dataset.map(
         encoder,
         batched=True,
@@ -91,18 +149,23 @@ def tokenize(
         new_fingerprint=generate_random_fingerprint(),  # hashing the tokenizer would take longer
         desc="Tokenizing",
     )
-    read, kept, counted, rerendered = (np.array(encoded.with_format("numpy")[name]) for name in counts)
+    read, kept, masked, counted, rerendered = (
+        np.array(encoded.with_format("numpy")[name]) for name in counts
+    )
     stays = counted > 0
     ledger = TokenLedger(
         rows_read=len(read),
         tokens_read=int(read.sum()),
         rows_truncated=int((kept < read).sum()),
         tokens_truncated=int((read - kept).sum()),
-        rows_dropped=int((~stays).sum()),
+        rows_fully_masked=int((~stays).sum()),
         tokens_dropped=int(kept[~stays].sum()),
-        tokens_masked=int((kept - counted)[stays].sum()),
+        tokens_masked_by_template=int(masked[stays].sum()),
+        tokens_masked_at_boundaries=int((kept - masked - counted)[stays].sum()),
         tokens_counted=int(counted.sum()),
         prompts_rerendered=int(rerendered[stays].sum()),
+        longest=int(read.max(initial=0)),
+        p99=int(np.quantile(read, 0.99, method="higher")) if len(read) else 0,
     )
     if not ledger.tokens_counted:
         raise InputError(
@@ -171,7 +234,7 @@ class _Encoder:
 
     def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
         ids, masks, rerendered = self.encode(batch, indices)
-        out: dict[str, list[Any]] = {"input_ids": [], "labels": [], "counted": []}
+        out: dict[str, list[Any]] = {"input_ids": [], "labels": [], "masked": [], "counted": []}
         for row_ids, mask in zip(ids, masks, strict=True):
             row_ids = row_ids[: self.max_length]
             labels = (
@@ -181,6 +244,7 @@ class _Encoder:
             )
             out["input_ids"].append(row_ids)
             out["labels"].append(labels)
+            out["masked"].append(labels.count(IGNORED))
             out["counted"].append(len(labels) - 1 - labels[1:].count(IGNORED) if labels else 0)
         kept = [len(row_ids) for row_ids in out["input_ids"]]
         return out | {"read": [len(row_ids) for row_ids in ids], "kept": kept, "rerendered": rerendered}

@@ -5,12 +5,14 @@ data      the token ledger and the fill of the rows, one line each for the train
           fingerprint of training data that was packed on disk
 log       what the trainer logs, with `step`
 demo      exact match on held-out rows, before and after
+nonfinite an update that was left out, its `step`, rows and documents
 stopped   where a signal ended the run
-summary   the last line of a run that came to its end
+summary   the last line of a run that came to its end: its figures, and the ledger once more
 """
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,24 @@ class MetricsFile:
         """Append a line. Numbers that are not finite, which JSON lacks, become null."""
         if not self.enabled:
             return
+        line = {"kind": kind, **_finite(values)}
+        if not self.path.exists():  # from its first moment the file says how to resume the run
+            return self._replace([line])
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, **_finite(values)}, ensure_ascii=False) + "\n")
+            file.write(_encoded(line))
 
     def rewind(self, step: int) -> None:
         """Drop what the file holds beyond `step`, before a run goes on from there."""
         if not self.enabled:
             return
-        lines = [line for line in _read(self.path) if _belongs(line, step)]
+        self._replace([line for line in _read(self.path) if _belongs(line, step)])
+
+    def _replace(self, lines: list[dict[str, Any]]) -> None:
         beside = self.path.with_suffix(".tmp")
-        beside.write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
-        )
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(map(_encoded, lines))
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(self.path)
 
 
@@ -67,12 +75,31 @@ def read_config(folder: Path) -> dict[str, Any]:
     return options
 
 
+def read_ledger(folder: Path) -> dict[str, Any] | None:
+    """The token ledger of the training data of the run in `folder`; None where it did not get so far."""
+    lines = (line for line in _read(folder / FILE_NAME) if line["kind"] == "data" and line["use"] == "train")
+    return next((line["ledger"] for line in lines), None)
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the run in `folder` came to its end."""
+    return any(line["kind"] == "summary" for line in _read(folder / FILE_NAME))
+
+
 def _belongs(line: dict[str, Any], step: int) -> bool:
-    return line["kind"] in ("config", "data") or (line["kind"] == "log" and line["step"] <= step)
+    return line["kind"] in ("config", "data") or (
+        line["kind"] in ("log", "nonfinite") and line["step"] <= step
+    )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The lines of a metrics file, without a last one that a killed run did not end."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _encoded(line: dict[str, Any]) -> str:
+    return json.dumps(line, ensure_ascii=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

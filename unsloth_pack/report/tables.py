@@ -46,19 +46,29 @@ class RunSummary:
 
     Args:
         seconds: of training, evaluation included.
+        epochs: passes over the data.
+        tokens_trained: in all of them, padding not counted.
+        tokens_counted: of these, that the loss was a mean of, as the trainer counted them.
+        tokens_padded: that were computed beside them for nothing.
         documents_per_second, tokens_per_second: trained on, padding not counted.
         peak_memory_bytes, peak_memory_of: how much, of what.
         first_loss, last_loss: as logged, in nats a token.
+        updates_left_out: because they were not finite.
     """
 
     steps: int
     seconds: float
+    epochs: float
+    tokens_trained: int
+    tokens_counted: int
+    tokens_padded: int
     documents_per_second: float
     tokens_per_second: float
     peak_memory_bytes: int
     peak_memory_of: str
     first_loss: float
     last_loss: float
+    updates_left_out: int
     output_dir: str
 
 
@@ -78,7 +88,7 @@ def print_banner(
         *((f"fused {kind}", what) for kind, what in patch.fused.items()),
         *((f"not fused {kind}", why) for kind, why in patch.not_fused.items()),
         ("data", _ledger_line(ledger)),
-        ("loss on", f"{ledger.tokens_counted:,} tokens; {ledger.tokens_masked:,} without loss"),
+        ("loss on", _loss_line(ledger)),
         ("rows", _fill_line(fill)),
         *_packing_lines(facts, is_packed=fill.documents > fill.rows),
         (
@@ -102,7 +112,7 @@ def print_packs(console: Console, packs: PackManifest, folder: str) -> None:
     size = sum(shard.bytes for shard in packs.shards)
     rows = [
         ("data", _ledger_line(packs.ledger)),
-        ("loss on", f"{packs.ledger.tokens_counted:,} tokens; {packs.ledger.tokens_masked:,} without loss"),
+        ("loss on", _loss_line(packs.ledger)),
         ("rows", f"of {packs.capacity:,} tokens by {packs.strategy}: {_fill_line(fill)}"),
         ("shards", f"{len(packs.shards)}, {size / 2**20:,.1f} MiB"),
         ("fingerprint", packs.data_fingerprint),
@@ -112,18 +122,28 @@ def print_packs(console: Console, packs: PackManifest, folder: str) -> None:
     _print_facts(console, "packed", rows)
 
 
-def print_summary(console: Console, summary: RunSummary) -> None:
-    """Speed, memory and loss, at the end."""
+def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) -> None:
+    """Speed, memory, loss and where the tokens went, at the end."""
+    unscored = summary.tokens_trained - summary.tokens_counted
     rows = [
         ("updates", f"{summary.steps:,} in {summary.seconds:.1f} s"),
         (
             "speed",
             f"{summary.documents_per_second:,.1f} samples/s, {summary.tokens_per_second:,.0f} real tokens/s",
         ),
+        ("data", _ledger_line(ledger)),
+        ("loss on", _loss_line(ledger)),
+        (
+            "tokens",
+            f"{summary.tokens_trained:,} trained in {summary.epochs:.4g} epochs: {summary.tokens_counted:,} "
+            f"counted in the loss, {unscored:,} without loss; {summary.tokens_padded:,} padded beside them",
+        ),
         ("peak memory", f"{gib(summary.peak_memory_bytes)} of {summary.peak_memory_of}"),
         ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
         ("output", summary.output_dir),
     ]
+    if summary.updates_left_out:
+        rows.append(("note", f"{summary.updates_left_out} updates were left out: they were not finite"))
     if summary.last_loss != summary.last_loss:
         rows.append(("note", "the loss is not a number: the training diverged; lower --learning_rate"))
     _print_facts(console, "done", rows)
@@ -175,7 +195,15 @@ def _ledger_line(ledger: TokenLedger) -> str:
     return (
         f"{ledger.rows_read:,} rows, {ledger.tokens_read:,} tokens; "
         f"truncated {ledger.tokens_truncated:,} tokens of {ledger.rows_truncated:,} rows; "
-        f"dropped {ledger.rows_dropped:,} rows without loss, {ledger.tokens_dropped:,} tokens"
+        f"dropped {ledger.tokens_dropped:,} tokens of {ledger.rows_fully_masked:,} fully masked rows; "
+        f"split {ledger.tokens_split:,} tokens of {ledger.rows_split:,} rows"
+    )
+
+
+def _loss_line(ledger: TokenLedger) -> str:
+    return (
+        f"{ledger.tokens_counted:,} tokens; without loss {ledger.tokens_masked_by_template:,} masked by the "
+        f"template, {ledger.tokens_masked_at_boundaries:,} at boundaries"
     )
 
 

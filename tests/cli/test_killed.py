@@ -1,0 +1,206 @@
+"""A run that is killed at any moment goes on to the very losses, rows and weights that it would have had."""
+
+import errno
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from cli_runs import losses, read_metrics
+from killed_runs import (
+    die_before_the_adapter_is_saved,
+    die_before_the_summary,
+    ended,
+    fill_the_disk_at_the_second_save,
+    kill_after,
+    kill_while_saving,
+    rows_of_steps,
+    start,
+    wait_for,
+)
+from safetensors.torch import load_file
+
+from unsloth_pack.cli import main
+from unsloth_pack.report.metrics import has_ended
+from unsloth_pack.whole_checkpoints import last_checkpoint
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise on a CPU")
+
+STEPS, EVERY = 9, 2  # updates, and updates between checkpoints
+
+
+@pytest.fixture(scope="module")
+def flags(model, data):
+    """More than an epoch of packed rows, with dropout: what is random must go on where it was."""
+    given = {"model_name": model, "dataset": data, "max_seq_length": 256, "max_steps": STEPS, "r": 4}
+    given |= {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "lora_dropout": 0.2}
+    given |= {"save_steps": EVERY, "warmup_steps": 1}
+    return ["--sample_packing", *(f"--{name}={value}" for name, value in given.items())]
+
+
+@pytest.fixture(scope="module")
+def whole(flags, tmp_path_factory):
+    """The folder of a run that nothing interrupts, and the seconds that it takes."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        start(["--help"], folder / "warm").join()  # starts the process that all are forked from
+    began = time.monotonic()
+    assert ended(start([*flags, f"--output_dir={folder / 'out'}"], folder)) == 0
+    return folder, time.monotonic() - began
+
+
+def go_on(flags, folder):
+    """Resume the run, unless it was killed after its end; start it where it was killed before it began."""
+    out = folder / "out"
+    begun = (out / "metrics.jsonl").exists()
+    if begun and has_ended(out):
+        return
+    command = ["--resume", f"--output_dir={out}"] if begun else [*flags, f"--output_dir={out}"]
+    assert ended(start(command, folder)) == 0, (folder / "stderr").read_text()
+
+
+def assert_same_run(folder, whole):
+    assert losses(folder / "out") == losses(whole / "out")
+    assert list(losses(folder / "out")) == list(range(1, STEPS + 1))
+    assert rows_of_steps(folder) == rows_of_steps(whole)
+    ours, theirs = (load_file(path / "out" / "adapter_model.safetensors") for path in (folder, whole))
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    ours, theirs = (read_metrics(path / "out") for path in (folder, whole))
+    assert ours["data"] == theirs["data"]
+    assert [line["num_tokens"] for line in ours["log"] if "loss" in line] == [
+        line["num_tokens"] for line in theirs["log"] if "loss" in line
+    ]
+    assert {path.name for path in (folder / "out").iterdir()} == {
+        path.name for path in (whole / "out").iterdir()
+    }
+
+
+def killed(moment, flags, folder, whole_seconds, rng):
+    """Start a run and kill it: at a random moment, or during a save. Returns whether that met it alive."""
+    run = start([*flags, f"--output_dir={folder / 'out'}"], folder)
+    if moment == "anywhere":
+        return kill_after(run, rng.uniform(0, whole_seconds))
+    step = rng.choice(range(EVERY, STEPS, EVERY))
+    return kill_while_saving(run, folder / "out", step, rng.uniform(0, 0.02))
+
+
+@pytest.mark.parametrize("moment", ["anywhere", "saving"])
+def test_a_killed_run_goes_on_as_if_nothing_had_been(moment, flags, whole, tmp_path):
+    rng = random.Random()
+    killed(moment, flags, tmp_path, whole[1], rng)
+    go_on(flags, tmp_path)
+    assert_same_run(tmp_path, whole[0])
+
+
+@pytest.mark.nightly
+def test_twenty_random_moments(flags, whole, tmp_path):
+    """Every other one during a save; the run is killed once more while it resumes."""
+    seed = random.randrange(2**32)
+    rng, found = random.Random(seed), []
+    for number in range(20):
+        folder = tmp_path / str(number)
+        alive = killed(("anywhere", "saving")[number % 2], flags, folder, whole[1], rng)
+        out = folder / "out"
+        left = [path.name for path in out.glob("checkpoint-*")] if out.exists() else []
+        found.append({"alive": alive, "half": (out / ".saving").exists(), "checkpoints": sorted(left)})
+        if (out / "metrics.jsonl").exists() and last_checkpoint(out):
+            kill_after(start(["--resume", f"--output_dir={out}"], folder), rng.uniform(0, whole[1]))
+        go_on(flags, folder)
+        assert_same_run(folder, whole[0])
+    print(json.dumps({"seed": seed, "moments": found}))
+    assert sum(moment["alive"] for moment in found) >= 15
+
+
+def test_a_half_written_checkpoint_is_never_taken(flags, whole, tmp_path):
+    run = start([*flags, f"--output_dir={tmp_path / 'out'}"], tmp_path)
+    kill_while_saving(run, tmp_path / "out", 6, 0)
+    out = tmp_path / "out"
+    before = last_checkpoint(out)
+    assert before is not None
+    for number, (name, text) in enumerate([("trainer_state.json", '{"global_st'), ("optimizer.pt", "")]):
+        half = out / f"checkpoint-{100 + number}"
+        half.mkdir()
+        (half / name).write_text(text)
+    (out / "checkpoint-old").mkdir()
+    assert last_checkpoint(out) == before
+
+
+def test_killed_between_the_last_update_and_the_end(flags, whole, tmp_path):
+    run = start([*flags, f"--output_dir={tmp_path / 'out'}"], tmp_path, die_before_the_adapter_is_saved)
+    assert ended(run) == -signal.SIGKILL
+    go_on(flags, tmp_path)
+    assert_same_run(tmp_path, whole[0])
+    assert main(["--resume", f"--output_dir={tmp_path / 'out'}"]) == 2
+
+
+def test_killed_after_the_merged_model_was_saved(flags, whole, tmp_path):
+    out = tmp_path / "out"
+    run = start([*flags, "--save_model", f"--output_dir={out}"], tmp_path, die_before_the_summary)
+    assert ended(run) == -signal.SIGKILL
+    go_on(flags, tmp_path)
+    assert (out / "merged" / "model.safetensors").is_file()
+    assert losses(out) == losses(whole[0] / "out")
+    assert not list(tmp_path.rglob("*.aside"))
+
+
+def test_killed_before_the_first_checkpoint(flags, whole, tmp_path):
+    run = start([*flags, f"--output_dir={tmp_path / 'out'}"], tmp_path)
+    wait_for(tmp_path / "out" / "metrics.jsonl", run)
+    assert kill_after(run, 0)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + b'{"kind": "log", "st')  # killed while it wrote a line
+    go_on(flags, tmp_path)
+    assert_same_run(tmp_path, whole[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_a_random_moment(number, flags, whole, tmp_path):
+    run = start([*flags, f"--output_dir={tmp_path / 'out'}"], tmp_path)
+    wait_for(tmp_path / "out" / f"checkpoint-{EVERY}", run)
+    time.sleep(random.uniform(0, 0.05))
+    os.kill(run.pid, number)
+    code = ended(run)
+    assert code == 128 + number, (tmp_path / "stderr").read_text()
+    said = (tmp_path / "stdout").read_text()
+    assert f"is whole, go on with: unsloth-pack --resume --output_dir {tmp_path / 'out'}" in said
+    go_on(flags, tmp_path)
+    assert_same_run(tmp_path, whole[0])
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(flags, whole, tmp_path):
+    run = start([*flags, f"--output_dir={tmp_path / 'out'}"], tmp_path, fill_the_disk_at_the_second_save)
+    assert ended(run) == 1
+    out = tmp_path / "out"
+    said = (tmp_path / "stderr").read_text()
+    assert "Traceback" not in said
+    assert f"checkpoint-{2 * EVERY} could not be saved" in said
+    assert f"checkpoint-{EVERY} is whole, go on with: unsloth-pack --resume" in said
+    assert [path.name for path in out.glob("*checkpoint*")] == [f"checkpoint-{EVERY}"]
+    assert not (out / ".saving").exists()
+    go_on(flags, tmp_path)
+    assert_same_run(tmp_path, whole[0])
+
+
+def test_a_full_disk_while_the_metrics_are_written(train, monkeypatch, capsys, tmp_path):
+    from unsloth_pack.report.metrics import MetricsFile
+
+    write = MetricsFile.write
+
+    def full(self, kind, **values):
+        if values.get("step") == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, kind, **values)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsFile, "write", full)
+        assert train(save_steps=2) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device; checkpoint-2 is whole, go on with" in said
+    assert main(["--resume", f"--output_dir={tmp_path / 'out'}"]) == 0
+    assert list(losses(tmp_path / "out")) == [1, 2, 3, 4]

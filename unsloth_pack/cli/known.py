@@ -1,0 +1,69 @@
+"""What is known to break, and what is known to be left over, as data for `doctor`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# What the tests run with: from the first release up to, but not with, the second.
+TESTED = {
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.17", "5.24"),
+    "trl": ("1.15", "1.17"),
+    "peft": ("0.19", "0.22"),
+    "accelerate": ("1.15", "1.16"),
+    "datasets": ("4.8", "5.3"),
+}
+# What else is used where it is there, and whether on CUDA alone.
+OPTIONAL = {
+    "triton": ("fused kernels on CUDA", True),
+    "bitsandbytes": ("load_in_4bit, load_in_8bit and 8-bit optimizers", False),
+    "xformers": ("the xformers attention backend", False),
+    "flash-attn": ("flash attention with softcap; torch brings the rest", False),
+}
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """Something that does not work with certain releases.
+
+    Args:
+        releases: package -> versions, as pip writes them; all must be installed.
+        device_type: "cuda" or "cpu" where it breaks there alone.
+        what: what does not work.
+        remedy: how it works.
+    """
+
+    releases: Mapping[str, str]
+    device_type: str | None
+    what: str
+    remedy: str
+
+
+BREAKAGES = (
+    Breakage(
+        {"xformers": "<=0.0.35", "torch": ">=2.11"},
+        "cuda",
+        "the compiled extension of xformers does not load; of its operators only FlashAttention's runs",
+        "use --attn_backend flash, or an xformers that was built for this torch",
+    ),
+    Breakage({"trl": "<1.16"}, "cpu", "TRL trains on CUDA only", "pip install 'trl>=1.16'"),
+    Breakage(
+        {"peft": "<0.21"},
+        None,
+        "a saved adapter of experts (qwen3_moe) cannot be loaded again",
+        "pip install 'peft>=0.21'",
+    ),
+    Breakage(
+        {"transformers": "<5.18"},
+        None,
+        "transformers' own sdpa attention drops Gemma 2's softcap; models from FastLanguageModel keep it",
+        "pip install 'transformers>=5.23' before comparing with an unpatched model",
+    ),
+)
+
+# Beginnings of names, and whose they are.
+STALE_VARIABLES = {
+    "OFFLINE_PACKED_": "LLaVA-OneVision's",
+    "OFFLINE_PACKING_": "LLaVA-OneVision's",
+    "UNSLOTH_": "Unsloth's",
+    "AXOLOTL_": "Axolotl's",
+}

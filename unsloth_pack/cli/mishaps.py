@@ -1,0 +1,86 @@
+"""What ends a run early, said in one line, with the way to go on."""
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unsloth_pack.cli.options import TrainOptions
+from unsloth_pack.errors import RunStopped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unsloth_pack.finite_updates import NonFinite
+    from unsloth_pack.report.metrics import MetricsFile
+    from unsloth_pack.trl import RunTrainer
+
+
+@contextmanager
+def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
+    """Within, what stops the training is raised with what is left on the disk and how to go on.
+
+    Raises:
+        RunStopped: the disk is full, the GPU's memory is, or the training itself stopped.
+        KeyboardInterrupt: a second Ctrl-C; with a message.
+    """
+    import torch
+
+    folder = Path(str(options.output_dir))
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = f"out of memory in update {trainer.state.global_step + 1}: {_remedy(trainer, options, error)}"
+        raise RunStopped(f"{said}; {way_on(folder)}") from error
+    except (RunStopped, OSError) as error:
+        raise RunStopped(f"{error}; {way_on(folder)}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {way_on(folder)}") from None
+
+
+def _remedy(trainer: "RunTrainer", options: TrainOptions, error: BaseException) -> str:
+    from unsloth_pack.out_of_memory import remedy
+
+    use = trainer.memory_use(error)
+    if use is None:
+        return "not in a step of training; lower --per_device_eval_batch_size, or end what else uses the GPU"
+    return remedy(
+        use,
+        max_seq_length=options.max_seq_length,
+        batch_size=trainer.args.per_device_train_batch_size,
+        accumulation=trainer.args.gradient_accumulation_steps,
+        checkpointing=bool(options.use_gradient_checkpointing),
+        quantised=options.load_in_4bit,
+    )
+
+
+def report_nonfinite(
+    trainer: "RunTrainer", options: TrainOptions, console: "Console", metrics: "MetricsFile"
+) -> None:
+    """Treat updates that are not finite as the options say; each goes to the screen and the metrics."""
+
+    def report(found: "NonFinite") -> None:
+        metrics.write("nonfinite", **asdict(found))
+        console.print(str(found), soft_wrap=True, markup=False)
+
+    trainer.on_nonfinite, trainer.report_nonfinite = options.on_nonfinite, report  # type: ignore[method-assign]
+
+
+def check_finite(trainer: "RunTrainer") -> None:
+    """Raise where an update that was not finite stopped the training."""
+    if trainer.stopped_by is not None:
+        raise RunStopped(
+            f"{trainer.stopped_by}; correct the data and start anew, or go on without it "
+            "(--on_nonfinite skip does so by itself)"
+        )
+
+
+def way_on(folder: Path) -> str:
+    """How to go on with the run in `folder`, and from where."""
+    from unsloth_pack.whole_checkpoints import last_checkpoint
+
+    checkpoint = last_checkpoint(folder)
+    kept = f"{checkpoint.name} is whole, go on" if checkpoint else "there is no checkpoint yet, start over"
+    return f"{kept} with: unsloth-pack --resume --output_dir {shlex.quote(str(folder))}"
