@@ -108,6 +108,7 @@ def test_the_dtype_is_what_the_device_has(folder):
         {"use_gradient_checkpointing": True},
         {"use_gradient_checkpointing": "offload"},
         {"use_gradient_checkpointing": "unsloth"},
+        {"use_gradient_checkpointing": "auto"},
     ],
     ids=str,
 )
@@ -311,7 +312,6 @@ def test_models_that_are_not_there(folder, tmp_path):
         ({"r": 0}, "r is 0; the rank of an adapter is at least 1"),
         ({"lora_dropout": 1.0}, r"lora_dropout is 1.0; a probability in \[0, 1\)"),
         ({"target_modules": ["w_proj"]}, "target_modules names 'w_proj'; the model has down_proj"),
-        ({"use_gradient_checkpointing": "auto"}, "use_gradient_checkpointing"),
         ({"use_gradient_checkpointing": "always"}, "use_gradient_checkpointing is 'always'"),
     ],
     ids=str,

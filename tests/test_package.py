@@ -21,6 +21,7 @@ LAYERS = [
     {"trl"},
     {"packed_rows", "evaluation", "whole_checkpoints", "finite_updates", "out_of_memory"},
     {"checkpointing", "saving"},
+    {"offload", "recompute"},
     {"patch"},
     {"models"},
     {"describe"},

@@ -96,6 +96,7 @@ class FastLanguageModel:
         """
         _check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
         set_seed(random_state)
+        _let_segments_grow()
         source, adapter = _resolve(model_name)
         hub = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
         config = _load(AutoConfig, source, **hub, **hf_kwargs)
@@ -155,8 +156,8 @@ class FastLanguageModel:
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
             bias, layers_to_transform, modules_to_save, use_rslora, use_dora: as in PEFT's `LoraConfig`.
-            use_gradient_checkpointing: False; True; or "offload" (alias "unsloth") to hold the inputs of
-                layers in host memory.
+            use_gradient_checkpointing: False; True; "offload" (alias "unsloth") to hold the inputs of layers
+                in host memory; or "auto" to recompute as few layers as the GPU's free memory allows.
             random_state: seed of the adapter's initial weights.
             loftq_config: arguments of PEFT's `LoftQConfig`; the adapter then starts from LoftQ.
 
@@ -266,6 +267,16 @@ def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bo
         )
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
         raise InputError("load_in_4bit and load_in_8bit need bitsandbytes; pip install 'unsloth-pack[cuda]'")
+
+
+def _let_segments_grow() -> None:
+    """Have torch reserve GPU memory in segments that grow: rows of changing lengths leave fewer gaps so.
+
+    Where the process has reserved memory already, or its user has set the allocator up, it stays as it is.
+    """
+    is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if torch.cuda.is_available() and not is_set and not torch.cuda.memory_reserved():
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _resolve(model_name: str) -> tuple[str, str | None]:

@@ -1,6 +1,7 @@
-"""Gradient checkpointing: recompute layers in the backward pass, their inputs kept on device or host."""
+"""Gradient checkpointing: recompute layers in the backward pass, all or as many as memory asks for."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.offload import HostStore
+from unsloth_pack.recompute import RecomputePlan
 
 CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
 
@@ -16,27 +19,42 @@ def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
     """Turn gradient checkpointing on, as `use_gradient_checkpointing` asks.
 
     Args:
-        model: a transformers or PEFT model.
+        model: a patched transformers model, or a PEFT model of one.
         mode: False for none; True to recompute every layer; "offload" (alias "unsloth") to hold the layers'
-            inputs in host memory meanwhile.
+            inputs in host memory meanwhile; "auto" to recompute as few layers as the free memory of the GPU
+            allows, decided anew for every row (see `RecomputePlan`).
 
     Raises:
         InputError: any other mode.
     """
     if mode is False:
         return
-    if mode not in (True, "offload", "unsloth"):
+    if mode not in (True, "offload", "unsloth", "auto"):
         raise InputError(
-            f"use_gradient_checkpointing is {mode!r}; use False, True or 'offload' ('auto' is not there yet)"
+            f"use_gradient_checkpointing is {mode!r}; use False, True, 'offload' (or 'unsloth') or 'auto'"
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    decoder = model.get_decoder()
+    if mode == "auto":
+        decoder.recompute_plan = RecomputePlan(decoder)
+        for number, layer in enumerate(decoder.layers):
+            layer._gradient_checkpointing_func = partial(_checkpoint_as_planned, decoder, number)
+        return
     model.enable_input_require_grads()
     if mode is not True:
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False):
-                module._gradient_checkpointing_func = _checkpoint_on_host
+        store = HostStore()
+        for layer in decoder.layers:
+            layer._gradient_checkpointing_func = partial(_checkpoint_on_host, store)
 
 
-def _checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+def _checkpoint_on_host(store: HostStore, function: Callable[..., Any], *args: Any) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(store.put, store.take):
         return checkpoint(function, *args, use_reentrant=False)
+
+
+def _checkpoint_as_planned(decoder: Any, number: int, function: Callable[..., Any], *args: Any) -> Any:
+    plan: RecomputePlan = decoder.recompute_plan
+    if not plan.keeps(number):
+        return checkpoint(function, *args, use_reentrant=False)
+    with plan.measured():
+        return function(*args)

@@ -299,7 +299,9 @@ class _DecoderState:
     def why_not_captured(self, row: PackedRow) -> str | None:
         if not self._decoder.training:
             return "the model is not training"
-        if getattr(self._decoder.layers[0], "gradient_checkpointing", False):
+        plan = self._decoder.recompute_plan
+        checkpointed = getattr(self._decoder.layers[0], "gradient_checkpointing", False)
+        if checkpointed and (plan is None or plan.n_recomputed):
             return "gradient checkpointing"
         if row.n_tokens * self._layer_size > _PAYS_BELOW:
             return "the GPU computes longer than Python launches"

@@ -48,7 +48,8 @@ def train(model, data, tmp_path):
 
     def run(*arguments, **flags):
         given = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_seq_length": 144}
-        given |= {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 0.01, **flags}
+        given |= {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 0.01}
+        given |= {"dtype": "float32", **flags}  # and so the same backend on every machine
         spelt = [f"--{name}={value}" for name, value in given.items() if value is not None]
         return main([*arguments, *spelt])
 

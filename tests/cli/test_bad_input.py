@@ -50,7 +50,7 @@ def refused(train, tmp_path, capsys):
         ("dtype", "int8", "one of bfloat16, float16, float32"),
         ("save_method", "gguf", "one of merged_16bit, lora"),
         ("sample_packing", "maybe", "true or false"),
-        ("use_gradient_checkpointing", "auto", "one of true, false, offload, unsloth"),
+        ("use_gradient_checkpointing", "often", "one of true, false, offload, unsloth, auto"),
         ("loftq_config", "[4]", "a JSON object"),
         ("optim", "adamw_torhc", "adamw_torch"),
         ("lr_scheduler_type", "linaer", "linear"),
@@ -69,7 +69,7 @@ def test_values(flag, value, remedy, refused):
 @pytest.mark.parametrize(
     ("flags", "complaint", "remedy"),
     [
-        ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit are both set", "choose one"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit are set together", "choose one"),
         ({"load_in_4bit": True, "loftq_config": '{"loftq_bits": 4}'}, "loftq_config", "drop load_in_4bit"),
         ({"keep_examples_per_update": True}, "without sample_packing", "give --sample_packing too"),
         ({"eval_packing": True}, "eval_packing is True without data to evaluate", "give --eval_dataset"),

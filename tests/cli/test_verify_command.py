@@ -28,7 +28,7 @@ def leak(monkeypatch):
 
 
 def test_a_line_a_verdict_and_a_table(model, data, capsys):
-    assert main(["verify", "--model_name", model, "--dataset", data]) == 0
+    assert main(["verify", "--model_name", model, "--dataset", data, "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("\npassed  ") == 12
     assert "FAILED" not in shown
@@ -58,7 +58,7 @@ def test_a_saved_adapter_is_what_is_verified(model, train, tmp_path, capsys):
 
 
 def test_a_leak_is_found(model, leak, capsys):
-    assert main(["verify", "--model_name", model]) == 1
+    assert main(["verify", "--model_name", model, "--dtype", "float32"]) == 1
     shown = capsys.readouterr()
     assert "FAILED  leak into logits" in shown.out
     assert "first in layer 0" in shown.out
@@ -74,7 +74,10 @@ def test_bad_input(model, tmp_path, capsys):
         (["--model_name", str(tmp_path / "gpt2")], "model type 'gpt2' has no patch; supported are"),
         (["--model_name", model, "--max_seq_length", "20"], "max_seq_length is 20; a row to verify takes"),
         (["--model_name", model, "--dataset", str(one)], "give two or more"),
-        (["--model_name", model, "--attn_backend", "flash"], "attn_backend 'flash' cannot run"),
+        (
+            ["--model_name", model, "--dtype", "float32", "--attn_backend", "flash"],
+            "attn_backend 'flash' cannot run",
+        ),
         (["--model_name", model, "--dtype", "float8"], "give one of bfloat16"),
     ]:
         assert main(["verify", *flags]) == 2, flags

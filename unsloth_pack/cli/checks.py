@@ -18,10 +18,13 @@ def check_options(options: TrainOptions) -> None:
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    if options.load_in_4bit and options.load_in_8bit:
-        raise InputError("load_in_4bit and load_in_8bit are both set; choose one")
-    if options.loftq_config is not None and (options.load_in_4bit or options.load_in_8bit):
-        raise InputError("loftq_config starts from 16-bit weights; drop load_in_4bit and load_in_8bit")
+    loaded_in = [name for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(options, name)]
+    if len(loaded_in) > 1:
+        raise InputError(f"{' and '.join(loaded_in)} are set together; choose one")
+    if options.loftq_config is not None and loaded_in:
+        raise InputError(f"loftq_config starts from 16-bit weights; drop {loaded_in[0]}")
+    if options.use_dora and options.load_in_fp8:
+        raise InputError("use_dora needs the exact base weights; drop load_in_fp8")
     if options.eval_packing is not None and options.eval_dataset is None:
         raise InputError(
             f"eval_packing is {options.eval_packing} without data to evaluate; give --eval_dataset"

@@ -38,6 +38,7 @@ class TrainOptions:
     )
     load_in_4bit: bool = _flag(MODEL, False, boolean, "hold the frozen weights in NF4 (bitsandbytes)")
     load_in_8bit: bool = _flag(MODEL, False, boolean, "hold the frozen weights in int8 (bitsandbytes)")
+    load_in_fp8: bool = _flag(MODEL, False, boolean, "hold the frozen weights in fp8; on GPUs that have it")
     attn_backend: str = _flag(
         MODEL, "auto", str, "of packed attention: auto, flash, xformers or sdpa; see `unsloth-pack doctor`"
     )
@@ -49,8 +50,9 @@ class TrainOptions:
     use_gradient_checkpointing: bool | str = _flag(
         ADAPTER,
         False,
-        switch_or("offload", "unsloth"),
-        "recompute layers in the backward pass; offload (or unsloth) also holds their inputs in host memory",
+        switch_or("offload", "unsloth", "auto"),
+        "recompute layers in the backward pass; offload (or unsloth) also holds their inputs in host memory; "
+        "auto recomputes as few as memory allows",
     )
     random_state: int = _flag(ADAPTER, 3407, whole(0), "seed of the adapter's initial weights")
     use_rslora: bool = _flag(ADAPTER, False, boolean, "scale by alpha / sqrt(r)")

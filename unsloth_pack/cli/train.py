@@ -98,7 +98,8 @@ def _load_model(options: TrainOptions) -> Any:
     def chosen(*names: str) -> dict[str, Any]:
         return {name: getattr(options, name) for name in names}
 
-    load = chosen("model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "attn_backend")
+    load = chosen("model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8")
+    load |= chosen("attn_backend")
     model, _ = FastLanguageModel.from_pretrained(**load, random_state=options.random_state)
     adapter = chosen("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "loftq_config")
     adapter |= chosen("use_gradient_checkpointing", "random_state")

@@ -5,6 +5,7 @@ An ordinary batch goes through transformers' own forward, masks and cache includ
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
@@ -24,6 +25,7 @@ class FastDecoder(nn.Module):
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs
+    recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
 
     def forward(
         self,
@@ -46,6 +48,7 @@ class FastDecoder(nn.Module):
         for name in ROW_KEYWORDS:
             kwargs.pop(name, None)
         row = kwargs.pop("packed_row")
+        self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is None:
             return super().forward(
                 input_ids=input_ids,
@@ -62,7 +65,22 @@ class FastDecoder(nn.Module):
             hidden_BTC = self.step_graphs.run(self, row, input_ids)
             if hidden_BTC is not None:
                 return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)
-        return self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
+        try:
+            return self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
+        except torch.OutOfMemoryError:
+            if self.recompute_plan is None or not self.recompute_plan.lower():
+                raise
+        torch.cuda.empty_cache()
+        return self(input_ids, inputs_embeds=inputs_embeds, packed_row=row, **kwargs)
+
+    def _plan_recomputation(self, inputs: Tensor | None) -> None:
+        if (
+            self.recompute_plan is not None
+            and inputs is not None
+            and self.training
+            and torch.is_grad_enabled()
+        ):
+            self.recompute_plan.decide(inputs.shape[0] * inputs.shape[1], inputs.device)
 
     @capture_outputs
     def _packed_forward(

@@ -1,0 +1,154 @@
+"""Recomputing and offloading change no bit; the plan keeps what fits and learns from what a step took."""
+
+import pytest
+import torch
+from tiny import DEVICE, random_documents, run_packed, tiny_model
+
+from unsloth_pack import patch_model, recompute
+from unsloth_pack.checkpointing import enable_checkpointing
+from unsloth_pack.recompute import RecomputePlan
+
+LENGTHS = [33, 2, 64, 1]
+MODES = [True, "offload", "auto"]
+on_gpu = pytest.mark.gpu
+
+
+def checkpointed(mode, arch="llama"):
+    model = tiny_model(arch, torch.float32)
+    patch_model(model, "sdpa")
+    enable_checkpointing(model, mode)
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "qwen3_moe"])
+def test_no_bit_changes(mode, arch):
+    documents = random_documents(LENGTHS)
+    expected = run_packed(checkpointed(False, arch), documents)
+    got = run_packed(checkpointed(mode, arch), documents)
+    assert torch.equal(got.logits, expected.logits)
+    for name, grad in expected.grads.items():
+        assert torch.equal(got.grads[name], grad), name
+
+
+@pytest.mark.parametrize("n_recomputed", [0, 1, 2])
+def test_planned_layers_are_recomputed_and_no_others(n_recomputed, monkeypatch):
+    documents = random_documents(LENGTHS)
+    expected = run_packed(checkpointed(False), documents)
+    model = checkpointed("auto")
+    plan = model.get_decoder().recompute_plan
+    monkeypatch.setattr(plan, "decide", lambda *_: setattr(plan, "n_recomputed", n_recomputed))
+    runs = []
+    for number, layer in enumerate(model.get_decoder().layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: runs.append(number))
+    got = run_packed(model, documents)
+    assert sorted(runs) == sorted([0, 1, *range(n_recomputed)])
+    assert all(torch.equal(got.grads[name], grad) for name, grad in expected.grads.items())
+    assert str(plan) == f"{n_recomputed} of 2 layers are recomputed"
+
+
+class FakeGpu:
+    """Memory as the plan reads it, in bytes."""
+
+    def __init__(self, monkeypatch, free):
+        self.free, self.allocated, self.peak = free, 0, 0
+        monkeypatch.setattr(recompute, "_free", lambda device: self.free)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def step(self, plan, tokens, layer_bytes, beside):
+        """What a training step does to memory: every kept layer keeps, then the loss and a backward pass."""
+        plan.decide(tokens, torch.device("cuda"))
+        at_rest = self.allocated
+        for layer in range(plan.n_layers):
+            if plan.keeps(layer):
+                with plan.measured():
+                    self.allocated += layer_bytes * tokens
+        self.peak = max(self.peak, self.allocated + beside * tokens)
+        self.allocated = at_rest
+
+
+@pytest.fixture
+def plan():
+    return RecomputePlan(tiny_model("llama", torch.bfloat16, "cpu").get_decoder())
+
+
+def test_everything_is_kept_where_it_fits_and_nothing_where_it_does_not(monkeypatch, plan):
+    FakeGpu(monkeypatch, free=10**9)
+    plan.decide(1000, torch.device("cuda"))
+    assert plan.n_recomputed == 0
+    FakeGpu(monkeypatch, free=10**5)
+    plan.decide(1000, torch.device("cuda"))
+    assert plan.n_recomputed == plan.n_layers
+
+
+@pytest.mark.parametrize(("layer_bytes", "beside"), [(500, 2000), (5000, 100), (900, 50_000)])
+def test_the_plan_fits_what_it_measured(monkeypatch, plan, layer_bytes, beside):
+    plan.n_layers = 40
+    for free in (10**8, 5 * 10**7, 2 * 10**7):
+        gpu = FakeGpu(monkeypatch, free)
+        for tokens in (64, 512, 500, 1000, 1000):
+            gpu.step(plan, tokens, layer_bytes, beside)
+        n_kept = plan.n_layers - plan.n_recomputed
+        if beside * 1000 > free:
+            assert n_kept == 0
+            continue
+        beside = max(beside, layer_bytes)  # a backward pass works in one layer's worth at least
+        taken = 1000 * (n_kept * layer_bytes + beside)
+        assert n_kept == 0 or taken <= 0.95 * free
+        assert n_kept == 40 or taken + 1000 * layer_bytes > 0.94 * free
+
+
+def test_running_out_of_memory_lowers_the_plan(monkeypatch, plan):
+    gpu = FakeGpu(monkeypatch, free=10**7)
+    plan.n_layers = 40
+    gpu.step(plan, 1000, 200, 1000)
+    gpu.step(plan, 1000, 200, 1000)
+    before = plan.n_recomputed
+    while plan.n_recomputed < plan.n_layers:
+        assert plan.lower()
+        plan.decide(1000, torch.device("cuda"))
+        assert plan.n_recomputed >= before
+        before = plan.n_recomputed
+    assert not plan.lower()
+
+
+@on_gpu
+def test_a_forward_that_runs_out_of_memory_is_tried_again(monkeypatch):
+    documents = random_documents(LENGTHS)
+    expected = run_packed(checkpointed(False), documents)
+    model = checkpointed("auto")
+    mlp = model.get_decoder().layers[1].mlp
+    plan, failures = model.get_decoder().recompute_plan, []
+    monkeypatch.setattr(plan, "decide", lambda *_: setattr(plan, "n_recomputed", len(failures)))
+
+    def fail_once(module, args):
+        if not failures:
+            failures.append(1)
+            raise torch.OutOfMemoryError("out of memory")
+
+    mlp.register_forward_pre_hook(fail_once)
+    got = run_packed(model, documents)
+    assert plan.n_recomputed == 1
+    assert all(torch.equal(got.grads[name], grad) for name, grad in expected.grads.items())
+
+
+@on_gpu
+def test_less_memory_recomputes_more():
+    from torch.cuda import set_per_process_memory_fraction as limit
+
+    torch.cuda.empty_cache()
+    documents = random_documents([2000] * 4)
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        limit((torch.cuda.memory_allocated() + 2**30) / total)
+        model = checkpointed("auto")
+        run_packed(model, documents)
+        kept_all = model.get_decoder().recompute_plan.n_recomputed
+        limit((torch.cuda.memory_allocated() + 70 * 2**20) / total)
+        model.get_decoder().recompute_plan = RecomputePlan(model.get_decoder())
+        model.get_decoder().recompute_plan.decide(8000, torch.device(DEVICE, 0))
+        assert model.get_decoder().recompute_plan.n_recomputed > kept_all == 0
+    finally:
+        limit(1.0)
