@@ -1,6 +1,8 @@
-"""The shapes that the benchmarks run on, and models of them with random weights, whose speed is the same."""
+"""The shapes that the benchmarks run on, and models of them with random weights, whose speed is the same.
 
-import json
+All have 2**20 positions, so that memory is what limits a context.
+"""
+
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +54,9 @@ class Shape:
 
 
 SHAPES = {
-    "qwen0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 32768, True, 1e6, tokens=2048),
+    "qwen0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 2**20, True, 1e6, tokens=2048),
     "llama8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 2**20, False, 5e5, tokens=8192),
-    "tiny": Shape("qwen2", 4096, 128, 256, 2, 4, 2, 32768, True, 1e4, tokens=512),
+    "tiny": Shape("qwen2", 4096, 128, 256, 2, 4, 2, 2**20, True, 1e4, tokens=512),
 }
 
 
@@ -91,12 +93,6 @@ def build(name: str, work: Path, texts: list[str] | None = None) -> str:
         tokenizer_object=bpe, pad_token=pad, bos_token=bos, eos_token=eos
     ).save_pretrained(folder)
     return str(folder)
-
-
-def alpaca_texts(path: Path) -> list[str]:
-    """The texts of a json file of alpaca rows, for the tokenizer."""
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    return ["\n".join(str(value) for value in row.values()) for row in rows]
 
 
 def versions() -> dict[str, str | None]:
