@@ -3,13 +3,15 @@
 import json
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
+from torch.autograd import DeviceType
 from transformers import GPT2Config
 
 from unsloth_pack.bench import Case, Failed, Figures, measure_apart
-from unsloth_pack.bench.breakdown import CATEGORIES, kernel_category
+from unsloth_pack.bench.breakdown import CATEGORIES, break_down, kernel_category
 from unsloth_pack.bench.measure import main as measure_main
 from unsloth_pack.bench.measure import measure
 from unsloth_pack.cli import bench, main
@@ -181,3 +183,32 @@ def test_what_fails_there_is_one_line(case, tmp_path, monkeypatch):
 )
 def test_what_a_kernel_counts_as(kernel, category):
     assert kernel_category(kernel) == category
+
+
+def gpu_event(name, start, end, is_annotation=False):
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(
+        name=name, device_type=DeviceType.CUDA, time_range=span, is_user_annotation=is_annotation
+    )
+
+
+def cpu_event(name, parent=None, **kernels):
+    launched = [SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels.items()]
+    return SimpleNamespace(name=name, device_type=DeviceType.CPU, cpu_parent=parent, kernels=launched)
+
+
+def test_a_kernel_belongs_to_the_loss_that_launched_it():
+    loss = cpu_event("ChunkedLogProbFunction")
+    events = [
+        gpu_event("sm90_xmma_gemm", 0, 3000),  # of the loss
+        gpu_event("sm90_xmma_gemm", 3000, 8000),  # from a graph
+        gpu_event("Memcpy HtoD", 7000, 9000),  # on another stream
+        gpu_event("Optimizer.step#AdamW.step", 0, 20000, is_annotation=True),
+        loss,
+        cpu_event("aten::mm", loss, sm90_xmma_gemm=3000),
+        cpu_event("cudaGraphLaunch", None, sm90_xmma_gemm=5000),
+    ]
+    found = break_down(events, steps=2, on_gpu=True)
+    expected = {"loss": 1.5, "GEMMs": 2.5, "other": 1.0}
+    assert found.ms == dict.fromkeys(CATEGORIES, 0.0) | expected
+    assert found.busy_ms == 4.5
