@@ -15,6 +15,7 @@ ROOT = Path(unsloth_pack.__file__).parent
 # A module may import from its own layer and those to the right: cli -> api -> ... -> kernels.
 LAYERS = [
     {"cli"},
+    {"bench"},
     {"report"},
     {"api"},
     {"verification"},

@@ -123,7 +123,7 @@ def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
         (
             ["trian"],
             "unknown subcommand 'trian'",
-            "one of train, stats, pack, verify, generate, merge, doctor",
+            "one of train, stats, pack, verify, bench, generate, merge, doctor",
         ),
         (["--r"], "argument --r: expected one argument", "--help"),
         (["--resume"], "--resume needs --output_dir", "name the folder"),

@@ -1,4 +1,6 @@
-"""The command line: `unsloth-pack [train] ...`, `stats`, `pack`, `verify`, `generate`, `merge`, `doctor`."""
+"""The command line: `unsloth-pack [train] ...`, `stats`, `pack`, `verify`, `bench`, `generate`,
+`merge`, `doctor`.
+"""
 
 import sys
 import traceback
@@ -12,6 +14,7 @@ SUBCOMMANDS = (
     "stats",
     "pack",
     "verify",
+    "bench",
     "generate",
     "merge",
     "doctor",

@@ -1,6 +1,8 @@
 """Peak memory: of the GPU where there is one, else of the process."""
 
+import re
 import sys
+from pathlib import Path
 
 import torch
 
@@ -9,9 +11,13 @@ def peak_memory() -> tuple[int, str]:
     """Bytes, and what they are the peak of."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(), "GPU memory allocated"
+    if sys.platform == "linux":  # getrusage counts there what the parent held when it started this process
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        if high_water := re.search(r"VmHWM:\s*(\d+) kB", status):
+            return int(high_water[1]) * 1024, "process memory"
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process memory"
 
 

@@ -1,0 +1,337 @@
+"""How near every kernel comes to what the device can do, and how far from torch.
+
+    python benchmarks/kernels.py [--shape qwen0.5b,llama8b] [--json PATH]
+
+In bfloat16, a row a kernel and direction, each on the inputs that a layer of the shape has for a packed row.
+Times are of calls replayed from a CUDA graph, which rotate through so many inputs that the L2 cache holds
+none of them when its turn comes; a backward's time is that of forward and backward less the forward's.
+What moves data is judged by bytes a second (every input read once, every output written once) against a large
+device-to-device copy, what multiplies by FLOP a second against a GEMM of 8,192 cubed in bfloat16 or e4m3, all
+measured in the same run. `torch` is what runs without the kernel: plain torch as transformers writes it, PEFT
+for the LoRA layers, a GEMM in bfloat16 for those in fp8.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rope import (
+    MAX_SETS,
+    WORKING_SET,
+    copy_bandwidth,
+    graph_ms,
+    packed_positions,
+    plain_rope,
+    random_inputs,
+    tables,
+    timed,
+)
+from shapes import SHAPES, Shape, device_name, versions
+from torch import Tensor
+from torch.nn import functional as F
+
+EPS = 1e-6
+RANK = 16
+CUBE = 8192
+
+Tensors = tuple[Tensor, ...]
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel on one kind of input.
+
+    Args:
+        inputs: makes the inputs and, where there is a backward to measure, the gradients of the outputs.
+        work: bytes moved or FLOP done by the forward and by the backward; None without a backward.
+        ceiling: "copy", "bf16" or "fp8".
+        ours, plain: take the inputs.
+    """
+
+    name: str
+    ceiling: str
+    work: tuple[float, float | None]
+    inputs: Callable[[], tuple[Tensors, Tensors]]
+    ours: Run
+    plain: Run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen0.5b,llama8b", help="one or several (default: both)")
+    parser.add_argument("--json", type=Path, help="also write every number here")
+    args = parser.parse_args()
+    names = args.shape.split(",")
+    if unknown := [name for name in names if name not in SHAPES]:
+        parser.error(f"--shape: {unknown[0]!r} is none of {', '.join(SHAPES)}")
+    if not torch.cuda.is_available():
+        print("benchmarks/kernels.py measures a CUDA device and this machine has none", file=sys.stderr)
+        return 2
+
+    ceilings = {"copy": copy_bandwidth(), "bf16": bf16_tflops()}
+    if torch.cuda.get_device_capability() >= (8, 9):
+        ceilings["fp8"] = fp8_tflops()
+    report: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "gpu": device_name()}
+    report |= {"versions": versions(), "ceilings": ceilings, "rows": []}
+    measured = ", ".join(f"{name} {value:,.0f} {unit_of(name)}" for name, value in ceilings.items())
+    print(f"{report['gpu']}, torch {torch.__version__}: {measured}")
+    for name in names:
+        shape = SHAPES[name]
+        print(f"\n{name}, {shape.tokens:,} tokens")
+        head = (
+            f"{'kernel':<20}{'':<10}{'ms':>9}{'torch ms':>10}{'speedup':>9}{'achieved':>16}{'of ceiling':>11}"
+        )
+        print(head)
+        for subject in subjects(shape):
+            for row in measure(subject, ceilings[subject.ceiling]):
+                print_row(row)
+                report["rows"].append({"shape": name, "tokens": shape.tokens} | row)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def print_row(row: dict[str, Any]) -> None:
+    achieved = f"{row['achieved']:,.0f} {row['unit']}"
+    print(
+        f"{row['kernel']:<20}{row['direction']:<10}{row['ms']:>9.4f}{row['torch_ms']:>10.4f}"
+        f"{row['speedup']:>8.1f}x{achieved:>16}{row['percent_of_ceiling']:>10.0f}%"
+    )
+
+
+def measure(subject: Subject, ceiling: float) -> Iterator[dict[str, Any]]:
+    """The rows of a kernel: forward, and backward if it has one."""
+    ours, plain = (direction_ms(subject, path) for path in (subject.ours, subject.plain))
+    for direction, work in zip(("forward", "backward"), subject.work, strict=True):
+        if work is None:
+            continue
+        ms = ours[direction]
+        achieved = work / ms / (1e6 if subject.ceiling == "copy" else 1e9)
+        yield {
+            "kernel": subject.name,
+            "direction": direction if subject.work[1] is not None else "",
+            "ms": ms,
+            "torch_ms": plain[direction],
+            "speedup": plain[direction] / ms,
+            "achieved": achieved,
+            "unit": unit_of(subject.ceiling),
+            "percent_of_ceiling": 100 * achieved / ceiling,
+        }
+
+
+def direction_ms(subject: Subject, path: Run) -> dict[str, float]:
+    first = subject.inputs()
+    size = sum(x.numel() * x.element_size() for group in first for x in group)
+    n_sets = min(MAX_SETS, max(4, -(-WORKING_SET // (2 * size))))
+    sets = [first, *(subject.inputs() for _ in range(n_sets - 1))]
+    ms = {"forward": graph_ms([partial(path, *inputs) for inputs, _ in sets])}
+    if subject.work[1] is not None:
+        both = graph_ms([partial(forward_backward, path, *each) for each in sets])
+        ms["backward"] = both - ms["forward"]
+    return ms
+
+
+def forward_backward(path: Run, inputs: Tensors, gradients: Tensors) -> list[Tensor]:
+    found = path(*inputs)
+    outputs = [found] if isinstance(found, Tensor) else [*found]
+    leaves = [x for x in inputs if x.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, gradients)]
+
+
+def unit_of(ceiling: str) -> str:
+    return "GB/s" if ceiling == "copy" else "TFLOP/s"
+
+
+# The kernels
+
+
+def subjects(shape: Shape) -> Iterator[Subject]:
+    yield from rotary(shape)
+    yield from elementwise(shape)
+    yield from fp8(shape)
+    yield from lora(shape)
+
+
+def rotary(shape: Shape) -> Iterator[Subject]:
+    from unsloth_pack.kernels import QKNorm, reference, rope_qk
+
+    T, layout = shape.tokens, (shape.heads, shape.kv_heads, shape.head_dim)
+    positions = packed_positions(T)
+    cos, sin = tables(T, shape.head_dim)
+    rows = [x[positions][None, None].bfloat16() for x in (cos, sin)]
+    weights = [1 + 0.1 * randn(shape.head_dim, grad=False) for _ in range(2)]
+    norm = QKNorm(*weights, EPS)
+
+    def inputs() -> tuple[Tensors, Tensors]:
+        q, k, *gradients = random_inputs(layout, T, True)
+        return (q, k), tuple(gradients)
+
+    def plain_with_norm(q: Tensor, k: Tensor) -> Tensors:
+        q, k = (reference.rms_norm(x, w, EPS) for x, w in zip((q, k), weights, strict=True))
+        return plain_rope(q, k, *rows)
+
+    qk = 2.0 * T * (shape.heads + shape.kv_heads) * shape.head_dim
+    looked_up = 8 * T + (int(positions.max()) + 1) * shape.head_dim * cos.element_size()
+    yield Subject(
+        name="rope_qk",
+        ceiling="copy",
+        work=(2 * qk + looked_up, 2 * qk + looked_up),
+        inputs=inputs,
+        ours=lambda q, k: rope_qk(q, k, cos, sin, positions),
+        plain=lambda q, k: plain_rope(q, k, *rows),
+    )
+    yield Subject(
+        name="rope_qk, QK norm",
+        ceiling="copy",
+        work=(2 * qk + looked_up, 3 * qk + looked_up),
+        inputs=inputs,
+        ours=lambda q, k: rope_qk(q, k, cos, sin, positions, qk_norm=norm),
+        plain=plain_with_norm,
+    )
+
+
+def elementwise(shape: Shape) -> Iterator[Subject]:
+    from unsloth_pack.kernels import gated, reference, rms_norm
+
+    T = shape.tokens
+    hidden, inner = 2.0 * T * shape.hidden, 2.0 * T * shape.intermediate
+    weight = 1 + 0.1 * randn(shape.hidden, grad=False)
+    yield Subject(
+        name="rms_norm",
+        ceiling="copy",
+        work=(2 * hidden, 3 * hidden),
+        inputs=lambda: ((randn(T, shape.hidden),), (randn(T, shape.hidden, grad=False),)),
+        ours=lambda x: rms_norm(x, weight, EPS),
+        plain=lambda x: reference.rms_norm(x, weight, EPS),
+    )
+    yield Subject(
+        name="gated",
+        ceiling="copy",
+        work=(3 * inner, 5 * inner),
+        inputs=lambda: (
+            (randn(T, shape.intermediate), randn(T, shape.intermediate)),
+            (randn(T, shape.intermediate, grad=False),),
+        ),
+        ours=lambda gate, up: gated(gate, up, "silu"),
+        plain=lambda gate, up: F.silu(gate) * up,
+    )
+
+
+def fp8(shape: Shape) -> Iterator[Subject]:
+    """The up projection and the gradient back through it, where the GPU has e4m3."""
+    from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows, reference
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        return
+    T, hidden, inner = shape.tokens, shape.hidden, shape.intermediate
+    weight = randn(inner, hidden, grad=False)
+    weight_rows = quantize_rows(weight)
+    flop = 2.0 * T * hidden * inner
+
+    def with_rows() -> tuple[Tensors, Tensors]:
+        x = randn(T, hidden, grad=False)
+        return (x, *quantize_rows(x)), ()
+
+    yield Subject(
+        name="quantize_rows",
+        ceiling="copy",
+        work=(T * (3.0 * hidden + 4), None),
+        inputs=lambda: ((randn(T, hidden, grad=False),), ()),
+        ours=quantize_rows,
+        plain=reference.quantize_rows,
+    )
+    yield Subject(
+        name="fp8_linear",
+        ceiling="fp8",
+        work=(flop, None),
+        inputs=with_rows,
+        ours=lambda x, values, scale: fp8_linear(Fp8Rows(values, scale), weight_rows, x.dtype),
+        plain=lambda x, values, scale: x @ weight.t(),
+    )
+    yield Subject(
+        name="fp8_linear_backward",
+        ceiling="fp8",
+        work=(flop, None),
+        inputs=lambda: ((randn(T, inner, grad=False),), ()),
+        ours=lambda g: fp8_linear_backward(g, weight_rows),
+        plain=lambda g: g @ weight,
+    )
+
+
+def lora(shape: Shape) -> Iterator[Subject]:
+    """The projections of a decoder layer that read the same input, as one node, against PEFT's layers."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import Linear
+    from transformers import AutoModelForCausalLM
+
+    from unsloth_pack import patch_model
+    from unsloth_pack.models.fast_lora import project
+
+    with torch.device("cuda"):
+        one_layer = shape.config(num_hidden_layers=1, vocab_size=256)
+        model = AutoModelForCausalLM.from_config(one_layer, dtype=torch.bfloat16)
+    groups = {"self_attn": ["q_proj", "k_proj", "v_proj"], "mlp": ["gate_proj", "up_proj"]}
+    adapter = LoraConfig(
+        r=RANK, target_modules=[name for names in groups.values() for name in names], task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(model, adapter, autocast_adapter_dtype=False).train()
+    patch_model(model)
+    decoder_layer = model.get_base_model().model.layers[0]
+    for part, names in groups.items():
+        layers = [getattr(getattr(decoder_layer, part), name) for name in names]
+        factors = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+        widths = [layer.out_features for layer in layers]
+        frozen = shape.hidden * sum(widths)
+        a, b = shape.hidden * RANK * len(layers), RANK * sum(widths)
+        yield Subject(
+            name="LoRA " + ", ".join(name.removesuffix("_proj") for name in names),
+            ceiling="bf16",
+            work=(2.0 * shape.tokens * (frozen + a + b), 2.0 * shape.tokens * (frozen + 2 * a + 2 * b)),
+            inputs=partial(lora_inputs, shape, factors, widths),
+            ours=lambda x, *_, layers=layers: project(x, layers),
+            plain=lambda x, *_, layers=layers: [Linear.forward(layer, x) for layer in layers],
+        )
+
+
+def lora_inputs(shape: Shape, factors: list[Tensor], widths: list[int]) -> tuple[Tensors, Tensors]:
+    gradients = tuple(randn(1, shape.tokens, width, grad=False) for width in widths)
+    return (randn(1, shape.tokens, shape.hidden), *factors), gradients
+
+
+def randn(*size: int, grad: bool = True) -> Tensor:
+    return torch.randn(*size, dtype=torch.bfloat16, device="cuda", requires_grad=grad)
+
+
+# The ceilings
+
+
+def bf16_tflops() -> float:
+    x, y = (randn(CUBE, CUBE, grad=False) for _ in range(2))
+    return tflops(lambda: x @ y.t())
+
+
+def fp8_tflops() -> float:
+    x, y = (randn(CUBE, CUBE, grad=False).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+    return tflops(lambda: torch._scaled_mm(x, y.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+
+
+def tflops(run: Callable[[], object]) -> float:
+    """Of one multiplication of two matrices of CUBE rows and columns."""
+    return 2 * CUBE**3 / statistics.median(timed(run)) / 1e9
+
+
+if __name__ == "__main__":
+    sys.exit(main())

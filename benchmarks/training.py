@@ -1,0 +1,361 @@
+"""Memory over a run, the time to its first steps, and the longest context that trains.
+
+    python benchmarks/training.py curve    [--shape S] [--dataset FILE] [--steps 200] [--json PATH]
+    python benchmarks/training.py start-up [--shape S] [--dataset FILE] [--json PATH]
+    python benchmarks/training.py context  [--shape S] [--start TOKENS] [--most TOKENS] [--json PATH]
+
+curve     Memory at every 10 steps of packed training on real text lengths: the peak since the last look, what
+          is held, and what the allocator has reserved. Exit code 1 where the peak or the reserved memory of
+          the steps after the first 50 is more than 1% above theirs.
+start-up  Importing torch, then unsloth_pack, then its entry; loading a model; its first steps with no
+          compiled kernel on the disk, and again with those of the run before. Exit code 1 where the first
+          step takes more than 60 s.
+context   One document, a row, a step: from --start tokens doubling, then halving the interval down to 4,096,
+          each trial in a process of its own. bfloat16 and 4-bit weights, gradient checkpointing with the
+          layers' inputs on the host, TRL's SFTTrainer; the same for Unsloth where it is installed.
+
+Models have random weights and are built once under --work.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES, build, device_name, versions
+
+GRAIN = 4096  # tokens
+ALLOWED_GROWTH = 1.01
+SETTLED = 50  # steps
+COLD_LIMIT = 60  # seconds
+FIRST_STEPS = 8
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("what", choices=("curve", "start-up", "context"))
+    add("--shape", choices=tuple(SHAPES), default="tiny")
+    add("--dataset", default="demo", help="a file of rows for curve and start-up (default: the demo's)")
+    add("--steps", type=int, default=200, help="of curve (default: 200)")
+    add("--start", type=int, default=2 * GRAIN, help=f"tokens (default: {2 * GRAIN})")
+    add("--most", type=int, help="tokens; needed where there is no GPU (default: 2**20)")
+    add("--timeout", type=int, default=900, help="seconds of one trial of context")
+    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "unsloth-pack-benchmarks")
+    add("--json", type=Path, help="also write every number here")
+    add("--trial", help=argparse.SUPPRESS)  # what a process of its own is to do, as JSON
+    args = parser.parse_args()
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if args.trial:
+        trial = {"start-up": first_steps, "context": train_on_one_document}[args.what]
+        print("RESULT " + json.dumps(trial(args, **json.loads(args.trial))))
+        return 0
+    import torch
+
+    if args.what == "context" and not torch.cuda.is_available() and not args.most:
+        print("context fills a GPU and this machine has none; --most TOKENS tries it out", file=sys.stderr)
+        return 2
+    report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "shape": args.shape}
+    report |= {"device": device_name(), "versions": versions()}
+    print(f"{args.shape} on {report['device']}, torch {torch.__version__}\n")
+    figures, is_fine = {"curve": curve, "start-up": start_up, "context": context}[args.what](args)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report | figures, indent=1) + "\n")
+    return 0 if is_fine else 1
+
+
+# Memory over a run
+
+
+def curve(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    from transformers import TrainerCallback
+
+    looks: list[dict[str, float]] = []
+    print(f"{'step':>6}{'peak GiB':>10}{'held GiB':>10}{'reserved GiB':>14}")
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % 10 == 0:
+                looks.append({"step": state.global_step} | memory())
+                print("{step:>6}{peak:>10.3f}{held:>10.3f}{reserved:>14.3f}".format(**looks[-1]), flush=True)
+
+    make_trainer(args, args.steps, [Look()]).train()
+    growth = {name: ratio for name in ("peak", "reserved") if (ratio := grown(looks, name))}
+    if not growth:
+        print(f"\nfewer than {SETTLED + 10} steps do not say whether memory grows")
+        return {"curve": looks}, True
+    for name, ratio in growth.items():
+        grew = "grew" if ratio > ALLOWED_GROWTH else "did not grow"
+        print(f"\n{name} memory {grew} after step {SETTLED}: {ratio:.4f} of what it was", end="")
+    print()
+    return {"curve": looks, "growth": growth}, max(growth.values()) <= ALLOWED_GROWTH
+
+
+def grown(looks: list[dict[str, float]], name: str) -> float:
+    """The most after the run has settled, relative to the most until then; 0 where either is missing."""
+    parts = [[look[name] for look in looks if (look["step"] > SETTLED) is late] for late in (False, True)]
+    return max(parts[1]) / max(parts[0]) if all(map(any, parts)) else 0.0
+
+
+def memory() -> dict[str, float]:
+    """GiB: the peak since the last look, what is held, and what the allocator has.
+
+    On a CPU they are the process's: its peak since it began, and nothing for the allocator.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        found = [
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.memory_allocated(),
+            torch.cuda.memory_reserved(),
+        ]
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        status = Path("/proc/self/status").read_text().splitlines()
+        n_bytes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in status if line.endswith("kB")}
+        found = [n_bytes["VmHWM"], n_bytes["VmRSS"], 0]
+    return dict(zip(("peak", "held", "reserved"), (n / 2**30 for n in found), strict=True))
+
+
+def make_trainer(args: argparse.Namespace, steps: int, callbacks: list[Any]) -> Any:
+    """The trainer of `unsloth-pack train` over packed rows of the data, on a model of the shape."""
+    import torch
+
+    from unsloth_pack import FastLanguageModel
+    from unsloth_pack.cli.documents import read_rows, tokenise
+    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.packing import pack_dataset
+    from unsloth_pack.trl import make_trainer, sft_config
+
+    quieten(show_bars=False)
+    rows, length = read_rows(args.dataset), SHAPES[args.shape].tokens
+    folder = build(args.shape, args.work, ["\n".join(map(str, row.values())) for row in rows])
+    model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=length)
+    model = FastLanguageModel.get_peft_model(model)
+    documents, _ = tokenise(rows, tokenizer, length)
+    on_gpu = torch.cuda.is_available()
+    config = sft_config(
+        str(args.work / "out"),
+        padding_free=True,
+        dtype=model.dtype,
+        per_device_train_batch_size=1,
+        max_steps=steps,
+        learning_rate=2e-4,
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        logging_steps=5,
+        save_strategy="no",
+        report_to="none",
+    )
+    return make_trainer(model, tokenizer, config, pack_dataset(documents, length), None, callbacks)
+
+
+# The time to the first steps
+
+
+def start_up(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    code = (
+        "import time; a = time.perf_counter(); import torch; b = time.perf_counter(); import unsloth_pack; "
+    )
+    code += "c = time.perf_counter(); from unsloth_pack import FastLanguageModel; d = time.perf_counter(); "
+    code += "print(b - a, c - b, d - c)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(3)]
+    if failed := next((run for run in runs if run.returncode), None):
+        raise RuntimeError(failed.stderr)
+    columns = zip(*([float(x) for x in run.stdout.split()[-3:]] for run in runs), strict=True)
+    names = ("import torch", "import unsloth_pack, after it", "its FastLanguageModel, after it")
+    imports = dict(zip(names, map(statistics.median, columns), strict=True))
+    for name, seconds in imports.items():
+        print(f"{name:<36}{seconds:>9.3f} s")
+    found = {"imports": imports}
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ |= {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+        for name in ("cold", "warm"):
+            found[name] = trial = run_trial(args, {})
+            if "failed" in trial:
+                print(f"{name}: {trial['failed']}")
+                return found, False
+            print(f"\n{name}: model, data and trainer {trial['load']:.1f} s; steps, in seconds")
+            for number, step in enumerate(trial["steps"], start=1):
+                print(f"{number:>6}{step['seconds']:>9.3f}  {step['step_graphs']}")
+    first = found["cold"]["steps"][0]["seconds"]
+    print(f"\nthe cold first step took {first:.1f} s, {COLD_LIMIT} are allowed")
+    return found, first <= COLD_LIMIT
+
+
+def first_steps(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from transformers import TrainerCallback
+
+    def now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    steps: list[dict[str, Any]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.start = now()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            graphs = trainer.model.get_base_model().base_model.step_graphs
+            steps.append({"seconds": now() - self.start, "step_graphs": str(graphs)})
+
+    start = now()
+    trainer = make_trainer(args, FIRST_STEPS, [Clock()])
+    load = now() - start
+    trainer.train()
+    return {"load": load, "steps": steps}
+
+
+# The longest context
+
+
+def context(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    build(args.shape, args.work)
+    peers = ["unsloth_pack"] + ["unsloth"] * (find_spec("unsloth") is not None)
+    found = []
+    for in_4bit in (False, True):
+        for peer in peers:
+            trials: list[dict[str, Any]] = []
+            longest = search(args, {"peer": peer, "in_4bit": in_4bit}, trials)
+            found.append({"peer": peer, "in_4bit": in_4bit, "longest": longest, "trials": trials})
+    print(f"\n{'':<14}{'weights':<10}{'longest context':>16}{'peak GiB':>10}{'s a step':>10}")
+    for run in found:
+        best = next((t for t in run["trials"] if t["tokens"] == run["longest"]), {"peak": 0, "seconds": 0})
+        print(
+            f"{run['peer']:<14}{weights_of(run):<10}{run['longest']:>16,}{best['peak']:>10.1f}{best['seconds']:>10.1f}"
+        )
+    if len(peers) == 1:
+        print("unsloth is not installed here")
+    return {"context": found}, any(run["longest"] for run in found)
+
+
+def search(args: argparse.Namespace, case: dict[str, Any], trials: list[dict[str, Any]]) -> int:
+    """The most tokens that train, a multiple of GRAIN; 0 where not even --start does.
+
+    A trial that fails for want of anything but memory or time ends the search.
+    """
+    most = args.most or SHAPES[args.shape].positions
+
+    def fits(tokens: int) -> bool:
+        trial = run_trial(args, case | {"tokens": tokens})
+        trials.append({"tokens": tokens} | trial)
+        print(
+            f"{case['peer']}, {'4-bit' if case['in_4bit'] else 'bfloat16'}, {tokens:>9,}: {said(trial)}",
+            flush=True,
+        )
+        return "failed" not in trial
+
+    good, bad, tokens = 0, most + GRAIN, args.start
+    while tokens <= most and fits(tokens):
+        good, tokens = tokens, 2 * tokens
+    if tokens <= most:
+        bad = tokens
+    while bad - good > GRAIN and good and not is_broken(trials[-1]):
+        middle = good + max(1, (bad - good) // (2 * GRAIN)) * GRAIN
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def weights_of(case: dict[str, Any]) -> str:
+    return "4-bit" if case["in_4bit"] else "bfloat16"
+
+
+def is_broken(trial: dict[str, Any]) -> bool:
+    why = trial.get("failed", "").lower()
+    return bool(why) and not any(limit in why for limit in ("memory", "more than"))
+
+
+def said(trial: dict[str, Any]) -> str:
+    return trial.get("failed") or f"{trial['peak']:.1f} GiB, {trial['seconds']:.1f} s a step"
+
+
+def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, tokens: int) -> dict[str, Any]:
+    if peer == "unsloth":
+        from unsloth import FastLanguageModel
+    else:
+        from unsloth_pack import FastLanguageModel
+    import torch
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    on_gpu = torch.cuda.is_available()
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(args.work / args.shape),
+        max_seq_length=tokens,
+        dtype=torch.bfloat16,
+        load_in_4bit=in_4bit,
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=16,
+        target_modules=TARGETS,
+        lora_alpha=16,
+        use_gradient_checkpointing="unsloth",
+    )
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = SHAPES[args.shape].vocab
+    document = torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()
+    config = SFTConfig(
+        output_dir=str(args.work / "out"),
+        per_device_train_batch_size=1,
+        max_steps=2,  # the second with the optimizer's state
+        max_length=tokens if peer == "unsloth" else None,
+        padding_free=peer == "unsloth_pack",  # a packed row of one document
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        gradient_checkpointing=False,
+    )
+    rows = Dataset.from_dict({"input_ids": [document] * 2})
+    trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=config)
+    memory()  # begins the peak anew
+    start = time.perf_counter()
+    trainer.train()
+    return memory() | {"seconds": (time.perf_counter() - start) / 2}
+
+
+# Processes
+
+
+def run_trial(args: argparse.Namespace, trial: dict[str, Any]) -> dict[str, Any]:
+    """What a fresh process answers, or `failed` and why."""
+    command = [sys.executable, __file__, args.what, "--shape", args.shape, "--dataset", args.dataset]
+    command += ["--work", str(args.work), "--trial", json.dumps(trial)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"more than {args.timeout} s"}
+    answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if answers:
+        return json.loads(answers[-1].removeprefix("RESULT "))
+    if done.returncode == -9:
+        return {"failed": "killed, as the host does for want of memory"}
+    lines = done.stderr.strip().splitlines() or ["it said nothing"]
+    errors = [line for line in lines if "Error" in line]
+    return {"failed": (errors or lines)[-1]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""`bench`: four runs, each in a process of its own, and the breakdown of a step."""
+
+import json
+import time
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from torch.autograd import DeviceType
+from transformers import GPT2Config
+
+from unsloth_pack.bench import Case, Failed, Figures, measure_apart
+from unsloth_pack.bench.breakdown import CATEGORIES, break_down, kernel_category
+from unsloth_pack.bench.measure import main as measure_main
+from unsloth_pack.bench.measure import measure
+from unsloth_pack.cli import bench, main
+from unsloth_pack.errors import InputError
+
+LINES = ["patched, packed", "patched, padded", "plain, packed", "plain, padded"]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch, tmp_path_factory):
+    """Runs without a process for each, whose imports take long."""
+    folder = tmp_path_factory.mktemp("runs")
+    monkeypatch.setattr("unsloth_pack.bench.measure_apart", lambda case: measure(case, folder, time.time()))
+
+
+def test_four_runs_and_a_breakdown(model, data, in_this_process, tmp_path, capsys):
+    command = ["bench", "--model_name", model, "--dataset", data, "--max_seq_length", "200", "--steps", "2"]
+    assert main([*command, "--per_device_train_batch_size", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    runs = {f"{run['model']}, {run['rows']}": run for run in found["runs"]}
+    assert list(runs) == LINES
+    assert "would leak without flash-attn" in runs.pop("plain, packed")["why_not"]
+    for run in runs.values():
+        figures = run["figures"]
+        assert run["why_not"] is None
+        assert figures["tokens_per_second"] * figures["step_ms"] / 1e3 <= run["rows_per_step"] * 200
+        assert figures["peak_memory_bytes"] > 2**20
+        assert figures["startup_seconds"] > 0
+        assert figures["first_step_seconds"] > 0
+        assert figures["documents_per_second"] > 0
+    assert runs["patched, packed"]["rows_per_step"] == 2
+    assert runs["patched, packed"]["figures"]["tokens_padded"] == 0
+    assert runs["plain, padded"]["figures"]["tokens_padded"] > 0
+    assert runs["plain, padded"]["figures"]["step_graphs"] is None
+    breakdown = found["breakdown_ms"]
+    assert list(breakdown) == [*CATEGORIES, "host gaps"]
+    for name in ("attention", "GEMMs", "loss", "optimizer", "other"):
+        assert breakdown[name] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """The runs' figures, or what they fail with, in place of training; asked in the order of `LINES`."""
+    figures = bench_figures()
+    asked = []
+
+    def measure(case):
+        asked.append(case)
+        answer = planned.get((case.is_patched, case.is_packed, case.is_profiled), figures)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    planned = {}
+    monkeypatch.setattr("unsloth_pack.bench.measure_apart", measure)
+    return planned, asked
+
+
+def bench_figures(**changes):
+    times = {"startup_seconds": 3.0, "first_step_seconds": 1.0, "step_ms": 10.0}
+    speeds = {"tokens_per_second": 12345.0, "documents_per_second": 67.0, "tokens_padded": 0.25}
+    memory = {"peak_memory_bytes": 2**31, "peak_memory_of": "process memory"}
+    return Figures("sdpa", "not captured: why", **(times | speeds | memory | changes))
+
+
+def test_the_tables(model, data, answers, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    planned, asked = answers
+    kernel_ms = dict.fromkeys(CATEGORIES, 1.0) | {"fused kernels": 0.0, "GEMMs": 2.0}
+    planned[True, True, True] = bench_figures(kernel_ms=kernel_ms, busy_ms=6.0)
+    planned[False, False, False] = Failed("OutOfMemoryError: CUDA out of memory")
+    flags = ["--steps", "7", "--use_gradient_checkpointing", "offload", "--max_seq_length", "200"]
+    assert main(["bench", "--model_name", model, "--dataset", data, *flags]) == 0
+    shown = capsys.readouterr().out
+    for said in (
+        *LINES,
+        "12,345",
+        "2.00 GiB",
+        "25.0%",
+        "plain, padded: OutOfMemoryError",
+        "GEMMs",
+        "host gaps",
+    ):
+        assert said in shown
+    assert "40.0%" in shown  # of the gaps: 10 ms, of which 6 were busy
+    assert "fused kernels" not in shown
+    assert [case.steps for case in asked] == [7, 7, 7, bench._PROFILED]
+    assert {case.use_gradient_checkpointing for case in asked} == {"offload"}
+    assert [case.rows_per_step for case in asked] == [1, 2, 2, 1]
+
+
+def test_no_breakdown_of_a_run_that_failed(model, data, answers, capsys):
+    planned, asked = answers
+    planned[True, True, False] = Failed("the process ended with -9: it said nothing")
+    assert main(["bench", "--model_name", model, "--dataset", data, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"][0]["why_not"] == "the process ended with -9: it said nothing"
+    assert found["breakdown_ms"] is None
+    assert not any(case.is_profiled for case in asked)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "give a whole number of at least 1"),
+        (["--max_seq_length", "1000"], "max_seq_length is 1000"),
+        (["--attn_backend", "flash"], "attn_backend 'flash' cannot run"),
+        (["--model_name", "no-such-folder/"], "no-such-folder"),
+        (["--dataset", "no-such.json"], "no-such.json"),
+    ],
+)
+def test_bad_input(flags, message, model, data, capsys):
+    assert main(["bench", "--model_name", model, "--dataset", data, *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.fixture
+def case(model, tmp_path):
+    rows = tmp_path / "rows"
+    documents = [[*range(length)] for length in (9, 5, 3)]
+    Dataset.from_dict({"input_ids": documents, "labels": documents}).save_to_disk(rows)
+    return Case(model, str(rows), False, True, max_seq_length=16, rows_per_step=2, steps=1)
+
+
+def test_a_process_of_its_own(case, tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('a file of the user')")
+    figures = measure_apart(case)
+    assert figures.attention == "sdpa"
+    assert figures.startup_seconds > 0.5  # imports are part of it
+    assert figures.peak_memory_of == "process memory"
+
+
+def test_what_the_process_refuses_is_bad_input(case, tmp_path, capsys):
+    GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32).save_pretrained(tmp_path / "gpt2")
+    capsys.readouterr()
+    with pytest.raises(InputError, match="model type 'gpt2' has no patch"):
+        measure_apart(replace(case, model_name=str(tmp_path / "gpt2")))
+
+
+def test_what_fails_there_is_one_line(case, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(Failed, match="the process ended with 1: it said nothing"):
+        measure_apart(case)
+    (tmp_path / "case.json").write_text(json.dumps(asdict(replace(case, rows="nowhere"))))
+    measure_main(tmp_path, time.time())
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["failed"].startswith("FileNotFoundError: ")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "category"),
+    [
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>(Flash_fwd_params)", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::Params)", "attention"),
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_TNN", "GEMMs"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "GEMMs"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "GEMMs"),
+        ("_turn_kernel", "fused kernels"),
+        ("_gated_backward_kernel", "fused kernels"),
+        ("_forward_kernel", "loss"),
+        ("void cunn_SoftMaxForward<8, c10::BFloat16, LogSoftMaxForwardEpilogue>", "loss"),
+        ("multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>", "optimizer"),
+        ("multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<bfloat16, float>>", "other"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+    ],
+)
+def test_what_a_kernel_counts_as(kernel, category):
+    assert kernel_category(kernel) == category
+
+
+def gpu_event(name, start, end, is_annotation=False):
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(
+        name=name, device_type=DeviceType.CUDA, time_range=span, is_user_annotation=is_annotation
+    )
+
+
+def cpu_event(name, parent=None, **kernels):
+    launched = [SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels.items()]
+    return SimpleNamespace(name=name, device_type=DeviceType.CPU, cpu_parent=parent, kernels=launched)
+
+
+def test_a_kernel_belongs_to_the_loss_that_launched_it():
+    loss = cpu_event("ChunkedLogProbFunction")
+    events = [
+        gpu_event("sm90_xmma_gemm", 0, 3000),  # of the loss
+        gpu_event("sm90_xmma_gemm", 3000, 8000),  # from a graph
+        gpu_event("Memcpy HtoD", 7000, 9000),  # on another stream
+        gpu_event("Optimizer.step#AdamW.step", 0, 20000, is_annotation=True),
+        loss,
+        cpu_event("aten::mm", loss, sm90_xmma_gemm=3000),
+        cpu_event("cudaGraphLaunch", None, sm90_xmma_gemm=5000),
+    ]
+    found = break_down(events, steps=2, on_gpu=True)
+    expected = {"loss": 1.5, "GEMMs": 2.5, "other": 1.0}
+    assert found.ms == dict.fromkeys(CATEGORIES, 0.0) | expected
+    assert found.busy_ms == 4.5

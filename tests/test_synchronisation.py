@@ -1,0 +1,120 @@
+"""A training step does not wait for the device, but for the one transfer that a row described there takes."""
+
+import os
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import random_documents, tiny_model
+from transformers import TrainerCallback
+
+import unsloth_pack
+from unsloth_pack import FastLanguageModel, patch_model
+from unsloth_pack.trl import make_trainer, row_collator, sft_config
+
+pytestmark = pytest.mark.gpu
+
+OURS = os.path.dirname(unsloth_pack.__file__) + os.sep
+BEFORE = 6  # steps in which kernels compile and the form of the row is captured
+
+
+@contextmanager
+def counted_waits():
+    """The places, as they come, where the host waits for the device."""
+    places = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield places
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    said = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
+    places += [f"{warning.filename}:{warning.lineno}" for warning in said]
+
+
+def batch(described_on, seed):
+    """A packed row of one form, on the device."""
+    documents = random_documents([90, 60, 45], seed=seed)
+    if described_on == "device":
+        row = {"input_ids": torch.cat(documents).tolist(), "seq_lengths": [*map(len, documents)]}
+        made = row_collator()([row])
+        return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+    ids = torch.cat(documents)[None].cuda()
+    return {"input_ids": ids, "labels": ids.clone(), "packed_seq_lengths": [*map(len, documents)]}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(("described_on", "allowed"), [("host", 0), ("device", 1)])
+def test_a_bare_loop(described_on, allowed, captured, checkpointing):
+    """`describe._to_host` fetches all that describes the row in one transfer; described on the host, none."""
+    if captured and checkpointing:
+        pytest.skip("a recomputed step is not captured")
+    model = tiny_model("qwen3", torch.bfloat16)
+    patch_model(model, "flash")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    graphs = model.get_base_model().model.step_graphs
+    if not captured:
+        graphs._why_never = "for comparison"
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+
+    def step(inputs):
+        model(**inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batches = [batch(described_on, seed) for seed in range(BEFORE + 3)]
+    for inputs in batches[:BEFORE]:
+        step(inputs)
+    assert str(graphs).startswith("captured") == captured, str(graphs)
+    for inputs in batches[BEFORE:]:
+        with counted_waits() as waits:
+            step(inputs)
+        assert len(waits) <= allowed, waits
+
+
+def test_the_trainer_of_a_run(tmp_path):
+    """TRL waits for its metrics as it likes; none of that is from our files, but the row's description."""
+    model, tokenizer = FastLanguageModel.from_pretrained("demo", max_seq_length=256)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    rows = [[*random_documents([90, 60, 45], seed=seed)] for seed in range(BEFORE + 4)]
+    ids = [torch.cat(row).tolist() for row in rows]
+    dataset = Dataset.from_dict({"input_ids": ids, "labels": ids, "seq_lengths": [[90, 60, 45]] * len(rows)})
+    counts = []
+
+    class Count(TrainerCallback):
+        waits = None
+
+        def on_step_end(self, args, state, control, **_):
+            if self.waits is not None:
+                self.counting.__exit__(None, None, None)
+                counts.append([place for place in self.waits if place.startswith(OURS)])
+                self.waits = None
+            if BEFORE <= state.global_step < state.max_steps - 1:  # the last step logs
+                self.counting = counted_waits()
+                self.waits = self.counting.__enter__()
+
+    config = sft_config(
+        str(tmp_path),
+        padding_free=True,
+        dtype=model.dtype,
+        max_steps=len(rows),
+        per_device_train_batch_size=1,
+        optim="adamw_torch_fused",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+    )
+    make_trainer(model, tokenizer, config, dataset, None, [Count()]).train()
+    assert len(counts) == len(rows) - 1 - BEFORE
+    for waits in counts:
+        assert len(waits) <= 1, waits
+        assert all(place.startswith(os.path.join(OURS, "describe.py")) for place in waits)

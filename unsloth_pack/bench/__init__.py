@@ -1,0 +1,7 @@
+"""A short training run measured in a process of its own, and where the time of a step goes."""
+
+from unsloth_pack.bench.breakdown import HOST_GAPS
+from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks
+from unsloth_pack.bench.process import Failed, measure_apart
+
+__all__ = ["HOST_GAPS", "Case", "Failed", "Figures", "measure_apart", "plain_packing_leaks"]

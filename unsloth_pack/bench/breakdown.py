@@ -1,0 +1,112 @@
+"""Where the time of a training step goes, by the names that torch's profiler gives to what runs.
+
+On a GPU the kernels are counted, those replayed from a CUDA graph too; a kernel launched from within the loss
+or the optimizer belongs to it, every other to what its name says. On a CPU an operator's own time belongs to
+the outermost operator around it that has a category.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from torch.autograd import DeviceType
+
+from unsloth_pack import kernels
+
+CATEGORIES = ("attention", "GEMMs", "fused kernels", "loss", "optimizer", "other")
+HOST_GAPS = "host gaps"  # the rest of the step, when nothing runs
+
+_OF_CALLER = (
+    ("optimizer", re.compile(r"^Optimizer\.|clip_grad|_foreach_norm")),
+    ("loss", re.compile(r"LogProb|CrossEntropy|cross_entropy|nll_loss")),
+)
+_OF_OPERATOR = (
+    *_OF_CALLER,
+    ("attention", re.compile(r"scaled_dot_product|ScaledDotProduct|_attention_|varlen_attn|flash_attn")),
+    ("GEMMs", re.compile(r"^aten::(linear|matmul|mm|bmm|addmm_?|baddbmm|_scaled_mm|_grouped_mm)$")),
+)
+_OF_KERNEL = (
+    ("attention", re.compile(r"flash|fmha|sdpa|attention", re.I)),
+    ("loss", re.compile(r"cross_entropy|nll_loss|log_?softmax|logprob|^_(forward|backward)_kernel", re.I)),
+    ("optimizer", re.compile(r"adam|lamb|lion|sgd|LpNorm", re.I)),
+    ("GEMMs", re.compile(r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk", re.I)),
+)
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """One step, the mean of those that were profiled.
+
+    Args:
+        ms: milliseconds by category, all of `CATEGORIES`.
+        busy_ms: milliseconds in which anything ran; less than their sum where kernels overlap.
+    """
+
+    ms: dict[str, float]
+    busy_ms: float
+
+
+def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
+    """Sort the time of so many steps into categories.
+
+    Args:
+        events: of a `torch.profiler.profile` that has stopped.
+    """
+    times: Counter[str] = Counter()
+    spans: list[tuple[float, float]] = []
+    for event in events:
+        if not on_gpu:
+            times[_first_match(_OF_OPERATOR, _callers(event)) or "other"] += event.self_cpu_time_total
+        elif event.device_type == DeviceType.CPU:
+            caller = _first_match(_OF_CALLER, _callers(event)) if event.kernels else None
+            for kernel in event.kernels if caller is not None else ():
+                times[str(caller)] += kernel.duration
+                times[kernel_category(kernel.name)] -= kernel.duration  # counted there below
+        elif not event.is_user_annotation:
+            times[kernel_category(event.name)] += event.time_range.elapsed_us()
+            spans.append((event.time_range.start, event.time_range.end))
+    busy = _union(spans) if on_gpu else sum(times.values())
+    return Breakdown({name: times[name] / steps / 1e3 for name in CATEGORIES}, busy / steps / 1e3)
+
+
+def kernel_category(name: str) -> str:
+    """The category of a GPU kernel."""
+    if name in _FUSED:
+        return "fused kernels"
+    return _first_match(_OF_KERNEL, [name]) or "other"
+
+
+def _callers(event: Any) -> list[str]:
+    """The names of an operator and of all around it, the outermost first."""
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    return names[::-1]
+
+
+def _first_match(rules: Sequence[tuple[str, re.Pattern[str]]], names: Sequence[str]) -> str | None:
+    found = (category for name in names for category, pattern in rules if pattern.search(name))
+    return next(found, None)
+
+
+def _union(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _fused_kernels() -> Iterator[str]:
+    """The names of our own, as they are defined: the profiler shows Triton's kernels so."""
+    for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        yield from (name for name in vars(import_module(module.name)) if name.endswith("_kernel"))
+
+
+_FUSED = frozenset(_fused_kernels())

@@ -1,0 +1,202 @@
+"""The process of one run: `python -m unsloth_pack.bench.measure FOLDER STARTED`.
+
+It reads FOLDER/case.json and leaves FOLDER/answer.json: figures, or `refused` or `failed` with a line.
+STARTED is the time, in seconds since the epoch, at which the process was asked for.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_from_disk
+from peft import LoraConfig, get_peft_model
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+
+from unsloth_pack.api import FastLanguageModel, _dtype, _load, _own_device, _quantization, _resolve, _targets
+from unsloth_pack.bench.breakdown import break_down
+from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks
+from unsloth_pack.checkpointing import enable_checkpointing
+from unsloth_pack.errors import InputError
+from unsloth_pack.patch import patch_of
+from unsloth_pack.report.fill import document_lengths
+from unsloth_pack.report.memory import peak_memory
+from unsloth_pack.trl import RunTrainer, make_trainer, sft_config
+
+SEED = 3407
+_WARM_UP = {"cuda": 10, "cpu": 1}  # steps; kernels compile and common forms of rows are captured in them
+
+
+def main(folder: Path, started: float) -> None:
+    case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+    try:
+        answer = asdict(measure(case, folder, started))
+    except InputError as error:
+        answer = {"refused": str(error)}
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        answer = {"failed": f"{type(error).__name__}: {first_line}"}
+    (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def measure(case: Case, folder: Path, started: float) -> Figures:
+    """Train for a few steps.
+
+    Args:
+        folder: for what the trainer writes.
+        started: when the process did, as `time.time()` has it.
+    """
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    if case.is_profiled:
+        with profile(activities=activities):  # CUPTI has to be there before a step is captured
+            pass
+    rows = load_from_disk(case.rows)
+    assert isinstance(rows, Dataset)
+    model, tokenizer = _patched_model(case) if case.is_patched else _plain_model(case)
+    watch = _Watch(_WARM_UP["cuda" if on_gpu else "cpu"], case.steps)
+    if case.is_profiled:
+        profiler = profile(activities=activities)
+        watch.on_first, watch.on_last = profiler.start, profiler.stop
+    trainer = _make_trainer(case, model, tokenizer, rows, folder, watch)
+    watch.trainer = trainer
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    startup_seconds = time.time() - started
+    trainer.train()
+
+    n_bytes, what = peak_memory()
+    documents = len(document_lengths(rows))
+    tokens_of_all = sum(map(len, rows.with_format("numpy")["input_ids"]))
+    figures: dict[str, Any] = {}
+    if case.is_profiled:
+        found = break_down(profiler.events(), case.steps, on_gpu)
+        figures = {"kernel_ms": found.ms, "busy_ms": found.busy_ms}
+    patch = patch_of(model)
+    return Figures(
+        attention=patch.report.attn_backend if patch else model.config._attn_implementation,
+        step_graphs=str(model.get_base_model().base_model.step_graphs) if patch else None,
+        startup_seconds=startup_seconds,
+        first_step_seconds=watch.first_step_seconds,
+        step_ms=1e3 * watch.seconds / case.steps,
+        tokens_per_second=watch.tokens / watch.seconds,
+        documents_per_second=watch.tokens * documents / tokens_of_all / watch.seconds,
+        tokens_padded=1 - watch.tokens / watch.slots,
+        peak_memory_bytes=n_bytes,
+        peak_memory_of=what,
+        **figures,
+    )
+
+
+def _patched_model(case: Case) -> tuple[Any, Any]:
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        case.model_name,
+        case.max_seq_length,
+        load_in_4bit=case.load_in_4bit,
+        attn_backend=case.attn_backend,
+        random_state=SEED,
+    )
+    model = FastLanguageModel.get_peft_model(
+        model, use_gradient_checkpointing=case.use_gradient_checkpointing, random_state=SEED
+    )
+    return model, tokenizer
+
+
+def _plain_model(case: Case) -> tuple[Any, Any]:
+    """The same model and adapter from transformers and PEFT alone, with the attention they do best with."""
+    set_seed(SEED)
+    source, dtype = _resolve(case.model_name)[0], _dtype(None, False)
+    model = _load(
+        AutoModelForCausalLM,
+        source,
+        dtype=dtype,
+        device_map=_own_device(),
+        quantization_config=_quantization(case.load_in_4bit, False, dtype),
+        attn_implementation="sdpa" if plain_packing_leaks() else "flash_attention_2",
+    )
+    config = LoraConfig(r=16, lora_alpha=16, target_modules=_targets(model, None), task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    enable_checkpointing(model, case.use_gradient_checkpointing is not False)
+    return model, _load(AutoTokenizer, source)
+
+
+def _make_trainer(
+    case: Case, model: Any, tokenizer: Any, rows: Dataset, folder: Path, watch: "_Watch"
+) -> RunTrainer:
+    config = sft_config(
+        str(folder / "out"),
+        padding_free=case.is_packed,
+        dtype=_dtype(None, False),
+        per_device_train_batch_size=case.rows_per_step,
+        gradient_accumulation_steps=1,
+        max_steps=watch.last,
+        learning_rate=2e-4,
+        optim="adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        seed=SEED,
+    )
+    return make_trainer(model, tokenizer, config, rows, None, [watch])
+
+
+class _Watch(TrainerCallback):
+    """Times the first step, then all steps after the warm-up together, and waits for the device only there.
+
+    `on_first` and `on_last` are called when the measured steps begin and end.
+    """
+
+    trainer: RunTrainer
+
+    def __init__(self, warm_up: int, steps: int):
+        self.warm_up, self.last = warm_up, warm_up + steps
+        self.on_first: Callable[[], object] = lambda: None
+        self.on_last: Callable[[], object] = lambda: None
+        self.first_step_seconds = self.seconds = 0.0
+        self.tokens = self.slots = 0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if state.global_step == 0:
+            self._start = _now()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        step = state.global_step
+        if step == 1:
+            self.first_step_seconds = _now() - self._start
+        if step == self.warm_up:
+            self._before = self.trainer.trained
+            self.on_first()
+            self._start = _now()
+        elif step == self.last:
+            self.seconds = _now() - self._start
+            self.on_last()
+            trained = self.trainer.trained
+            self.tokens, self.slots = trained.tokens - self._before.tokens, trained.slots - self._before.slots
+
+
+def _now() -> float:
+    """Seconds, once the device has done what it was told."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,252 @@
+"""`unsloth-pack bench`: a few steps on your own model and data, packed and padded, patched and plain."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from unsloth_pack.cli.parser import Parser, boolean, switch_or, whole
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from rich.console import Console
+
+    from unsloth_pack.bench import Case, Figures
+
+_MOST_DOCUMENTS = 20_000  # tokenised; a short run sees fewer
+_MOST_PADDED = 16  # documents of a padded batch
+_PROFILED = 3  # steps
+_SEED = 3407
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the table: a run and its figures, or why there are none."""
+
+    model: str
+    rows: str
+    rows_per_step: int
+    figures: "Figures | None" = None
+    why_not: str | None = None
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print a table of the runs and the breakdown of a patched packed step; with `--json` both as JSON.
+
+    Returns:
+        0, or 1 where the patched model did not come through on packed rows.
+
+    Raises:
+        InputError: a bad argument, an unsupported architecture, or a model or data that cannot be loaded.
+    """
+    given = _parser().parse(arguments)
+
+    from rich.console import Console
+
+    from unsloth_pack.cli.quiet import quieten
+
+    quieten(show_bars=False)
+    progress = Console(stderr=True, quiet=given.get("json", False))
+    with TemporaryDirectory(prefix="unsloth-pack-bench-") as folder:
+        cases = _prepare(given, Path(folder))
+        runs = list(_runs(cases, progress))
+        breakdown = None
+        if figures := runs[0].figures:
+            breakdown = _breakdown(cases[0], figures, progress)
+    if given.get("json", False):
+        found = {"device": _device(), "versions": _versions(), "runs": [asdict(run) for run in runs]}
+        print(json.dumps(found | {"breakdown_ms": breakdown}, indent=1))
+    else:
+        _print(Console(), runs, breakdown)
+    return 0 if breakdown is not None else 1
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="unsloth-pack bench",
+        description="Train for a few steps, patched and as plain transformers with PEFT, on packed rows and "
+        "on padded batches, and break a step down.",
+    )
+    add = parser.add_argument
+    add("--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)")
+    add("--dataset", help="as for training (default: demo)")
+    add(
+        "--max_seq_length", type=whole(1), metavar="TOKENS", help="of a packed row (default: 2048, if it can)"
+    )
+    add(
+        "--per_device_train_batch_size",
+        type=whole(1),
+        metavar="ROWS",
+        help=f"packed rows a step (default: 1); a padded batch holds as many documents, up to {_MOST_PADDED}",
+    )
+    add("--steps", type=whole(1), help="that are measured, after a warm-up (default: 10)")
+    add("--load_in_4bit", type=boolean, nargs="?", const=True, help="hold the frozen weights in NF4")
+    add("--attn_backend", help="of packed attention in the patched model (default: auto)")
+    add(
+        "--use_gradient_checkpointing",
+        type=switch_or("offload", "unsloth", "auto"),
+        nargs="?",
+        const=True,
+        help="as for training (default: false); the plain model recomputes every layer unless it is false",
+    )
+    add("--json", type=boolean, nargs="?", const=True, help="print JSON")
+    return parser
+
+
+def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
+    """Documents and packed rows on disk, and the four runs over them, the patched packed one first."""
+    from transformers import AutoConfig
+
+    from unsloth_pack.api import _dtype, _load, _resolve, check_positions
+    from unsloth_pack.bench import Case
+    from unsloth_pack.cli.checks import check_backend
+    from unsloth_pack.cli.options import TrainOptions
+    from unsloth_pack.packing import pack_dataset
+
+    name = given.get("model_name", "demo")
+    base = name if name == "demo" else _resolve(name)[0]
+    config = _load(AutoConfig, _resolve(name)[0]).get_text_config()
+    options = TrainOptions(attn_backend=given.get("attn_backend", "auto"))
+    check_backend(options, config, _dtype(None, False), _device_type())
+    length = given.get("max_seq_length", min(2048, config.max_position_embeddings))
+    check_positions(length, name, config)
+    documents = _documents(given.get("dataset", "demo"), name, length, config.vocab_size)
+    packed = pack_dataset(documents, length)
+    documents.save_to_disk(folder / "documents")
+    packed.save_to_disk(folder / "packed")
+
+    rows = given.get("per_device_train_batch_size", 1)
+    first = Case(
+        model_name=base,
+        rows=str(folder / "packed"),
+        is_packed=True,
+        is_patched=True,
+        max_seq_length=length,
+        rows_per_step=rows,
+        steps=given.get("steps", 10),
+        load_in_4bit=given.get("load_in_4bit", False),
+        attn_backend=options.attn_backend,
+        use_gradient_checkpointing=given.get("use_gradient_checkpointing", False),
+    )
+    batch = min(_MOST_PADDED, max(1, round(rows * len(documents) / len(packed))))
+    padded = replace(first, rows=str(folder / "documents"), is_packed=False, rows_per_step=batch)
+    return [first, padded, replace(first, is_patched=False), replace(padded, is_patched=False)]
+
+
+def _documents(dataset: str, model_name: str, length: int, vocab_size: int) -> "Dataset":
+    from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
+    from unsloth_pack.data import check_token_ids
+    from unsloth_pack.packing import find_packs
+
+    if find_packs(dataset):
+        raise InputError(f"dataset is {dataset!r}, which is packed; give the data that it was packed from")
+    rows = read_rows(dataset)
+    if len(rows) > _MOST_DOCUMENTS:
+        rows = rows.shuffle(seed=_SEED).select(range(_MOST_DOCUMENTS))
+    documents, _ = tokenise(rows, load_tokenizer(model_name), length)
+    check_token_ids(documents, vocab_size)
+    return documents
+
+
+def _runs(cases: Sequence["Case"], progress: "Console") -> Iterator[Run]:
+    from unsloth_pack.bench import Failed, measure_apart, plain_packing_leaks
+
+    for case in cases:
+        made = Run(
+            "patched" if case.is_patched else "plain",
+            "packed" if case.is_packed else "padded",
+            case.rows_per_step,
+        )
+        if case.is_packed and not case.is_patched and plain_packing_leaks():
+            yield replace(made, why_not="left out: documents would leak without flash-attn")
+            continue
+        try:
+            with progress.status(f"{made.model}, {made.rows}"):
+                yield replace(made, figures=measure_apart(case))
+        except Failed as error:
+            yield replace(made, why_not=str(error))
+
+
+def _breakdown(case: "Case", figures: "Figures", progress: "Console") -> dict[str, float] | None:
+    """Milliseconds of a step by category, host gaps among them; None where the profiled run failed."""
+    from unsloth_pack.bench import HOST_GAPS, Failed, measure_apart
+
+    try:
+        with progress.status("breakdown of a step"):
+            profiled = measure_apart(replace(case, steps=_PROFILED, is_profiled=True))
+    except Failed as error:
+        progress.print(f"no breakdown: {error}", markup=False)
+        return None
+    assert profiled.kernel_ms is not None
+    assert profiled.busy_ms is not None
+    # The profiler slows the host and not the GPU's kernels; on a CPU, it slows everything.
+    step_ms = profiled.step_ms if _device_type() == "cpu" else figures.step_ms
+    return profiled.kernel_ms | {HOST_GAPS: max(0.0, step_ms - profiled.busy_ms)}
+
+
+def _device_type() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device() -> str:
+    import torch
+
+    return (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+
+
+def _versions() -> dict[str, str]:
+    import peft
+    import torch
+    import transformers
+    import trl
+
+    import unsloth_pack
+
+    return {module.__name__: module.__version__ for module in (unsloth_pack, torch, transformers, trl, peft)}
+
+
+def _print(console: "Console", runs: Sequence[Run], breakdown: Mapping[str, float] | None) -> None:
+    from rich.table import Table
+
+    from unsloth_pack.report.memory import gib
+
+    table = Table("", *(f"{run.model}, {run.rows}" for run in runs), title=_device(), title_justify="left")
+    lines: list[tuple[str, Callable[[Figures], str]]] = [
+        ("attention", lambda f: f.attention),
+        ("real tokens/s", lambda f: f"{f.tokens_per_second:,.0f}"),
+        ("samples/s", lambda f: f"{f.documents_per_second:,.1f}"),
+        ("step", lambda f: f"{f.step_ms:,.1f} ms"),
+        ("padding", lambda f: f"{f.tokens_padded:.1%}"),
+        ("peak memory", lambda f: gib(f.peak_memory_bytes)),
+        ("start-up", lambda f: f"{f.startup_seconds:.1f} s"),
+        ("first step", lambda f: f"{f.first_step_seconds:.1f} s"),
+    ]
+    table.add_row("rows a step", *(str(run.rows_per_step) for run in runs))
+    for title, show in lines:
+        table.add_row(title, *(show(run.figures) if run.figures else "" for run in runs))
+    console.print(table)
+    for run in runs:
+        if run.why_not:
+            console.print(f"{run.model}, {run.rows}: {run.why_not}", markup=False, soft_wrap=True)
+    if measured := runs[0].figures:
+        console.print(
+            f"peak memory is {measured.peak_memory_of}; the patched step is {measured.step_graphs}",
+            soft_wrap=True,
+        )
+    if breakdown is None:
+        return
+    total = sum(breakdown.values())
+    parts = Table("a patched packed step", "ms", "share", title_justify="left")
+    for name, ms in breakdown.items():
+        if ms:
+            parts.add_row(name, f"{ms:,.2f}", f"{ms / total:.1%}")
+    console.print(parts)
