@@ -21,7 +21,7 @@ from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.packing import plan_packs
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "benchmarks" / "results" / "compare-captured-h200-2026-11-21.json"
+RESULTS = HERE.parent / "benchmarks" / "results" / "compare-stacked-h200-2026-11-21.json"
 CAPACITY = 1024
 NAMES = {"ours": "unsloth_pack", "trl": "TRL, FlashAttention 2", "unsloth": "Unsloth 2026.10.9"}
 COLOURS = {"ours": "#2a6f97", "trl": "#a9b4c2", "unsloth": "#d5bdaf"}
