@@ -100,7 +100,7 @@ def _load_saved(folder: Path, split: str) -> datasets.Dataset:
 
     try:
         saved = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{folder}: not a complete saved dataset ({error}); save it again") from None
     if isinstance(saved, datasets.DatasetDict):
         _check_split(folder, split, list(saved))
