@@ -20,7 +20,7 @@ LAYERS = [
     {"verification"},
     {"trl"},
     {"packed_rows", "evaluation", "whole_checkpoints", "finite_updates", "out_of_memory"},
-    {"checkpointing", "saving"},
+    {"checkpointing", "loading", "saving"},
     {"patch"},
     {"models"},
     {"describe"},

@@ -8,13 +8,9 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-from peft import LoftQConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors import SafetensorError
+from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,6 +21,7 @@ from transformers.utils import is_bitsandbytes_available
 from unsloth_pack.checkpointing import CheckpointingMode, enable_checkpointing
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
+from unsloth_pack.loading import load_adapter, load_config, load_model, load_tokenizer, resolve
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.patch import patch_model, patch_of
@@ -84,7 +81,8 @@ class FastLanguageModel:
             full_finetuning: train every weight; no adapter then.
             attn_backend: see `patch_model`.
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
-            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`.
+            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`; pickled
+                weights are refused unless `use_safetensors=False` is among them.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -96,21 +94,22 @@ class FastLanguageModel:
         """
         _check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
         set_seed(random_state)
-        source, adapter = _resolve(model_name)
+        source, adapter = resolve(model_name)
         hub = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
-        config = _load(AutoConfig, source, **hub, **hf_kwargs)
+        files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
+        config = load_config(source, **hub, **hf_kwargs)
         text_config = config.get_text_config()
         spec_of(text_config.model_type)
         check_positions(max_seq_length, model_name, text_config)
-        tokenizer = _load(AutoTokenizer, adapter if adapter and _has_tokenizer(adapter) else source, **hub)
-        model = _load(
-            AutoModelForCausalLM,
+        tokenizer = load_tokenizer(adapter if adapter and _has_tokenizer(adapter) else source, **hub)
+        model = load_model(
             source,
             config=config,
             dtype=_dtype(dtype, full_finetuning),
             device_map=device_map if device_map is not None else _own_device(),
             quantization_config=_quantization(load_in_4bit, load_in_8bit, _dtype(dtype, full_finetuning)),
             **hub,
+            **files,
         )
         if source == str(MODEL_DIR):
             model.name_or_path = model.config._name_or_path = (
@@ -124,7 +123,7 @@ class FastLanguageModel:
             quantize_to_fp8(model)
         model.max_seq_length = max_seq_length
         if adapter is not None:
-            model = _load_adapter(model, adapter)
+            model = load_adapter(model, adapter, **files)
         elif not full_finetuning:
             model.requires_grad_(False)
         patch_model(model, attn_backend)
@@ -266,48 +265,6 @@ def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bo
         )
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
         raise InputError("load_in_4bit and load_in_8bit need bitsandbytes; pip install 'unsloth-pack[cuda]'")
-
-
-def _resolve(model_name: str) -> tuple[str, str | None]:
-    """Where the base model's weights are, and the adapter's folder if `model_name` is one."""
-    if model_name == "demo":
-        return str(MODEL_DIR), None
-    folder = Path(model_name)
-    if (folder / "adapter_config.json").is_file():
-        try:
-            base = PeftConfig.from_pretrained(model_name).base_model_name_or_path
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(
-                f"{folder / 'adapter_config.json'} cannot be read ({error}); save it anew"
-            ) from None
-        if not base or Path(base) == folder:
-            raise InputError(
-                f"the adapter {model_name} does not name its base model; add base_model_name_or_path"
-            )
-        return _resolve(base)[0], model_name
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(
-            f"{model_name} holds neither config.json nor adapter_config.json; name a model's folder"
-        )
-    return model_name, None
-
-
-def _load(auto_class: Any, source: str, **kwargs: Any) -> Any:
-    try:
-        return auto_class.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, InputError):
-            raise
-        first_line = str(error).strip().splitlines()[0]
-        raise InputError(f"cannot load {source}: {first_line}") from error
-
-
-def _load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
-    try:
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    except (OSError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise InputError(f"cannot load the adapter {adapter} onto its base model: {first_line}") from error
 
 
 def _has_tokenizer(folder: str) -> bool:

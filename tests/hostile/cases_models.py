@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from unsloth_pack import FastLanguageModel
 
 Damage = Callable[[Path], object]
+CUT = "model.safetensors: not whole safetensors .*; download or save it again"
 EMBEDDING = "model.embed_tokens.weight"
 PROJECTION = "model.layers.0.self_attn.q_proj.weight"
 
@@ -163,32 +164,32 @@ def reshaped(name: str, *shape: int) -> Damage:
 
 
 WEIGHTS = {
-    "weights missing": ("cannot load own.*model.safetensors", removed("model.safetensors")),
-    "weights empty": ("cannot load own", written("model.safetensors", b"")),
-    "weights cut in the header": ("cannot load own", cut("model.safetensors", 0.001)),
-    "weights cut at 30%": ("cannot load own", cut("model.safetensors", 0.3)),
-    "weights cut at 99%": ("cannot load own", cut("model.safetensors", 0.99)),
-    "weights of zeros": ("cannot load own", written("model.safetensors", bytes(4096))),
-    "weights of text": ("cannot load own", written("model.safetensors", "not found" * 99)),
-    "weights that are a page": ("cannot load own", written("model.safetensors", "<html>404</html>")),
+    "weights missing": ("holds no safetensors; download or save", removed("model.safetensors")),
+    "weights empty": (CUT, written("model.safetensors", b"")),
+    "weights cut in the header": (CUT, cut("model.safetensors", 0.001)),
+    "weights cut at 30%": (CUT, cut("model.safetensors", 0.3)),
+    "weights cut at 99%": (CUT, cut("model.safetensors", 0.99)),
+    "weights of zeros": (CUT, written("model.safetensors", bytes(4096))),
+    "weights of text": (CUT, written("model.safetensors", "not found" * 99)),
+    "weights that are a page": (CUT, written("model.safetensors", "<html>404</html>")),
     "weights that are a pointer": (
-        "cannot load own",
+        CUT,
         written("model.safetensors", "version https://git-lfs"),
     ),
     "a header of 2**62 bytes": (
-        "cannot load own",
+        CUT,
         written("model.safetensors", struct.pack("<Q", 2**62) + b"{}"),
     ),
     "offsets beyond the end": (
-        "cannot load own",
+        CUT,
         lying_header(lambda header: header[PROJECTION].update(data_offsets=[0, 2**40])),
     ),
     "a shape that lies": (
-        "cannot load own",
+        CUT,
         lying_header(lambda header: header[PROJECTION].update(shape=[1, 1])),
     ),
     "an unknown dtype": (
-        "cannot load own",
+        CUT,
         lying_header(lambda header: header[PROJECTION].update(dtype="F7")),
     ),
     "a projection of another shape": (f"{PROJECTION}.*is \\[3, 5\\]", reshaped(PROJECTION, 3, 5)),
@@ -205,15 +206,15 @@ WEIGHTS = {
     "minus infinity": (f"{PROJECTION} .*not finite", poisoned(PROJECTION, float("-inf"))),
     "pickled": ("only pickled weights.*use_safetensors=False", pickled),
     "a pickle named as safetensors": (
-        "cannot load own",
+        CUT,
         lambda folder: torch.save({"a": torch.ones(2)}, folder / "model.safetensors"),
     ),
     "a shard missing": (
-        "cannot load own",
+        "own holds no safetensors; download",
         lambda folder: (sharded()(folder), removed("model-00001-of-00001.safetensors")(folder)),
     ),
     "a shard cut": (
-        "cannot load own",
+        "model-00001-of-00001.safetensors: not whole",
         lambda folder: (sharded()(folder), cut("model-00001-of-00001.safetensors", 0.5)(folder)),
     ),
     "an index without a map": ("cannot load own", sharded(weight_map=None)),
@@ -251,7 +252,10 @@ CONFIGS = {
     "more layers than weights": ("lack", edited("config.json", num_hidden_layers=9)),
     "layers -1": ("cannot load own", edited("config.json", num_hidden_layers=-1)),
     "no layers": ("cannot load own", edited("config.json", num_hidden_layers=0)),
-    "no positions": ("has 0 positions", edited("config.json", max_position_embeddings=0)),
+    "no positions": (
+        "max_position_embeddings is 0; correct",
+        edited("config.json", max_position_embeddings=0),
+    ),
     "positions as text": ("cannot load own", edited("config.json", max_position_embeddings="many")),
     "an unknown activation": ("cannot load own", edited("config.json", hidden_act="frob")),
     "an unknown rotary type": (
@@ -328,25 +332,32 @@ ADAPTERS = [
     of_adapter("config of nothing", "cannot be read|does not name its base", written(ADAPTER_CONFIG, "{}")),
     of_adapter("an unknown kind", "cannot be read", edited(ADAPTER_CONFIG, peft_type="FROB")),
     of_adapter(
-        "of another kind", "cannot load the adapter|LORA", edited(ADAPTER_CONFIG, peft_type="PROMPT_TUNING")
+        "of another kind", "only LORA can be loaded", edited(ADAPTER_CONFIG, peft_type="PROMPT_TUNING")
     ),
+    of_adapter("no kind", "cannot be read|only LORA", without(ADAPTER_CONFIG, "peft_type")),
     of_adapter("no base", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path=None)),
     of_adapter("an empty base", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path="")),
-    of_adapter("a base that is a number", "own", edited(ADAPTER_CONFIG, base_model_name_or_path=5)),
+    of_adapter(
+        "a base that is a number", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path=5)
+    ),
     of_adapter(
         "a base that is gone",
-        "cannot load gone/away",
+        "cannot load gone/away.*check the name",
         edited(ADAPTER_CONFIG, base_model_name_or_path="gone/away"),
     ),
     of_adapter(
-        "its own base", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path="own")
+        "its own base",
+        "has another adapter, own, as its base",
+        edited(ADAPTER_CONFIG, base_model_name_or_path="own"),
     ),
     of_adapter(
         "its own base by another path",
-        "in a circle|does not name",
+        "has another adapter, ./model/../own|no such folder",
         edited(ADAPTER_CONFIG, base_model_name_or_path="./model/../own"),
     ),
-    of_adapter("two that name each other", "in a circle", in_a_circle),
+    of_adapter(
+        "two that name each other", "has another adapter, second, as its base; merge that one", in_a_circle
+    ),
     of_adapter(
         "on an adapter",
         "second",
@@ -355,12 +366,12 @@ ADAPTERS = [
             edited(ADAPTER_CONFIG, base_model_name_or_path="second")(folder),
         ),
     ),
-    of_adapter("weights missing", "adapter_model.safetensors", removed("adapter_model.safetensors")),
-    of_adapter("weights empty", "cannot load the adapter", written("adapter_model.safetensors", b"")),
     of_adapter(
-        "weights cut in the header", "cannot load the adapter", cut("adapter_model.safetensors", 0.01)
+        "weights missing", "holds no safetensors; download or save", removed("adapter_model.safetensors")
     ),
-    of_adapter("weights cut at 99%", "cannot load the adapter", cut("adapter_model.safetensors", 0.99)),
+    of_adapter("weights empty", CUT, written("adapter_model.safetensors", b"")),
+    of_adapter("weights cut in the header", CUT, cut("adapter_model.safetensors", 0.01)),
+    of_adapter("weights cut at 99%", CUT, cut("adapter_model.safetensors", 0.99)),
     of_adapter("pickled", "pickled", pickled_adapter),
     of_adapter("rank of another", "cannot load the adapter.*size mismatch", edited(ADAPTER_CONFIG, r=8)),
     of_adapter("rank 0", "cannot load the adapter", edited(ADAPTER_CONFIG, r=0)),
@@ -420,7 +431,7 @@ ADAPTERS = [
     ),
     Case(
         "adapter: cut, merged",
-        "cannot load the adapter",
+        CUT,
         ["merge", "--model_name=own", "--save_path=new"],
         adapter(cut("adapter_model.safetensors", 0.5)),
     ),
@@ -432,7 +443,7 @@ ADAPTERS = [
     ),
     Case(
         "adapter: cut, verified",
-        "cannot load the adapter",
+        CUT,
         ["verify", "--model_name=own", "--max_seq_length=64"],
         adapter(cut("adapter_model.safetensors", 0.5)),
     ),
@@ -444,18 +455,27 @@ CASES = [
     *(base(name, *of) for name, of in TOKENIZERS.items()),
     *(base_api(name, *of) for name, of in list(WEIGHTS.items())[::4]),
     *ADAPTERS,
-    Case("model: a file", "own", train(model_name="own"), lambda folder: (folder / "own").write_text("x")),
+    Case(
+        "model: a file",
+        "own is a file; name the folder",
+        train(model_name="own"),
+        lambda folder: (folder / "own").write_text("x"),
+    ),
     Case(
         "model: an empty folder",
         "holds neither config.json",
         train(model_name="own"),
         lambda f: (f / "own").mkdir(),
     ),
-    Case("model: a missing folder", "cannot load ./gone", train(model_name="./gone")),
+    Case(
+        "model: a missing folder",
+        "cannot load ./gone: no such folder; check the path",
+        train(model_name="./gone"),
+    ),
     Case("model: a missing name", "cannot load no/such-model", train(model_name="no/such-model")),
     Case("model: no name", "model_name is ''", train(model_name="")),
-    Case("model: three parts", "cannot load a/b/c", train(model_name="a/b/c")),
-    Case("model: up and away", "cannot load ../../gone", train(model_name="../../gone")),
+    Case("model: three parts", "cannot load a/b/c: no such folder", train(model_name="a/b/c")),
+    Case("model: up and away", "cannot load ../../gone: no such", train(model_name="../../gone")),
     Case("model: a zero byte", "cannot load|model_name", train(model_name="a\0b")),
     Case("model: a line break", "cannot load", train(model_name="a\nb")),
     Case("model: 5,000 letters", "cannot load|model_name", train(model_name="x" * 5000)),

@@ -141,7 +141,9 @@ MIXED = [
     case(
         "rows longer than allowed", [{"text": "t" * 99}], "would lose 9", max_seq_length=9, max_token_loss=0.1
     ),
-    case("evaluation", [{"question": "q"}], "columns question", dataset="demo", eval_dataset="rows.jsonl"),
+    case(
+        "evaluation", [{"question": "q"}], "columns question", dataset="few.jsonl", eval_dataset="rows.jsonl"
+    ),
     case("responses of plain text", [GOOD["text"]], "rows are plain text", train_on_responses_only=True),
 ]
 

@@ -4,6 +4,7 @@ import datasets
 import pytest
 import torch
 from model_folder import save_model
+from refusals import FEW
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +19,7 @@ def place(tiny_model, tmp_path, monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(tiny_model)
+    (tmp_path / "few.jsonl").write_text(FEW)
     yield tmp_path
     torch.set_num_threads(threads)
     datasets.enable_progress_bars()

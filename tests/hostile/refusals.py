@@ -2,15 +2,18 @@
 
 import contextlib
 import hashlib
-import io
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from unsloth_pack.cli import main
 from unsloth_pack.errors import InputError
+
+FEW = "".join(f'{{"instruction": "Say {i}.", "output": "{i}"}}\n' for i in range(8))
 
 
 def nothing(folder: Path) -> None:
@@ -19,7 +22,7 @@ def nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Something to be refused, in a folder of its own that also holds `model`, a tiny one.
+    """Something to be refused, in a folder of its own that also holds `model`, a tiny one, and `few.jsonl`.
 
     Args:
         says: a regular expression that the line of the refusal holds.
@@ -35,7 +38,7 @@ class Case:
 
 def train(**flags: object) -> list[str]:
     """The command line of a run on the tiny model that would succeed without these flags."""
-    given = {"model_name": "model", "dataset": "demo", "output_dir": "out", "max_seq_length": 144}
+    given = {"model_name": "model", "dataset": "few.jsonl", "output_dir": "out", "max_seq_length": 144}
     given |= {"max_steps": 1, **flags}
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
@@ -61,15 +64,36 @@ def line_of(case: Case, folder: Path) -> str:
 
 
 def _refusal_of_command(arguments: Sequence[str]) -> str:
-    out, error = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+    with _captured() as written:
         code = main(arguments)
-    assert code == 2, f"exit code {code}: {error.getvalue()}"
-    assert out.getvalue() == ""
-    line, end, more = error.getvalue().partition("\n")
-    assert (end, more) == ("\n", ""), error.getvalue()
+    out, said = written
+    assert code == 2, f"exit code {code}: {said}"
+    assert out == ""
+    line, end, more = said.partition("\n")
+    assert (end, more) == ("\n", ""), said
     assert line.startswith("unsloth-pack: ")
     return line
+
+
+@contextlib.contextmanager
+def _captured() -> Iterator[list[str]]:
+    """What this process writes to the descriptors of stdout and stderr, past Python's own streams too."""
+    streams, written = (sys.stdout, sys.stderr), []
+    kept = [os.dup(number) for number in (1, 2)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error:
+        try:
+            for number, file in ((1, out), (2, error)):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w") for number in (1, 2))
+            yield written
+        finally:
+            sys.stdout.close()
+            sys.stderr.close()
+            sys.stdout, sys.stderr = streams
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            written.extend(file.seek(0) or file.read().decode() for file in (out, error))
 
 
 def _refusal_of_call(call: Callable[[], object]) -> str:

@@ -1,11 +1,12 @@
 """Bad input of every kind is refused in one line, with exit code 2, and nothing is written or lost."""
 
 import cases_files
+import cases_models
 import cases_rows
 import pytest
 from refusals import line_of
 
-CASES = [*cases_files.CASES, *cases_rows.CASES]
+CASES = [*cases_files.CASES, *cases_rows.CASES, *cases_models.CASES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

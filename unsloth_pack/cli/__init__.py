@@ -57,7 +57,7 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
 
 
 def _one_line(error: BaseException) -> str:
-    """The message, without line breaks, what else may steer a terminal, or a middle that nobody would read."""
+    """The message, without line breaks, what else may steer a terminal, and a middle of any length."""
     line = " ".join(str(error).split())
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
     return (

@@ -74,11 +74,9 @@ def _parser() -> Parser:
 
 
 def _default_room(model_name: str) -> int:
-    from transformers import AutoConfig
+    from unsloth_pack.loading import load_config, resolve
 
-    from unsloth_pack.api import _load, _resolve
-
-    config = _load(AutoConfig, _resolve(model_name)[0]).get_text_config()
+    config = load_config(resolve(model_name)[0]).get_text_config()
     return min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
 
 

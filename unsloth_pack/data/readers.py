@@ -200,9 +200,9 @@ def _read_text(path: Path) -> str:
             "save the file as UTF-8"
         ) from None
     if (zero := text.find("\0")) >= 0:
+        line = text.count("\n", 0, zero) + 1
         raise InputError(
-            f"{path} line {text.count(chr(10), 0, zero) + 1}: a zero byte, which no text holds, but UTF-16 does; "
-            "save the file as UTF-8"
+            f"{path} line {line}: a zero byte, as in UTF-16 but not in text; save the file as UTF-8"
         )
     text = text.removeprefix("\ufeff")  # the byte order mark that some editors put first
     if not text.strip():
