@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.cli.checks import check_new_folder, check_writable
-from unsloth_pack.cli.parser import Parser, boolean, one_of, whole
+from unsloth_pack.cli.parser import LAST_SEED, Parser, boolean, one_of, whole
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.plan import STRATEGIES
 
@@ -83,7 +83,11 @@ def _parser() -> Parser:
         metavar="true|false",
         help="no loss on what the user says in conversations",
     )
-    add("--seed", type=whole(0), help="plan over the documents in a random order; default: as they come")
+    add(
+        "--seed",
+        type=whole(0, LAST_SEED),
+        help="plan over the documents in a random order; default: as they come",
+    )
     add("--rows_per_shard", type=whole(1), metavar="ROWS", help="default: as many as make 256 MiB")
     add("--json", type=boolean, nargs="?", const=True, metavar="true|false", help="print the manifest")
     return parser

@@ -51,7 +51,8 @@ def prepare(options: TrainOptions) -> Prepared:
     """
     quieten(show_bars=checks.is_main_process())
     on_gpu = torch.cuda.is_available()
-    options = replace(options, optim=options.optim or ("adamw_torch_fused" if on_gpu else "adamw_torch"))
+    if options.optim is None:
+        options = replace(options, optim="adamw_torch_fused" if on_gpu else "adamw_torch")
     checks.check_trainer(options)
     source = find_packs(options.dataset) or read_rows(options.dataset)
     eval_source = None
