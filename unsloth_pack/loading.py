@@ -1,6 +1,7 @@
 """Models, tokenizers and adapters from folders or the hub. What is wrong with one is said in one line."""
 
 import os
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 # What transformers and PEFT meet in files that are broken, or say what cannot be
 _UNREADABLE = (OSError, ValueError, ImportError, StrictDataclassError)
-_UNREADABLE += (TypeError, LookupError, AttributeError, ArithmeticError)
+_UNREADABLE += (pickle.UnpicklingError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 def resolve(model_name: str) -> tuple[str, str | None]:

@@ -135,7 +135,9 @@ MIXED = [
     case("a name that steers a terminal", [{"\x1b[31mtext\n": "a"}], r"columns \\x1b\[31mtext"),
     case("500 columns", [{f"column {i}": i for i in range(500)}], "no known data format"),
     case("token ids alone", [{"input_ids": [1, 2]}], "token ids of an unknown tokenizer"),
-    case("packs without a manifest", [{"input_ids": [1, 2], "seq_lengths": [1, 1]}], "without a manifest"),
+    case(
+        "packed rows without a manifest", [{"input_ids": [1, 2], "seq_lengths": [1, 1]}], "without a manifest"
+    ),
     case("packs without tokens", [{"input_ids": None, "cu_seqlens": None}], "without a manifest"),
     case("a text of nothing that counts", [{"text": "t"}], "would count", max_seq_length=1),
     case(

@@ -1,6 +1,7 @@
 """The flags of `train`: names, types, defaults, and where a value comes from when several places give one."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -326,8 +327,13 @@ def _fill_in(values: dict[str, Any]) -> TrainOptions:
     if values["max_steps"] is None and values["num_train_epochs"] is None:
         values["max_steps"] = 400
     if values["output_dir"] is None:
-        model, dataset = (Path(values[name]).stem or "run" for name in ("model_name", "dataset"))
+        model, dataset = (_as_name(Path(values[name]).stem) for name in ("model_name", "dataset"))
         values["output_dir"] = f"outputs/{model}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}"
     if values["save_path"] is None and values["save_model"]:
         values["save_path"] = str(Path(values["output_dir"]) / "merged")
     return TrainOptions(**values)
+
+
+def _as_name(text: str) -> str:
+    """A part of a folder's name: letters, digits, dots and dashes, not too many."""
+    return re.sub(r"[^\w.-]+", "-", text)[:50] or "run"

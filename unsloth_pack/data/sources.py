@@ -35,7 +35,7 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
     Raises:
         InputError: nothing is there, it cannot be read, it lacks the split, or it holds no rows.
     """
-    if not dataset.strip():
+    if not isinstance(dataset, str) or not dataset.strip():
         raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
     path = _DEMO if dataset == "demo" else Path(dataset).expanduser()
     if os.path.isdir(path):  # unlike Path's own, no error where the name is too long for a path
