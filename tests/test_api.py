@@ -292,7 +292,7 @@ def test_models_that_are_not_there(folder, tmp_path):
     model.save_pretrained(tmp_path / "cut")
     weights = tmp_path / "cut" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"cannot load the adapter .*cut onto its base model"):
+    with pytest.raises(InputError, match=r"cut/adapter_model.safetensors: not whole safetensors"):
         load(tmp_path / "cut")
     broken = tmp_path / "broken"
     broken.mkdir()

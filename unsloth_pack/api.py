@@ -333,9 +333,8 @@ def _check_names(model: nn.Module, name: str, wanted: Sequence[str]) -> None:
     paths = [path for path, _ in model.named_modules()]
     for one in wanted:
         if not any(path == one or path.endswith(f".{one}") for path in paths):
-            known = {
-                path.rpartition(".")[2] for path, module in model.named_modules() if not [*module.children()]
-            }
+            weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
+            known = {path.rpartition(".")[2] for path in weighted}
             raise InputError(f"{name} names {one!r}; the model has {', '.join(sorted(known))}")
 
 

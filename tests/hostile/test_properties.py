@@ -104,8 +104,7 @@ VALUES = st.recursive(
 @st.composite
 def objects(draw):
     names = draw(st.lists(TEXT, min_size=1, max_size=4, unique=True))
-    rows = draw(st.lists(st.fixed_dictionaries(dict.fromkeys(names, VALUES)), min_size=1, max_size=5))
-    return rows
+    return draw(st.lists(st.fixed_dictionaries(dict.fromkeys(names, VALUES)), min_size=1, max_size=5))
 
 
 def json_is_read_as_written(rows):

@@ -141,13 +141,14 @@ def _read_parquet(files: Sequence[Path]) -> datasets.Dataset:
         try:
             table = pq.ParquetFile(file).read()
             table.validate(full=True)
-        except (pa.ArrowException, OSError) as error:
+            names = table.column_names
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             raise InputError(
                 f"{file}: not a complete parquet file ({reason}); download or write it again"
             ) from None
-        if len(set(table.column_names)) < len(table.column_names):
-            raise InputError(f"{file}: a column is repeated in {table.column_names}; rename it")
+        if len(set(names)) < len(names):
+            raise InputError(f"{file}: a column is repeated in {names}; rename it")
         tables.append(table)
     _check_same_columns(files, [table.column_names for table in tables])
     try:
