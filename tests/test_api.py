@@ -265,7 +265,7 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seq_length": 0}, "max_seq_length is 0; at least 1 token"),
+        ({"max_seq_length": 0}, "max_seq_length is 0; give a whole number of at least 1"),
         ({"max_seq_length": 257}, "max_seq_length is 257, .* has 256 positions; lower it"),
         ({"dtype": "float8"}, "dtype is 'float8'; choose one of bfloat16, float16, float32"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "set together; choose one"),
@@ -293,7 +293,7 @@ def test_models_that_are_not_there(folder, tmp_path):
     model.save_pretrained(tmp_path / "cut")
     weights = tmp_path / "cut" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"cannot load the adapter .*cut onto its base model"):
+    with pytest.raises(InputError, match=r"cut/adapter_model.safetensors: not whole safetensors"):
         load(tmp_path / "cut")
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -309,8 +309,8 @@ def test_models_that_are_not_there(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"r": 0}, "r is 0; the rank of an adapter is at least 1"),
-        ({"lora_dropout": 1.0}, r"lora_dropout is 1.0; a probability in \[0, 1\)"),
+        ({"r": 0}, "r is 0; give a whole number of at least 1"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0; give a number of at least 0 and below 1"),
         ({"target_modules": ["w_proj"]}, "target_modules names 'w_proj'; the model has down_proj"),
         ({"use_gradient_checkpointing": "always"}, "use_gradient_checkpointing is 'always'"),
     ],

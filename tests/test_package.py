@@ -21,7 +21,7 @@ LAYERS = [
     {"verification"},
     {"trl"},
     {"packed_rows", "evaluation", "whole_checkpoints", "finite_updates", "out_of_memory"},
-    {"checkpointing", "saving"},
+    {"checkpointing", "loading", "saving"},
     {"offload", "recompute"},
     {"patch"},
     {"models"},

@@ -2,19 +2,16 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
 import torch
-from peft import LoftQConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors import SafetensorError
+from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,11 +21,12 @@ from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.checkpointing import CheckpointingMode, enable_checkpointing
 from unsloth_pack.demo import MODEL_DIR
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, require_real, require_whole
+from unsloth_pack.loading import load_adapter, load_config, load_model, load_tokenizer, resolve
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.patch import patch_model, patch_of
-from unsloth_pack.saving import save_pretrained_merged
+from unsloth_pack.saving import save_demo_adapter, save_pretrained_merged
 
 PROJECTIONS = (
     "q_proj",
@@ -41,6 +39,7 @@ PROJECTIONS = (
     "qkv_proj",
     "gate_up_proj",
 )
+_LAST_SEED = 2**32 - 1  # of numpy
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -84,7 +83,8 @@ class FastLanguageModel:
             full_finetuning: train every weight; no adapter then.
             attn_backend: see `patch_model`.
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
-            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`.
+            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`; pickled
+                weights are refused unless `use_safetensors=False` is among them.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -95,23 +95,25 @@ class FastLanguageModel:
             InputError: arguments that contradict each other, or a model that cannot be found or loaded.
         """
         _check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
+        require_whole("random_state", random_state, 0, _LAST_SEED)
         set_seed(random_state)
         _let_segments_grow()
-        source, adapter = _resolve(model_name)
+        source, adapter = resolve(model_name)
         hub = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
-        config = _load(AutoConfig, source, **hub, **hf_kwargs)
+        files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
+        config = load_config(source, **hub, **hf_kwargs)
         text_config = config.get_text_config()
         spec_of(text_config.model_type)
         check_positions(max_seq_length, model_name, text_config)
-        tokenizer = _load(AutoTokenizer, adapter if adapter and _has_tokenizer(adapter) else source, **hub)
-        model = _load(
-            AutoModelForCausalLM,
+        tokenizer = load_tokenizer(adapter if adapter and _has_tokenizer(adapter) else source, **hub)
+        model = load_model(
             source,
             config=config,
             dtype=_dtype(dtype, full_finetuning),
             device_map=device_map if device_map is not None else _own_device(),
             quantization_config=_quantization(load_in_4bit, load_in_8bit, _dtype(dtype, full_finetuning)),
             **hub,
+            **files,
         )
         if source == str(MODEL_DIR):
             model.name_or_path = model.config._name_or_path = (
@@ -125,7 +127,7 @@ class FastLanguageModel:
             quantize_to_fp8(model)
         model.max_seq_length = max_seq_length
         if adapter is not None:
-            model = _load_adapter(model, adapter)
+            model = load_adapter(model, adapter, **files)
         elif not full_finetuning:
             model.requires_grad_(False)
         patch_model(model, attn_backend)
@@ -165,16 +167,18 @@ class FastLanguageModel:
             InputError: an argument out of range, a target that the model does not have, or a model that has
                 an adapter already.
         """
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is {model!r}; give what from_pretrained returned first")
         if isinstance(model, PeftModel):
             raise InputError("the model has an adapter already; train it as it is, or merge it first")
         if any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError(
                 "full_finetuning=True trains every weight; leave out get_peft_model, or that flag"
             )
-        if r < 1:
-            raise InputError(f"r is {r}; the rank of an adapter is at least 1")
-        if not 0 <= lora_dropout < 1:
-            raise InputError(f"lora_dropout is {lora_dropout}; a probability in [0, 1) is needed")
+        require_whole("r", r, 1, 2**31 - 1)
+        require_real("lora_dropout", lora_dropout, 0, 1)
+        require_real("lora_alpha", lora_alpha, torch.finfo(torch.float32).tiny, 1e9)
+        require_whole("random_state", random_state, 0, _LAST_SEED)
         if loftq_config:
             check_loftq(loftq_config)
         in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
@@ -187,6 +191,7 @@ class FastLanguageModel:
             else {}
         )
         targets = _targets(model, target_modules)
+        _check_parts(model, bias, layers_to_transform, modules_to_save)
         set_seed(random_state)
         config = LoraConfig(
             r=r,
@@ -206,7 +211,7 @@ class FastLanguageModel:
         try:
             adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
-            raise InputError(f"cannot put an adapter on the model: {error}") from error
+            raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
         for path, module in adapted.named_modules():
             if isinstance(module, Fp8Linear) and module.weight.requires_grad:
                 raise InputError(f"modules_to_save holds {path}, which is in fp8; load without load_in_fp8")
@@ -250,8 +255,7 @@ def check_loftq(loftq_config: Mapping[str, Any]) -> None:
 
 
 def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool) -> None:
-    if max_seq_length < 1:
-        raise InputError(f"max_seq_length is {max_seq_length}; at least 1 token is needed")
+    require_whole("max_seq_length", max_seq_length, 1)
     given = [
         f"load_in_{kind}" for kind, asked in (("4bit", in_4bit), ("8bit", in_8bit), ("fp8", in_fp8)) if asked
     ]
@@ -279,57 +283,15 @@ def _let_segments_grow() -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-def _resolve(model_name: str) -> tuple[str, str | None]:
-    """Where the base model's weights are, and the adapter's folder if `model_name` is one."""
-    if model_name == "demo":
-        return str(MODEL_DIR), None
-    folder = Path(model_name)
-    if (folder / "adapter_config.json").is_file():
-        try:
-            base = PeftConfig.from_pretrained(model_name).base_model_name_or_path
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(
-                f"{folder / 'adapter_config.json'} cannot be read ({error}); save it anew"
-            ) from None
-        if not base or Path(base) == folder:
-            raise InputError(
-                f"the adapter {model_name} does not name its base model; add base_model_name_or_path"
-            )
-        return _resolve(base)[0], model_name
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise InputError(
-            f"{model_name} holds neither config.json nor adapter_config.json; name a model's folder"
-        )
-    return model_name, None
-
-
-def _load(auto_class: Any, source: str, **kwargs: Any) -> Any:
-    try:
-        return auto_class.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, InputError):
-            raise
-        first_line = str(error).strip().splitlines()[0]
-        raise InputError(f"cannot load {source}: {first_line}") from error
-
-
-def _load_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
-    try:
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    except (OSError, ValueError, RuntimeError, TypeError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise InputError(f"cannot load the adapter {adapter} onto its base model: {first_line}") from error
-
-
 def _has_tokenizer(folder: str) -> bool:
     return (Path(folder) / "tokenizer_config.json").is_file()
 
 
 def _dtype(dtype: torch.dtype | str | None, full_finetuning: bool) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     if dtype is not None:
-        if dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise InputError(f"dtype is {dtype!r}; choose one of {', '.join(_DTYPES)}")
         return _DTYPES[dtype]
     if full_finetuning or not torch.cuda.is_available():
@@ -359,18 +321,52 @@ def _targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> st
     if target_modules is None:
         return [name for name in PROJECTIONS if name in linear_names]
     if isinstance(target_modules, str):
-        return target_modules
-    paths = [path for path, _ in model.named_modules()]
-    for target in target_modules:
-        if not any(path == target or path.endswith(f".{target}") for path in paths):
-            raise InputError(
-                f"target_modules names {target!r}; the model has {', '.join(sorted(linear_names))}"
+        try:
+            matches = target_modules == "all-linear" or any(
+                re.fullmatch(target_modules, path) for path, _ in model.named_modules()
             )
+        except re.error as error:
+            raise InputError(f"target_modules is {target_modules!r}: {error}; correct the pattern") from None
+        if not target_modules or not matches:
+            raise InputError(
+                f"target_modules is {target_modules!r}, which matches nothing; give 'all-linear', a list of "
+                "names, or a regular expression of whole paths"
+            )
+        return target_modules
+    if not isinstance(target_modules, Sequence) or not target_modules:
+        raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
+    _check_names(model, "target_modules", target_modules)
     return list(target_modules)
+
+
+def _check_names(model: nn.Module, name: str, wanted: Sequence[str]) -> None:
+    """Refuse names of modules that the model does not have."""
+    paths = [path for path, _ in model.named_modules()]
+    for one in wanted:
+        if not any(path == one or path.endswith(f".{one}") for path in paths):
+            weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
+            known = {path.rpartition(".")[2] for path in weighted}
+            raise InputError(f"{name} names {one!r}; the model has {', '.join(sorted(known))}")
+
+
+def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_to_save: Any) -> None:
+    """Refuse what PEFT would pass over without a word, or stumble on."""
+    if bias not in ("none", "all", "lora_only"):
+        raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only")
+    n_layers = model.config.get_text_config().num_hidden_layers
+    for layer in [layers] if not isinstance(layers, list | tuple) else layers:
+        if layer is not None:
+            require_whole("layers_to_transform", layer, 0, n_layers - 1)
+    if modules_to_save is not None:
+        if not isinstance(modules_to_save, list | tuple):
+            raise InputError(f"modules_to_save is {modules_to_save!r}; give a list of names")
+        _check_names(model, "modules_to_save", modules_to_save)
 
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
     model.save_pretrained_merged = MethodType(save_pretrained_merged, model)
+    if isinstance(model, PeftModel) and model.get_base_model().name_or_path == "demo":
+        model.save_pretrained = MethodType(save_demo_adapter, model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what loading and quantising took for a moment
     return model

@@ -5,6 +5,7 @@ The same row may be described by `packed_seq_lengths`, by TRL's and transformers
 that restart. All are read, on the host, in one transfer; two that disagree are an error, on every step.
 """
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,9 @@ def describe_row(
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return None
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            raise InputError(f"{name} is a tensor of {value.dtype}; give whole numbers")
     if has_row_mask:
         given["attention_mask"] = attention_mask
     host = _to_host(given, along={"labels": labels} if labels is not None and labels_counted else {})
@@ -80,7 +84,7 @@ def describe_row(
             "packed_seq_lengths", host["packed_seq_lengths"], shape
         )
     if "seq_lengths" in host:
-        rows = _nested(host["seq_lengths"])
+        rows = _nested("seq_lengths", host["seq_lengths"])
         joined = [[length for row in rows for length in row]] if shape[0] == 1 else rows
         documents["seq_lengths"] = _rows_of_lengths("seq_lengths", joined, shape)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
@@ -184,18 +188,32 @@ def _as_rows(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
     return np.broadcast_to(array.reshape(-1, shape[1]), shape)
 
 
-def _nested(values: Any) -> list[list[Any]]:
-    """One list a row, from those or from the list of a single row."""
-    rows: list[Any] = [row if np.isscalar(row) else np.asarray(row).reshape(-1).tolist() for row in values]
-    return rows if any(isinstance(row, list) for row in rows) else [rows]
+def _nested(name: str, values: Any) -> list[list[Any]]:
+    """One list of Python's numbers a row, from those or from the list of a single row."""
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    if is_list or (isinstance(values, np.ndarray) and values.ndim):
+        try:
+            rows = [
+                np.asarray(row).tolist() if np.isscalar(row) else np.ravel(row).tolist() for row in values
+            ]
+        except ValueError:  # lists of several depths
+            rows = []
+        n_lists = sum(isinstance(row, list) for row in rows)
+        if rows and n_lists in (0, len(rows)):
+            return rows if n_lists else [rows]
+    raise InputError(f"{name} is {reprlib.repr(values)}; give the length of each document")
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 0 and float(value).is_integer()
 
 
 def _rows_of_lengths(name: str, values: Any, shape: tuple[int, int]) -> list[list[int]]:
-    rows = _nested(values)
+    rows = _nested(name, values)
     if len(rows) != shape[0]:
         raise InputError(f"{name} describes {len(rows)} rows of {shape[0]}; give one list a row")
     for number, row in enumerate(rows):
-        if any(length < 0 or length != int(length) for length in row):
+        if not all(map(_is_length, row)):
             raise InputError(f"{name} of row {number} are {row[:8]}; lengths are whole numbers of tokens")
         if sum(row) > shape[1]:
             raise InputError(
@@ -208,10 +226,14 @@ def _rows_of_lengths(name: str, values: Any, shape: tuple[int, int]) -> list[lis
 
 
 def _lengths_of_cu(name: str, values: Any, shape: tuple[int, int]) -> list[int]:
-    cu = np.asarray(values).reshape(-1)
+    try:
+        cu = np.asarray(values).reshape(-1)
+    except ValueError:  # lists of several depths
+        cu = np.zeros(0)
+    is_whole = np.issubdtype(cu.dtype, np.integer)
     if shape[0] != 1:
         raise InputError(f"{name} describes one row, the input ids have {shape[0]}; flatten them to [1, T]")
-    if cu.size < 2 or cu[0] != 0 or (np.diff(cu) < 0).any() or cu[-1] > shape[1]:
+    if not is_whole or cu.size < 2 or cu[0] != 0 or (np.diff(cu) < 0).any() or not 0 < cu[-1] <= shape[1]:
         raise InputError(
             f"{name} is {cu[:8].tolist()} for {shape[1]} tokens; give 0 and the running sum of the lengths"
         )
@@ -271,7 +293,11 @@ def _agree(
                 )
     longest = max(max(row, default=0) for row in rows)
     for name, given in max_lengths.items():
-        if given is not None and int(given) < longest:
+        if given is None:
+            continue
+        if not isinstance(given, int | np.integer | Tensor):
+            raise InputError(f"{name} is {given!r}; give the length of the longest document")
+        if int(given) < longest:
             raise InputError(
                 f"{name} is {int(given)} but {first} holds a document of {longest} tokens; "
                 "give the length of the longest document"

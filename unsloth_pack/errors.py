@@ -1,4 +1,8 @@
-"""The errors a user may meet. Each is one line: what is wrong, the value, the remedy."""
+"""The errors a user may meet, each one line: what is wrong, the value, the remedy; and checks of numbers."""
+
+import numbers
+import reprlib
+from typing import Any
 
 
 class InputError(ValueError):
@@ -19,3 +23,28 @@ class LeakFound(RuntimeError):
 
 class RunStopped(RuntimeError):
     """Something ended a run that had begun. The command line prints what, how to go on, and exits with 1."""
+
+
+def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> None:
+    """Refuse what is not a whole number from `least` to `most`.
+
+    Raises:
+        InputError: it is not.
+    """
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:
+        end = f"from {least} to {most}" if is_whole and value > most else f"of at least {least}"
+        raise InputError(f"{name} is {reprlib.repr(value)}; give a whole number {end}")
+
+
+def require_real(name: str, value: Any, least: float, below: float) -> None:
+    """Refuse what is not a number of at least `least` and below `below`.
+
+    Raises:
+        InputError: it is not.
+    """
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_real and least <= value < below):
+        raise InputError(
+            f"{name} is {reprlib.repr(value)}; give a number of at least {least:g} and below {below:g}"
+        )

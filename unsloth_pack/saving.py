@@ -16,10 +16,12 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import ModulesToSaveWrapper
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
 from unsloth_pack.models.fp8 import Fp8Linear
 
@@ -63,8 +65,32 @@ def save_pretrained_merged(
     write_whole(Path(save_directory), write)
 
 
+def save_demo_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
+    """PEFT's own `save_pretrained`, which would ask the hub for the vocabulary of a base model "demo"."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if not any(isinstance(end, LoraLayer) for end in ends):
+        has_grown = model.config.vocab_size != AutoConfig.from_pretrained(MODEL_DIR).vocab_size
+        options.setdefault("save_embedding_layers", has_grown)
+    PeftModel.save_pretrained(model, str(save_directory), **options)
+
+
 def write_whole(target: Path, write: Callable[[str], None]) -> None:
-    """Let `write` fill a folder beside `target`, then put it in place; a failure changes nothing."""
+    """Let `write` fill a folder beside `target`, then put it in place; a failure changes nothing.
+
+    Raises:
+        InputError: `target` is a file, or cannot be written to, or the disk is full.
+    """
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{str(target)!r} is a file; give a folder")
+    try:
+        _write_beside(target, write)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{str(target)!r} could not be written ({error}); free some space, or give another folder"
+        ) from error
+
+
+def _write_beside(target: Path, write: Callable[[str], None]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_ASIDE)
     try:

@@ -26,6 +26,9 @@ from unsloth_pack.whole_checkpoints import WholeCheckpoints
 class RunTrainer(PackedRows, DocumentMeans, MemoryWatch, FiniteUpdates, WholeCheckpoints, SFTTrainer):
     """TRL's trainer for packed rows and long runs, which are interrupted and meet infinite numbers."""
 
+    def _send_telemetry(self) -> None:
+        """TRL's own reports its use over the network; this one keeps it to itself."""
+
 
 def sft_config(
     output_dir: str,

@@ -201,7 +201,7 @@ NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
         ("a.jsonl", "", ["the file is empty", "at least one row"]),
         ("a.txt", " \n\n ", ["the file is empty"]),
         ("a.json", "[]", ["0 rows", "at least one"]),
-        ("a.json", "[{}]", ["0 rows"]),
+        ("a.json", "[{}]", ["its rows have no columns"]),
         ("a.csv", "instruction,output\n", ["0 rows"]),
         ("a.jsonl", NOT_JSON, ["a.jsonl line 2, column 13", "not valid JSON", "correct or remove it"]),
         ("a.json", NOT_JSON, ["a.json line 2, column 13", "not valid JSON"]),

@@ -17,8 +17,6 @@ from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -26,11 +24,12 @@ from transformers import (
     set_seed,
 )
 
-from unsloth_pack.api import FastLanguageModel, _dtype, _load, _own_device, _quantization, _resolve, _targets
+from unsloth_pack.api import FastLanguageModel, _dtype, _own_device, _quantization, _targets
 from unsloth_pack.bench.breakdown import break_down
 from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks
 from unsloth_pack.checkpointing import enable_checkpointing
 from unsloth_pack.errors import InputError
+from unsloth_pack.loading import load_model, load_tokenizer, resolve
 from unsloth_pack.patch import patch_of
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.report.memory import peak_memory
@@ -118,9 +117,8 @@ def _patched_model(case: Case) -> tuple[Any, Any]:
 def _plain_model(case: Case) -> tuple[Any, Any]:
     """The same model and adapter from transformers and PEFT alone, with the attention they do best with."""
     set_seed(SEED)
-    source, dtype = _resolve(case.model_name)[0], _dtype(None, False)
-    model = _load(
-        AutoModelForCausalLM,
+    source, dtype = resolve(case.model_name)[0], _dtype(None, False)
+    model = load_model(
         source,
         dtype=dtype,
         device_map=_own_device(),
@@ -130,7 +128,7 @@ def _plain_model(case: Case) -> tuple[Any, Any]:
     config = LoraConfig(r=16, lora_alpha=16, target_modules=_targets(model, None), task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
     enable_checkpointing(model, case.use_gradient_checkpointing is not False)
-    return model, _load(AutoTokenizer, source)
+    return model, load_tokenizer(source)
 
 
 def _make_trainer(

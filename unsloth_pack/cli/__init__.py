@@ -20,6 +20,8 @@ SUBCOMMANDS = (
     "doctor",
 )  # each a module here with `run(argv) -> exit code`
 
+_LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand, `train` when none is named.
@@ -46,15 +48,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, InputError):
-        return 2, " ".join(str(error).split())
+        return 2, _one_line(error)
     if isinstance(error, LeakFound):
         return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, str(error) or "interrupted before there was anything to save"
     if isinstance(error, RunStopped):
-        return 1, " ".join(str(error).split())
+        return 1, _one_line(error)
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
     return 1, f"{type(error).__name__}: {first_line}; add --debug for the traceback"
+
+
+def _one_line(error: BaseException) -> str:
+    """The message, without line breaks, what else may steer a terminal, and a middle of any length."""
+    line = " ".join(str(error).split())
+    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+    return (
+        line
+        if len(line) <= _LONGEST_LINE
+        else f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
+    )
 
 
 def _run(arguments: list[str]) -> int:

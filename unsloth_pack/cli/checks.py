@@ -1,6 +1,8 @@
 """Everything about a training run that can be refused before a model is loaded. None of it writes to disk."""
 
 import os
+import reprlib
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.errors import InputError
 from unsloth_pack.report.metrics import FILE_NAME
 
+_LONGEST_NAME = 255  # bytes, on every file system in use
 RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
 
 
@@ -41,8 +44,11 @@ def check_options(options: TrainOptions) -> None:
 
 
 def _check_folders(options: TrainOptions) -> None:
+    if not str(options.output_dir).strip():
+        raise InputError(f"output_dir is {options.output_dir!r}; give a folder")
     folder = Path(str(options.output_dir))
     check_writable("output_dir", folder)
+    _check_apart(options, folder)
     if os.environ.get("WORLD_SIZE", "1") != "1" and str(options.output_dir).startswith("outputs/"):
         raise InputError(
             "several processes need one output_dir, and its default holds the time; give --output_dir"
@@ -62,6 +68,19 @@ def _check_folders(options: TrainOptions) -> None:
                 f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
             )
         check_new_folder("save_path", target, may_replace=options.overwrite_output_dir or options.resume)
+
+
+def _check_apart(options: TrainOptions, folder: Path) -> None:
+    """Refuse a folder in which the run's files would be taken for a model's, or for data."""
+    if (folder / "config.json").exists():
+        raise InputError(f"output_dir {str(folder)!r} holds a model; give another folder")
+    for name in ("dataset", "eval_dataset"):
+        data = getattr(options, name)
+        if data and os.path.isdir(data) and folder.resolve().is_relative_to(Path(data).resolve()):
+            raise InputError(
+                f"output_dir {str(folder)!r} is in {name} {data!r}, all of whose files are read; "
+                "give another folder"
+            )
 
 
 def _check_resumable(folder: Path) -> None:
@@ -121,13 +140,22 @@ def check_new_folder(name: str, target: Path, may_replace: bool = False) -> None
 
 def check_writable(name: str, folder: Path) -> None:
     """Refuse a folder that cannot be made or written to, without making it."""
+    too_long = any(len(os.fsencode(part)) > _LONGEST_NAME for part in folder.parts)
+    if too_long or any(letter < " " or letter == "\x7f" for letter in str(folder)):
+        raise InputError(
+            f"{name} is {reprlib.repr(str(folder))}, which is no name for a folder; give another"
+        )
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise InputError(f"{name} is {str(folder)!r} but {str(existing)!r} is a file; give another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # has no name, so nothing is there at any time
+            pass
+    except OSError as error:
         raise InputError(
-            f"{name} is {str(folder)!r} but {str(existing)!r} cannot be written to; give another folder"
-        )
+            f"{name} is {str(folder)!r} but {str(existing)!r} cannot be written to ({error.strerror}); "
+            "give another folder"
+        ) from None
 
 
 def run_files(folder: Path) -> list[Path]:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from unsloth_pack.api import _load, _resolve
+from unsloth_pack import loading
 from unsloth_pack.data import load_rows, to_trl
 from unsloth_pack.data.tokenize import TokenLedger, tokenize
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
@@ -29,7 +29,7 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     Raises:
         InputError: it cannot be found or loaded.
     """
-    return _load(AutoTokenizer, _resolve(model_name)[0])
+    return loading.load_tokenizer(loading.resolve(model_name)[0])
 
 
 def tokenise(

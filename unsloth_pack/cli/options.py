@@ -1,12 +1,14 @@
 """The flags of `train`: names, types, defaults, and where a value comes from when several places give one."""
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.cli.parser import Parser, boolean, json_object, one_of, real, switch_or, whole
+from unsloth_pack.cli.parser import LAST_SEED, Parser, boolean, json_object, one_of, real, switch_or, whole
 from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import find_packs, read_manifest
@@ -54,7 +56,7 @@ class TrainOptions:
         "recompute layers in the backward pass; offload (or unsloth) also holds their inputs in host memory; "
         "auto recomputes as few as memory allows",
     )
-    random_state: int = _flag(ADAPTER, 3407, whole(0), "seed of the adapter's initial weights")
+    random_state: int = _flag(ADAPTER, 3407, whole(0, LAST_SEED), "seed of the adapter's initial weights")
     use_rslora: bool = _flag(ADAPTER, False, boolean, "scale by alpha / sqrt(r)")
     use_dora: bool = _flag(ADAPTER, False, boolean, "learn the norm of every output apart")
     loftq_config: Mapping[str, Any] | None = _flag(
@@ -117,7 +119,7 @@ class TrainOptions:
     no_probe: bool = _flag(
         TRAINING, False, boolean, "skip the look for leaks between documents before the first packed step"
     )
-    seed: int = _flag(TRAINING, 3407, whole(0), "of the data order and of dropout")
+    seed: int = _flag(TRAINING, 3407, whole(0, LAST_SEED), "of the data order and of dropout")
 
     on_nonfinite: str = _flag(
         TRAINING,
@@ -212,32 +214,39 @@ def _config_arguments(path: Path) -> list[str]:
     """The flags that a yaml file spells as `name: value`."""
     import yaml
 
+    if path.exists() and not path.is_file():
+        raise InputError(f"config is {str(path)!r}: no ordinary file; write one")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        node, values = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
     except OSError as error:
         raise InputError(f"config is {str(path)!r}: {error.strerror}; check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(
             f"config is {str(path)!r}: not yaml ({' '.join(str(error).split())}); correct it"
         ) from None
     if not isinstance(values, dict):
         raise InputError(f"config is {str(path)!r}: it holds no `name: value` lines; write one a flag")
-    arguments = []
+    names = [name.value for name, _ in node.value]
     for name, value in values.items():
-        if value is None:
-            continue
-        if name in ("config", "debug"):
+        if name in ("config", "debug", "help"):
             raise InputError(
                 f"config is {str(path)!r}: {name} cannot be set there; give it on the command line"
             )
-        arguments.append(f"--{name}={_as_text(value)}")
-    return arguments
+        if names.count(str(name)) > 1:
+            raise InputError(f"config is {str(path)!r}: {name} is there twice; keep one")
+        parts = value.values() if isinstance(value, dict) else [value]
+        if any(isinstance(part, list | dict) for part in parts):
+            raise InputError(f"config is {str(path)!r}: {name} is a list, or nested; give one value")
+    return _as_arguments(values)
+
+
+def _as_arguments(values: Mapping[str, Any]) -> list[str]:
+    return [f"--{name}={_as_text(value)}" for name, value in values.items() if value is not None]
 
 
 def _as_text(value: Any) -> str:
-    import json
-
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+    return json.dumps(value, default=str) if isinstance(value, dict) else str(value)
 
 
 def _saved_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -248,9 +257,14 @@ def _saved_options(given: dict[str, Any]) -> dict[str, Any]:
         raise InputError("--resume needs --output_dir; name the folder of the run to go on with")
     if given.get("overwrite_output_dir"):
         raise InputError("--resume and --overwrite_output_dir contradict each other; give one of them")
-    saved = read_config(Path(given["output_dir"]))
+    folder = Path(given["output_dir"])
+    saved = read_config(folder)
     known = {option.name for option in fields(TrainOptions)}
     saved = {name: value for name, value in saved.items() if name in known}
+    try:
+        train_parser().parse(_as_arguments(saved))
+    except InputError as error:
+        raise InputError(f"{folder}: no configuration of a run to resume ({error})") from None
     for name, value in given.items():
         if name not in _FREE_ON_RESUME and value != saved.get(name, value):
             raise InputError(
@@ -315,8 +329,13 @@ def _fill_in(values: dict[str, Any]) -> TrainOptions:
     if values["max_steps"] is None and values["num_train_epochs"] is None:
         values["max_steps"] = 400
     if values["output_dir"] is None:
-        model, dataset = (Path(values[name]).stem or "run" for name in ("model_name", "dataset"))
+        model, dataset = (_as_name(Path(values[name]).stem) for name in ("model_name", "dataset"))
         values["output_dir"] = f"outputs/{model}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}"
     if values["save_path"] is None and values["save_model"]:
         values["save_path"] = str(Path(values["output_dir"]) / "merged")
     return TrainOptions(**values)
+
+
+def _as_name(text: str) -> str:
+    """A part of a folder's name: letters, digits, dots and dashes, not too many."""
+    return re.sub(r"[^\w.-]+", "-", text)[:50] or "run"

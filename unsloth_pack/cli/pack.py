@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.cli.checks import check_new_folder, check_writable
-from unsloth_pack.cli.parser import Parser, boolean, one_of, whole
+from unsloth_pack.cli.parser import LAST_SEED, Parser, boolean, one_of, whole
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.plan import STRATEGIES
 
@@ -28,19 +28,19 @@ def run(arguments: Sequence[str]) -> int:
     check_writable("out", out.absolute().parent)  # the packs are written beside it
 
     from rich.console import Console
-    from transformers import AutoConfig
 
-    from unsloth_pack.api import _load, _resolve, check_positions
+    from unsloth_pack.api import check_positions
     from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash
+    from unsloth_pack.loading import load_config, resolve
     from unsloth_pack.packing import write_packs
     from unsloth_pack.report.tables import print_packs
 
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)
     model_name, capacity = given.get("model_name", "demo"), given.get("max_seq_length", 2048)
-    check_positions(capacity, model_name, _load(AutoConfig, _resolve(model_name)[0]).get_text_config())
+    check_positions(capacity, model_name, load_config(resolve(model_name)[0]).get_text_config())
     only_responses = given.get("train_on_responses_only", False)
     rows = read_rows(given.get("dataset", "demo"))
     tokenizer = load_tokenizer(model_name)
@@ -83,7 +83,11 @@ def _parser() -> Parser:
         metavar="true|false",
         help="no loss on what the user says in conversations",
     )
-    add("--seed", type=whole(0), help="plan over the documents in a random order; default: as they come")
+    add(
+        "--seed",
+        type=whole(0, LAST_SEED),
+        help="plan over the documents in a random order; default: as they come",
+    )
     add("--rows_per_shard", type=whole(1), metavar="ROWS", help="default: as many as make 256 MiB")
     add("--json", type=boolean, nargs="?", const=True, metavar="true|false", help="print the manifest")
     return parser

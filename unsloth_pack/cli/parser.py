@@ -4,10 +4,13 @@ import argparse
 import difflib
 import json
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from unsloth_pack.errors import InputError
+
+LAST_SEED = 2**32 - 1  # of numpy
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,6 +30,9 @@ class Parser(argparse.ArgumentParser):
         Raises:
             InputError: an unknown flag, or a value that its flag does not take.
         """
+        for argument in arguments:
+            if argument.startswith("--") and argument.endswith("=--"):  # argparse makes a list of it
+                raise InputError(f"argument {argument[:-3]}: got '--'; see `{self.prog} --help`")
         given, unknown = self.parse_known_args(arguments)
         if unknown:
             flag = unknown[0].partition("=")[0]
@@ -36,8 +42,8 @@ class Parser(argparse.ArgumentParser):
         return vars(given)
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """The type of a whole number that is at least `least`."""
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """The type of a whole number that is at least `least` and at most `most`."""
 
     def read(text: str) -> int:
         try:
@@ -46,25 +52,25 @@ def whole(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise _refused(text, f"a whole number of at least {least}")
+        if value > most:
+            raise _refused(text, f"a whole number of at most {most}")
         return value
 
     return read
 
 
-def real(
-    least: float = -math.inf, *, above: float = -math.inf, below: float = math.inf
-) -> Callable[[str], float]:
-    """The type of a finite number with `least <= number`, `above < number` and `number < below`."""
+def real(least: float = -math.inf, *, above: float = -math.inf, below: float = 1e9) -> Callable[[str], float]:
+    """The type of a number with `least <= number`, `above < number` and `number < below`."""
     bounds = [f"of at least {least:g}"] if least > -math.inf else []
     bounds += [f"above {above:g}"] if above > -math.inf else []
-    bounds += [f"below {below:g}"] if below < math.inf else []
+    bounds += [f"below {below:g}"]
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and value >= least and above < value < below):
+        if not (value >= least and above < value < below):
             raise _refused(text, f"a number {' and '.join(bounds)}")
         return value
 
@@ -114,4 +120,4 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _refused(text: str, wanted: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"got {text!r}; give {wanted}")
+    return argparse.ArgumentTypeError(f"got {reprlib.repr(text)}; give {wanted}")

@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from unsloth_pack.api import _dtype, _load, _resolve
+from unsloth_pack.api import _dtype
 from unsloth_pack.cli import checks
 from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.tokenize import TokenLedger, check_token_loss
+from unsloth_pack.loading import load_config, resolve
 from unsloth_pack.packing import PackManifest, find_packs, pack_dataset, plan_accumulation, read_packs
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.trl import sft_config
@@ -50,7 +51,8 @@ def prepare(options: TrainOptions) -> Prepared:
     """
     quieten(show_bars=checks.is_main_process())
     on_gpu = torch.cuda.is_available()
-    options = replace(options, optim=options.optim or ("adamw_torch_fused" if on_gpu else "adamw_torch"))
+    if options.optim is None:
+        options = replace(options, optim="adamw_torch_fused" if on_gpu else "adamw_torch")
     checks.check_trainer(options)
     source = find_packs(options.dataset) or read_rows(options.dataset)
     eval_source = None
@@ -65,7 +67,7 @@ def prepare(options: TrainOptions) -> Prepared:
         **_training_arguments(options),
     )
     checks.check_optimizer(config)
-    model_config = _load(AutoConfig, _resolve(options.model_name)[0]).get_text_config()
+    model_config = load_config(resolve(options.model_name)[0]).get_text_config()
     checks.check_backend(options, model_config, dtype, "cuda" if on_gpu else "cpu")
     tokenizer = load_tokenizer(options.model_name)
 

@@ -11,9 +11,6 @@ def quieten(show_bars: bool = True) -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    # Saving an adapter, PEFT looks for its base model "demo" on the hub, to see whether the vocabulary grew.
-    warnings.filterwarnings("ignore", message="Unable to fetch remote file.* in demo")
-    warnings.filterwarnings("ignore", message="Could not find a config file in demo")
     if not (show_bars and sys.stderr.isatty()):
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.cli.parser import Parser, boolean, one_of, switch_or, whole
+from unsloth_pack.cli.parser import LAST_SEED, Parser, boolean, one_of, switch_or, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,17 +68,15 @@ def _parser() -> Parser:
         const=True,
         help="as for training (default: false)",
     )
-    add("--seed", type=whole(0), help="of the random tokens and the adapter (default: 3407)")
+    add("--seed", type=whole(0, LAST_SEED), help="of the random tokens and the adapter (default: 3407)")
     add("--json", type=boolean, nargs="?", const=True, help="print JSON")
     return parser
 
 
 def _default_room(model_name: str) -> int:
-    from transformers import AutoConfig
+    from unsloth_pack.loading import load_config, resolve
 
-    from unsloth_pack.api import _load, _resolve
-
-    config = _load(AutoConfig, _resolve(model_name)[0]).get_text_config()
+    config = load_config(resolve(model_name)[0]).get_text_config()
     return min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
 
 

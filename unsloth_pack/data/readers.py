@@ -11,7 +11,7 @@ import io
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,17 +137,23 @@ def _read_parquet(files: Sequence[Path]) -> datasets.Dataset:
 
     tables = []
     for file in files:
+        _check_ordinary(file)
         try:
-            tables.append(pq.ParquetFile(file).read())
-        except (pa.ArrowException, OSError) as error:
+            table = pq.ParquetFile(file).read()
+            table.validate(full=True)
+            names = table.column_names
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             raise InputError(
                 f"{file}: not a complete parquet file ({reason}); download or write it again"
             ) from None
+        if len(set(names)) < len(names):
+            raise InputError(f"{file}: a column is repeated in {names}; rename it")
+        tables.append(table)
     _check_same_columns(files, [table.column_names for table in tables])
     try:
         return datasets.Dataset(pa.concat_tables(tables, promote_options="permissive"))
-    except (pa.ArrowException, NotImplementedError) as error:
+    except (pa.ArrowException, NotImplementedError, ValueError) as error:
         raise InputError(
             f"{files[0]}: column types that cannot be used ({error}); write strings, or lists of objects"
         ) from None
@@ -163,7 +169,9 @@ def _kind(path: Path) -> str:
     return kind
 
 
-def _check_same_columns(files: Sequence[Path], columns: Sequence[Iterable[str]]) -> None:
+def _check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]]) -> None:
+    if not columns[0]:
+        raise InputError(f"{files[0]}: its rows have no columns; give each its text under a name")
     for file, names in zip(files, columns, strict=True):
         if set(names) != set(columns[0]):
             raise InputError(
@@ -172,7 +180,14 @@ def _check_same_columns(files: Sequence[Path], columns: Sequence[Iterable[str]])
             )
 
 
+def _check_ordinary(path: Path) -> None:
+    """Refuse what never ends, as a device, or never begins, as a pipe."""
+    if not path.is_file():
+        raise InputError(f"{path}: no ordinary file; write its content to one")
+
+
 def _read_text(path: Path) -> str:
+    _check_ordinary(path)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -185,6 +200,11 @@ def _read_text(path: Path) -> str:
             f"{path} line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8; "
             "save the file as UTF-8"
         ) from None
+    if (zero := text.find("\0")) >= 0:
+        line = text.count("\n", 0, zero) + 1
+        raise InputError(
+            f"{path} line {line}: a zero byte, as in UTF-16 but not in text; save the file as UTF-8"
+        )
     text = text.removeprefix("\ufeff")  # the byte order mark that some editors put first
     if not text.strip():
         raise InputError(f"{path}: the file is empty; give one with at least one row")
@@ -206,7 +226,7 @@ def _is_json_lines(text: str, path: Path) -> bool:
 def _parse_json(text: str, path: Path, line: int) -> Any:
     """Parse `text`, which starts at this line of the file."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         where = f"{path} line {line + error.lineno - 1}, column {error.colno}"
         near = text[max(0, error.pos - 10) : error.pos + 20]
@@ -219,6 +239,14 @@ def _parse_json(text: str, path: Path, line: int) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return row
 
 
 def _unwrap(document: Row, path: Path) -> list[Row]:

@@ -35,7 +35,7 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
     Raises:
         InputError: nothing is there, it cannot be read, it lacks the split, or it holds no rows.
     """
-    if not dataset.strip():
+    if not isinstance(dataset, str) or not dataset.strip():
         raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
     path = _DEMO if dataset == "demo" else Path(dataset).expanduser()
     if os.path.isdir(path):  # unlike Path's own, no error where the name is too long for a path
@@ -100,7 +100,7 @@ def _load_saved(folder: Path, split: str) -> datasets.Dataset:
 
     try:
         saved = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{folder}: not a complete saved dataset ({error}); save it again") from None
     if isinstance(saved, datasets.DatasetDict):
         _check_split(folder, split, list(saved))

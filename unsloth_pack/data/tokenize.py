@@ -320,13 +320,15 @@ class _Encoder:
                 **options,
             )
 
+        # a template is a program: it can fail in its arithmetic, too
+        refusals = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
         try:
             return apply(conversations)
-        except TemplateError:
+        except refusals:
             for member, conversation in zip(members, conversations, strict=True):
                 try:
                     apply([conversation])
-                except TemplateError as error:
+                except refusals as error:
                     raise InputError(
                         f"row {indices[member]}: the chat template refuses it ({error}); correct or remove it"
                     ) from None

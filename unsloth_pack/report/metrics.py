@@ -67,12 +67,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / FILE_NAME
     try:
-        options = _read(path)[0]["options"]
+        return dict(_read(path)[0]["options"])
     except (OSError, ValueError, LookupError, TypeError):
         raise InputError(
             f"{path}: no configuration of a run to resume; check --output_dir, or start anew"
         ) from None
-    return options
 
 
 def read_ledger(folder: Path) -> dict[str, Any] | None:

@@ -63,7 +63,8 @@ def write_packs(
         The manifest.
 
     Raises:
-        InputError: `folder` holds something, or the documents cannot be packed, see `pack_dataset`.
+        InputError: `folder` holds something, the disk is full, or the documents cannot be packed, see
+            `pack_dataset`.
     """
     from datasets.utils import tqdm
 
@@ -159,8 +160,12 @@ def _written_aside(target: Path) -> Iterator[Path]:
         yield aside
         _sync(aside)
         aside.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise InputError(
+                f"{str(target)!r} could not be written ({error}); free some space, or give another folder"
+            ) from error
         raise
     _sync(target.parent)
 

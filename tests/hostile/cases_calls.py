@@ -1,0 +1,277 @@
+"""The Python API: arguments that cannot be, and model calls whose lengths lie."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from cases_models import adapter
+from model_folder import byte_tokenizer
+from refusals import Case
+
+from unsloth_pack import FastLanguageModel, packing
+from unsloth_pack.data import check_token_ids, load_rows, to_trl
+
+T = 12  # tokens of the row in every model call
+INF, NAN = float("inf"), float("nan")
+
+
+def load(name: Any = "model", **options: Any) -> Any:
+    return FastLanguageModel.from_pretrained(name, **{"max_seq_length": 64, **options})
+
+
+@cache
+def _loaded() -> Any:
+    return load()[0]
+
+
+def call(title: str, says: str, function: Callable[..., Any], /, *args: Any, **options: Any) -> Case:
+    return Case(title, says, lambda: function(*args, **options))
+
+
+def loading(says: str, **options: Any) -> Case:
+    return call(f"from_pretrained({_shown(options)})", says, load, **options)
+
+
+def adapting(says: str, **options: Any) -> Case:
+    return Case(
+        f"get_peft_model({_shown(options)})",
+        says,
+        lambda: FastLanguageModel.get_peft_model(load()[0], **options),
+    )
+
+
+def _shown(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={repr(value)[:40]}" for name, value in options.items())
+
+
+LOADING = [
+    *(
+        loading("max_seq_length is", max_seq_length=value)
+        for value in (0, -1, 1.5, "64", None, True, NAN, 10**30)
+    ),
+    *(loading("dtype is", dtype=value) for value in ("float8", "int8", torch.int8, 32, "")),
+    *(loading("random_state is", random_state=value) for value in (-1, 2**32, 1.5, "x", None)),
+    *(loading("model_name is", name=value) for value in (None, 5, "", " ", [], Path(" "))),
+    *(
+        loading("attn_backend is|no attention backend|'fast'|unknown", attn_backend=value)
+        for value in ("fast", "", 5)
+    ),
+    *(loading("device_map|cannot load", device_map=value) for value in ("frob",)),
+    loading("choose one", load_in_4bit=True, load_in_8bit=True),
+    loading("cannot train quantised", load_in_4bit=True, full_finetuning=True),
+    loading("cannot load", max_position_embeddings="many"),
+]
+ADAPTING = [
+    *(adapting("r is", r=value) for value in (0, -1, 1.5, "8", None, True, 10**12)),
+    *(adapting("lora_dropout is", lora_dropout=value) for value in (1.0, -0.1, NAN, "0", None)),
+    *(adapting("lora_alpha is", lora_alpha=value) for value in (0, -1, NAN, INF, "16", None)),
+    *(adapting("random_state is", random_state=value) for value in (-1, 2**32, "x")),
+    *(
+        adapting("target_modules", target_modules=value)
+        for value in ([], ["w"], ["q_proj", "w"], "frob(", "frob", 5, "")
+    ),
+    *(adapting("bias", bias=value) for value in ("some", "", 5)),
+    *(adapting("layers_to_transform", layers_to_transform=value) for value in ([99], -1, "x", [0, 99])),
+    *(adapting("modules_to_save", modules_to_save=value) for value in (["frob"], "lm_head", [5])),
+    *(
+        adapting("use_gradient_checkpointing is", use_gradient_checkpointing=value)
+        for value in ("often", "always", 7, None)
+    ),
+    adapting("loftq_config", loftq_config={"frob": 1}),
+    adapting("loftq_config", loftq_config={"loftq_bits": 99}),
+]
+
+
+def forward(name: str, says: str, **description: Any) -> Case:
+    def run() -> Any:
+        return _loaded()(input_ids=torch.arange(T)[None], **description)
+
+    return Case(f"model call: {name}", says, run)
+
+
+def positions(*lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+SUM = "sum to 13, more than its 12 tokens; give the lengths of this very row"
+WHOLE = "lengths are whole numbers of tokens"
+RUNNING = "give 0 and the running sum of the lengths"
+CALLS = [
+    forward("lengths beyond the row", SUM, packed_seq_lengths=[5, 8]),
+    forward("one length beyond", "more than its 12", packed_seq_lengths=[2**40]),
+    forward("a tensor beyond", SUM, packed_seq_lengths=torch.tensor([5, 8])),
+    forward(
+        "lengths that wrap around",
+        "more than its 12|whole numbers",
+        packed_seq_lengths=torch.tensor([2**62, 2**62, 2**62, 2**62 + 12]),
+    ),
+    forward("a negative length", WHOLE, packed_seq_lengths=[14, -2]),
+    forward("half a token", WHOLE, packed_seq_lengths=[5.5, 6.5]),
+    forward("NaN tokens", WHOLE, packed_seq_lengths=[NAN, 12]),
+    forward("infinite tokens", WHOLE, packed_seq_lengths=[INF]),
+    forward("words", WHOLE, packed_seq_lengths=["5", "7"]),
+    forward("a word", "packed_seq_lengths", packed_seq_lengths="12"),
+    forward("a number", "packed_seq_lengths", packed_seq_lengths=12),
+    forward("null among them", "give the length of each", packed_seq_lengths=[5, None]),
+    forward("a dictionary", "packed_seq_lengths", packed_seq_lengths={"a": 12}),
+    forward("no tokens", "hold no token", packed_seq_lengths=[0, 0]),
+    forward("no lengths", "packed_seq_lengths is .*; give the length", packed_seq_lengths=[]),
+    forward(
+        "an empty tensor",
+        "packed_seq_lengths is .*; give the length",
+        packed_seq_lengths=torch.zeros(0, dtype=torch.int64),
+    ),
+    forward("two rows of one", "2 rows of 1", packed_seq_lengths=[[5], [7]]),
+    forward(
+        "a tensor of three dimensions",
+        "rows of 1|lengths",
+        packed_seq_lengths=torch.ones(2, 2, 3, dtype=torch.int64),
+    ),
+    forward(
+        "a tensor of fractions", "torch.float32; give whole", packed_seq_lengths=torch.tensor([5.5, 6.5])
+    ),
+    forward("seq_lengths beyond", SUM, seq_lengths=[[5, 8]]),
+    forward("cu_seq_lens beyond", RUNNING, cu_seq_lens_q=[0, 5, 13]),
+    forward("cu_seq_lens that begins late", RUNNING, cu_seq_lens_q=[1, 5, 12]),
+    forward("cu_seq_lens that turns back", RUNNING, cu_seq_lens_q=[0, 8, 5, 12]),
+    forward("cu_seq_lens of nothing", RUNNING, cu_seq_lens_q=[0]),
+    forward("cu_seq_lens below zero", RUNNING, cu_seq_lens_q=[0, -5, 12]),
+    forward("cu_seq_lens of zeros", RUNNING, cu_seq_lens_q=[0, 0, 0]),
+    forward("cu_seq_lens of fractions", RUNNING, cu_seq_lens_q=[0, 5.5, 12]),
+    forward("cu_seq_lens of NaN", RUNNING, cu_seq_lens_q=[0, NAN, 12]),
+    forward("cu_seq_lens of words", RUNNING, cu_seq_lens_q=["0", "12"]),
+    forward("q and k that disagree", "disagree", cu_seq_lens_q=[0, 5, 12], cu_seq_lens_k=[0, 6, 12]),
+    forward("max_length too short", "max_length_q is 3", cu_seq_lens_q=[0, 5, 12], max_length_q=3),
+    forward("max_length of no number", "max_length_q is", cu_seq_lens_q=[0, 5, 12], max_length_q="x"),
+    forward("max_length of NaN", "max_length_q is", cu_seq_lens_q=[0, 5, 12], max_length_q=NAN),
+    forward("positions that disagree", "disagree", packed_seq_lengths=[5, 7], position_ids=positions(6, 6)),
+    forward("positions that go on", "disagree", packed_seq_lengths=[5, 7], position_ids=positions(12)),
+    forward("positions below 0", "start each document at 0", position_ids=positions(5, 7) - 1),
+    forward(
+        "positions of another length", "position_ids has shape \\[1, 11\\]", position_ids=positions(5, 6)
+    ),
+    forward("seq_idx of another length", "seq_idx has shape", seq_idx=torch.zeros(1, 11, dtype=torch.int64)),
+    forward("seq_idx that disagrees", "disagree", packed_seq_lengths=[5, 7], seq_idx=torch.arange(12)[None]),
+    forward(
+        "a mask of four dimensions",
+        "attention_mask is of shape",
+        packed_seq_lengths=[5, 7],
+        attention_mask=torch.ones(1, 1, T, T),
+    ),
+    forward(
+        "a mask with a hole",
+        "mask only the padding",
+        packed_seq_lengths=[5, 7],
+        attention_mask=torch.tensor([[1] * 4 + [0] + [1] * 7]),
+    ),
+    forward(
+        "a mask of padding in front",
+        "mask only the padding",
+        packed_seq_lengths=[5, 7],
+        attention_mask=torch.tensor([[0] * 5 + [1] * 7]),
+    ),
+    forward(
+        "labels of another length",
+        "labels have shape",
+        packed_seq_lengths=[5, 7],
+        labels=torch.arange(11)[None],
+    ),
+]
+
+OVER = [[1] * 5]
+PACKING = [
+    call("a plan of no room", "capacity is 0", packing.plan_packs, [1], 0),
+    call("a plan of half a token", "capacity is 1.5", packing.plan_packs, [1], 1.5),
+    call("a plan of a negative length", "-1", packing.plan_packs, [1, -1], 4),
+    call("a plan of fractions", "lengths", packing.plan_packs, [1.5], 4),
+    call("a plan of NaN", "lengths", packing.plan_packs, [NAN], 4),
+    call("a plan of words", "lengths", packing.plan_packs, ["a"], 4),
+    call("a plan of lists", "lengths", packing.plan_packs, [[1, 2]], 4),
+    call("a plan of a length beyond", "5", packing.plan_packs, [5], 4),
+    call("a plan of another strategy", "no packing strategy", packing.plan_packs, [1], 4, "best"),
+    call("sequences beyond", "5", packing.pack_sequences, OVER, 4, 0),
+    call("sequences of no room", "max_length is 0", packing.pack_sequences, OVER, 0, 0),
+    call("sequences otherwise", "overlong", packing.pack_sequences, OVER, 4, 0, overlong="frob"),
+    call("a stream of no room", "capacity is 0", packing.PackingStream, 0),
+    call("a stream without a buffer", "buffer_size is 0", packing.PackingStream, 4, 0),
+    call("a stream of odd fill", "min_fill_ratio is 2", packing.PackingStream, 4, 4, 2),
+    call("a sampler of no ranks", "world_size", packing.PackedSampler, [[1]], 0),
+    call("a sampler of a rank beyond", "rank", packing.PackedSampler, [[1]], 2, 2),
+    call(
+        "a data set of text",
+        "tokenise it",
+        packing.pack_dataset,
+        datasets.Dataset.from_dict({"text": ["a"]}),
+        4,
+    ),
+    call(
+        "a data set of words",
+        "column 'input_ids'",
+        packing.pack_dataset,
+        datasets.Dataset.from_dict({"input_ids": ["a"]}),
+        4,
+    ),
+    call(
+        "a data set of short labels",
+        "column 'labels' has not one number a token",
+        packing.pack_dataset,
+        datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1]]}),
+        4,
+    ),
+    call("accumulation over nothing", "is 0", packing.plan_accumulation, 0, 1, 1, 1),
+    call("accumulation over NaN", "is nan", packing.plan_accumulation, 8, NAN, 1, 1),
+    *(
+        call(f"token ids: {name}", says, check_token_ids, datasets.Dataset.from_dict({"input_ids": ids}), 10)
+        for name, ids, says in (
+            ("one too large", [[1], [2, 10]], "row 1, column 'input_ids': token id 10 is outside"),
+            ("negative", [[1, -1]], "row 0, .*token id -1"),
+            ("beyond 32 bits", [[2**40]], "token id 1099511627776"),
+            ("null", [[1, None]], "token id None"),
+            ("fractions", [[1.5]], "not lists of integers"),
+            ("words", [["a"]], "not lists of integers"),
+            ("numbers", [1, 2], "not lists of integers"),
+        )
+    ),
+    *(
+        call(f"load_rows({value!r})", says, load_rows, value)
+        for value, says in (
+            ("", "dataset is ''"),
+            (None, "dataset is None"),
+            (5, "dataset is 5"),
+            ("no.json", "file not found"),
+        )
+    ),
+    call("load_rows of no split", "no split 'frob'|split", load_rows, ".", "frob"),
+    call("no rows", "0 rows", to_trl, datasets.Dataset.from_dict({"text": []}), chat_template=True),
+]
+
+
+SAVING = [
+    Case("save by another method", "save_method is 'gguf'", lambda: _saver("new", save_method="gguf")),
+    Case("save an adapter that is not there", "has no adapter", lambda: _saver("new", save_method="lora")),
+    Case("save into a file", "is a file", lambda: _saver("few.jsonl")),
+    Case("save under a file", "could not be written", lambda: _saver("few.jsonl/new")),
+    Case("save in the kernel's", "could not be written", lambda: _saver("/proc/self/new")),
+    Case(
+        "adapt twice",
+        "has an adapter already",
+        lambda: FastLanguageModel.get_peft_model(load("own")[0]),
+        adapter(),
+    ),
+    Case(
+        "adapt what trains",
+        "trains every weight",
+        lambda: FastLanguageModel.get_peft_model(load(full_finetuning=True)[0]),
+    ),
+    Case("adapt nothing", "model is", lambda: FastLanguageModel.get_peft_model(None)),
+]
+
+
+def _saver(target: str, **options: Any) -> None:
+    _loaded().save_pretrained_merged(target, byte_tokenizer(), **options)
+
+
+CASES = [*LOADING, *ADAPTING, *CALLS, *PACKING, *SAVING]

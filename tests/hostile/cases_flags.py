@@ -1,0 +1,279 @@
+"""Flags, their combinations, config files and folders that cannot be written to."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from refusals import Case, train
+
+NUMBERS = {  # each flag, and what is said where it is not such a number
+    "max_seq_length": "a whole number of at least 1",
+    "r": "a whole number of at least 1",
+    "max_steps": "a whole number of at least 1",
+    "per_device_train_batch_size": "a whole number of at least 1",
+    "per_device_eval_batch_size": "a whole number of at least 1",
+    "gradient_accumulation_steps": "a whole number of at least 1",
+    "logging_steps": "a whole number of at least 1",
+    "save_steps": "a whole number of at least 1",
+    "warmup_steps": "a whole number of at least 0",
+    "seed": "a whole number of at least 0",
+    "random_state": "a whole number of at least 0",
+    "learning_rate": "a number above 0",
+    "lora_alpha": "a number above 0",
+    "num_train_epochs": "a number above 0",
+    "weight_decay": "a number of at least 0",
+    "lora_dropout": "a number of at least 0 and below 1",
+    "max_token_loss": "a number of at least 0",
+}
+NO_NUMBERS = ("-1", "nan", "inf", "1e400", "", "x", "0x10", "1,5", "--", "None", "[1]")
+BEYOND = ("1" + "0" * 12, "1" + "0" * 30, "9" * 5000)
+
+
+def flag(name: str, value: str, says: str) -> Case:
+    shown = value if len(value) < 40 else f"{len(value)} characters"
+    return Case(f"--{name}={shown}", f"--{name}.*: got .*{says}", train(**{name: value}))
+
+
+VALUES = [
+    flag(name, value, f"give {says}" if value != "--" else "--help")
+    for name, says in NUMBERS.items()
+    for value in NO_NUMBERS
+]
+VALUES += [
+    flag(name, value, "give a whole number")
+    for name, says in NUMBERS.items()
+    if "whole" in says
+    for value in BEYOND
+]
+VALUES += [flag(name, "1e300", "give a number") for name in ("learning_rate", "lora_alpha", "weight_decay")]
+VALUES += [flag("num_train_epochs", "1e300", "give a number"), flag("learning_rate", "-0", "above 0")]
+VALUES += [
+    flag("r", "1.5", "a whole number"),
+    flag("r", "0", "at least 1"),
+    flag("lora_dropout", "1", "below 1"),
+]
+WORDS = {
+    "dtype": "one of bfloat16",
+    "bias": "one of none",
+    "save_method": "one of merged_16bit",
+    "on_nonfinite": "one of stop",
+    "sample_packing": "true or false",
+    "load_in_4bit": "true or false",
+    "use_dora": "true or false",
+    "save_model": "true or false",
+    "use_gradient_checkpointing": "one of true",
+    "loftq_config": "a JSON object",
+}
+VALUES += [
+    flag(name, value, says) for name, says in WORDS.items() for value in ("", "frob", "1", "None", "[4]")
+]
+NAMES = {
+    "optim": "choose one of adamw",
+    "lr_scheduler_type": "choose one of linear",
+    "report_to": "choose one of none",
+}
+VALUES += [
+    Case(f"--{name}={value!r}", f"{name} is {value!r}.*{says}", train(**{name: value}))
+    for name, says in (NAMES | {"attn_backend": "auto"}).items()
+    for value in ("", "frob", "None", "../x", "x" * 300)
+    if not (name == "attn_backend" and len(value) == 300)
+]
+
+TOGETHER = [
+    Case("4 and 8 bits", "are set together; choose one", train(load_in_4bit=True, load_in_8bit=True)),
+    Case("LoftQ of 4 bits", "drop load_in_4bit", train(load_in_4bit=True, loftq_config='{"loftq_bits": 4}')),
+    Case("as many examples, unpacked", "give --sample_packing too", train(keep_examples_per_update=True)),
+    Case("evaluation packed, and none", "give --eval_dataset", train(eval_packing=True)),
+    Case("evaluation not packed, and none", "give --eval_dataset", train(eval_packing=False)),
+    Case(
+        "evaluation packed alone", "--sample_packing too", train(eval_packing=True, eval_dataset="few.jsonl")
+    ),
+    Case("a place for no model", "give --save_model too", train(save_path="merged")),
+    Case("one place for two", "is output_dir", train(save_model=True, save_path="out")),
+    Case(
+        "one place for two, spelt otherwise", "is output_dir", train(save_model=True, save_path="./x/../out")
+    ),
+    Case("resume nothing", "no configuration of a run to resume", train(resume=True)),
+    Case("resume nowhere", "--resume needs --output_dir", ["--resume"]),
+    Case("resume and overwrite", "contradict each other", train(resume=True, overwrite_output_dir=True)),
+    Case("longer than the model", "max_seq_length is 512.*lower it", train(max_seq_length=512)),
+    Case("packing through other words", "unknown argument '--pack'", [*train(), "--pack"]),
+    Case("a misspelt flag", "did you mean --learning_rate", ["--lerning_rate", "1"]),
+    Case("a shortened flag", "unknown argument '--learn=1'; did you mean", ["--learn=1"]),
+    Case("a single dash", "unknown argument '-r'", ["-r", "4"]),
+    Case("words without a flag", "unknown argument 'rows.json'", ["train", "rows.json"]),
+    Case("an unknown subcommand", "unknown subcommand 'trian'", ["trian"]),
+    Case("a subcommand of letters", "unknown subcommand '../train'", ["../train"]),
+    Case("a flag without a value", "expected one argument", ["--r"]),
+    Case("a flag before the subcommand", "unknown argument 'stats'", [*train(), "stats"]),
+    Case("merge nothing", "--model_name is missing", ["merge", "--save_path=new"]),
+    Case("merge nowhere", "--save_path is missing", ["merge", "--model_name=model"]),
+    Case(
+        "merge what is no adapter",
+        "holds no adapter_config.json",
+        ["merge", "--model_name=model", "--save_path=new"],
+    ),
+    Case("pack nowhere", "--out is missing", ["pack", "--dataset=few.jsonl"]),
+    Case("pack by another strategy", "one of next_fit", ["pack", "--out=new", "--strategy=best"]),
+    Case("pack no rows a shard", "at least 1", ["pack", "--out=new", "--rows_per_shard=0"]),
+    Case(
+        "pack longer than the model",
+        "lower it",
+        ["pack", "--out=new", "--model_name=model", "--max_seq_length=9999"],
+    ),
+    Case("pack a seed beyond", "a whole number", ["pack", "--out=new", f"--seed={10**30}"]),
+    Case("generate of nothing", "give some text", ["generate", "--prompt= "]),
+    Case("generate colder than cold", "of at least 0", ["generate", "--prompt=a", "--temperature=-1"]),
+    Case("generate forever", "a whole number", ["generate", "--prompt=a", f"--max_new_tokens={10**30}"]),
+    Case(
+        "generate from too much",
+        "lower --max_new",
+        ["generate", "--model_name=model", f"--prompt={'a' * 999}"],
+    ),
+    Case("verify beyond the model", "lower it", ["verify", "--model_name=model", "--max_seq_length=9999"]),
+    Case(
+        "verify a row of one token", "max_seq_length", ["verify", "--model_name=model", "--max_seq_length=1"]
+    ),
+    Case("stats of no lengths", "--pack_lengths", ["stats", "--pack_lengths="]),
+    Case("stats of words", "--pack_lengths", ["stats", "--pack_lengths=a,b"]),
+    Case("stats of zero", "--pack_lengths", ["stats", "--pack_lengths=0"]),
+    Case("stats of odd pictures", "--image_sizes", ["stats", "--image_sizes=12"]),
+    Case(
+        "stats into a file as a folder",
+        "is a file",
+        ["stats", "--dataset=few.jsonl", "--png=few.jsonl/a.png"],
+    ),
+    Case("doctor, verbose", "unknown argument", ["doctor", "--verbose"]),
+]
+
+
+def config(name: str, content: str | bytes, says: str) -> Case:
+    data = content.encode() if isinstance(content, str) else content
+    return Case(
+        f"config: {name}",
+        says,
+        train(config="run.yaml"),
+        lambda folder: (folder / "run.yaml").write_bytes(data),
+    )
+
+
+LAUGHS = "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else '1'] * 9)}]\n" for i in range(12))
+CONFIGS = [
+    Case("config: missing", "config is 'gone.yaml'.*check the path", train(config="gone.yaml")),
+    Case("config: a folder", "config is '.'", train(config=".")),
+    Case("config: a device", "config is '/dev/zero'", train(config="/dev/zero")),
+    Case("config: no name", "config is ''|config is '.'", train(config="")),
+    config("empty", "", "holds no `name: value` lines"),
+    config("a list", "- r\n- 4\n", "holds no `name: value` lines"),
+    config("a word", "text", "holds no `name: value` lines"),
+    config("an open bracket", "r: [", "not yaml"),
+    config("tabs", "r:\t4\n\tseed: 1", "not yaml"),
+    config("not UTF-8", b"r: \xff\xfe", "not yaml"),
+    config("UTF-16", "r: 4\n".encode("utf-16"), "not yaml"),
+    config("zero bytes", b"r: \x00", "not yaml"),
+    config("python's own types", "seed: !!python/object/apply:os.system ['touch written']", "not yaml"),
+    config("python's names", "dtype: !!python/name:os.system", "not yaml"),
+    config("an unknown type", "r: !frob 4", "not yaml"),
+    config("an unknown flag", "rr: 4\n", "unknown argument '--rr=4'"),
+    config("a number as a name", "4: r\n", "unknown argument '--4=r'"),
+    config("a value out of range", "r: 0\n", "--r: got '0'"),
+    config("a list as a value", "r: [4]\n", "run.yaml.*r is"),
+    config("a date", "seed: 2026-01-01\n", "--seed: got '2026-01-01'"),
+    config("not a number", "learning_rate: .nan\n", "--learning_rate: got 'nan'"),
+    config("infinity", "learning_rate: .inf\n", "--learning_rate: got 'inf'"),
+    config("itself", "config: run.yaml\n", "config cannot be set there"),
+    config("debug", "debug: true\n", "debug cannot be set there"),
+    config("another name for a flag twice", "r: 4\nr: 8\n", "r is there twice"),
+    config("a name for itself", "r: &a [*a]\n", "run.yaml"),
+    config("lists of lists of lists", LAUGHS + "r: *x11\n", "run.yaml"),
+    config("deep", "r: " + "[" * 5000, "run.yaml"),
+    config("two documents", "r: 4\n---\nr: 8\n", "not yaml"),
+    config("help", "help: true\n", "unknown argument|ignored explicit argument|cannot be set there"),
+]
+
+
+def a_file(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text("mine")
+
+
+def some_rows(folder: Path) -> None:
+    (folder / "rows").mkdir()
+    (folder / "few.jsonl").rename(folder / "rows/few.jsonl")
+
+
+def a_run(name: str = "metrics.jsonl", content: str = "{}") -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        (folder / "out" / name).parent.mkdir(parents=True)
+        (folder / "out" / name).write_text(content)
+
+    return prepare
+
+
+def resumed(name: str, content: str, says: str) -> Case:
+    return Case(f"resume: {name}", says, ["--resume", "--output_dir=out"], a_run("metrics.jsonl", content))
+
+
+def options(**values: object) -> str:
+    return json.dumps({"kind": "config", "options": {"model_name": "model", **values}}) + "\n"
+
+
+FOLDERS = [
+    Case("output_dir is a file", "is a file; give another folder", train(output_dir="mine"), a_file("mine")),
+    Case("output_dir is in a file", "is a file; give", train(output_dir="mine/out"), a_file("mine")),
+    Case("output_dir is the data", "is a file; give another folder", train(output_dir="few.jsonl")),
+    Case("output_dir is the model", "holds a model", train(output_dir="model")),
+    Case("output_dir is in the kernel's", "cannot be written to", train(output_dir="/proc/self/out")),
+    Case("output_dir is nobody's", "output_dir is ''", train(output_dir="")),
+    Case(
+        "output_dir is in the data", "is in dataset", train(dataset="rows", output_dir="rows/out"), some_rows
+    ),
+    Case(
+        "output_dir is the folder of the data",
+        "is in dataset",
+        train(dataset="rows", output_dir="rows"),
+        some_rows,
+    ),
+    Case("output_dir is about the data", "is in eval_dataset", train(eval_dataset=".", output_dir="out")),
+    Case("output_dir steers a terminal", "no name for a folder", train(output_dir="\x1b[31mout")),
+    Case("png steers a terminal", "no name for a folder", ["stats", "--png=a\nb/c.png"]),
+    Case("output_dir has a zero byte", "output_dir", train(output_dir="a\0b")),
+    Case("output_dir is too long", "output_dir", train(output_dir="x" * 5000)),
+    Case(
+        "output_dir is a dangling link",
+        "output_dir",
+        train(output_dir="out"),
+        lambda f: (f / "out").symlink_to("gone/x"),
+    ),
+    Case("output_dir holds a run", "holds a run already", train(), a_run()),
+    Case("output_dir holds an adapter", "holds a run already", train(), a_run("adapter_config.json")),
+    Case(
+        "output_dir holds a checkpoint",
+        "holds a run already",
+        train(),
+        a_run("checkpoint-3/trainer_state.json"),
+    ),
+    Case("save_path is a file", "is a file; give", train(save_model=True, save_path="mine"), a_file("mine")),
+    Case("save_path holds something", "is not empty", train(save_model=True, save_path="model")),
+    Case("out holds something", "is not empty", ["pack", "--dataset=few.jsonl", "--out=model"]),
+    Case("out is a file", "is a file", ["pack", "--dataset=few.jsonl", "--out=few.jsonl"]),
+    Case(
+        "out is in the kernel's", "cannot be written", ["pack", "--dataset=few.jsonl", "--out=/proc/self/out"]
+    ),
+    resumed("an empty file", "", "no configuration of a run to resume"),
+    resumed("half a line", '{"kind": "config", "opt', "no configuration of a run"),
+    resumed("other JSON", "[]\n", "no configuration of a run"),
+    resumed("options that are none", '{"kind": "config", "options": [1]}\n', "no configuration of a run"),
+    resumed("zeros", "\0\n", "no configuration"),
+    resumed("a rank that is text", options(r="x", dataset="few.jsonl"), "no configuration of a run|--r"),
+    resumed("a rank of 0", options(r=0, dataset="few.jsonl"), "no configuration of a run|--r"),
+    Case(
+        "resume: a broken checkpoint",
+        "is not whole",
+        ["--resume", "--output_dir=out"],
+        lambda folder: (
+            a_run("metrics.jsonl", options(dataset="few.jsonl"))(folder),
+            (folder / "out/checkpoint-3").mkdir(),
+        ),
+    ),
+]
+CASES = [*VALUES, *TOGETHER, *CONFIGS, *FOLDERS]

@@ -1,0 +1,482 @@
+"""Models and adapters: cut, of another shape, of another base, not finite, pickled."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from model_folder import save_model
+from refusals import Case, train
+from safetensors.torch import load_file, save_file
+
+from unsloth_pack import FastLanguageModel
+
+Damage = Callable[[Path], object]
+CUT = "model.safetensors: not whole safetensors .*; download or save it again"
+EMBEDDING = "model.embed_tokens.weight"
+PROJECTION = "model.layers.0.self_attn.q_proj.weight"
+
+
+def load(name: str = "own", **options: Any) -> Any:
+    return FastLanguageModel.from_pretrained(name, **{"max_seq_length": 64, **options})
+
+
+@cache
+def _model() -> Path:
+    return save_model(Path(mkdtemp()) / "model")
+
+
+@cache
+def _adapter() -> Path:
+    model, _ = load(str(_model()))
+    folder = _model().parent / "adapter"
+    FastLanguageModel.get_peft_model(model, r=4).save_pretrained(folder)
+    return folder
+
+
+def own(*damages: Damage) -> Damage:
+    """A copy of the tiny model in the folder `own`, damaged."""
+
+    def prepare(folder: Path) -> None:
+        shutil.copytree(_model(), folder / "own")
+        for damage in damages:
+            damage(folder / "own")
+
+    return prepare
+
+
+def adapter(*damages: Damage) -> Damage:
+    """An adapter of `model` in the folder `own`, damaged."""
+
+    def prepare(folder: Path) -> None:
+        shutil.copytree(_adapter(), folder / "own")
+        edited("adapter_config.json", base_model_name_or_path=str(folder / "model"))(folder / "own")
+        for damage in damages:
+            damage(folder / "own")
+
+    return prepare
+
+
+def edited(file: str, **values: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return damage
+
+
+def without(file: str, name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        values = json.loads((folder / file).read_text())
+        del values[name]
+        (folder / file).write_text(json.dumps(values))
+
+    return damage
+
+
+def written(file: str, content: bytes | str) -> Damage:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+def cut(file: str, share: float) -> Damage:
+    def damage(folder: Path) -> None:
+        data = (folder / file).read_bytes()
+        (folder / file).write_bytes(data[: int(len(data) * share)])
+
+    return damage
+
+
+def removed(file: str) -> Damage:
+    return lambda folder: (folder / file).unlink()
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object], file: str = "model.safetensors") -> Damage:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / file)
+        change(weights)
+        save_file(weights, folder / file, metadata={"format": "pt"})
+
+    return damage
+
+
+def lying_header(change: Callable[[dict[str, Any]], object], file: str = "model.safetensors") -> Damage:
+    """The header of a safetensors file, changed; the bytes of the tensors stay."""
+
+    def damage(folder: Path) -> None:
+        data = (folder / file).read_bytes()
+        (size,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + size])
+        change(header)
+        encoded = json.dumps(header).encode()
+        (folder / file).write_bytes(struct.pack("<Q", len(encoded)) + encoded + data[8 + size :])
+
+    return damage
+
+
+def poisoned(name: str, value: float) -> Damage:
+    return tensors(lambda weights: weights[name].view(-1)[7:8].fill_(value))
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def pickled_adapter(folder: Path) -> None:
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def sharded(**index: Any) -> Damage:
+    """The weights under the name of a shard, with an index that says something else."""
+
+    def damage(folder: Path) -> None:
+        names = list(load_file(folder / "model.safetensors"))
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        whole = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(whole | index))
+
+    return damage
+
+
+def base(name: str, says: str, *damages: Damage) -> Case:
+    """A base model that cannot be trained: through the command line."""
+    return Case(f"model: {name}", says, train(model_name="own"), own(*damages))
+
+
+def base_api(name: str, says: str, *damages: Damage) -> Case:
+    """The same through the API."""
+    return Case(f"model, API: {name}", says, load, own(*damages))
+
+
+def of_adapter(name: str, says: str, *damages: Damage) -> Case:
+    return Case(f"adapter: {name}", says, ["generate", "--model_name=own", "--prompt=a"], adapter(*damages))
+
+
+def reshaped(name: str, *shape: int) -> Damage:
+    return tensors(lambda weights: weights.update({name: torch.zeros(shape)}))
+
+
+WEIGHTS = {
+    "weights missing": ("holds no safetensors; download or save", removed("model.safetensors")),
+    "weights empty": (CUT, written("model.safetensors", b"")),
+    "weights cut in the header": (CUT, cut("model.safetensors", 0.001)),
+    "weights cut at 30%": (CUT, cut("model.safetensors", 0.3)),
+    "weights cut at 99%": (CUT, cut("model.safetensors", 0.99)),
+    "weights of zeros": (CUT, written("model.safetensors", bytes(4096))),
+    "weights of text": (CUT, written("model.safetensors", "not found" * 99)),
+    "weights that are a page": (CUT, written("model.safetensors", "<html>404</html>")),
+    "weights that are a pointer": (
+        CUT,
+        written("model.safetensors", "version https://git-lfs"),
+    ),
+    "a header of 2**62 bytes": (
+        CUT,
+        written("model.safetensors", struct.pack("<Q", 2**62) + b"{}"),
+    ),
+    "offsets beyond the end": (
+        CUT,
+        lying_header(lambda header: header[PROJECTION].update(data_offsets=[0, 2**40])),
+    ),
+    "a shape that lies": (
+        CUT,
+        lying_header(lambda header: header[PROJECTION].update(shape=[1, 1])),
+    ),
+    "an unknown dtype": (
+        CUT,
+        lying_header(lambda header: header[PROJECTION].update(dtype="F7")),
+    ),
+    "a projection of another shape": (f"{PROJECTION}.*is \\[3, 5\\]", reshaped(PROJECTION, 3, 5)),
+    "an embedding of another size": (f"{EMBEDDING}.*is \\[99, ", reshaped(EMBEDDING, 99, 64)),
+    "a projection missing": (f"lack.*{PROJECTION}", tensors(lambda weights: weights.pop(PROJECTION))),
+    "all but the embedding missing": (
+        "lack",
+        tensors(lambda weights: [weights.pop(name) for name in list(weights) if name != EMBEDDING]),
+    ),
+    "other names": ("lack", tensors(lambda w: [w.update({f"x.{name}": w.pop(name)}) for name in list(w)])),
+    "NaN in the embedding": (f"{EMBEDDING} .*not finite", poisoned(EMBEDDING, float("nan"))),
+    "NaN in a projection": (f"{PROJECTION} .*not finite", poisoned(PROJECTION, float("nan"))),
+    "infinity in a norm": ("norm.weight .*not finite", poisoned("model.norm.weight", float("inf"))),
+    "minus infinity": (f"{PROJECTION} .*not finite", poisoned(PROJECTION, float("-inf"))),
+    "pickled": ("only pickled weights.*use_safetensors=False", pickled),
+    "a pickle named as safetensors": (
+        CUT,
+        lambda folder: torch.save({"a": torch.ones(2)}, folder / "model.safetensors"),
+    ),
+    "a shard missing": (
+        "own holds no safetensors; download",
+        lambda folder: (sharded()(folder), removed("model-00001-of-00001.safetensors")(folder)),
+    ),
+    "a shard cut": (
+        "model-00001-of-00001.safetensors: not whole",
+        lambda folder: (sharded()(folder), cut("model-00001-of-00001.safetensors", 0.5)(folder)),
+    ),
+    "an index without a map": ("cannot load own", sharded(weight_map=None)),
+    "an index of nothing": ("cannot load own", sharded(weight_map={})),
+    "an index of other files": ("cannot load own", sharded(weight_map={EMBEDDING: "../../gone.safetensors"})),
+    "an index cut": (
+        "cannot load own",
+        lambda folder: (sharded()(folder), cut("model.safetensors.index.json", 0.5)(folder)),
+    ),
+}
+
+CONFIGS = {
+    "config empty": ("cannot load own", written("config.json", "")),
+    "config cut": ("cannot load own", cut("config.json", 0.5)),
+    "config a list": ("cannot load own", written("config.json", "[]")),
+    "config a number": ("cannot load own", written("config.json", "5")),
+    "config not UTF-8": ("cannot load own", written("config.json", b"\xff\xfe")),
+    "config of nothing": ("cannot load own|has no patch", written("config.json", "{}")),
+    "config missing": ("holds neither config.json nor adapter_config.json", removed("config.json")),
+    "no model_type": ("cannot load own|has no patch", without("config.json", "model_type")),
+    "an unknown model_type": ("cannot load own", edited("config.json", model_type="frobnicate")),
+    "a model_type that is a number": ("cannot load own", edited("config.json", model_type=5)),
+    "a model_type of ours, not patched": ("'gpt2' has no patch", edited("config.json", model_type="gpt2")),
+    "an encoder": ("has no patch", edited("config.json", model_type="bert")),
+    "hidden_size 0": ("cannot load own", edited("config.json", hidden_size=0)),
+    "hidden_size -64": ("cannot load own", edited("config.json", hidden_size=-64)),
+    "hidden_size as text": ("cannot load own", edited("config.json", hidden_size="64")),
+    "hidden_size null": ("cannot load own", edited("config.json", hidden_size=None)),
+    "hidden_size of another model": ("is \\[|cannot load own", edited("config.json", hidden_size=32)),
+    "heads that do not divide": ("cannot load own|is \\[", edited("config.json", num_attention_heads=7)),
+    "no heads": ("cannot load own", edited("config.json", num_attention_heads=0)),
+    "vocab_size 0": ("cannot load own|is \\[", edited("config.json", vocab_size=0)),
+    "vocab_size -1": ("cannot load own", edited("config.json", vocab_size=-1)),
+    "vocab_size of another model": ("is \\[", edited("config.json", vocab_size=300)),
+    "more layers than weights": ("lack", edited("config.json", num_hidden_layers=9)),
+    "layers -1": ("cannot load own", edited("config.json", num_hidden_layers=-1)),
+    "no layers": ("cannot load own", edited("config.json", num_hidden_layers=0)),
+    "no positions": (
+        "max_position_embeddings is 0; correct",
+        edited("config.json", max_position_embeddings=0),
+    ),
+    "positions as text": ("cannot load own", edited("config.json", max_position_embeddings="many")),
+    "an unknown activation": ("cannot load own", edited("config.json", hidden_act="frob")),
+    "an unknown rotary type": (
+        "cannot load own",
+        edited("config.json", rope_parameters={"rope_type": "frob"}),
+    ),
+}
+TOKENIZERS = {
+    "tokenizer missing": (
+        "cannot load own",
+        lambda folder: (removed("tokenizer.json")(folder), removed("tokenizer_config.json")(folder)),
+    ),
+    "tokenizer cut": ("cannot load own", cut("tokenizer.json", 0.5)),
+    "tokenizer empty": ("cannot load own", written("tokenizer.json", "")),
+    "tokenizer a list": ("cannot load own", written("tokenizer.json", "[]")),
+    "tokenizer of nothing": ("cannot load own", written("tokenizer.json", "{}")),
+    "tokenizer_config cut": ("cannot load own", cut("tokenizer_config.json", 0.5)),
+    "tokenizer_config a list": ("cannot load own", written("tokenizer_config.json", "[]")),
+    "a tokenizer class that is not there": (
+        "cannot load own",
+        lambda folder: (
+            edited("tokenizer_config.json", tokenizer_class="FrobTokenizer")(folder),
+            removed("tokenizer.json")(folder),
+        ),
+    ),
+    "token ids beyond the embedding": (
+        "outside the vocabulary, 0 to 99",
+        lambda folder: (
+            shutil.rmtree(folder),
+            save_model(folder, vocab_size=100, eos_token_id=2, pad_token_id=0),
+        ),
+    ),
+}
+
+
+def renamed(old: str, new: str) -> Damage:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(weights):
+            weights[name.replace(old, new)] = weights.pop(name)
+
+    return tensors(change, "adapter_model.safetensors")
+
+
+def in_adapter(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    return tensors(change, "adapter_model.safetensors")
+
+
+def first(weights: dict[str, torch.Tensor]) -> str:
+    return min(name for name in weights if "lora_A" in name)
+
+
+def of_another_base(**overrides: Any) -> Damage:
+    """The base model that the adapter names is replaced by one of other sizes."""
+
+    def damage(folder: Path) -> None:
+        save_model(folder.parent / "other", **overrides)
+        edited("adapter_config.json", base_model_name_or_path=str(folder.parent / "other"))(folder)
+
+    return damage
+
+
+def in_a_circle(folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / "second")
+    edited("adapter_config.json", base_model_name_or_path="second")(folder)
+    edited("adapter_config.json", base_model_name_or_path="own")(folder.parent / "second")
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = [
+    of_adapter("config cut", "cannot be read", cut(ADAPTER_CONFIG, 0.5)),
+    of_adapter("config empty", "cannot be read", written(ADAPTER_CONFIG, "")),
+    of_adapter("config a list", "cannot be read", written(ADAPTER_CONFIG, "[]")),
+    of_adapter("config not UTF-8", "cannot be read", written(ADAPTER_CONFIG, b"\xff")),
+    of_adapter("config of nothing", "cannot be read|does not name its base", written(ADAPTER_CONFIG, "{}")),
+    of_adapter("an unknown kind", "cannot be read", edited(ADAPTER_CONFIG, peft_type="FROB")),
+    of_adapter(
+        "of another kind", "only LORA can be loaded", edited(ADAPTER_CONFIG, peft_type="PROMPT_TUNING")
+    ),
+    of_adapter("no kind", "cannot be read|only LORA", without(ADAPTER_CONFIG, "peft_type")),
+    of_adapter("no base", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path=None)),
+    of_adapter("an empty base", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path="")),
+    of_adapter(
+        "a base that is a number", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path=5)
+    ),
+    of_adapter(
+        "a base that is gone",
+        "cannot load gone/away.*check the name",
+        edited(ADAPTER_CONFIG, base_model_name_or_path="gone/away"),
+    ),
+    of_adapter(
+        "its own base",
+        "has another adapter, own, as its base",
+        edited(ADAPTER_CONFIG, base_model_name_or_path="own"),
+    ),
+    of_adapter(
+        "its own base by another path",
+        "has another adapter, ./model/../own|no such folder",
+        edited(ADAPTER_CONFIG, base_model_name_or_path="./model/../own"),
+    ),
+    of_adapter(
+        "two that name each other", "has another adapter, second, as its base; merge that one", in_a_circle
+    ),
+    of_adapter(
+        "on an adapter",
+        "second",
+        lambda folder: (
+            shutil.copytree(folder, folder.parent / "second"),
+            edited(ADAPTER_CONFIG, base_model_name_or_path="second")(folder),
+        ),
+    ),
+    of_adapter(
+        "weights missing", "holds no safetensors; download or save", removed("adapter_model.safetensors")
+    ),
+    of_adapter("weights empty", CUT, written("adapter_model.safetensors", b"")),
+    of_adapter("weights cut in the header", CUT, cut("adapter_model.safetensors", 0.01)),
+    of_adapter("weights cut at 99%", CUT, cut("adapter_model.safetensors", 0.99)),
+    of_adapter("pickled", "pickled", pickled_adapter),
+    of_adapter("rank of another", "cannot load the adapter.*size mismatch", edited(ADAPTER_CONFIG, r=8)),
+    of_adapter("rank 0", "cannot load the adapter", edited(ADAPTER_CONFIG, r=0)),
+    of_adapter("rank as text", "cannot load the adapter", edited(ADAPTER_CONFIG, r="4")),
+    of_adapter("rank null", "cannot load the adapter", edited(ADAPTER_CONFIG, r=None)),
+    of_adapter("alpha as text", "cannot load the adapter", edited(ADAPTER_CONFIG, lora_alpha="x")),
+    of_adapter("no targets", "cannot load the adapter", edited(ADAPTER_CONFIG, target_modules=None)),
+    of_adapter(
+        "targets that are not there", "cannot load the adapter", edited(ADAPTER_CONFIG, target_modules=["w"])
+    ),
+    of_adapter(
+        "fewer targets than weights",
+        "cannot load the adapter",
+        edited(ADAPTER_CONFIG, target_modules=["q_proj"]),
+    ),
+    of_adapter(
+        "more targets than weights",
+        "cannot load the adapter",
+        in_adapter(lambda weights: [weights.pop(name) for name in list(weights) if "q_proj" in name]),
+    ),
+    of_adapter(
+        "a matrix missing", "cannot load the adapter", in_adapter(lambda weights: weights.pop(first(weights)))
+    ),
+    of_adapter(
+        "a matrix too many", "cannot load the adapter", in_adapter(lambda w: w.update(frob=torch.ones(2)))
+    ),
+    of_adapter("other names", "cannot load the adapter", renamed("q_proj", "w_proj")),
+    of_adapter("layers of a deeper base", "cannot load the adapter", renamed("layers.1", "layers.31")),
+    of_adapter(
+        "a matrix of another shape",
+        "cannot load the adapter.*size mismatch",
+        in_adapter(lambda weights: weights.update({first(weights): torch.zeros(4, 3)})),
+    ),
+    of_adapter(
+        "a matrix turned",
+        "cannot load the adapter.*size mismatch",
+        in_adapter(lambda weights: weights.update({first(weights): weights[first(weights)].T.contiguous()})),
+    ),
+    of_adapter(
+        "NaN",
+        "not finite",
+        in_adapter(lambda weights: weights[first(weights)].view(-1)[:1].fill_(float("nan"))),
+    ),
+    of_adapter(
+        "infinity",
+        "not finite",
+        in_adapter(lambda weights: weights[first(weights)].view(-1)[:1].fill_(float("inf"))),
+    ),
+    of_adapter("of a wider base", "cannot load the adapter.*size mismatch", of_another_base(hidden_size=96)),
+    of_adapter("of a deeper base", "cannot load the adapter", of_another_base(num_hidden_layers=1)),
+    of_adapter("of a shallower base", "cannot load the adapter", of_another_base(num_hidden_layers=4)),
+    Case(
+        "adapter: of another architecture",
+        "cannot load the adapter",
+        ["generate", "--model_name=own", "--prompt=a"],
+        adapter(lambda folder: of_another_base(architecture="phi3")(folder)),
+    ),
+    Case(
+        "adapter: cut, merged",
+        CUT,
+        ["merge", "--model_name=own", "--save_path=new"],
+        adapter(cut("adapter_model.safetensors", 0.5)),
+    ),
+    Case(
+        "adapter: pickled, merged",
+        "pickled",
+        ["merge", "--model_name=own", "--save_path=new"],
+        adapter(pickled_adapter),
+    ),
+    Case(
+        "adapter: cut, verified",
+        CUT,
+        ["verify", "--model_name=own", "--max_seq_length=64"],
+        adapter(cut("adapter_model.safetensors", 0.5)),
+    ),
+]
+
+CASES = [
+    *(base(name, *of) for name, of in WEIGHTS.items()),
+    *(base(name, *of) for name, of in CONFIGS.items()),
+    *(base(name, *of) for name, of in TOKENIZERS.items()),
+    *(base_api(name, *of) for name, of in list(WEIGHTS.items())[::4]),
+    *ADAPTERS,
+    Case(
+        "model: a file",
+        "own is a file; name the folder",
+        train(model_name="own"),
+        lambda folder: (folder / "own").write_text("x"),
+    ),
+    Case(
+        "model: an empty folder",
+        "holds neither config.json",
+        train(model_name="own"),
+        lambda f: (f / "own").mkdir(),
+    ),
+    Case(
+        "model: a missing folder",
+        "cannot load ./gone: no such folder; check the path",
+        train(model_name="./gone"),
+    ),
+    Case("model: a missing name", "cannot load no/such-model", train(model_name="no/such-model")),
+    Case("model: no name", "model_name is ''", train(model_name="")),
+    Case("model: three parts", "cannot load a/b/c: no such folder", train(model_name="a/b/c")),
+    Case("model: up and away", "cannot load ../../gone: no such", train(model_name="../../gone")),
+    Case("model: a zero byte", "cannot load|model_name", train(model_name="a\0b")),
+    Case("model: a line break", "cannot load", train(model_name="a\nb")),
+    Case("model: 5,000 letters", "cannot load|model_name", train(model_name="x" * 5000)),
+]

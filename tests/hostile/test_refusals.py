@@ -1,0 +1,96 @@
+"""Bad input of every kind is refused in one line, with exit code 2, and nothing is written or lost."""
+
+import json
+import resource
+
+import cases_calls
+import cases_files
+import cases_flags
+import cases_models
+import cases_rows
+import pytest
+from refusals import Case, line_of, train, tree
+
+from unsloth_pack.cli import main
+from unsloth_pack.data import load_rows
+
+KINDS = {
+    "files": cases_files.CASES,
+    "rows": cases_rows.CASES,
+    "models": cases_models.CASES,
+    "flags": cases_flags.CASES,
+    "calls": cases_calls.CASES,
+}
+CASES = [case for cases in KINDS.values() for case in cases]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name[:60])
+def test_refused(case, place):
+    line_of(case, place)
+
+
+def test_how_many_there_are():
+    """docs/trust-inputs.md says so."""
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert {kind: len(cases) for kind, cases in KINDS.items()} == {
+        "files": 220,
+        "rows": 139,
+        "models": 131,
+        "flags": 399,
+        "calls": 161,
+    }
+
+
+def test_a_case_that_is_fine_fails(place):
+    """The judge can say no: a run that would succeed, and a line without a remedy."""
+    with pytest.raises(AssertionError, match="exit code 0"):
+        line_of(Case("fine", "", train(no_probe=True)), place)
+    with pytest.raises(AssertionError, match="not refused"):
+        line_of(Case("fine", "", lambda: load_rows("few.jsonl")), place)
+
+
+@pytest.mark.parametrize(
+    ("command", "prepare"),
+    [
+        (["pack", "--model_name=model", "--dataset=few.jsonl", "--max_seq_length=144", "--out=new"], None),
+        (["merge", "--model_name=own", "--save_path=new"], cases_models.adapter()),
+    ],
+    ids=["pack", "merge"],
+)
+def test_a_full_disk(command, prepare, place):
+    """A file that may not grow is what a full disk looks like to the process that writes it."""
+    if prepare:
+        prepare(place)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
+    try:
+        line = line_of(Case("full", "could not be written .*too large.*; free", command), place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "/new' could" in line or "'new' could" in line
+
+
+def test_lines_of_10_megabytes_are_read_whole(place):
+    text = "0123456789" * 1_000_000
+    (place / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "end"}))
+    (place / "rows.csv").write_text(f'text\n"{text}"\nend\n')
+    (place / "rows.txt").write_text(f"{text}\nend\n")
+    for name in ("rows.jsonl", "rows.csv", "rows.txt"):
+        assert load_rows(name)["text"][:] == [text, "end"]
+
+
+def test_names_of_any_length_make_a_folder_that_can_be(place, monkeypatch):
+    """The default output_dir is named after the model and the data."""
+    (place / "data").mkdir()
+    data = place / "data" / ("x" * 200 + " \x1b[31m\n.jsonl")
+    (place / "few.jsonl").rename(data)
+    assert main(train(dataset=data, output_dir=None)) == 0
+    (made,) = (place / "outputs").iterdir()
+    assert made.name.isprintable()
+    assert len(made.name) < 130
+    assert (made / "adapter_model.safetensors").is_file()
+    assert {path.split("/")[0] for path in _relative(place)} == {"data", "model", "outputs"}
+
+
+def _relative(folder):
+    return [path.removeprefix(f"{folder}/") for path in tree(folder)]

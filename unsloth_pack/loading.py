@@ -1,0 +1,245 @@
+"""Models, tokenizers and adapters from folders or the hub. What is wrong with one is said in one line."""
+
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from peft import PeftConfig, PeftModel, PeftType
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.errors import InputError
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+# What transformers and PEFT meet in files that are broken, or say what cannot be
+_UNREADABLE = (OSError, ValueError, ImportError, StrictDataclassError)
+_UNREADABLE += (pickle.UnpicklingError, TypeError, LookupError, AttributeError, ArithmeticError)
+
+
+def resolve(model_name: str) -> tuple[str, str | None]:
+    """Where the base model's weights are, and the adapter's folder if `model_name` is one.
+
+    Raises:
+        InputError: no such folder, one that holds no model, or an adapter that names no base model.
+    """
+    if not isinstance(model_name, str | Path) or not str(model_name).strip():
+        raise InputError(f"model_name is {model_name!r}; give demo, a folder, or a hub name")
+    name = str(model_name)
+    if name == "demo":
+        return str(MODEL_DIR), None
+    if _is_adapter(name):
+        return _base_of(name), name
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            raise InputError(
+                f"{name} holds neither config.json nor adapter_config.json; name a model's folder"
+            )
+    elif os.path.exists(name):
+        raise InputError(f"{name} is a file; name the folder of a model")
+    elif not _HUB_NAME.fullmatch(name):
+        raise InputError(f"cannot load {name}: no such folder; check the path, relative to {Path.cwd()}")
+    return name, None
+
+
+def _is_adapter(name: str) -> bool:
+    return os.path.isfile(os.path.join(name, "adapter_config.json"))
+
+
+def _base_of(adapter: str) -> str:
+    path = os.path.join(adapter, "adapter_config.json")
+    try:
+        with _without_reports():
+            config = PeftConfig.from_pretrained(adapter)
+    except _UNREADABLE as error:
+        raise InputError(f"{path} cannot be read ({_reason(error)}); save it anew") from None
+    base = config.base_model_name_or_path
+    if not isinstance(base, str) or not base:
+        raise InputError(f"the adapter {adapter} does not name its base model; add base_model_name_or_path")
+    if config.peft_type != PeftType.LORA:
+        raise InputError(
+            f"the adapter {adapter} is of type {config.peft_type.value}; only LORA can be loaded"
+        )
+    if _is_adapter(base):
+        raise InputError(
+            f"the adapter {adapter} has another adapter, {base}, as its base; merge that one first, and name "
+            "the result in base_model_name_or_path"
+        )
+    return resolve(base)[0]
+
+
+def load_config(source: str, **options: Any) -> Any:
+    """The configuration of a model.
+
+    Raises:
+        InputError: it cannot be found or read, or has sizes that no model has.
+    """
+    config = _load(AutoConfig, source, **options)
+    text_config = config.get_text_config()
+    for name in _SIZES:
+        size = getattr(text_config, name, 1)
+        if not isinstance(size, int) or size < 1:
+            raise InputError(f"cannot load {source}: {name} is {size!r}; correct it in config.json")
+    return config
+
+
+def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder, or of a hub name.
+
+    Raises:
+        InputError: it cannot be found or read, or would be saved outside its folder.
+    """
+    tokenizer = _load(AutoTokenizer, source, **options)
+    if isinstance(tokenizer.chat_template, dict):  # each is saved in a file of its name
+        for name in tokenizer.chat_template:
+            if not re.fullmatch(r"\w[\w.-]*", name):
+                raise InputError(f"cannot load {source}: a chat template is named {name!r}; rename it")
+    return tokenizer
+
+
+def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> Any:
+    """A causal model with all of its weights, each finite and of the shape that its configuration says.
+
+    Args:
+        use_safetensors: False also takes pickled weights.
+
+    Raises:
+        InputError: it is not like that.
+    """
+    if os.path.isdir(source):
+        _check_files(source, "model", use_safetensors)
+    model, found = _load(
+        AutoModelForCausalLM,
+        source,
+        use_safetensors=use_safetensors,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused here, by name
+        **options,
+    )
+    for name, in_file, in_model in sorted(found["mismatched_keys"]):
+        raise InputError(
+            f"cannot load {source}: weight {name} is {list(in_file)}, and config.json makes it "
+            f"{list(in_model)}; correct one of them, or download the model again"
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(
+            f"cannot load {source}: its files lack {len(missing)} weights, {', '.join(missing[:3])}"
+            f"{', ...' * (len(missing) > 3)}; correct config.json, or download the model again"
+        )
+    _refuse_not_finite(model, f"cannot load {source}")
+    return model
+
+
+def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool = True) -> PeftModel:
+    """The model with the adapter in a folder, to be trained on.
+
+    Raises:
+        InputError: it is cut, of another base model, not finite, or pickled.
+    """
+    complaint = f"cannot load the adapter {adapter} onto its base model"
+    _check_files(adapter, "adapter", use_safetensors)
+    try:
+        with _without_reports():
+            adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+            found = adapted.load_adapter(adapter, "default", is_trainable=True)  # which says what was found
+    except (*_UNREADABLE, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise InputError(
+            f"{complaint}: {_reason(error)}; give the base model that it was trained on, or save it anew"
+        ) from error
+    faults = {
+        "lacks {} weights": found.missing_keys,
+        "holds {} weights without a place": found.unexpected_keys,
+    }
+    for fault, keys in faults.items():
+        if keys:
+            raise InputError(
+                f"{complaint}: it {fault.format(len(keys))}, the first is {min(keys)}; give the base model "
+                "that it was trained on, or save it anew"
+            )
+    _refuse_not_finite(adapted, complaint)
+    return adapted
+
+
+def _load(auto_class: Any, source: str, **options: Any) -> Any:
+    try:
+        with _without_reports():
+            return auto_class.from_pretrained(source, **options)
+    except _UNREADABLE as error:
+        remedy = "correct its files, or download it again"
+        if not os.path.isdir(source):
+            remedy = "check the name and the network, or give a folder"
+        raise InputError(f"cannot load {source}: {_reason(error)}; {remedy}") from error
+
+
+def _reason(error: BaseException) -> str:
+    said = " ".join(str(error).split())[:300].rstrip(".")
+    tells_enough = isinstance(error, OSError | ValueError | RuntimeError) and said
+    return said if tells_enough else f"{type(error).__name__} {said}".strip()
+
+
+def _check_files(folder: str, what: str, use_safetensors: bool) -> None:
+    """Refuse weights whose files are cut, and those whose files run code as they are read."""
+    if not use_safetensors:
+        return
+    names = sorted(os.listdir(folder))
+    weights = [os.path.join(folder, name) for name in names if name.endswith(".safetensors")]
+    for path in weights:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: not whole safetensors ({error}); download or save it again") from None
+    if not weights and any(name.endswith(".bin") for name in names):
+        raise InputError(
+            f"{folder} holds only pickled weights, which can run code when loaded; save the {what} as "
+            "safetensors, or pass use_safetensors=False if you trust it"
+        )
+    if not weights:
+        raise InputError(f"{folder} holds no safetensors; download or save the {what} again")
+
+
+def _refuse_not_finite(model: nn.Module, complaint: str) -> None:
+    for name, weight in model.named_parameters():
+        if (
+            not weight.is_floating_point()
+            or weight.element_size() == 1
+            or weight.is_meta
+            or not weight.numel()
+        ):
+            continue
+        if not torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all():
+            raise InputError(
+                f"{complaint}: weight {name} is not finite as {weight.dtype}; choose another dtype, or "
+                "download the weights again"
+            )
+
+
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """Without what transformers and PEFT print about what they find; what matters is raised here."""
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)
