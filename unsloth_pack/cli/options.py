@@ -225,7 +225,7 @@ def _config_arguments(path: Path) -> list[str]:
         raise InputError(
             f"config is {str(path)!r}: not yaml ({' '.join(str(error).split())}); correct it"
         ) from None
-    if not isinstance(values, dict):
+    if node is None or not isinstance(values, dict):
         raise InputError(f"config is {str(path)!r}: it holds no `name: value` lines; write one a flag")
     names = [name.value for name, _ in node.value]
     for name, value in values.items():
