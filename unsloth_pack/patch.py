@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,10 +22,11 @@ from unsloth_pack.graph import StepGraphs
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fast_attention import FastAttention, attention_options, fusable_qk_norm
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
-from unsloth_pack.models.fast_lora import FastLoraLinear, why_not_fused
+from unsloth_pack.models.fast_lora import LORA_TYPES, FastLoraLinear, why_not_fused
 from unsloth_pack.models.fast_mlp import FastMLP, FastRMSNorm, activation_of
 from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
+from unsloth_pack.models.nf4 import is_linear_4bit
 from unsloth_pack.models.rotary import RotaryTables, rotary_tables
 from unsloth_pack.models.spec import ArchSpec
 
@@ -141,9 +141,9 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
     for norm in parts.norms:
         patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
-    for mlp, activation in parts.mlps:
+    for layer, (mlp, activation) in zip(decoder.layers, parts.mlps, strict=True):
         if activation is not None:
-            patch.swap(mlp, FastMLP, activation=activation)
+            patch.swap(mlp, FastMLP, activation=activation, decoder_layer=layer)
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
@@ -203,8 +203,8 @@ class _Parts:
     attentions: list[Any]
     norms: list[nn.Module]
     mlps: list[tuple[nn.Module, str | None]]  # with the kernel's activation, None where it cannot be fused
-    loras: list[LoraLinear]
-    other_loras: list[LoraLayer]  # quantised, or on parameters such as stacked experts
+    loras: list[LoraLayer]
+    other_loras: list[LoraLayer]  # in 8 bits, or on parameters such as stacked experts
 
     @classmethod
     def of(cls, decoder: Any) -> "_Parts":
@@ -212,11 +212,11 @@ class _Parts:
             attentions=[layer.self_attn for layer in decoder.layers],
             norms=[module for module in decoder.modules() if type(module) is type(decoder.norm)],
             mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
-            loras=[module for module in decoder.modules() if type(module) is LoraLinear],
+            loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
             other_loras=[
                 module
                 for module in decoder.modules()
-                if isinstance(module, LoraLayer) and type(module) is not LoraLinear
+                if isinstance(module, LoraLayer) and type(module) not in LORA_TYPES
             ],
         )
 
@@ -264,10 +264,12 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
     if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"
+    if n_nf4 := sum(is_linear_4bit(lora.get_base_layer()) for lora in parts.loras):
+        fused["base"] = f"{n_nf4} frozen linear layers in 4 bits, dequantised at each use"
     reasons = Counter(why_not_fused(lora) for lora in parts.loras)
     reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in parts.other_loras)
     if n_fused := reasons.pop(None, 0):
-        fused["LoRA"] = f"{n_fused} layers, each as one autograd node"
+        fused["LoRA"] = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
     if reasons:
         not_fused["LoRA"] = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
     return PatchReport(

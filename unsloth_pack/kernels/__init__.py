@@ -5,7 +5,7 @@ is set before the first import. Triton itself is optional.
 """
 
 from .fp8 import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
-from .gated import gated, gated_backward
+from .gated import gated, gated_backward_
 from .norm import rms_norm
 from .reference import QKNorm
 from .rope import rope_qk
@@ -16,7 +16,7 @@ __all__ = [
     "fp8_linear",
     "fp8_linear_backward",
     "gated",
-    "gated_backward",
+    "gated_backward_",
     "quantize_rows",
     "rms_norm",
     "rope_qk",
