@@ -1,5 +1,6 @@
 """The MLP as one node: right in one tile or several, kept or computed again, and nothing computed twice."""
 
+import weakref
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -189,3 +190,19 @@ def test_checkpointing_does_not_compute_down_again(mode):
     gate_up = ((config.intermediate_size, config.hidden_size),) * 2
     assert seen.count(down) == config.num_hidden_layers
     assert seen.count(gate_up) == (1 if mode is False else 2) * config.num_hidden_layers
+
+
+@pytest.mark.parametrize("mode", [True, "offload"])
+def test_what_is_recomputed_is_not_held(mode):
+    """Of every layer only its input outlives the forward pass."""
+    model = tiny_model("llama", torch.float32)
+    patch_model(model, "sdpa")
+    enable_checkpointing(model, mode)
+    mlp_inputs = []
+    for layer in model.get_decoder().layers:
+        norm = layer.post_attention_layernorm
+        norm.register_forward_hook(lambda _, args, out: mlp_inputs.extend(map(weakref.ref, (args[0], out))))
+    documents = random_documents([33, 64])
+    loss = model(torch.cat(documents)[None].to(DEVICE), packed_seq_lengths=[33, 64]).logits.mean()
+    assert [ref() for ref in mlp_inputs] == [None] * len(mlp_inputs)
+    loss.backward()

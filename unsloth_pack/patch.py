@@ -141,9 +141,10 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
     for norm in parts.norms:
         patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
-    for layer, (mlp, activation) in zip(decoder.layers, parts.mlps, strict=True):
+    for number, (mlp, activation) in enumerate(parts.mlps):
         if activation is not None:
-            patch.swap(mlp, FastMLP, activation=activation, decoder_layer=layer)
+            layer = decoder.layers[number]
+            patch.swap(mlp, FastMLP, activation=activation, decoder_layer=layer, number=number)
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)

@@ -11,7 +11,7 @@ stops where it has all that was saved, and this node saves nothing there. So dow
 Shapes: N tokens, t of a tile, I inputs, F features inside, as in `lora_math`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,18 +38,20 @@ def gated_mlp(
     """
     x, recipe = prepared(x)
     layers = [*inner, down]
-    plan = _Plan(activation, [layer.frozen() for layer in layers], recipe, keep)
+    plan = _Plan(activation, [layer.frozen() for layer in layers], recipe.compute, len(recipe.inputs), keep)
     if torch.is_grad_enabled() and x.requires_grad and not keep:
         x = _Start.apply(x, recipe.inputs)
         plan.start = x.grad_fn
-    return _GatedMLP.apply(x, plan, *(tensor for layer in layers for tensor in layer.tensors()))
+    tensors = [tensor for layer in layers for tensor in layer.tensors()]
+    return _GatedMLP.apply(x, plan, recipe.inputs, *tensors)
 
 
 @dataclass
 class _Plan:
     activation: str
     frozen: list[Any]
-    recipe: Any
+    compute: Callable[..., Tensor]  # x, from so many inputs
+    n_inputs: int
     keep: bool
     start: Any = None  # the node of `_Start`
 
@@ -78,7 +80,7 @@ class _Start(torch.autograd.Function):
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, plan, *tensors):
+    def forward(ctx, x, plan, inputs, *tensors):
         a_RI, inner, a_rF, down = plan.layers(x.dtype, tensors)
         x_NI = x.reshape(-1, x.shape[-1])
         kept = lora_math.forward(x_NI, a_RI, inner)[0] if plan.keep else []
@@ -88,7 +90,7 @@ class _GatedMLP(torch.autograd.Function):
             product_tF = gated(*_gate_and_up(outputs), plan.activation)
             parts += lora_math.forward(product_tF, a_rF, down)[0]
         if plan.start is None:
-            ctx.save_for_backward(*plan.recipe.inputs, *kept)
+            ctx.save_for_backward(*inputs, *kept)
         ctx.plan, ctx.shape = plan, x.shape
         # By reference: what is saved the usual way has to be computed again under checkpointing.
         ctx.tensors = [(tensor, None if tensor is None else tensor._version) for tensor in tensors]
@@ -99,9 +101,8 @@ class _GatedMLP(torch.autograd.Function):
     def backward(ctx, grad):
         plan = ctx.plan
         saved = (ctx if plan.start is None else plan.start).saved_tensors
-        n_inputs = len(plan.recipe.inputs)
-        x_NI = plan.recipe.compute(*saved[:n_inputs]).reshape(-1, ctx.shape[-1])
-        kept = saved[n_inputs:]
+        x_NI = plan.compute(*saved[: plan.n_inputs]).reshape(-1, ctx.shape[-1])
+        kept = saved[plan.n_inputs :]
         g_NO = grad.reshape(-1, grad.shape[-1])
         a_RI, inner, a_rF, down = plan.layers(x_NI.dtype, _unchanged(ctx.tensors))
         grad_xs: list[Tensor] = []
@@ -124,13 +125,13 @@ class _GatedMLP(torch.autograd.Function):
             of_inner = lora_math.backward_to_factors(grads, gh_tR, x_tI, h_tR, inner)
             biases = [
                 g.sum(0, dtype=_wide(g.dtype)) if trained else g.new_zeros(())
-                for g, trained in zip([*grads, g_tO], ctx.needs_input_grad[2::3], strict=True)
+                for g, trained in zip([*grads, g_tO], ctx.needs_input_grad[3::3], strict=True)
             ]
             sums = _added(sums, [*of_inner, *of_down, *biases])
             if ctx.needs_input_grad[0]:
                 grad_xs.append(lora_math.backward_to_input(grads, gh_tR, a_RI, inner))
         grad_x = _joined(grad_xs).view(ctx.shape) if grad_xs else None
-        return grad_x, None, *_by_layer(sums, ctx.needs_input_grad[2::3], inner, down)
+        return grad_x, None, None, *_by_layer(sums, ctx.needs_input_grad[3::3], inner, down)
 
 
 def _gate_and_up(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
