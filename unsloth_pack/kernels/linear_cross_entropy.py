@@ -88,7 +88,7 @@ def linear_cross_entropy(
             bias are cast as `torch.nn.functional.linear` casts them.
         weight: `[V, C]`, of hidden's dtype. Gets a gradient if it requires one, summed in float32.
         labels: `[...]` int32 or int64 in [0, V), or -100 for none; already shifted: row i's label is
-            labels[i]. As a `LabelledRows` made earlier they cost no wait, and may mark none by another number.
+            labels[i]. As a `LabelledRows` made earlier they cost no wait, and another number may mark none.
         bias: `[V]`, of hidden's dtype. Gets a gradient if it requires one.
         softcap: logits become softcap * tanh(logits / softcap), after the scale.
         num_items: the sum of losses is divided by this, where given, instead of by the number of labels.

@@ -14,7 +14,7 @@ from unsloth_pack.describe import ROW_KEYWORDS, describe_row, refuse_counted_lab
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
 from unsloth_pack.layout import PackedRow
-from unsloth_pack.models.fast_loss import FusedLoss, wants_loss_alone
+from unsloth_pack.models.fast_loss import LOSS_KEYWORDS, FusedLoss, wants_loss_alone
 from unsloth_pack.models.module_walk import CountedParameters
 from unsloth_pack.models.rotary import RotaryTables
 from unsloth_pack.models.spec import ArchSpec
@@ -46,7 +46,7 @@ class FastDecoder(nn.Module):
             kwargs["packed_row"] = row_of_call(
                 input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs
             )
-        for name in ROW_KEYWORDS:
+        for name in (*ROW_KEYWORDS, *LOSS_KEYWORDS):
             kwargs.pop(name, None)
         row = kwargs.pop("packed_row")
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)

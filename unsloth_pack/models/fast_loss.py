@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -17,11 +18,19 @@ from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
 from unsloth_pack.layout import IGNORE_INDEX
 from unsloth_pack.models.spec import ArchSpec
 
+LOSS_KEYWORDS = (
+    "num_items_in_batch",
+    "shift_labels",
+    "ignore_index",
+)  # of a model's call, for its loss alone
+
 
 def why_loss_not_fused(model: Any) -> str | None:
     """Why the loss of a causal language model must come from its logits, or None."""
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:  # an adapter, a trained copy, quantised
+    if isinstance(head, BaseTunerLayer):
+        return "the head has an adapter"
+    if type(head) is not nn.Linear:  # wrapped by modules_to_save, quantised
         return f"the head is a {type(head).__name__}"
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return "the head has hooks"
