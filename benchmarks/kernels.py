@@ -307,7 +307,7 @@ def lora(shape: Shape) -> Iterator[Subject]:
 
 
 def loss(shape: Shape) -> Subject:
-    """Forward and backward together: ours has the gradient when the forward ends. A frozen head, all labels."""
+    """Forward and backward together: ours has the gradient when the forward ends. The head is frozen."""
     from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
 
     weight = randn(shape.vocab, shape.hidden, grad=False) / shape.hidden**0.5

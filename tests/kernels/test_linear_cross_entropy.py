@@ -92,9 +92,9 @@ def check(tensors, labels, slack=1.25, **options) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_no_less_exact_than_logits_of_all_rows(dtype, options, bias, path, small_chunks):
-    check(*make(2, 23, 32, V=517, dtype=dtype, bias=bias), **options)
+def test_no_less_exact_than_logits_of_all_rows(dtype, options, path, small_chunks):
+    check(*make(2, 17, 32, V=517, dtype=dtype), **options)
+    check(*make(2, 17, 32, V=517, dtype=dtype, bias=True), **options)
 
 
 @pytest.mark.parametrize("V", [1, 2, 3, 257, 8192, 8193])
@@ -103,7 +103,7 @@ def test_ragged_shapes(shape, V, path):
     check(*make(*shape, V=V, bias=True), slack=4, softcap=4.0)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 13])
+@pytest.mark.parametrize("rows", [1, 4, 5, 9])
 def test_chunks_of_any_number(rows, path, small_chunks):
     check(*make(rows, 16, V=300, unlabelled=0.0, bias=True))
 

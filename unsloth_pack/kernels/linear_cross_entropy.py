@@ -282,7 +282,7 @@ def _cross_entropy_kernel(
     for first in range(0, V, BLOCK):
         x_B, mask_B = _load_block(start, first, V, BLOCK)
         z_B, _ = _logit_and_slope(x_B, scale, softcap, CAPPED)
-        z_B = tl.where(mask_B, z_B, -float("inf"))
+        z_B = tl.where(mask_B, z_B, float("-inf"))
         higher = tl.maximum(peak, tl.max(z_B))
         total = total * tl.exp(peak - higher) + tl.sum(tl.exp(z_B - higher))
         peak = higher
