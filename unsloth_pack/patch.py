@@ -23,6 +23,7 @@ from unsloth_pack.models import spec_of
 from unsloth_pack.models.fast_attention import FastAttention, attention_options, fusable_qk_norm
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
 from unsloth_pack.models.fast_lora import LORA_TYPES, FastLoraLinear, why_not_fused
+from unsloth_pack.models.fast_loss import why_loss_not_fused
 from unsloth_pack.models.fast_mlp import FastMLP, FastRMSNorm, activation_of
 from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
@@ -136,7 +137,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     _refuse_what_would_leak(model, decoder)
     backend = requested_backend(attn_backend)
     parts = _Parts.of(decoder)
-    patch = Patch(base, attn_backend, _report(spec, decoder, parts, backend))
+    patch = Patch(base, attn_backend, _report(spec, base, parts, backend))
     for attention in parts.attentions:
         patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
     for norm in parts.norms:
@@ -156,7 +157,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     graphs = StepGraphs(why_never)
     patch.swap(decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs)
     if base is not decoder and base.get_output_embeddings() is not None:
-        patch.swap(base, FastCausalLM, boundary_labels_seen=False, module_walk=ModuleWalk())
+        patch.swap(base, FastCausalLM, spec=spec, boundary_labels_seen=False, module_walk=ModuleWalk())
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     base.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
@@ -239,7 +240,8 @@ def _why_never_captured(
     return None
 
 
-def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchReport:
+def _report(spec: ArchSpec, base: Any, parts: _Parts, backend: str) -> PatchReport:
+    decoder = base.base_model
     embedding = decoder.get_input_embeddings().weight
     chosen: dict[str, str] = {}
     for attention in parts.attentions:
@@ -250,7 +252,11 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
     on_gpu = embedding.device.type == "cuda"
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
     fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
-    not_fused = {"loss": "the trainer's own"}
+    not_fused: dict[str, str] = {}
+    if (why := why_loss_not_fused(base)) is None:
+        fused["loss"] = "with the head, for tokens that have a label; TRL's trainer computes its own"
+    else:
+        not_fused["loss"] = f"from the logits of all tokens: {why}"
     if spec.qk_norm is not None:
         if fusable_qk_norm(parts.attentions[0], spec) is not None:
             fused["QK norm"] = "with the rotary embedding"

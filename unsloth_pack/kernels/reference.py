@@ -121,6 +121,29 @@ def gated_backward_(
         into.detach().copy_(x.detach())
 
 
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    num_items: Tensor | float | None = None,
+) -> Tensor:
+    """The mean cross-entropy of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
+
+    The contract is `unsloth_pack.kernels.linear_cross_entropy`'s, but for all logits at once. Computes in
+    float32, or float64 if an input is.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = scale * F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), reduction="none")
+    return losses.sum() / ((labels != -100).sum() if num_items is None else num_items)
+
+
 def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`[N, C]` to e4m3 values and a float32 scale `[N, 1]`, by the largest element of every row."""
     x = x.float() if column_scale is None else x.float() * column_scale.t()
