@@ -98,10 +98,10 @@ def judge(make, dtype, run_of, again=False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("joined", "bias"), [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("tile", [2**25, 70 * FEATURES])
+@pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
 def test_against_float64(monkeypatch, dtype, joined, bias, keep, tile):
     monkeypatch.setattr(module, "_TILE", tile)
-    assert len(module._tiles(TOKENS, FEATURES)) == (1 if tile == 2**25 else 3)
+    assert len(module._tiles(TOKENS, FEATURES)) == (1 if tile == 2**26 else 3)
     judge(lambda dtype: adapted(dtype, joined, bias), dtype, lambda model: fused(model, keep), again=True)
 
 
@@ -141,7 +141,7 @@ def test_a_weight_changed_in_between_is_noticed(keep):
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("tile", [2**25, 70 * FEATURES])
+@pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
 def test_in_four_bits(monkeypatch, keep, tile):
     """The truth is float64 over the dequantised weights: what is judged is the arithmetic."""
     from bitsandbytes.nn import Linear4bit
