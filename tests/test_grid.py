@@ -16,6 +16,7 @@ from correctness.workers import _Worker
 from tiny import Outcome
 
 from unsloth_pack.attention import BACKENDS
+from unsloth_pack.layout import PackedRow
 from unsloth_pack.models import fast_lora
 
 # every architecture; every LoRA variant where a window, biases or tied embeddings are; every dtype and mode
@@ -110,6 +111,60 @@ def test_an_error_ends_one_case(monkeypatch):
 
     monkeypatch.setattr(fast_lora, "_forward", breaks)
     assert failures("plain") == ["RuntimeError: broken here"]
+
+
+class Replayed:
+    """Takes the place of a captured form: runs the row it is given, padded."""
+
+    is_pending = False
+
+    def __init__(self, decoder, form, device, pool):
+        self.decoder, self.form = decoder, form
+
+    def replay(self, row, input_ids):
+        n_padding = self.form.tokens - row.n_tokens
+        padded = PackedRow.of_lengths([*row.lengths, n_padding], row.device)
+        ids = torch.nn.functional.pad(input_ids, (0, n_padding))
+        return self.decoder._packed_forward(padded, ids, None).last_hidden_state[:, : row.n_tokens]
+
+
+class Stale(Replayed):
+    """Whose static buffers are not filled anew."""
+
+    def replay(self, row, input_ids):
+        self.first = getattr(self, "first", input_ids)
+        return super().replay(row, self.first)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Steps that CUDA graphs would hold if they ran here."""
+    monkeypatch.setattr("unsloth_pack.patch._why_never_captured", lambda *_: None)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
+    return lambda form: monkeypatch.setattr("unsloth_pack.graph._CapturedForm", form)
+
+
+def rows_of(checkpointing, variant="dropout"):
+    return measure(Case("llama", "none", variant, "float32", "sdpa", checkpointing))
+
+
+def test_a_captured_step_is_judged_as_it_is_replayed(captures):
+    captures(Replayed)
+    for row in rows_of("False"):
+        assert holds(row)
+        assert "logits" in row
+    assert rows_of("True")[1]["uncaptured"] == "not captured: gradient checkpointing"
+    captures(Stale)
+    uncaptured, captured = rows_of("False")
+    assert holds(uncaptured)
+    assert any(text.startswith("logits: ") for text in captured["failed"])
+
+
+def test_an_error_while_capturing_leaves_the_uncaptured_row(captures):
+    captures(None)
+    uncaptured, captured = rows_of("False", "plain")
+    assert holds(uncaptured)
+    assert captured["failed"][0].startswith("TypeError: ")
 
 
 # How outcomes are judged

@@ -13,13 +13,13 @@ DTYPES = {  # what the model computes in; NF4 weights are dequantised to it
     "float32": torch.float32,
     "nf4": torch.bfloat16,
 }
-VARIANTS = {  # fields of a LoraConfig
+VARIANTS = {  # fields of a LoraConfig; the names of all norms end in "norm"
     "plain": {},
     "rslora": {"use_rslora": True},
     "dropout": {"lora_dropout": 0.5},
     "bias": {"bias": "all"},
     "dora": {"use_dora": True},
-    "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head", "norm"]},  # all norms end so
+    "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head", "norm"]},
 }
 CHECKPOINTING = {"False": False, "True": True, "offload": "offload", "auto": "auto"}
 WINDOWS = {"short": 24, "long": 1000}  # against documents of up to 129 tokens; "none" where there is none
@@ -50,7 +50,7 @@ def values_of():
 
 
 def cases(**only):
-    """Every case, or those whose fields are among the values given. Neighbours share models and references."""
+    """Every case, or those whose fields are among the values given. Neighbours share a model."""
     chosen = [[]]
     for name, values in values_of().items():
         kept = [value for value in values if not only.get(name) or value in only[name]]

@@ -69,7 +69,8 @@ def _errors(outcomes, truths):
     """The relative error of everything, its root mean square over the draws."""
     by_draw = [_errors_of_one(outcome, truth) for outcome, truth in zip(outcomes, truths, strict=True)]
     return {
-        name: math.sqrt(sum(errors[name] ** 2 for errors in by_draw) / len(by_draw)) for name in by_draw[0]
+        name: math.sqrt(sum(errors[name] * errors[name] for errors in by_draw) / len(by_draw))
+        for name in by_draw[0]
     }
 
 

@@ -1,6 +1,7 @@
 """The rows of one case: how far its gradients, loss and logits are from the truth, or why there are none."""
 
 import copy
+import gc
 from dataclasses import asdict
 from functools import lru_cache, partial
 
@@ -27,18 +28,19 @@ def measure(case):
         enough; `refused`, why there is no such case; `uncaptured`, why the step is not captured; `failed`,
         the error that it ended with. Also `unfused` and `plan`, what the patch and the plan say of the model.
     """
-    head = asdict(case)
-    try:
-        first, replayed = _measure(case)
-    except (NotApplicable, BackendUnavailable) as refusal:
-        first = replayed = {"refused": str(refusal)}
-    except Exception as error:  # one case that breaks is one failure
-        said = " ".join(str(error).split())[:300]
-        first = replayed = {"failed": [f"{type(error).__name__}: {said}"]}
-    return [{**head, "captured": False, **first}, {**head, "captured": True, **replayed}]
+    rows, steps, said = [], _uncaptured_and_captured(case), {}
+    for captured in (False, True):
+        try:
+            said = next(steps, said)  # what ended the first row ends the second
+        except (NotApplicable, BackendUnavailable) as refusal:
+            said = {"refused": str(refusal)}
+        except Exception as error:  # one case that breaks is one failure
+            said = {"failed": [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]}
+        rows.append({**asdict(case), "captured": captured, **said})
+    return rows
 
 
-def _measure(case):
+def _uncaptured_and_captured(case):
     references = _references(case.arch, case.window, case.variant, case.dtype)
     model = copy.deepcopy(references.model)
     patch = patch_model(model, case.backend)
@@ -50,20 +52,29 @@ def _measure(case):
         plan.n_recomputed, plan.decide = plan.n_layers // 2, lambda tokens, device: None
         about["plan"] = str(plan)
     graphs = decoder.step_graphs
-    allowed, graphs._why_never = graphs._why_never, "the uncaptured row"
-    uncaptured = {**about, **references.judge(model)}
-    graphs._why_never = graphs.why_not = allowed
+    why_never, graphs._why_never = graphs._why_never, "it is to run uncaptured"
+    yield {**about, **references.judge(model)}
+    graphs._why_never = graphs.why_not = why_never
     if plan is not None:
         plan.n_recomputed = 0
         about["plan"] = str(plan)
-    for seed in range(1, 1 + _STEPS_BEFORE_REPLAY):  # so that what is judged is replayed over other rows
+    yield _captured(model, graphs, references, about)
+
+
+def _captured(model, graphs, references, about):
+    """The row of a step that is replayed after rows with other documents."""
+    if graphs.why_not is None:
+        gc.collect()  # graphs of models before are freed now, not while one is captured
+    for seed in range(1, 1 + _STEPS_BEFORE_REPLAY):
         if graphs.why_not is not None:
-            return uncaptured, {"uncaptured": str(graphs)}
+            break
         run_packed(model, random_documents(MIXED_LENGTHS[::-1], seed))
-    captured = {**about, **references.judge(model)}
-    if graphs.why_not is not None or not str(graphs).startswith("captured"):
-        captured["failed"] = [f"the step is {graphs}, {graphs.why_not or 'and nothing says why'}"]
-    return uncaptured, captured
+    if not str(graphs).startswith("captured"):
+        return {"uncaptured": str(graphs)}
+    row = {**about, **references.judge(model)}
+    if graphs.why_not is not None:
+        row["failed"] = [f"captured, and yet run uncaptured: {graphs.why_not}"]
+    return row
 
 
 class _References:
