@@ -210,9 +210,10 @@ class _Parts:
 
     @classmethod
     def of(cls, decoder: Any) -> "_Parts":
+        norm_kind = type(getattr(decoder.norm, "original_module", decoder.norm))  # `modules_to_save` wraps it
         return cls(
             attentions=[layer.self_attn for layer in decoder.layers],
-            norms=[module for module in decoder.modules() if type(module) is type(decoder.norm)],
+            norms=[module for module in decoder.modules() if type(module) is norm_kind],
             mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
             loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
             other_loras=[
