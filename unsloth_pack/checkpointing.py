@@ -39,6 +39,7 @@ def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
         decoder.recompute_plan = RecomputePlan(decoder)
         for number, layer in enumerate(decoder.layers):
             layer._gradient_checkpointing_func = _AsPlanned(decoder, number)
+        model.disable_input_require_grads()  # a hook, with which no step is captured; nothing here needs it
         return
     model.enable_input_require_grads()
     if mode is not True:
