@@ -19,6 +19,7 @@ from unsloth_pack.attention.backends import requested_backend
 from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
+from unsloth_pack.leak_probe import OwnProbe
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fast_attention import FastAttention, attention_options, fusable_qk_norm
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
@@ -88,6 +89,10 @@ class Patch:
         module.__class__ = _subclass(fast, type(module))
         module.__dict__.update(attributes)
 
+    def skip_probe(self) -> None:
+        """Let the model not look for leaks before its first packed row in training."""
+        self._model.base_model.leak_probe = None
+
     def undo(self) -> None:
         """Restore the model that came in, bit for bit. Undoing twice is harmless."""
         for module, original, attributes in self._swapped:
@@ -154,8 +159,10 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         patch.report.fused["step"] = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
     else:
         patch.report.not_fused["step"] = f"not captured in CUDA graphs: {why_never}"
-    graphs = StepGraphs(why_never)
-    patch.swap(decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs)
+    graphs, own_probe = StepGraphs(why_never), OwnProbe(patch.report.attn_backend)
+    patch.swap(
+        decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs, leak_probe=own_probe
+    )
     if base is not decoder and base.get_output_embeddings() is not None:
         patch.swap(base, FastCausalLM, spec=spec, boundary_labels_seen=False, module_walk=ModuleWalk())
     if model is not base:

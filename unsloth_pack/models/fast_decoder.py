@@ -14,6 +14,7 @@ from unsloth_pack.describe import ROW_KEYWORDS, describe_row, refuse_counted_lab
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
 from unsloth_pack.layout import PackedRow
+from unsloth_pack.leak_probe import OwnProbe
 from unsloth_pack.models.fast_loss import LOSS_KEYWORDS, FusedLoss, wants_loss_alone
 from unsloth_pack.models.module_walk import CountedParameters
 from unsloth_pack.models.rotary import RotaryTables
@@ -26,6 +27,7 @@ class FastDecoder(nn.Module):
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs
+    leak_probe: OwnProbe | None  # until it has passed, or is not wanted
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
 
     def forward(
@@ -49,6 +51,9 @@ class FastDecoder(nn.Module):
         for name in (*ROW_KEYWORDS, *LOSS_KEYWORDS):
             kwargs.pop(name, None)
         row = kwargs.pop("packed_row")
+        if self.leak_probe is not None and row is not None and self.leak_probe.is_due(self, row):
+            self.leak_probe.look(self)
+            self.leak_probe = None
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is None:
             return super().forward(
