@@ -17,7 +17,7 @@ from tiny import Outcome
 
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.layout import PackedRow
-from unsloth_pack.models import fast_lora
+from unsloth_pack.models import fast_lora, lora_math
 
 # every architecture; every LoRA variant where a window, biases or tied embeddings are; every dtype and mode
 PART = dict.fromkeys(
@@ -63,7 +63,12 @@ def failures(variant, dtype="float32", arch="llama", checkpointing="False"):
 
 def test_a_wrong_scaling(monkeypatch):
     assert not failures("rslora")
-    monkeypatch.setattr(fast_lora.FastLoraLinear, "_scaling", property(lambda layer: 8 / layer.r["default"]))
+    frozen = fast_lora.FastLoraLinear.frozen
+
+    def scaled_as_plain(layer):
+        return frozen(layer)[0], 8 / layer.r["default"]
+
+    monkeypatch.setattr(fast_lora.FastLoraLinear, "frozen", scaled_as_plain)
     assert any(text.startswith("logits: ") for text in failures("rslora"))
     assert not failures("plain")
 
@@ -95,13 +100,17 @@ def test_dropout_that_is_left_out(monkeypatch):
 
 
 def test_a_gradient_that_is_missing_or_not_finite(monkeypatch):
-    factors = fast_lora._backward_to_factors
-    plant = partial(monkeypatch.setattr, fast_lora, "_backward_to_factors")
-    plant(lambda *args: [(a, b * math.nan) for a, b in factors(*args)])
+    factors = lora_math.backward_to_factors
+    plant = partial(monkeypatch.setattr, lora_math, "backward_to_factors")
+
+    def spoilt(spoil, a, *bs):
+        return [a, *map(spoil, bs)]
+
+    plant(lambda *args: spoilt(lambda b: b * math.nan, *factors(*args)))
     failed = failures("plain")
     assert failed
     assert all("lora_B" in text and "inf times plain (nan)" in text for text in failed)
-    plant(lambda *args: [(a, None) for a, _ in factors(*args)])
+    plant(lambda *args: spoilt(lambda _: None, *factors(*args)))
     assert failures("plain")[0].startswith("gradients on one side only: ")
 
 
@@ -109,7 +118,7 @@ def test_an_error_ends_one_case(monkeypatch):
     def breaks(*args):
         raise RuntimeError("broken\nhere")
 
-    monkeypatch.setattr(fast_lora, "_forward", breaks)
+    monkeypatch.setattr(lora_math, "forward", breaks)
     assert failures("plain") == ["RuntimeError: broken here"]
 
 
