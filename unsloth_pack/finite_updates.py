@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
@@ -88,6 +89,8 @@ class FiniteUpdates(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         norm = super()._clip_grad_norm(model)
+        if isinstance(norm, DTensor):  # of sharded gradients
+            norm = norm.full_tensor()
         total = torch.stack(self._losses).sum()
         if self.args.world_size > 1:
             total = self.accelerator.reduce(total)  # all leave out the same updates

@@ -98,6 +98,24 @@ class Patch:
             del self._model.__dict__[_PATCH]
             self._model.config._attn_implementation = self._attn_implementation
 
+    def adapt_to_sharding(self, how: str) -> None:
+        """Run as parameters need it that were sharded after patching, and report that.
+
+        Args:
+            how: what shards them, for the report.
+        """
+        decoder = self._model.base_model
+        decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
+        _report_step(self.report, decoder.step_graphs)
+        modules = list(decoder.modules())
+        _report_loras(self.report, [m for m in modules if isinstance(m, FastLoraLinear)], [])
+        if (
+            "QK norm" in self.report.fused
+            and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
+        ):
+            del self.report.fused["QK norm"]
+            self.report.not_fused["QK norm"] = f"{how} gathers it by itself"
+
     def __enter__(self) -> "Patch":
         return self
 
@@ -147,12 +165,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
-    why_never = _why_never_captured(decoder, parts, tables, patch.report)
-    if why_never is None:
-        patch.report.fused["step"] = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
-    else:
-        patch.report.not_fused["step"] = f"not captured in CUDA graphs: {why_never}"
-    graphs = StepGraphs(why_never)
+    graphs = StepGraphs(_why_never_captured(decoder, parts, tables, patch.report))
+    _report_step(patch.report, graphs)
     patch.swap(decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs)
     if base is not decoder and base.get_output_embeddings() is not None:
         patch.swap(base, FastCausalLM, boundary_labels_seen=False, module_walk=ModuleWalk())
@@ -264,13 +278,7 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
     if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"
-    reasons = Counter(why_not_fused(lora) for lora in parts.loras)
-    reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in parts.other_loras)
-    if n_fused := reasons.pop(None, 0):
-        fused["LoRA"] = f"{n_fused} layers, each as one autograd node"
-    if reasons:
-        not_fused["LoRA"] = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
-    return PatchReport(
+    report = PatchReport(
         model_type=spec.model_type,
         n_layers=len(parts.attentions),
         attn_backend=" and ".join(chosen),
@@ -278,3 +286,25 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
         fused=fused,
         not_fused=not_fused,
     )
+    _report_loras(report, parts.loras, parts.other_loras)
+    return report
+
+
+def _report_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
+    reasons = Counter(why_not_fused(lora) for lora in loras)
+    reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in other_loras)
+    for said in (report.fused, report.not_fused):
+        said.pop("LoRA", None)
+    if n_fused := reasons.pop(None, 0):
+        report.fused["LoRA"] = f"{n_fused} layers, each as one autograd node"
+    if reasons:
+        report.not_fused["LoRA"] = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
+
+
+def _report_step(report: PatchReport, graphs: StepGraphs) -> None:
+    for said in (report.fused, report.not_fused):
+        said.pop("step", None)
+    if graphs.why_not is None:
+        report.fused["step"] = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
+    else:
+        report.not_fused["step"] = f"not captured in CUDA graphs: {graphs.why_not}"

@@ -1,23 +1,33 @@
 """Several processes: the same update as one process that sees the same rows."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from cli_runs import losses
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(processes, *arguments, **flags):
+def torchrun(processes, *arguments, program=ROOT / "cli.py", **flags):
     spelt = [f"--{name}={value}" for name, value in flags.items()]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [str(ROOT / "cli.py"), *arguments, *spelt]
+    command += [str(program), *arguments, *spelt]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def assert_same_adapter(folder, other):
+    adapters = [load_file(path / "adapter_model.safetensors") for path in (folder, other)]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, weight in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], weight, msg=name)
 
 
 def test_two_processes_make_the_update_of_one(train, model, data, tmp_path):
@@ -34,6 +44,34 @@ def test_two_processes_make_the_update_of_one(train, model, data, tmp_path):
     one, two = losses(tmp_path / "out"), losses(tmp_path / "two")
     assert one.keys() == two.keys()
     torch.testing.assert_close(torch.tensor([*two.values()]), torch.tensor([*one.values()]))
-    adapters = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "two")]
-    for name, weight in adapters[0].items():
-        torch.testing.assert_close(adapters[1][name], weight, msg=name)
+    assert_same_adapter(tmp_path / "out", tmp_path / "two")
+
+
+def test_sharded_weights_make_the_update_of_one_process(train, model, data, tmp_path):
+    flags = {"max_seq_length": 128, "max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
+    shown = Path(__file__).with_name("shows_shards.py")
+    paths = {"model_name": model, "dataset": data, "output_dir": tmp_path / "two"}
+    saves = {"save_steps": 4, "gradient_accumulation_steps": 2}
+    done = torchrun(2, "--sample_packing", "--fsdp", "--save_model", program=shown, **flags, **paths, **saves)
+    assert done.returncode == 0, done.stderr
+    assert "FSDP2 shards the parameters" in " ".join(done.stdout.split())
+    shards = [json.loads(found) for found in re.findall("SHARDS ({.*?})", done.stdout)]
+    assert len(shards) == 2 * 2  # ranks, and saves
+    for of_rank in shards:
+        assert of_rank["sharded layers"] == of_rank["layers"]
+        assert of_rank["held"] < 0.6 * of_rank["parameters"]
+    assert train("--sample_packing", "--save_model", **flags, gradient_accumulation_steps=4) == 0
+
+    one, two = losses(tmp_path / "out"), losses(tmp_path / "two")
+    assert one.keys() == two.keys()
+    torch.testing.assert_close(torch.tensor([*two.values()]), torch.tensor([*one.values()]))
+    assert_same_adapter(tmp_path / "out", tmp_path / "two")
+    merged = [load_file(tmp_path / name / "merged" / "model.safetensors") for name in ("out", "two")]
+    assert merged[0].keys() == merged[1].keys()
+
+    (tmp_path / "two" / "adapter_model.safetensors").unlink()
+    done = torchrun(2, "--resume", output_dir=tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    assert [*losses(tmp_path / "two")] == [*one]
+    assert_same_adapter(tmp_path / "out", tmp_path / "two")
+    AutoPeftModelForCausalLM.from_pretrained(tmp_path / "two")

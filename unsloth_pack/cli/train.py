@@ -12,6 +12,7 @@ from unsloth_pack.cli.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
     from unsloth_pack.cli.prepare import Prepared
     from unsloth_pack.data.tokenize import TokenLedger
@@ -82,8 +83,9 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
 
+    weights = trainer.trained_weights() if trainer.is_sharded else None
     if checks.is_main_process():
-        _save(model, prepared, trainer, folder)
+        _save(model, prepared, trainer, folder, weights)
     after = _score(model, prepared, heldout)
     if before and after:
         _show_scores(console, before, after, metrics)
@@ -201,8 +203,8 @@ def _device_name(device: Any, count: int) -> str:
 
 
 def _heldout_rows(options: TrainOptions) -> list[dict[str, str]]:
-    """The demo's held-out rows; none for any other run, and in all but one process."""
-    if not (options.is_demo and checks.is_main_process()):
+    """The demo's held-out rows; none for any other run, in all but one process, and of sharded weights."""
+    if not (options.is_demo and checks.is_main_process()) or options.fsdp or options.deepspeed:
         return []
     from unsloth_pack.data import load_rows
     from unsloth_pack.demo import HELDOUT_FILE
@@ -247,12 +249,24 @@ def _say_how_to_go_on(console: "Console", trainer: "RunTrainer", metrics: "Metri
     return 128 + int(signal)
 
 
-def _save(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
+def _save(
+    model: Any,
+    prepared: "Prepared",
+    trainer: "RunTrainer",
+    folder: Path,
+    weights: dict[str, "Tensor"] | None,
+) -> None:
+    """Save what was trained; `weights` of it where they are sharded."""
+    from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.report.plots import plot_loss
 
     options = prepared.options
-    model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora")
+    model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
     if options.save_model:
+        if trainer.is_sharded:  # no process holds the model: the adapter, on its base once more
+            model, _ = FastLanguageModel.from_pretrained(
+                str(folder), max_seq_length=1, dtype=options.dtype, device_map={"": "cpu"}
+            )
         model.save_pretrained_merged(options.save_path, prepared.tokenizer, save_method=options.save_method)
     plot_loss(trainer.state.log_history, folder / "loss.png")
 

@@ -114,6 +114,8 @@ def why_not_fused(layer: LoraLinear) -> str | None:
     """Why a LoRA layer runs through PEFT's own forward, or None where it is fused."""
     if type(layer.base_layer) not in (nn.Linear, Fp8Linear):
         return f"on a {type(layer.base_layer).__name__}"
+    if is_gathered_by_module(layer.base_layer.weight):
+        return "ZeRO-3 gathers the weights of one module at a time"
     if layer.base_layer.weight.requires_grad:
         return "the base weight is trained"
     if len(layer.active_adapters) != 1:
@@ -128,6 +130,11 @@ def why_not_fused(layer: LoraLinear) -> str | None:
     if layer.lora_B[adapter].bias is not None:
         return "LoRA bias"
     return None
+
+
+def is_gathered_by_module(parameter: Tensor) -> bool:
+    """Whether a parameter is empty outside the forward of its own module, as ZeRO-3 leaves it."""
+    return hasattr(parameter, "ds_id")
 
 
 def _computes_in(x: Tensor) -> torch.dtype:
