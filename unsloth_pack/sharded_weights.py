@@ -5,13 +5,16 @@ a layer's parameters around its forward and its backward. ZeRO-3 does so at each
 parameters without elements behind. ZeRO-2 shards gradients and the optimizer's state alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from unsloth_pack.patch import patch_of
 
@@ -63,3 +66,21 @@ class ShardedWeights(Trainer):
 
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         return {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in trained.items()}
+
+
+@contextmanager
+def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
+    """Within, a model is loaded whole under ZeRO-3 too.
+
+    transformers would shard it as it loads, and neither the checks of its weights nor the probe for leaks would
+    see them. The trainer shards it.
+    """
+    settings = arguments.hf_deepspeed_config
+    if settings is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(settings)

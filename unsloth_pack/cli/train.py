@@ -49,14 +49,16 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(prepared: "Prepared", console: "Console") -> int:
     from unsloth_pack.report.callbacks import MetricsCallback, ProgressCallback, StopOnSignal
+    from unsloth_pack.sharded_weights import loaded_whole
     from unsloth_pack.trl import make_trainer
     from unsloth_pack.verification import probe
     from unsloth_pack.whole_checkpoints import last_checkpoint
 
     options = prepared.options
-    model = _load_model(options)
-    if prepared.config.padding_free and not options.no_probe:
-        probe(model, describe="trl")  # a leak ends the run here, before anything is written
+    with loaded_whole(prepared.config):
+        model = _load_model(options)
+        if prepared.config.padding_free and not options.no_probe:
+            probe(model, describe="trl")  # a leak ends the run here, before anything is written
     heldout = _heldout_rows(options)
     before = _score(model, prepared, heldout)
 
