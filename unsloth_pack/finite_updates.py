@@ -125,7 +125,8 @@ class FiniteUpdates(Trainer):
 
     def _handle(self, step: int) -> None:
         rows = rows_of_update(self, step)
-        searches = self.left_out < _MOST_SEARCHES
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # gradients are not whole anywhere
+        searches = self.left_out < _MOST_SEARCHES and not is_sharded
         found = NonFinite(step, rows, list(_culprits(self, rows)) if searches else None)
         self.left_out += 1
         self.report_nonfinite(found)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+from unsloth_pack.errors import InputError
 from unsloth_pack.patch import patch_of
 
 
@@ -44,7 +45,13 @@ class ShardedWeights(Trainer):
             self.is_fsdp_enabled = True
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **kwargs)
+        try:
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        except ValueError as error:
+            if not self.is_deepspeed_enabled:
+                raise
+            said = " ".join(str(error).split())
+            raise InputError(f"DeepSpeed refuses its settings: {said}; correct the file") from error
         patch = patch_of(self.accelerator.unwrap_model(self.model))
         if patch is not None and self.shards_weights_by:
             patch.adapt_to_sharding(self.shards_weights_by)
@@ -72,10 +79,10 @@ class ShardedWeights(Trainer):
 def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
     """Within, a model is loaded whole under ZeRO-3 too.
 
-    transformers would shard it as it loads, and neither the checks of its weights nor the probe for leaks would
-    see them. The trainer shards it.
+    transformers would shard it as it loads, and neither the checks of its weights nor the probe for leaks
+    would see them. The trainer shards it.
     """
-    settings = arguments.hf_deepspeed_config
+    settings = getattr(arguments, "hf_deepspeed_config", None)  # where DeepSpeed trains
     if settings is None:
         yield
         return

@@ -65,6 +65,7 @@ def sft_config(
             use_cpu=not on_gpu,
             dataloader_pin_memory=on_gpu,
             ddp_find_unused_parameters=False,  # every adapter is used; searching takes time every step
+            ddp_broadcast_buffers=False,  # rotary frequencies; where they change, each rank's fit its own row
             gradient_checkpointing=False,  # the model has its own where asked; TRL would replace it
             logging_nan_inf_filter=False,  # it would wait for the device every step
             disable_tqdm=True,

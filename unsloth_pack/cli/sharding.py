@@ -85,8 +85,8 @@ def zero_stage(options: TrainOptions) -> int | None:
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (1, 2, 3):
         raise InputError(
-            f"deepspeed is {options.deepspeed!r}, which sharding nothing sets zero_optimization.stage to "
-            f"{stage!r}; give 1, 2 or 3"
+            f"deepspeed is {options.deepspeed!r}, which sets zero_optimization.stage to {stage!r}; "
+            "give 1, 2 or 3"
         )
     return stage
 

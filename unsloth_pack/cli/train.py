@@ -85,13 +85,13 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
 
+    summary = _summarise(trainer, fill)
     weights = trainer.trained_weights() if trainer.is_sharded else None
     if checks.is_main_process():
         _save(model, prepared, trainer, folder, weights)
     after = _score(model, prepared, heldout)
     if before and after:
         _show_scores(console, before, after, metrics)
-    summary = _summarise(trainer, fill)
     _show_summary(console, summary, prepared.ledger, metrics)
     return 0
 
@@ -158,7 +158,9 @@ def _describe_rows(
     if metrics.enabled and is_new:
         packs = {"packs": prepared.packs.data_fingerprint} if prepared.packs else {}
         slots = asdict(fill) | {"tokens_padded": fill.padding}
-        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=slots, **packs)
+        sampler = trainer.packed_sampler
+        spread = {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
+        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=slots, **packs, **spread)
         if prepared.eval_ledger:
             metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
         lengths = document_lengths(prepared.rows)
@@ -274,12 +276,16 @@ def _save(
 
 
 def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
+    """How the run went, in all of its processes."""
+    from accelerate.utils import gather_object
+
     from unsloth_pack.report.memory import peak_memory
     from unsloth_pack.report.tables import RunSummary
 
     trained = trainer.trained
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     n_bytes, what = peak_memory()
+    by_rank = gather_object([n_bytes])
     return RunSummary(
         steps=trainer.state.global_step,
         seconds=trained.seconds,
@@ -289,8 +295,9 @@ def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
         tokens_padded=trained.slots - trained.tokens,
         documents_per_second=trained.tokens * fill.documents / fill.tokens / trained.seconds,
         tokens_per_second=trained.tokens / trained.seconds,
-        peak_memory_bytes=n_bytes,
+        peak_memory_bytes=max(by_rank),
         peak_memory_of=what,
+        peak_memory_by_rank=by_rank,
         first_loss=losses[0],
         last_loss=losses[-1],
         updates_left_out=trainer.left_out,
