@@ -263,14 +263,16 @@ def _save(
     """Save what was trained; `weights` of it where they are sharded."""
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.report.plots import plot_loss
+    from unsloth_pack.sharded_weights import loaded_whole
 
     options = prepared.options
     model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
     if options.save_model:
         if trainer.is_sharded:  # no process holds the model: the adapter, on its base once more
-            model, _ = FastLanguageModel.from_pretrained(
-                str(folder), max_seq_length=1, dtype=options.dtype, device_map={"": "cpu"}
-            )
+            with loaded_whole(prepared.config):
+                model, _ = FastLanguageModel.from_pretrained(
+                    str(folder), max_seq_length=1, dtype=options.dtype, device_map={"": "cpu"}
+                )
         model.save_pretrained_merged(options.save_path, prepared.tokenizer, save_method=options.save_method)
     plot_loss(trainer.state.log_history, folder / "loss.png")
 
