@@ -162,6 +162,7 @@ def subjects(shape: Shape) -> Iterator[Subject]:
     yield from elementwise(shape)
     yield from fp8(shape)
     yield from lora(shape)
+    yield loss(shape)
 
 
 def rotary(shape: Shape) -> Iterator[Subject]:
@@ -303,6 +304,32 @@ def lora(shape: Shape) -> Iterator[Subject]:
             ours=lambda x, *_, layers=layers: project(x, layers),
             plain=lambda x, *_, layers=layers: [Linear.forward(layer, x) for layer in layers],
         )
+
+
+def loss(shape: Shape) -> Subject:
+    """Forward and backward together: ours has the gradient when the forward ends. The head is frozen."""
+    from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
+
+    weight = randn(shape.vocab, shape.hidden, grad=False) / shape.hidden**0.5
+    labels = torch.randint(0, shape.vocab, (shape.tokens,), device="cuda")
+    found = LabelledRows(labels)
+    assert found.count == shape.tokens  # read before the capture
+    one = torch.ones((), device="cuda")
+
+    def ours(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, found)
+
+    def plain(hidden: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+    return Subject(
+        name="linear_cross_entropy",
+        ceiling="bf16",
+        work=(4.0 * shape.tokens * shape.hidden * shape.vocab, None),
+        inputs=lambda: ((randn(shape.tokens, shape.hidden),), ()),
+        ours=lambda hidden: forward_backward(ours, (hidden,), (one,)),
+        plain=lambda hidden: forward_backward(plain, (hidden,), (one,)),
+    )
 
 
 def lora_inputs(shape: Shape, factors: list[Tensor], widths: list[int]) -> tuple[Tensors, Tensors]:

@@ -1,168 +1,130 @@
 """The correctness grid: a patched packed row against every document alone in plain transformers in float64.
 
-    python tests/grid.py [--json PATH]
+    python tests/grid.py --json                      to benchmarks/results/grid-<device>-<date>.json and .md
+    python tests/grid.py --json PATH --minutes 9     to PATH; what is not reached in 9 minutes is left out
+    python tests/grid.py --arch qwen3 --dtype nf4    a part, to look into a failure
+    python tests/grid.py --list                      how many cases there are
 
-For every architecture x backend that runs here x dtype x checkpointing x window, the patched model's error
-may be at most 1.5 times the error of untouched transformers in the same dtype. That error is the greater of
-two: with each document alone, and on the same row with position_ids, because the rounding of a GEMM depends
-on its rows, and that of attention on its mask. Beside the verdict stand the multiples of each of the two. A
-relative error can be 0 by luck where a scalar is compared, so the loss is granted one unit of rounding of its
-dtype.
+A file that holds less than all says so, also while the run goes on and where it was killed.
+
+The whole product, nothing sampled: every architecture x window x LoRA variant x dtype x backend x
+checkpointing mode, each uncaptured and captured in CUDA graphs. The patched model's error may be at most 1.5
+times that of untouched transformers and PEFT in the same dtype, for logits, loss, and the gradient of every
+parameter that is trained (`correctness/judge.py`). What cannot be is a row too, and says why.
+
+"nf4" is bfloat16 over weights in NF4, judged against float64 on the weights as they are dequantised. Dropout
+drops by token, not at random, so that all runs drop the same. Under "auto" half of the layers are recomputed
+by decree, as a tiny model always fits; captured none are.
+
+The exit code is 1 where anything failed or was not reached.
 """
 
 import argparse
 import json
-import platform
+import os
+import signal
 import sys
-from dataclasses import asdict, dataclass
-from datetime import date
-from functools import cache
+import time
+from collections import Counter
+from pathlib import Path
 
-import torch
-from tiny import DEVICE, MIXED_LENGTHS, error, random_documents, run_alone, run_packed, tiny_model
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices are faster so; read when torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from unsloth_pack import patch_model, supported_architectures
-from unsloth_pack.attention import BACKENDS
-from unsloth_pack.errors import BackendUnavailable
+from correctness.cases import cases, values_of
+from correctness.judge import FACTOR, holds
+from correctness.report import about, default_path, table
+from correctness.workers import spread
 
-FACTOR = 1.5
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WINDOWS = {"short": 24, "long": 1000}  # against documents of up to 129 tokens
-
-
-@dataclass(frozen=True)
-class Case:
-    arch: str
-    dtype: str
-    checkpointing: bool
-    window: str  # "none" for architectures without
-
-
-def cases():
-    for arch, spec in supported_architectures().items():
-        for window in WINDOWS if spec.window != "none" and "sliding_window" in spec.tiny else ("none",):
-            for dtype in DTYPES:
-                for checkpointing in (False, True):
-                    yield Case(arch, dtype, checkpointing, window)
-
-
-def measure(case, backend):
-    """The errors of one case as multiples of plain transformers', or why the backend refuses it."""
-    truth = _truth(case.arch, case.window)
-    alone, same_row = (
-        _alone(case.arch, case.dtype, case.window),
-        _same_row(case.arch, case.dtype, case.window),
-    )
-    dtype = DTYPES[case.dtype]
-    model = tiny_model(case.arch, dtype, **_overrides(case.window))
-    if case.checkpointing:
-        model.gradient_checkpointing_enable()
-        model.enable_input_require_grads()
-    try:
-        patch_model(model, attn_backend=backend)
-    except BackendUnavailable as refusal:
-        return {"refused": str(refusal)}
-    got = run_packed(model, random_documents(MIXED_LENGTHS), truth.routes)
-    assert got.grads.keys() == truth.grads.keys()
-    return {
-        **_multiples(got, truth, [alone, same_row], dtype),
-        "of_alone": _multiples(got, truth, [alone], dtype),
-        "of_same_row": _multiples(got, truth, [same_row], dtype),
-    }
-
-
-def _multiples(got, truth, plains, dtype):
-    """got's errors as multiples of the greatest of the plain ones; of the gradients, the worst."""
-    rounding = torch.finfo(dtype).eps * abs(float(truth.loss))
-    grads = {
-        name: error(grad, truth.grads[name])
-        / max(error(plain.grads[name], truth.grads[name]) for plain in plains)
-        for name, grad in got.grads.items()
-    }
-    worst = max(grads, key=grads.__getitem__)
-    return {
-        "logits": error(got.logits, truth.logits)
-        / max(error(plain.logits, truth.logits) for plain in plains),
-        "loss": abs(float(got.loss - truth.loss))
-        / max(rounding, *(abs(float(plain.loss - truth.loss)) for plain in plains)),
-        "gradient": grads[worst],
-        "worst_gradient": worst,
-    }
-
-
-def holds(result):
-    return all(result[key] <= FACTOR for key in ("logits", "loss", "gradient"))
-
-
-def _overrides(window):
-    return {"sliding_window": WINDOWS[window]} if window != "none" else {}
-
-
-@cache
-def _truth(arch, window):
-    model = tiny_model(arch, torch.float64, device="cpu", **_overrides(window))
-    return run_alone(model, random_documents(MIXED_LENGTHS))
-
-
-@cache
-def _alone(arch, dtype, window):
-    model = tiny_model(arch, DTYPES[dtype], **_overrides(window))
-    return run_alone(model, random_documents(MIXED_LENGTHS), _truth(arch, window).routes)
-
-
-@cache
-def _same_row(arch, dtype, window):
-    """Untouched transformers on the row: position_ids keep its documents apart, without cache or mask."""
-    model = tiny_model(arch, DTYPES[dtype], **_overrides(window))
-    documents = random_documents(MIXED_LENGTHS)
-    positions = torch.cat([torch.arange(len(document)) for document in documents]).to(model.device)[None]
-    routes = _truth(arch, window).routes
-    return run_packed(model, documents, routes, position_ids=positions, use_cache=False)
+_WRITE_EVERY = 10  # seconds: what a killed run leaves is at most so old
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="also write the rows to this file")
-    args = parser.parse_args()
-    rows, failed = [], 0
-    print(
-        f"{'architecture':12} {'backend':9} {'dtype':9} {'ckpt':5} {'window':6}",
-        *(f"{name:>7}" for name in ("logits", "loss", "grad")),
-    )
-    for case in cases():
-        for backend in BACKENDS:
-            result = measure(case, backend)
-            rows.append({**asdict(case), "backend": backend, **result})
-            head = f"{case.arch:12} {backend:9} {case.dtype:9} {case.checkpointing!s:5} {case.window:6}"
-            if "refused" in result:
-                print(head, " refused:", result["refused"].split("; use")[0])
-                continue
-            verdict = "" if holds(result) else f"  FAILED ({result['worst_gradient']})"
-            failed += bool(verdict)
-            print(
-                head, *(f"{result[key]:7.2f}" for key in ("logits", "loss", "gradient")), verdict, flush=True
-            )
-    measured = [row for row in rows if "refused" not in row]
-    print(f"{len(measured)} measured, {failed} failed, {len(rows) - len(measured)} refused")
-    for which in ("of_alone", "of_same_row"):
-        above = sum(not holds(row[which]) for row in measured)
-        print(f"{above} above {FACTOR} by {which.replace('_', ' ')} only")
-    if args.json:
-        import peft
-        import transformers
+    args = _arguments()
+    wanted = {name: getattr(args, name) for name in values_of()}
+    chosen = cases(**wanted)
+    if args.list:
+        return _list(chosen)
+    path = None if args.json is None else Path(args.json or default_path())
+    result = {
+        **about(),
+        "factor": FACTOR,
+        "workers": args.workers,
+        "only": {name: values for name, values in wanted.items() if values},
+        "n_rows": 2 * len(chosen),
+        "complete": False,
+    }
+    rows, started, written = [], time.monotonic(), 0.0
+    try:
+        for new in spread(chosen, args.workers, started + 60 * args.minutes):
+            rows += new
+            _show(new, len(rows), result["n_rows"], time.monotonic() - started)
+            if path and time.monotonic() - written > _WRITE_EVERY:
+                _write(path, result, rows)
+                written = time.monotonic()
+    finally:
+        result["complete"] = len(rows) == result["n_rows"]
+        result["seconds"] = round(time.monotonic() - started, 1)
+        rows.sort(key=_place)
+        if path:
+            _write(path, result, rows)
+    print(table(result, rows))
+    return int(not result["complete"] or not all(map(holds, rows)))
 
-        about = {
-            "date": date.today().isoformat(),
-            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or "cpu",
-            "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
-            "python": platform.python_version(),
-            "factor": FACTOR,
-            "document_lengths": MIXED_LENGTHS,
-        }
-        with open(args.json, "w") as file:
-            json.dump({**about, "rows": rows}, file, indent=1)
-    return int(failed > 0)
+
+def _arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--json", nargs="?", const="", metavar="PATH", help="write the rows, and a table beside"
+    )
+    parser.add_argument("--workers", type=int, default=min(8, max(1, (os.cpu_count() or 1) // 2)))
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop then, and say it is partial"
+    )
+    parser.add_argument("--list", action="store_true", help="count the cases and stop")
+    for name, values in values_of().items():
+        parser.add_argument(f"--{name}", nargs="+", choices=values, help="only these")
+    return parser.parse_args()
+
+
+def _list(chosen):
+    for name in values_of():
+        counts = Counter(getattr(case, name) for case in chosen)
+        print(f"{name}: " + ", ".join(f"{value} {n}" for value, n in counts.items()))
+    print(f"{len(chosen)} cases, each uncaptured and captured: {2 * len(chosen)} rows")
+    return 0
+
+
+def _show(new, n_done, n_rows, seconds):
+    for row in new:
+        if not holds(row):
+            print(f"FAILED {_name(row)}", *row["failed"][:5], sep="\n    ", file=sys.stderr)
+    if n_done % 64 < len(new) or n_done == n_rows:
+        print(
+            f"{seconds:5.0f} s  {n_done} of {n_rows} rows, now {_name(new[0])}", file=sys.stderr, flush=True
+        )
+
+
+def _name(row):
+    return " ".join([*(row[name] for name in values_of()), "captured" if row["captured"] else "uncaptured"])
+
+
+def _place(row):
+    return [values.index(row[name]) for name, values in values_of().items()] + [row["captured"]]
+
+
+def _write(path, result, rows):
+    """Both files; the rows one a line. Replaced at once, so that a killed run leaves whole files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = json.dumps(result, indent=1).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    texts = {path: f'{head},\n "rows": [\n{lines}\n ]\n}}\n', path.with_suffix(".md"): table(result, rows)}
+    for place, text in texts.items():
+        partial = place.with_name(place.name + ".partial")
+        partial.write_text(text)
+        partial.replace(place)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated; what is written is partial"))
     sys.exit(main())

@@ -117,6 +117,15 @@ def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
         assert out[38:58].isnan().all(), name
 
 
+def test_asking_what_can_run_draws_no_random_number():
+    """The tiny step that answers has dropout where the model has."""
+    need = AttentionNeed(DEVICE, torch.float32, 64, AttentionOptions(scale=1.0, dropout=0.37))
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if DEVICE == "cuda" else [])]
+    choose_backend("auto", need)
+    after = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if DEVICE == "cuda" else [])]
+    assert all(map(torch.equal, states, after))
+
+
 def test_a_backend_that_cannot_run_says_why_and_what_can():
     need = AttentionNeed("cpu", torch.float32, 64, AttentionOptions(scale=1.0))
     with pytest.raises(

@@ -70,7 +70,9 @@ def test_the_report_says_so():
     model = in_fp8()[0]
     report = patch_model(model, "sdpa").report
     assert report.fused["base"] == "14 frozen linear layers in fp8"
-    assert report.fused["LoRA"] == "14 layers, each as one autograd node"
+    assert (
+        report.fused["LoRA"] == "14 layers; those over one input, and those of an MLP, as one autograd node"
+    )
 
 
 def test_merged_weights_are_the_dequantised_ones_and_the_adapter(tmp_path):

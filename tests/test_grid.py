@@ -1,19 +1,248 @@
-"""Every case of the correctness grid on this device."""
+"""A part of the correctness grid on this device, and that the grid sees what is planted."""
 
+import copy
+import json
+import math
+import sys
+from functools import partial
+
+import grid
 import pytest
-from grid import cases, holds, measure
+import torch
+from correctness.cases import CHECKPOINTING, VARIANTS, Case, cases
+from correctness.judge import Draw, holds, judge
+from correctness.measure import measure
+from correctness.workers import _Worker
+from tiny import Outcome
 
 from unsloth_pack.attention import BACKENDS
+from unsloth_pack.layout import PackedRow
+from unsloth_pack.models import fast_lora
 
-
-@pytest.mark.parametrize(
-    "case", cases(), ids=lambda c: f"{c.arch}-{c.dtype}-ckpt{c.checkpointing:d}-{c.window}"
+# every architecture; every LoRA variant where a window, biases or tied embeddings are; every dtype and mode
+PART = dict.fromkeys(
+    [
+        *cases(variant=["plain"], dtype=["bfloat16", "float32"], checkpointing=["False", "True"]),
+        *cases(arch=["qwen2", "gemma3_text"], window=["short"], dtype=["bfloat16"], checkpointing=["False"]),
+        *cases(arch=["llama"], variant=["plain"], dtype=["float16", "nf4"]),
+        *cases(arch=["qwen3_moe"], variant=["plain", "bias"], dtype=["nf4"], checkpointing=["auto"]),
+    ]
 )
-def test_packed_is_as_right_as_each_document_alone(case):
-    measured = 0
-    for backend in BACKENDS:
-        result = measure(case, backend)
-        if "refused" not in result:
-            measured += 1
-            assert holds(result), (backend, result)
-    assert measured > 0
+
+
+def models_of(part):
+    """Cases of one model together, in the order in which they share it."""
+    together = {}
+    for case in part:
+        together.setdefault((case.arch, case.window, case.variant, case.dtype), []).append(case)
+    return together
+
+
+@pytest.mark.parametrize("model", models_of(PART), ids="-".join)
+def test_packed_is_as_right_as_each_document_alone(model):
+    rows = [row for case in models_of(PART)[model] for row in measure(case)]
+    for row in rows:
+        assert holds(row), row
+    assert any("logits" in row for row in rows) or "bitsandbytes" in rows[0]["refused"]
+
+
+def test_the_part_holds_every_value_and_the_whole_every_combination():
+    assert {case.variant for case in PART} == set(VARIANTS)
+    assert {case.checkpointing for case in PART} == set(CHECKPOINTING)
+    archs = {(case.arch, case.window) for case in PART}
+    assert len(cases()) == len(set(cases())) == len(archs) * 6 * 4 * 3 * 4
+
+
+# What is planted
+
+
+def failures(variant, dtype="float32", arch="llama", checkpointing="False"):
+    row, _ = measure(Case(arch, "none", variant, dtype, "sdpa", checkpointing))
+    return row.get("failed", [])
+
+
+def test_a_wrong_scaling(monkeypatch):
+    assert not failures("rslora")
+    monkeypatch.setattr(fast_lora.FastLoraLinear, "_scaling", property(lambda layer: 8 / layer.r["default"]))
+    assert any(text.startswith("logits: ") for text in failures("rslora"))
+    assert not failures("plain")
+
+
+def test_a_bias_whose_gradient_is_lost(monkeypatch):
+    backward = fast_lora._LoraLinears.backward
+
+    def without_biases(ctx, *grads):
+        lost = list(backward(ctx, *grads))
+        lost[3::3] = [None if grad is None else torch.zeros_like(grad) for grad in lost[3::3]]
+        return tuple(lost)
+
+    monkeypatch.setattr(fast_lora._LoraLinears, "backward", staticmethod(without_biases))
+    failed = failures("bias", "bfloat16")
+    assert failed
+    assert all(".bias: " in text for text in failed)
+    assert not failures("plain", "bfloat16")
+
+
+def test_dropout_that_is_left_out(monkeypatch):
+    why_not_fused = fast_lora.why_not_fused
+
+    def overlooks_dropout(layer):
+        reason = why_not_fused(layer)
+        return None if reason == "LoRA dropout" else reason
+
+    monkeypatch.setattr(fast_lora, "why_not_fused", overlooks_dropout)
+    assert any(text.startswith("logits: ") for text in failures("dropout", "bfloat16"))
+
+
+def test_a_gradient_that_is_missing_or_not_finite(monkeypatch):
+    factors = fast_lora._backward_to_factors
+    plant = partial(monkeypatch.setattr, fast_lora, "_backward_to_factors")
+    plant(lambda *args: [(a, b * math.nan) for a, b in factors(*args)])
+    failed = failures("plain")
+    assert failed
+    assert all("lora_B" in text and "inf times plain (nan)" in text for text in failed)
+    plant(lambda *args: [(a, None) for a, _ in factors(*args)])
+    assert failures("plain")[0].startswith("gradients on one side only: ")
+
+
+def test_an_error_ends_one_case(monkeypatch):
+    def breaks(*args):
+        raise RuntimeError("broken\nhere")
+
+    monkeypatch.setattr(fast_lora, "_forward", breaks)
+    assert failures("plain") == ["RuntimeError: broken here"]
+
+
+class Replayed:
+    """Takes the place of a captured form: runs the row it is given, padded."""
+
+    is_pending = False
+
+    def __init__(self, decoder, form, device, pool):
+        self.decoder, self.form = decoder, form
+
+    def replay(self, row, input_ids):
+        n_padding = self.form.tokens - row.n_tokens
+        padded = PackedRow.of_lengths([*row.lengths, n_padding], row.device)
+        ids = torch.nn.functional.pad(input_ids, (0, n_padding))
+        return self.decoder._packed_forward(padded, ids, None).last_hidden_state[:, : row.n_tokens]
+
+
+class Stale(Replayed):
+    """Whose static buffers are not filled anew."""
+
+    def replay(self, row, input_ids):
+        self.first = getattr(self, "first", input_ids)
+        return super().replay(row, self.first)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Steps that CUDA graphs would hold if they ran here."""
+    monkeypatch.setattr("unsloth_pack.patch._why_never_captured", lambda *_: None)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
+    return lambda form: monkeypatch.setattr("unsloth_pack.graph._CapturedForm", form)
+
+
+def rows_of(checkpointing, variant="dropout"):
+    return measure(Case("llama", "none", variant, "float32", "sdpa", checkpointing))
+
+
+def test_a_captured_step_is_judged_as_it_is_replayed(captures):
+    captures(Replayed)
+    for row in rows_of("False"):
+        assert holds(row)
+        assert "logits" in row
+    assert rows_of("True")[1]["uncaptured"] == "not captured: gradient checkpointing"
+    captures(Stale)
+    uncaptured, captured = rows_of("False")
+    assert holds(uncaptured)
+    assert any(text.startswith("logits: ") for text in captured["failed"])
+
+
+def test_an_error_while_capturing_leaves_the_uncaptured_row(captures):
+    captures(None)
+    uncaptured, captured = rows_of("False", "plain")
+    assert holds(uncaptured)
+    assert captured["failed"][0].startswith("TypeError: ")
+
+
+# How outcomes are judged
+
+
+def outcome(noise, seed):
+    """1000 logits and a gradient around 1, off by `noise`."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, grad = 1 + noise * torch.randn(2, 1000, generator=generator, dtype=torch.float64)
+    return Outcome(logits, torch.tensor(1.0).double(), {"lora_A": grad}, {})
+
+
+def verdict(ours, alone, same_row):
+    return judge([ours], [Draw(outcome(0, 0), alone, same_row)], torch.bfloat16)
+
+
+def test_the_greater_of_plains_errors_is_the_yardstick():
+    row = verdict(outcome(1.4e-3, 1), outcome(1e-4, 2), outcome(1e-3, 3))
+    assert holds(row)
+    assert row["gradient"] == pytest.approx(1.4, rel=0.1)
+    assert row["of_same_row"] < 1.6 < 10 < row["of_alone"]
+    assert row["other_gradient"] is None
+    assert not holds(verdict(outcome(1.7e-3, 1), outcome(1e-4, 2), outcome(1e-3, 3)))
+
+
+def test_what_is_not_finite_passes_only_where_plain_is_not_either():
+    good, bad = (outcome(1e-3, seed) for seed in (1, 2))
+    bad.grads["lora_A"][7] = math.inf
+    assert holds(verdict(good, good, bad))
+    assert "inf times plain" in verdict(bad, good, bad)["failed"][0]
+    row = verdict(bad, bad, copy.deepcopy(bad))
+    assert row["not_finite"] == ["lora_A"]
+    assert row["gradient"] is None
+    assert holds(row)
+
+
+def test_a_truth_of_another_model_judges_nothing():
+    wrong = outcome(0.5, 1)
+    assert "no truth to judge by" in verdict(wrong, wrong, wrong)["failed"][0]
+
+
+def test_luck_averages_out_over_draws_and_a_fault_does_not():
+    draws = [Draw(outcome(0, 0), outcome(1e-3, seed), outcome(1e-3, seed)) for seed in range(4)]
+    unlucky = [outcome(2e-3, 9), *(outcome(1e-3, seed) for seed in (10, 11, 12))]
+    faulty = [outcome(2e-3, seed) for seed in range(9, 13)]
+    assert not holds(judge(unlucky[:1], draws[:1], torch.bfloat16))
+    assert holds(judge(unlucky, draws, torch.bfloat16))
+    assert not holds(judge(faulty, draws, torch.bfloat16))
+
+
+# The command
+
+
+def test_a_process_that_dies_fails_the_case_that_it_was_at():
+    first, second = cases(arch=["llama"], variant=["plain"], dtype=["float32"], backend=["sdpa"])[:2]
+    worker = _Worker([first, second])
+    worker._process.kill()
+    rows = worker.receive()
+    assert [row["failed"] for row in rows] == [["the process died with exit code -9"]] * 2
+    assert rows[0]["checkpointing"] == first.checkpointing
+    assert worker.is_lost(rows)
+    assert worker.cases == [second]
+    worker.end()
+
+
+def test_rows_come_from_processes_and_a_run_that_is_cut_says_so(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "grid.json"
+    part = ["--arch", "llama", "--variant", "plain", "--dtype", "float32", "--checkpointing", "auto"]
+    monkeypatch.setattr("sys.argv", ["grid.py", *part, "--workers", "1", "--json", str(path)])
+    assert grid.main() == 0
+    written = json.loads(path.read_text())
+    assert written["complete"]
+    assert [(row["backend"], row["captured"]) for row in written["rows"]] == [
+        (backend, captured) for backend in BACKENDS for captured in (False, True)
+    ]
+    assert written["rows"][-2]["plan"] == "1 of 2 layers are recomputed"
+    assert "| llama        | sdpa     | float32 " in path.with_suffix(".md").read_text()
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--minutes", "0"])
+    assert grid.main() == 1
+    assert not json.loads(path.read_text())["complete"]
+    assert "**Partial**: 0 of 6 rows" in capsys.readouterr().out

@@ -26,7 +26,7 @@ LAYERS = [
     {"patch"},
     {"models"},
     {"describe"},
-    {"graph"},
+    {"graph", "leak_probe"},
     {"attention"},
     {"layout"},
     {"kernels"},

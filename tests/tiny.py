@@ -26,35 +26,42 @@ PROJECTIONS = [
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
 
 
-def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, **overrides):
-    """An untouched transformers model with a LoRA adapter whose B is not 0; the same in every dtype."""
+def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **overrides):
+    """An untouched transformers model with a LoRA adapter whose B is not 0; the same in every dtype.
+
+    `lora` are fields of the `LoraConfig` beside its rank and its targets, `overrides` those of the model's.
+    """
     spec = supported_architectures()[arch]
     config = spec.tiny_config(**overrides)
     options = {"attn_implementation": "eager"} if spec.softcap else {}  # older SDPA paths drop the softcap
     torch.manual_seed(seed)
-    model = _with_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options))
+    model = with_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options), lora)
     generator = torch.Generator().manual_seed(seed + 1)
     weights = {}
     for name, weight in model.state_dict().items():
         noise = 0.1 * torch.randn(weight.shape, generator=generator)
-        weight = noise if "lora_" in name else weight + noise if "norm" in name else weight
-        weights[name] = (
-            weight.bfloat16().float()
-        )  # exact in every dtype: bf16 is judged on its arithmetic alone
+        if "lora_magnitude" in name:
+            weight = weight * (1 + noise)
+        elif "lora_" in name:
+            weight = noise
+        elif "norm" in name or name.endswith("bias"):
+            weight = weight + noise
+        # exact in every dtype: 16 bits are judged on their arithmetic alone
+        weights[name] = weight.bfloat16().half().float()
     base = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     if dtype == torch.float64:  # the grouped GEMM of the experts has no float64
         base.config._experts_implementation = "eager"
-    model = _with_lora(base).to(device).train()
+    model = with_lora(base, lora).to(device).train()
     model.load_state_dict(weights)
     return model
 
 
-def _with_lora(base):
+def with_lora(base, lora=None):
     targets = [
         name for name in PROJECTIONS if any(key.endswith("." + name) for key, _ in base.named_modules())
     ]
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    return get_peft_model(base, lora, autocast_adapter_dtype=False)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **lora or {})
+    return get_peft_model(base, config, autocast_adapter_dtype=False)
 
 
 def random_documents(lengths, seed=0, vocab_size=256):

@@ -88,7 +88,8 @@ class FastLanguageModel:
             random_state: seed of Python, numpy and torch.
 
         Returns:
-            The model (a PEFT model if `model_name` is an adapter's folder) and the tokenizer.
+            The model (a PEFT model if `model_name` is an adapter's folder) and the tokenizer. The model is
+            ready to generate, or to train where `full_finetuning` is set.
 
         Raises:
             UnsupportedArchitecture: no patch is declared for the model.
@@ -131,7 +132,7 @@ class FastLanguageModel:
         elif not full_finetuning:
             model.requires_grad_(False)
         patch_model(model, attn_backend)
-        return _finish(model), tokenizer
+        return _finish(model.train(full_finetuning)), tokenizer
 
     @staticmethod
     def get_peft_model(
@@ -149,7 +150,7 @@ class FastLanguageModel:
         use_dora: bool = False,
         loftq_config: dict[str, Any] | None = None,
     ) -> Any:
-        """The model with a LoRA adapter (Hu et al. 2021) to train, through PEFT.
+        """The model with a LoRA adapter (Hu et al. 2021), through PEFT, ready to train.
 
         Args:
             model: from `from_pretrained`, not yet adapted.
@@ -217,7 +218,7 @@ class FastLanguageModel:
                 raise InputError(f"modules_to_save holds {path}, which is in fp8; load without load_in_fp8")
         patch_model(adapted, attn_backend)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
-        return _finish(adapted)
+        return _finish(adapted.train())
 
     @staticmethod
     def for_inference(model: Any) -> Any:

@@ -38,7 +38,8 @@ def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
     if mode == "auto":
         decoder.recompute_plan = RecomputePlan(decoder)
         for number, layer in enumerate(decoder.layers):
-            layer._gradient_checkpointing_func = partial(_checkpoint_as_planned, decoder, number)
+            layer._gradient_checkpointing_func = _AsPlanned(decoder, number)
+        model.disable_input_require_grads()  # a hook, with which no step is captured; nothing here needs it
         return
     model.enable_input_require_grads()
     if mode is not True:
@@ -52,9 +53,19 @@ def _checkpoint_on_host(store: HostStore, function: Callable[..., Any], *args: A
         return checkpoint(function, *args, use_reentrant=False)
 
 
-def _checkpoint_as_planned(decoder: Any, number: int, function: Callable[..., Any], *args: Any) -> Any:
-    plan: RecomputePlan = decoder.recompute_plan
-    if not plan.keeps(number):
-        return checkpoint(function, *args, use_reentrant=False)
-    with plan.measured():
-        return function(*args)
+class _AsPlanned:
+    """Checkpoints a layer of a decoder where its plan recomputes it."""
+
+    def __init__(self, decoder: Any, number: int):
+        self._decoder, self._number = decoder, number
+
+    @property
+    def recomputes(self) -> bool:
+        """Read by `FastMLP` too."""
+        return not self._decoder.recompute_plan.keeps(self._number)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self.recomputes:
+            return checkpoint(function, *args, use_reentrant=False)
+        with self._decoder.recompute_plan.measured():
+            return function(*args)

@@ -63,8 +63,9 @@ class NonFinite:
 class FiniteUpdates(Trainer):
     """A trainer that applies no update whose loss or gradient is not finite.
 
-    Such an update changes neither weights nor optimizer where the optimizer is fused, as is the default on
-    CUDA. Elsewhere its gradients become zero, and momentum and weight decay still act.
+    Such an update changes neither weights nor optimizer on a CPU, nor where the optimizer is fused, as is the
+    default on CUDA. Under another optimizer there its gradients become zero, and momentum and weight decay
+    still act.
 
     With `on_nonfinite` "stop" the run ends with a checkpoint, and `stopped_by` is set; with "skip" it goes
     on. `report_nonfinite` is called with each.
@@ -137,6 +138,10 @@ class FiniteUpdates(Trainer):
 
 def _leave_out(optimizer: Any, is_bad: Tensor) -> None:
     """Let the optimizer's next step do nothing where `is_bad`, a bool on the device."""
+    if is_bad.device.type == "cpu":  # there is nothing to wait for
+        if is_bad:
+            optimizer.zero_grad(set_to_none=True)  # an optimizer passes over what has no gradient
+        return
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = is_bad.float()
         return

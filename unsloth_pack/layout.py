@@ -150,8 +150,7 @@ class PackedRow:
     def mask_labels(self, labels: Tensor) -> Tensor:
         """A copy of `labels` (N elements, any shape) without loss at boundaries and on padding."""
         masked = labels.reshape(-1).clone()
-        masked[self.unscored] = IGNORE_INDEX
-        return masked.view(labels.shape)
+        return masked.index_fill_(0, self.unscored, IGNORE_INDEX).view(labels.shape)  # assigning would wait
 
     def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """What `build` returns, built on the first call for `key` and shared by all layers of the step."""

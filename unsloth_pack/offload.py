@@ -10,13 +10,16 @@ from torch import Tensor
 class HostStore:
     """A stack of tensors in pinned host memory, as hooks for `torch.autograd.graph.saved_tensors_hooks`.
 
-    Both ways are copied on a stream of their own. When one tensor is taken, the one that was put before it is
-    fetched already: two are on the device at a time. Tensors that are not on a GPU stay where they are.
+    Both ways are copied on a stream of their own. When one tensor is taken, the copy of the one that was put
+    before it begins: two are on the device at a time. The device's own stream waits for every copy before the
+    memory is given on, long after the copy has ended; so memory is reused in the order of that stream, no
+    matter how far the host is ahead. Tensors that are not on a GPU stay where they are.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._stack: list[weakref.ref[_OnHost]] = []  # the graph owns them, and may drop them untaken
+        self._leaving: _OnHost | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostStore":
         return HostStore()
@@ -26,13 +29,15 @@ class HostStore:
             return x
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
-        held = _OnHost(x, self._stream)
+        self._let_go()
+        self._leaving = held = _OnHost(x, self._stream)
         self._stack.append(weakref.ref(held))
         return held
 
     def take(self, held: Any) -> Tensor:
         if not isinstance(held, _OnHost):
             return held
+        self._let_go()
         while self._stack and self._stack[-1]() is not held:
             self._stack.pop()
         if self._stack:
@@ -42,28 +47,44 @@ class HostStore:
             before.fetch()
         return x
 
+    def _let_go(self) -> None:
+        if self._leaving is not None:
+            self._leaving.let_go()
+            self._leaving = None
+
 
 class _OnHost:
     def __init__(self, x: Tensor, stream: torch.cuda.Stream):
         self._device, self._stream = x.device, stream
         self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._source: Tensor | None = x
         self._fetched: Tensor | None = None
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            self._host.copy_(x, non_blocking=True)
-        x.record_stream(stream)
+        self._copied = self._copy(self._host, x)
+
+    def let_go(self) -> None:
+        """The device's memory may be reused: its stream waits for the copy to the host."""
+        if self._source is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._source = None
 
     def fetch(self) -> None:
         if self._fetched is None:
-            with torch.cuda.stream(self._stream):
-                self._fetched = self._host.to(self._device, non_blocking=True)
-                self._arrived = self._stream.record_event()
+            self._fetched = torch.empty_like(self._host, device=self._device)
+            self._copied = self._copy(self._fetched, self._host)
 
     def on_device(self) -> Tensor:
         self.fetch()
         x, self._fetched = self._fetched, None
         assert x is not None
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(self._arrived)
-        x.record_stream(current)
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
         return x
+
+    def __del__(self) -> None:
+        if self._source is not None or self._fetched is not None:  # dropped before its copy was waited for
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def _copy(self, into: Tensor, x: Tensor) -> torch.cuda.Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            into.copy_(x, non_blocking=True)
+        return self._stream.record_event()

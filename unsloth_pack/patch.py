@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,13 +19,16 @@ from unsloth_pack.attention.backends import requested_backend
 from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
+from unsloth_pack.leak_probe import OwnProbe
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fast_attention import FastAttention, attention_options, fusable_qk_norm
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
-from unsloth_pack.models.fast_lora import FastLoraLinear, why_not_fused
+from unsloth_pack.models.fast_lora import LORA_TYPES, FastLoraLinear, why_not_fused
+from unsloth_pack.models.fast_loss import why_loss_not_fused
 from unsloth_pack.models.fast_mlp import FastMLP, FastRMSNorm, activation_of
 from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
+from unsloth_pack.models.nf4 import is_linear_4bit
 from unsloth_pack.models.rotary import RotaryTables, rotary_tables
 from unsloth_pack.models.spec import ArchSpec
 
@@ -87,6 +89,10 @@ class Patch:
         module.__class__ = _subclass(fast, type(module))
         module.__dict__.update(attributes)
 
+    def skip_probe(self) -> None:
+        """Let the model not look for leaks before its first packed row in training."""
+        self._model.base_model.leak_probe = None
+
     def undo(self) -> None:
         """Restore the model that came in, bit for bit. Undoing twice is harmless."""
         for module, original, attributes in self._swapped:
@@ -107,14 +113,18 @@ class Patch:
         decoder = self._model.base_model
         decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
         _report_step(self.report, decoder.step_graphs)
-        modules = list(decoder.modules())
-        _report_loras(self.report, [m for m in modules if isinstance(m, FastLoraLinear)], [])
+        loras = [module for module in decoder.modules() if isinstance(module, LoraLayer)]
+        _report_loras(
+            self.report,
+            [lora for lora in loras if isinstance(lora, FastLoraLinear)],
+            [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
+        )
+        _report_loss(self.report, self._model)
         if (
             "QK norm" in self.report.fused
             and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
         ):
-            del self.report.fused["QK norm"]
-            self.report.not_fused["QK norm"] = f"{how} gathers it by itself"
+            _say(self.report, "QK norm", None, f"{how} gathers it by itself")
 
     def __enter__(self) -> "Patch":
         return self
@@ -154,22 +164,26 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     _refuse_what_would_leak(model, decoder)
     backend = requested_backend(attn_backend)
     parts = _Parts.of(decoder)
-    patch = Patch(base, attn_backend, _report(spec, decoder, parts, backend))
+    patch = Patch(base, attn_backend, _report(spec, base, parts, backend))
     for attention in parts.attentions:
         patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
     for norm in parts.norms:
         patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
-    for mlp, activation in parts.mlps:
+    for number, (mlp, activation) in enumerate(parts.mlps):
         if activation is not None:
-            patch.swap(mlp, FastMLP, activation=activation)
+            layer = decoder.layers[number]
+            patch.swap(mlp, FastMLP, activation=activation, decoder_layer=layer, number=number)
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
     graphs = StepGraphs(_why_never_captured(decoder, parts, tables, patch.report))
     _report_step(patch.report, graphs)
-    patch.swap(decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs)
+    own_probe = OwnProbe(patch.report.attn_backend)
+    patch.swap(
+        decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs, leak_probe=own_probe
+    )
     if base is not decoder and base.get_output_embeddings() is not None:
-        patch.swap(base, FastCausalLM, boundary_labels_seen=False, module_walk=ModuleWalk())
+        patch.swap(base, FastCausalLM, spec=spec, boundary_labels_seen=False, module_walk=ModuleWalk())
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     base.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
@@ -217,20 +231,21 @@ class _Parts:
     attentions: list[Any]
     norms: list[nn.Module]
     mlps: list[tuple[nn.Module, str | None]]  # with the kernel's activation, None where it cannot be fused
-    loras: list[LoraLinear]
-    other_loras: list[LoraLayer]  # quantised, or on parameters such as stacked experts
+    loras: list[LoraLayer]
+    other_loras: list[LoraLayer]  # in 8 bits, or on parameters such as stacked experts
 
     @classmethod
     def of(cls, decoder: Any) -> "_Parts":
+        norm_kind = type(getattr(decoder.norm, "original_module", decoder.norm))  # `modules_to_save` wraps it
         return cls(
             attentions=[layer.self_attn for layer in decoder.layers],
-            norms=[module for module in decoder.modules() if type(module) is type(decoder.norm)],
+            norms=[module for module in decoder.modules() if type(module) is norm_kind],
             mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
-            loras=[module for module in decoder.modules() if type(module) is LoraLinear],
+            loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
             other_loras=[
                 module
                 for module in decoder.modules()
-                if isinstance(module, LoraLayer) and type(module) is not LoraLinear
+                if isinstance(module, LoraLayer) and type(module) not in LORA_TYPES
             ],
         )
 
@@ -252,7 +267,8 @@ def _why_never_captured(
     return None
 
 
-def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchReport:
+def _report(spec: ArchSpec, base: Any, parts: _Parts, backend: str) -> PatchReport:
+    decoder = base.base_model
     embedding = decoder.get_input_embeddings().weight
     chosen: dict[str, str] = {}
     for attention in parts.attentions:
@@ -263,7 +279,7 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
     on_gpu = embedding.device.type == "cuda"
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
     fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
-    not_fused = {"loss": "the trainer's own"}
+    not_fused: dict[str, str] = {}
     if spec.qk_norm is not None:
         if fusable_qk_norm(parts.attentions[0], spec) is not None:
             fused["QK norm"] = "with the rotary embedding"
@@ -278,6 +294,8 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
     if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"
+    if n_nf4 := sum(is_linear_4bit(lora.get_base_layer()) for lora in parts.loras):
+        fused["base"] = f"{n_nf4} frozen linear layers in 4 bits, dequantised at each use"
     report = PatchReport(
         model_type=spec.model_type,
         n_layers=len(parts.attentions),
@@ -286,25 +304,39 @@ def _report(spec: ArchSpec, decoder: Any, parts: _Parts, backend: str) -> PatchR
         fused=fused,
         not_fused=not_fused,
     )
+    _report_loss(report, base)
     _report_loras(report, parts.loras, parts.other_loras)
     return report
+
+
+def _say(report: PatchReport, kind: str, fused: str | None, not_fused: str | None) -> None:
+    """Report this of a layer kind, in place of what was reported."""
+    for said, what in ((report.fused, fused), (report.not_fused, not_fused)):
+        said.pop(kind, None)
+        if what:
+            said[kind] = what
+
+
+def _report_loss(report: PatchReport, model: Any) -> None:
+    if (why := why_loss_not_fused(model)) is None:
+        how = "with the head, for tokens that have a label; TRL's trainer computes its own"
+        _say(report, "loss", how, None)
+    else:
+        _say(report, "loss", None, f"from the logits of all tokens: {why}")
 
 
 def _report_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
     reasons = Counter(why_not_fused(lora) for lora in loras)
     reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in other_loras)
-    for said in (report.fused, report.not_fused):
-        said.pop("LoRA", None)
-    if n_fused := reasons.pop(None, 0):
-        report.fused["LoRA"] = f"{n_fused} layers, each as one autograd node"
-    if reasons:
-        report.not_fused["LoRA"] = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
+    n_fused = reasons.pop(None, 0)
+    how = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
+    why = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
+    _say(report, "LoRA", how if n_fused else None, why)
 
 
 def _report_step(report: PatchReport, graphs: StepGraphs) -> None:
-    for said in (report.fused, report.not_fused):
-        said.pop("step", None)
     if graphs.why_not is None:
-        report.fused["step"] = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
+        how = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
+        _say(report, "step", how, None)
     else:
-        report.not_fused["step"] = f"not captured in CUDA graphs: {graphs.why_not}"
+        _say(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")

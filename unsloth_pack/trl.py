@@ -96,7 +96,7 @@ def make_trainer(
     """TRL's own trainer over tokenised rows, printing nothing by itself."""
     from transformers import PrinterCallback
 
-    with _without_untrue_warnings():
+    with _without_untrue_warnings(is_packed="seq_lengths" in train_rows.column_names):
         trainer = RunTrainer(
             model=model,
             args=config,
@@ -127,14 +127,17 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
 # TRL 1.15 wants `attn_implementation` to be a FlashAttention, and warns of leaking documents otherwise. It
 # does not know that the patched attention keeps documents apart in every backend.
 _UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
+# Nor that rows which come in packed hold several documents each.
+_UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with padding-free training"
 
 
 @contextmanager
-def _without_untrue_warnings() -> Iterator[None]:
+def _without_untrue_warnings(is_packed: bool) -> Iterator[None]:
     logger = logging.getLogger("trl.trainer.sft_trainer")
+    untrue = (*_UNTRUE, *([_UNTRUE_OF_PACKS] if is_packed else []))
 
     def is_true(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_UNTRUE)
+        return not any(said in record.getMessage() for said in untrue)  # behind the rank, "[RANK 0] ..."
 
     logger.addFilter(is_true)
     try:

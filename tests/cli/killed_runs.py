@@ -26,6 +26,16 @@ def start(arguments, folder, fault=None):
     return run
 
 
+def forked(target, args):
+    """A process like those of `start`, for any function that can be imported."""
+    return _context.Process(target=_on_one_thread, args=(target, args))
+
+
+def _on_one_thread(target, args):
+    torch.set_num_threads(1)
+    target(*args)
+
+
 def _run(arguments, folder, fault):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)

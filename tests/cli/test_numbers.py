@@ -103,11 +103,19 @@ def test_skipping_leaves_the_update_out(poisoned, train, tmp_path, capsys):
     assert finite_weights(out)
 
 
-def test_a_fused_optimizer_does_nothing_at_all(poisoned):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
+        (torch.optim.AdamW, {"weight_decay": 0.1}),
+        (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9}),
+    ],
+)
+def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
     from unsloth_pack.finite_updates import _leave_out
 
     weight = torch.nn.Parameter(torch.randn(64))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1, fused=True)
+    optimizer = kind([weight], lr=0.1, **options)
     for bad in (False, True, False):
         before = weight.detach().clone()
         state = {name: value.clone() for name, value in optimizer.state[weight].items()}

@@ -113,6 +113,28 @@ def test_the_same_losses_as_packing_at_the_start_of_the_run(tmp_path):
     assert (tmp_path / "packed" / "lengths.png").read_bytes() == (tmp_path / "rows/lengths.png").read_bytes()
 
 
+def test_resume_refuses_other_packs(model, rows, packs, train, tmp_path, capsys):
+    """Of the same documents in another order: no token count differs."""
+    out, flags = tmp_path / "out", {"dataset": packs, "max_seq_length": None}
+    assert train(**flags, save_steps=2, max_steps=3) == 0
+    shutil.rmtree(out / "checkpoint-3")
+    first = shutil.move(packs, tmp_path / "first")
+    (tmp_path / "rows.json").write_text(json.dumps(rows[::-1]))
+    command = ["pack", "--model_name", model, "--dataset", "rows.json", "--out", str(packs)]
+    assert main([*command, "--max_seq_length", str(CAPACITY)]) == 0
+    before = tree(tmp_path)
+    capsys.readouterr()
+    assert main(["--resume", f"--output_dir={out}"]) == 2
+    error = capsys.readouterr().err
+    prints = [read_manifest(folder).data_fingerprint for folder in (first, packs)]
+    assert f"packs is not what the run began with (fingerprint was {prints[0]}, is {prints[1]})" in error
+    assert error.count("\n") == 1
+    assert tree(tmp_path) == before
+    shutil.rmtree(packs)
+    shutil.move(first, packs)
+    assert main(["--resume", f"--output_dir={out}"]) == 0
+
+
 def test_the_banner_says_so(train, packs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     assert train(dataset=packs, max_seq_length=None, max_steps=1, per_device_train_batch_size=3) == 0

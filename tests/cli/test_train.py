@@ -224,6 +224,15 @@ def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
 
 
+def test_no_warning_that_is_untrue(train, caplog):
+    """TRL says of a batch of one row that it gains nothing, which is so where the row is one document."""
+    flags = {"max_steps": 1, "per_device_train_batch_size": 1}
+    assert train("--sample_packing", **flags) == 0
+    assert not [record for record in caplog.records if record.name.startswith("trl.")]
+    assert train("--padding_free", "--overwrite_output_dir", **flags) == 0
+    assert "per_device_train_batch_size of 1 with padding-free" in caplog.text
+
+
 def test_overwriting_leaves_nothing_of_the_earlier_run(train, tmp_path):
     assert train(save_steps=1, max_steps=2) == 0
     assert train("--overwrite_output_dir", max_steps=1) == 0

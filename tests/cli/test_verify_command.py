@@ -24,7 +24,7 @@ def leak(monkeypatch):
         return right(wrong)
 
     monkeypatch.setattr(PackedRow, "stacks", property(shifted))
-    monkeypatch.setattr("unsloth_pack.verification.leaks._PROBE_LENGTHS", (7, 3, 16, 2))
+    monkeypatch.setattr("unsloth_pack.leak_probe._LENGTHS", (7, 3, 16, 2))
 
 
 def test_a_line_a_verdict_and_a_table(model, data, capsys):
@@ -96,6 +96,18 @@ def test_training_stops_at_a_leak_and_nothing_is_lost(train, leak, tmp_path, cap
     assert error.count("\n") == 1
     assert tree(tmp_path) == before
     assert train(output_dir=tmp_path / "padded", max_steps=1) == 0  # nothing is packed, nothing probed
+
+
+@pytest.mark.parametrize(("more", "looks"), [((), 1), (("--no_probe",), 0)])
+def test_a_run_looks_once_or_not_at_all(more, looks, train, monkeypatch):
+    from unsloth_pack import leak_probe
+    from unsloth_pack.verification import leaks
+
+    seen, look = [], leak_probe.look_for_leaks
+    for module in (leak_probe, leaks):
+        monkeypatch.setattr(module, "look_for_leaks", lambda probed: seen.append(probed) or look(probed))
+    assert train("--sample_packing", *more, max_steps=2) == 0
+    assert len(seen) == looks
 
 
 def test_the_probe_changes_no_bit_of_a_run(data, train, tmp_path):

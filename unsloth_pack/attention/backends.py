@@ -80,8 +80,13 @@ def choose_backend(name: str, need: AttentionNeed) -> tuple[str, str]:
 def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
     device = torch.device(need.device_type)
     row = PackedRow.of_lengths((3, 5), device)
+    gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
     try:
-        with torch.enable_grad(), torch.autocast(need.device_type, enabled=False):
+        with (
+            torch.random.fork_rng(gpus),  # dropout draws
+            torch.enable_grad(),
+            torch.autocast(need.device_type, enabled=False),
+        ):
             q, k, v = (
                 torch.zeros(8, heads, need.head_dim, dtype=need.dtype, device=device, requires_grad=True)
                 for heads in (2, 1, 1)

@@ -111,24 +111,27 @@ def _check_resumable(folder: Path) -> None:
         )
 
 
-def check_same_data(options: TrainOptions, ledger: Any) -> None:
+def check_same_data(options: TrainOptions, ledger: Any, packs: Any) -> None:
     """Refuse to go on over other data than the run began with.
 
     Args:
         ledger: the `TokenLedger` of the training data as it is now.
+        packs: the manifest of its rows where they were packed on disk, else None.
 
     Raises:
-        InputError: its rows or tokens have changed, or how they are tokenised.
+        InputError: its rows or tokens have changed, or how they are tokenised or packed.
     """
-    from unsloth_pack.report.metrics import read_ledger
+    from unsloth_pack.report.metrics import read_data
 
-    if not options.resume:
+    before = read_data(Path(str(options.output_dir))) if options.resume else None
+    if before is None:
         return
-    before, now = read_ledger(Path(str(options.output_dir))), asdict(ledger)
-    if before is not None and before != now:
-        name = next(name for name in now if now[name] != before.get(name))
+    was, now = dict(before["ledger"]), asdict(ledger)
+    was["fingerprint"], now["fingerprint"] = before.get("packs"), packs and packs.data_fingerprint
+    if was != now:
+        name = next(name for name in now if now[name] != was.get(name))
         raise InputError(
-            f"--resume: {options.dataset} is not what the run began with ({name} was {before.get(name)}, is "
+            f"--resume: {options.dataset} is not what the run began with ({name} was {was.get(name)}, is "
             f"{now[name]}); give the same data and tokenizer, or start anew"
         )
 

@@ -43,11 +43,12 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.cli.prepare import prepare
 
     prepared = prepare(options)
-    checks.check_same_data(options, prepared.ledger)
+    checks.check_same_data(options, prepared.ledger, prepared.packs)
     return _train(prepared, Console(quiet=not checks.is_main_process()))
 
 
 def _train(prepared: "Prepared", console: "Console") -> int:
+    from unsloth_pack.patch import patch_of
     from unsloth_pack.report.callbacks import MetricsCallback, ProgressCallback, StopOnSignal
     from unsloth_pack.sharded_weights import loaded_whole
     from unsloth_pack.trl import make_trainer
@@ -57,7 +58,11 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     options = prepared.options
     with loaded_whole(prepared.config):
         model = _load_model(options)
-        if prepared.config.padding_free and not options.no_probe:
+        patch = patch_of(model)
+        assert patch is not None
+        if options.no_probe:
+            patch.skip_probe()
+        elif prepared.config.padding_free:
             probe(model, describe="trl")  # a leak ends the run here, before anything is written
     heldout = _heldout_rows(options)
     before = _score(model, prepared, heldout)

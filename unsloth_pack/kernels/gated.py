@@ -10,6 +10,8 @@ so that with s = σ(z) the derivative is s * (1 + x * σ(-z) * z'), where 1 - s 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -65,43 +67,43 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_out):
         gate, up = ctx.saved_tensors
-        g_gate, g_up, _ = _backward(g_out, gate, up, ctx.activation)
+        g_gate, g_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        _backward(g_out, gate, up, ctx.activation, g_gate, g_up, None)
         return g_gate, g_up, None
 
 
-def gated_backward(g_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up, and the product again, for callers that did not keep it.
+def gated_backward_(
+    g_out: Tensor, gate: Tensor, up: Tensor, activation: str, g_gate: Tensor, g_up: Tensor
+) -> None:
+    """The backward pass for callers that did not keep the product: g_out becomes it.
 
     Args:
-        g_out: `[..., F]`, the gradient of the product.
-        gate, up, activation: as for `gated`.
-
-    Returns:
-        The gradients of gate and of up in their dtypes, and the product as `gated` returns it.
+        g_out: `[..., F]`, the gradient of the product; then the product as `gated` returns it.
+        gate, up: as for `gated`, of the dtype of g_out.
+        activation: as for `gated`.
+        g_gate, g_up: where the gradients go; may be gate and up themselves.
     """
     _check(gate, up, activation)
     if not takes_fused_path(gate, up):
-        return reference.gated_backward(g_out, gate, up, activation)
-    return _backward(g_out, gate, up, activation, with_product=True)
+        reference.gated_backward_(g_out, gate, up, activation, g_gate, g_up)
+    else:
+        _backward(g_out, gate, up, activation, g_gate, g_up, g_out)
 
 
 def _backward(
-    g_out: Tensor, gate: Tensor, up: Tensor, activation: str, with_product: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    g_gate, g_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    dtype = torch.promote_types(gate.dtype, up.dtype)
-    out = gate.new_empty(gate.shape if with_product else 0, dtype=dtype)
-    (g_out, gate, up), strides, F, programs = _lay_out(g_out, gate, up)
+    g_out: Tensor, gate: Tensor, up: Tensor, activation: str,
+    g_gate: Tensor, g_up: Tensor, out: Tensor | None,
+) -> None:  # fmt: skip
+    """Writes into the last three, which may be the first three: a program reads its elements first."""
+    product = [] if out is None else [out]
+    tensors, strides, F, programs = _lay_out(g_out, gate, up, g_gate, g_up, *product)
+    if out is None:
+        tensors, strides = [*tensors, None], [*strides, 0]
     with torch.cuda.device_of(gate):
-        _gated_backward_kernel[(programs,)](
-            *(g_out, gate, up, g_gate, g_up, out, F, *strides),
-            *(activation, with_product, _BLOCK),
-            num_warps=_WARPS,
-        )
-    return g_gate, g_up, out
+        _gated_backward_kernel[(programs,)](*tensors, F, *strides, activation, _BLOCK, num_warps=_WARPS)
 
 
-def _lay_out(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
+def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
     """The tensors as rows, their row strides, a row's length, and the programs that cover all rows."""
     n = tensors[0].numel()
     if all(x.is_contiguous() for x in tensors):
@@ -138,10 +140,13 @@ def _gated_kernel(gate, up, out, F, gate_sr, up_sr, ACTIVATION: tl.constexpr, BL
 
 @jit
 def _gated_backward_kernel(
-    g_out, gate, up, g_gate, g_up, out, F, g_sr, gate_sr, up_sr,
-    ACTIVATION: tl.constexpr, WITH_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+    g_out, gate, up, g_gate, g_up, out, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr, out_sr,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g_gate, g_up `[R, F]`: the gradients of gate and up; out, if wanted, as in the forward. Grid: too."""
+    """g_gate, g_up `[R, F]`: the gradients of gate and up; out, where not None, as in the forward.
+
+    Grid: as in the forward.
+    """
     row, col = _row_and_columns(F, BLOCK)
     g = tl.load(g_out + row * g_sr + col, mask=col < F, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
@@ -150,10 +155,10 @@ def _gated_backward_kernel(
     s = _sigmoid(z, gate.dtype.element_ty)
     bend = x * _sigmoid(-z, gate.dtype.element_ty) * _slope_of_z(x, ACTIVATION)
     gx, gu = g * u * (s * (1 + bend)), g * (x * s)
-    tl.store(g_gate + row * F + col, gx.to(g_gate.dtype.element_ty), mask=col < F)
-    tl.store(g_up + row * F + col, gu.to(g_up.dtype.element_ty), mask=col < F)
-    if WITH_PRODUCT:
-        tl.store(out + row * F + col, (x * s * u).to(out.dtype.element_ty), mask=col < F)
+    tl.store(g_gate + row * g_gate_sr + col, gx.to(g_gate.dtype.element_ty), mask=col < F)
+    tl.store(g_up + row * g_up_sr + col, gu.to(g_up.dtype.element_ty), mask=col < F)
+    if out is not None:
+        tl.store(out + row * out_sr + col, (x * s * u).to(out.dtype.element_ty), mask=col < F)
 
 
 @jit

@@ -106,16 +106,42 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (acted * up.to(wide)).to(promoted)
 
 
-def gated_backward(g_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and up, and the product again.
+def gated_backward_(
+    g_out: Tensor, gate: Tensor, up: Tensor, activation: str, g_gate: Tensor, g_up: Tensor
+) -> None:
+    """The gradients of gate and up into g_gate and g_up; g_out becomes the product.
 
-    The contract is `unsloth_pack.kernels.gated_backward`'s.
+    The contract is `unsloth_pack.kernels.gated_backward_`'s.
     """
     with torch.enable_grad():
-        gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
-        out = gated(gate, up, activation)
-    g_gate, g_up = torch.autograd.grad(out, (gate, up), g_out)
-    return g_gate, g_up, out.detach()
+        leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        out = gated(*leaves, activation)
+    grads = torch.autograd.grad(out, leaves, g_out)
+    for into, x in zip((g_gate, g_up, g_out), (*grads, out), strict=True):
+        into.detach().copy_(x.detach())
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    num_items: Tensor | float | None = None,
+) -> Tensor:
+    """The mean cross-entropy of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
+
+    The contract is `unsloth_pack.kernels.linear_cross_entropy`'s, but for all logits at once. Computes in
+    float32, or float64 if an input is.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = scale * F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), reduction="none")
+    return losses.sum() / ((labels != -100).sum() if num_items is None else num_items)
 
 
 def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ from unsloth_pack.describe import ROW_KEYWORDS, describe_row, refuse_counted_lab
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
 from unsloth_pack.layout import PackedRow
+from unsloth_pack.leak_probe import OwnProbe
+from unsloth_pack.models.fast_loss import LOSS_KEYWORDS, FusedLoss, wants_loss_alone
 from unsloth_pack.models.module_walk import CountedParameters
 from unsloth_pack.models.rotary import RotaryTables
 from unsloth_pack.models.spec import ArchSpec
@@ -25,6 +27,7 @@ class FastDecoder(nn.Module):
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs
+    leak_probe: OwnProbe | None  # until it has passed, or is not wanted
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
 
     def forward(
@@ -45,9 +48,12 @@ class FastDecoder(nn.Module):
             kwargs["packed_row"] = row_of_call(
                 input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs
             )
-        for name in ROW_KEYWORDS:
+        for name in (*ROW_KEYWORDS, *LOSS_KEYWORDS):
             kwargs.pop(name, None)
         row = kwargs.pop("packed_row")
+        if self.leak_probe is not None and row is not None and self.leak_probe.is_due(self, row):
+            self.leak_probe.look(self)
+            self.leak_probe = None
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is None:
             return super().forward(
@@ -108,6 +114,7 @@ class FastDecoder(nn.Module):
 class FastCausalLM(CountedParameters):
     """Takes the place of a transformers causal language model's class (`LlamaForCausalLM`, ...)."""
 
+    spec: ArchSpec
     boundary_labels_seen: bool
 
     def forward(
@@ -124,6 +131,9 @@ class FastCausalLM(CountedParameters):
         **kwargs: Any,
     ) -> Any:
         """Logits, and the loss where labels are given.
+
+        In training, with labels, the loss is computed with the head and `logits` only if they are asked for,
+        see `LossOutput`; where something stands against that, the patch's report says what.
 
         Args:
             input_ids: `[B, T]`; packed documents usually as one row `[1, T]`.
@@ -147,6 +157,21 @@ class FastCausalLM(CountedParameters):
                 if kwargs.get("num_items_in_batch") is not None:
                     self._refuse_counted_boundaries(labels, row)
                 labels = row.mask_labels(labels)
+        if labels is not None and wants_loss_alone(self, logits_to_keep, kwargs):
+            loss = FusedLoss(self, labels, kwargs)
+            kwargs.pop("return_dict", None)
+            return loss.output(
+                self.base_model(
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    position_ids=position_ids,
+                    past_key_values=past_key_values,
+                    inputs_embeds=inputs_embeds,
+                    use_cache=use_cache,
+                    packed_row=row,
+                    **kwargs,
+                )
+            )
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -5,9 +5,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from unsloth_pack.kernels import gated, rms_norm
-from unsloth_pack.models.fast_lora import FastLoraLinear, Recipe, project
+from unsloth_pack.models.fast_lora import Recipe, project, run_fused
+from unsloth_pack.models.gated_mlp import gated_mlp
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the kernel's
+_MANY_BYTES = 2**27  # of gate and up in a layer
+_SPARING = 448  # width for which every layer would compute them again; fewer do, the wider they are
 
 
 class FastRMSNorm(nn.Module):
@@ -30,19 +33,41 @@ class FastRMSNorm(nn.Module):
 
 
 class FastMLP(nn.Module):
-    """Takes the place of a transformers gated MLP's class."""
+    """Takes the place of a transformers gated MLP's class.
+
+    Args:
+        activation: as `kernels.gated` names it.
+        decoder_layer: that it is part of.
+        number: of that layer, from 0.
+    """
 
     activation: str
+    decoder_layer: Any
+    number: int
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` through the gate, up and down projections."""
-        if hasattr(self, "gate_up_proj"):
-            gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        else:
-            gate, up = project(hidden_states, (self.gate_proj, self.up_proj))
-        if isinstance(self.down_proj, FastLoraLinear):
-            return self.down_proj.gated(gate, up, self.activation)
-        return self.down_proj(gated(gate, up, self.activation))
+        is_joined = hasattr(self, "gate_up_proj")
+        inner: list[Any] = [self.gate_up_proj] if is_joined else [self.gate_proj, self.up_proj]
+        down: Any = self.down_proj
+        if run_fused(hidden_states, [*inner, down]):
+            return gated_mlp(hidden_states, inner, down, self.activation, self._keeps(hidden_states))
+        outputs = project(hidden_states, inner)
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        return down(gated(gate, up, self.activation))
+
+    def _keeps(self, x: Tensor) -> bool:
+        """Whether gate and up are kept for the backward pass: not where the layer is recomputed anyway.
+
+        Nor, without gradient checkpointing, in every second layer of a narrow model and every ninth of one
+        4,096 wide, on long rows: a byte of them costs as many FLOP as the layer is wide.
+        """
+        layer = self.decoder_layer
+        if layer.gradient_checkpointing and layer.training:
+            return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
+        width = x.shape[-1]
+        n_bytes: int = 2 * self.down_proj.in_features * x.element_size() * (x.numel() // width)
+        return not x.is_cuda or n_bytes < _MANY_BYTES or self.number % max(2, width // _SPARING) > 0
 
 
 def norm_eps(norm: Any) -> float:

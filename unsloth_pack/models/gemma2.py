@@ -5,6 +5,7 @@ SPEC = ArchSpec(
     window="layer",
     norm_offset=1.0,
     softcap="attn_logit_softcapping",
+    logit_softcap="final_logit_softcapping",
     tiny=dict(
         head_dim=32,
         query_pre_attn_scalar=24,

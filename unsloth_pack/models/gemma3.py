@@ -7,10 +7,12 @@ SPEC = ArchSpec(
     norm_offset=1.0,
     softcap="attn_logit_softcapping",
     rotary_per_layer_type=True,
+    logit_softcap="final_logit_softcapping",
     tiny=dict(
         head_dim=32,
         query_pre_attn_scalar=24,
         sliding_window=24,
+        final_logit_softcapping=10.0,
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters=dict(
             sliding_attention=dict(rope_type="default", rope_theta=1e4),

@@ -9,8 +9,8 @@ from typing import Any, Literal
 class ArchSpec:
     """How one transformers architecture departs from the plain decoder.
 
-    Norm placement, MLP and experts, and residual and logit multipliers stay in transformers' own layers,
-    which the patch runs as they are; only what the attention and the decoder's entry need is declared.
+    Norm placement, MLP and experts, and residual multipliers stay in transformers' own layers, which the
+    patch runs as they are; only what the attention, the decoder's entry and the loss need is declared.
 
     Args:
         model_type: `config.model_type` of the text model.
@@ -21,6 +21,8 @@ class ArchSpec:
         softcap: config field of the attention logit softcap.
         rotary_per_layer_type: sliding and full layers rotate with different bases.
         embedding_multiplier: config field by which the embeddings are multiplied on entry.
+        logit_divisor: config field by which the head's logits are divided.
+        logit_softcap: config field of the softcap of the head's logits.
         tiny: overrides that make the smallest config which still has all of the above.
     """
 
@@ -32,7 +34,17 @@ class ArchSpec:
     softcap: str | None = None
     rotary_per_layer_type: bool = False
     embedding_multiplier: str | None = None
+    logit_divisor: str | None = None
+    logit_softcap: str | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def divisor_of_logits(self, config: Any) -> float:
+        """What the head's logits are divided by; 1 where none is declared."""
+        return getattr(config, self.logit_divisor) if self.logit_divisor else 1.0
+
+    def softcap_of_logits(self, config: Any) -> float | None:
+        """The softcap of the head's logits, if they have one."""
+        return getattr(config, self.logit_softcap) if self.logit_softcap else None
 
     def tiny_config(self, **overrides: Any):
         """A transformers config of this architecture, small enough for a test to train.

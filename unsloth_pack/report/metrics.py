@@ -74,10 +74,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def read_ledger(folder: Path) -> dict[str, Any] | None:
-    """The token ledger of the training data of the run in `folder`; None where it did not get so far."""
-    lines = (line for line in _read(folder / FILE_NAME) if line["kind"] == "data" and line["use"] == "train")
-    return next((line["ledger"] for line in lines), None)
+def read_data(folder: Path) -> dict[str, Any] | None:
+    """The `data` line of the training data of the run in `folder`; None where it did not get so far."""
+    lines = _read(folder / FILE_NAME)
+    return next((line for line in lines if line["kind"] == "data" and line["use"] == "train"), None)
 
 
 def has_ended(folder: Path) -> bool:

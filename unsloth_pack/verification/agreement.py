@@ -72,7 +72,7 @@ def check_alone(subject: Subject, documents: Sequence[Tensor]) -> list[Check]:
 
 def _packed_errors(subject: Subject, documents: Sequence[Tensor], number: int, alone: Gradients) -> _Errors:
     start = sum(map(len, documents[:number]))
-    got = subject.gradients(documents[number], lambda: subject.packed_logits(documents)[number])
+    got = subject.gradients(documents[number], lambda: subject.packed_outputs(documents)[number])
     return _Errors.of(got, alone, got.embeddings[0, start : start + len(documents[number])])
 
 

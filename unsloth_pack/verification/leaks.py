@@ -9,8 +9,7 @@ ordinary batch. And a kernel may sum in another order every time, which two equa
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,20 +17,20 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.errors import LeakFound
-from unsloth_pack.verification.report import Check
-from unsloth_pack.verification.subject import (
-    Describe,
-    Description,
-    Subject,
+from unsloth_pack.leak_probe import (
     changed,
+    leaking_layer,
     left_alone,
-    loss_of,
+    look_for_leaks,
     random_documents,
+    recorded_layers,
 )
+from unsloth_pack.patch import patch_of
+from unsloth_pack.verification.report import Check
+from unsloth_pack.verification.subject import Describe, Description, Subject
 
 SLACK = 3.0  # between two samples of one kind of rounding error
 _LONGER = 7  # tokens by which a neighbour in an ordinary batch is longer, so that there is padding
-_PROBE_LENGTHS = (7, 1, 16, 2, 11)
 
 Found = tuple[float, int, int]  # how much, of which document, reaches which other
 
@@ -40,7 +39,8 @@ def probe(model: Any, describe: Description | Describe | None = None) -> None:
     """Refuse a model whose documents reach each other in a packed row; takes two short steps.
 
     The loss of every second document is sent back to the input embeddings of all, then that of the others.
-    Mode, gradients, random states and captured graphs of the model stay as they are.
+    Mode, gradients, random states and captured graphs of the model stay as they are. A patched model that
+    passes does not look again by itself before its first packed row in training.
 
     Args:
         model: as `verify` takes it.
@@ -49,40 +49,11 @@ def probe(model: Any, describe: Description | Describe | None = None) -> None:
     Raises:
         LeakFound: names the documents, the attention backend, and the first layer that lets one through.
     """
-    subject = Subject(model, describe)
-    generator = torch.Generator().manual_seed(0)
-    documents = random_documents(_PROBE_LENGTHS, subject.vocab_size, generator)
     with left_alone(model):
-        for parity in (0, 1):
-            scored = range(parity, len(documents), 2)
-            reached = _reached_embeddings(subject, documents, scored)
-            if not all(reached[i] > 0 for i in scored):
-                raise LeakFound("no gradient reaches a document's own embeddings; nothing can be probed")
-            found = [(reached[j], j) for j in range(len(documents)) if j not in scored and reached[j] != 0]
-            if found:
-                source = max(found)[1]
-                where = leaking_layer(subject, documents, source, generator)
-                raise LeakFound(
-                    f"documents of a packed row see each other, with attention {subject.attn_backend} first "
-                    f"in {where}; see `unsloth-pack verify`, or try another attn_backend"
-                )
-
-
-def _reached_embeddings(subject: Subject, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
-    """The greatest gradient at every document's embeddings, of the loss of some of them."""
-    with subject.recorded_embeddings() as seen:
-        logits = subject.packed_logits(documents)
-        torch.stack([loss_of(logits[i], documents[i]) for i in scored]).sum().backward()
-    for parameter in subject.model.parameters():
-        parameter.grad = None
-    return _greatest_by_document(seen[0].grad, documents)
-
-
-def _greatest_by_document(embeddings: Tensor | None, documents: Sequence[Tensor]) -> list[float]:
-    if embeddings is None:
-        return [0.0] * len(documents)
-    parts = embeddings[0].split([len(document) for document in documents])
-    return torch.stack([part.abs().max() for part in parts]).tolist()
+        if why_not := look_for_leaks(Subject(model, describe)):
+            raise LeakFound(f"{why_not}; nothing can be probed")
+    if (patch := patch_of(model)) is not None:
+        patch.skip_probe()
 
 
 def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch.Generator) -> Check:
@@ -91,12 +62,12 @@ def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch
     found: list[Found] = []
     blind = []
     with torch.no_grad():
-        before = subject.packed_logits(documents)
-        noise = max(map(_difference, before, subject.packed_logits(documents)))
+        before = subject.packed_outputs(documents)
+        noise = max(map(_difference, before, subject.packed_outputs(documents)))
         for source, document in enumerate(documents):
             mixed = [*documents]
             mixed[source] = changed(document, subject.vocab_size, generator)
-            moved = list(map(_difference, before, subject.packed_logits(mixed)))
+            moved = list(map(_difference, before, subject.packed_outputs(mixed)))
             blind += [source] if moved[source] <= noise else []
             found += [(moved[victim], source, victim) for victim in _others(documents, source)]
         value, source, victim = _worst(found)
@@ -116,7 +87,7 @@ def check_gradients(subject: Subject, documents: Sequence[Tensor], generator: to
     name = "leak into gradients"
     found: list[Found] = []
     for victim in range(len(documents)):
-        reached = _reached_embeddings(subject, documents, [victim])
+        reached = subject.reached_embeddings(documents, [victim])
         if not reached[victim] > 0:
             return Check(name, reached[victim], 0.0, f"document {victim} has no gradient of its own", False)
         found += [(reached[source], source, victim) for source in _others(documents, victim)]
@@ -136,7 +107,7 @@ def check_trained_gradients(
     name = "leak into trained gradients"
 
     def run_of(row: Sequence[Tensor], place: int) -> Callable[[], Tensor]:
-        return lambda: subject.packed_logits(row)[place]
+        return lambda: subject.packed_outputs(row)[place]
 
     moved: list[float] = []
     for victim, document in enumerate(documents):
@@ -167,7 +138,7 @@ def check_reach(subject: Subject, documents: Sequence[Tensor]) -> Check:
     """
     name = "reach of attention"
     with left_alone(subject.model, training=False):
-        packed_KT = _reach(subject, lambda: subject.packed_logits(documents), documents)
+        packed_KT = _reach(subject, lambda: subject.packed_outputs(documents), documents)
         alone = [
             _reach(subject, partial(subject.logits_alone, document), [document]) for document in documents
         ]
@@ -189,40 +160,6 @@ def check_reach(subject: Subject, documents: Sequence[Tensor]) -> Check:
     return Check.of(name, 0.0, 0.0, detail)
 
 
-def leaking_layer(
-    subject: Subject, documents: Sequence[Tensor], source: int, generator: torch.Generator
-) -> str:
-    """The first decoder layer in which changing one document changes another."""
-    mixed = [*documents]
-    mixed[source] = changed(documents[source], subject.vocab_size, generator)
-    runs = []
-    for row in (documents, mixed):
-        with torch.no_grad(), _recorded_layers(subject) as outputs:
-            subject.packed_logits(row)
-        runs.append(outputs)
-    ends = torch.tensor([0, *map(len, documents)]).cumsum(0).tolist()
-    for number, (before_TC, after_TC) in enumerate(zip(*runs, strict=True)):
-        differs = (before_TC != after_TC).any(dim=-1)
-        differs[ends[source] : ends[source + 1]] = False
-        if differs.any():
-            return f"layer {number} ({type(subject.layers[number]).__name__})"
-    return "what lies behind the layers"
-
-
-@contextmanager
-def _recorded_layers(subject: Subject) -> Iterator[list[Tensor]]:
-    outputs: list[Tensor] = []
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output: outputs.append(_hidden(output)[0]))
-        for layer in subject.layers
-    ]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _reach(subject: Subject, forward: Callable[[], Any], documents: Sequence[Tensor]) -> Tensor:
     """`[layers, T]` bool: the inputs of each layer that the last tokens of the documents look at in it."""
     inputs: list[Tensor] = []
@@ -235,7 +172,7 @@ def _reach(subject: Subject, forward: Callable[[], Any], documents: Sequence[Ten
 
     hooks = [layer.register_forward_pre_hook(cut, with_kwargs=True) for layer in subject.layers]
     try:
-        with _recorded_layers(subject) as recorded:
+        with recorded_layers(subject.layers) as recorded:
             forward()
             outputs += recorded
     finally:
@@ -250,10 +187,6 @@ def _reach(subject: Subject, forward: Callable[[], Any], documents: Sequence[Ten
 def _tokens_back(seen_KL: Tensor) -> list[int]:
     """For every layer, how many tokens lie between the first one that is seen and the end."""
     return (seen_KL.shape[1] - seen_KL.int().argmax(dim=1)).tolist()
-
-
-def _hidden(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]
 
 
 def _moved_by_neighbours(subject: Subject, documents: Sequence[Tensor], generator: torch.Generator) -> float:

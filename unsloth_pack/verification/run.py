@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.leak_probe import left_alone, random_documents
 from unsloth_pack.verification import agreement, leaks
 from unsloth_pack.verification.report import VerifyReport
-from unsloth_pack.verification.subject import Describe, Description, Subject, left_alone, random_documents
+from unsloth_pack.verification.subject import Describe, Description, Subject
 
 _LENGTHS = (1, 33, 2, 64, 1, 19)
 _BEYOND_WINDOW = 9  # tokens by which a document is longer than the sliding window

@@ -3,19 +3,18 @@
 Shapes: T tokens of a row or L of a document, C channels, V words of the vocabulary.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.leak_probe import Probed, greatest_by_document
 from unsloth_pack.patch import patch_of
 
 Description = Literal["packed_seq_lengths", "position_ids", "trl"]
@@ -39,7 +38,7 @@ class Gradients:
     trained: dict[str, Tensor]
 
 
-class Subject:
+class Subject(Probed):
     """A causal language model, and how its packed rows are described to it.
 
     Args:
@@ -87,7 +86,7 @@ class Subject:
         described = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
         return self.model(input_ids=torch.cat(list(documents)).to(self.device)[None], **described, **more)
 
-    def packed_logits(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """`[L, V]` of every document in one row of all."""
         return self.packed(documents).logits[0].split([len(document) for document in documents])
 
@@ -124,6 +123,16 @@ class Subject:
         reached = torch.zeros_like(seen[0]) if seen[0].grad is None else seen[0].grad
         return Gradients(float(loss.detach()) / len(document), logits.detach(), reached, trained)
 
+    def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
+        """The greatest gradient at every document's embeddings, of the loss of some of them."""
+        with self.recorded_embeddings() as seen:
+            logits = self.packed_outputs(documents)
+            torch.stack([loss_of(logits[i], documents[i]) for i in scored]).sum().backward()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        gradient = torch.zeros_like(seen[0]) if seen[0].grad is None else seen[0].grad
+        return greatest_by_document(gradient[0], documents)
+
     @contextmanager
     def recorded_embeddings(self) -> Iterator[list[Tensor]]:
         """A list of what the input embedding returns meanwhile, each keeping its gradient.
@@ -149,43 +158,6 @@ def loss_of(logits: Tensor, document: Tensor) -> Tensor:
     """The summed cross-entropy of a document `[L]` as a ring, in float32 or better."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, document.roll(-1).to(logits.device), reduction="sum")
-
-
-def random_documents(lengths: Sequence[int], vocab_size: int, generator: torch.Generator) -> list[Tensor]:
-    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
-
-
-def changed(document: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
-    """Another document of the same length, different at every token."""
-    return (document + torch.randint(1, vocab_size, document.shape, generator=generator)) % vocab_size
-
-
-@contextmanager
-def left_alone(model: nn.Module, training: bool = True) -> Iterator[None]:
-    """The model in one mode and without dropout; modes, gradients and random states are given back."""
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    dropouts = [(vars(m), m.attention_dropout) for m, _ in modes if "attention_dropout" in vars(m)]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    cuda = {p.device.index for p, _ in gradients if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(cuda)):
-        try:
-            for module, _ in modes:
-                module.training = training and not isinstance(module, nn.modules.dropout._DropoutNd)
-            for attributes, _ in dropouts:
-                attributes["attention_dropout"] = 0.0
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for attributes, dropout in dropouts:
-                attributes["attention_dropout"] = dropout
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 def _named_description(name: str) -> Describe:

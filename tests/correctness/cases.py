@@ -1,0 +1,63 @@
+"""The cases of the grid: the whole product of what changes how a step is computed."""
+
+from dataclasses import dataclass
+
+import torch
+
+from unsloth_pack import supported_architectures
+from unsloth_pack.attention import BACKENDS
+
+DTYPES = {  # what the model computes in; NF4 weights are dequantised to it
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "nf4": torch.bfloat16,
+}
+VARIANTS = {  # fields of a LoraConfig; the names of all norms end in "norm"
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dropout": {"lora_dropout": 0.5},
+    "bias": {"bias": "all"},
+    "dora": {"use_dora": True},
+    "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+}
+CHECKPOINTING = {"False": False, "True": True, "offload": "offload", "auto": "auto"}
+WINDOWS = {"short": 24, "long": 1000}  # against documents of up to 129 tokens; "none" where there is none
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one way to train it. It is measured uncaptured and captured, which gives two rows."""
+
+    arch: str
+    window: str
+    variant: str
+    dtype: str
+    backend: str
+    checkpointing: str
+
+
+def values_of():
+    """What every field of a case may be, in the order in which cases come."""
+    return {
+        "arch": list(supported_architectures()),
+        "window": [*WINDOWS, "none"],
+        "variant": list(VARIANTS),
+        "dtype": list(DTYPES),
+        "backend": list(BACKENDS),
+        "checkpointing": list(CHECKPOINTING),
+    }
+
+
+def cases(**only):
+    """Every case, or those whose fields are among the values given. Neighbours share a model."""
+    chosen = [[]]
+    for name, values in values_of().items():
+        kept = [value for value in values if not only.get(name) or value in only[name]]
+        chosen = [[*before, value] for before in chosen for value in kept]
+    return [case for case in (Case(*each) for each in chosen) if case.window in windows_of(case.arch)]
+
+
+def windows_of(arch):
+    spec = supported_architectures()[arch]
+    return tuple(WINDOWS) if spec.window != "none" and "sliding_window" in spec.tiny else ("none",)

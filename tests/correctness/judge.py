@@ -1,0 +1,112 @@
+"""The criterion: errors against the truth, as multiples of those of plain transformers and PEFT.
+
+Plain is run with each document alone and on the same row with position_ids, because the rounding of a GEMM
+depends on its rows, and that of attention on its mask: the greater error of the two is the yardstick. A
+relative error can be 0 by luck where a scalar is compared, so the loss is granted one unit of rounding.
+
+Errors of rounding are random, and of the tens of gradients of thousands of cases the worst is looked at. So
+errors are taken over several draws of documents where one draw is above: luck averages out, a fault stays.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from tiny import Outcome, error
+
+FACTOR = 1.5
+QUANTITIES = ("logits", "loss", "gradient", "other_gradient")
+_SANE = 32  # units of rounding that plain's logits may be off: above, the truth is of another model
+
+
+@dataclass
+class Draw:
+    """What plain transformers and PEFT make of some documents: in float64 alone, alone, and on the row."""
+
+    truth: Outcome
+    alone: Outcome
+    same_row: Outcome
+
+
+def judge(gots, draws, dtype):
+    """What a row says of the outcomes for some draws of documents.
+
+    Returns:
+        The multiple of each of QUANTITIES, of gradients the worst (of the adapter's, and of all else that is
+        trained; None where nothing is); `of_alone` and `of_same_row`, the worst of all by that yardstick
+        alone; where anything is above FACTOR, `failed`, what and by how much; where neither of plain's runs
+        is finite, `not_finite`, in what: there nothing is judged.
+    """
+    for got, draw in zip(gots, draws, strict=True):
+        if strangers := got.grads.keys() ^ draw.truth.grads.keys():
+            return {"failed": [f"gradients on one side only: {', '.join(sorted(strangers))}"]}
+    truths = [draw.truth for draw in draws]
+    ours, alone, same_row = (
+        _errors(outcomes, truths)
+        for outcomes in (gots, [draw.alone for draw in draws], [draw.same_row for draw in draws])
+    )
+    unit = torch.finfo(dtype).eps
+    if min(alone["logits"], same_row["logits"]) > _SANE * unit:
+        return {"failed": [f"plain's own logits are off by {alone['logits']:.1e}: no truth to judge by"]}
+    of_both = _multiples(ours, [alone, same_row], unit)
+    row = {quantity: _worst(of_both, quantity) for quantity in QUANTITIES}
+    row["of_alone"] = _worst(_multiples(ours, [alone], unit))
+    row["of_same_row"] = _worst(_multiples(ours, [same_row], unit))
+    failed = sorted((name for name in of_both if of_both[name] > FACTOR), key=lambda name: -of_both[name])
+    if failed:
+        row["failed"] = [f"{name}: {of_both[name]:.2f} times plain ({ours[name]:.1e})" for name in failed]
+    if not_finite := [name for name in ours if name not in of_both]:
+        row["not_finite"] = not_finite
+    return row
+
+
+def holds(row):
+    """Whether nothing in a row failed. One that says why nothing was measured holds too."""
+    return not row.get("failed")
+
+
+def _errors(outcomes, truths):
+    """The relative error of everything, its root mean square over the draws."""
+    by_draw = [_errors_of_one(outcome, truth) for outcome, truth in zip(outcomes, truths, strict=True)]
+    return {
+        name: math.sqrt(sum(errors[name] * errors[name] for errors in by_draw) / len(by_draw))
+        for name in by_draw[0]
+    }
+
+
+def _errors_of_one(outcome, truth):
+    errors = {
+        "logits": error(outcome.logits, truth.logits),
+        "loss": abs(float(outcome.loss / truth.loss) - 1),
+    }
+    for name, grad in truth.grads.items():
+        errors[name.removeprefix("base_model.model.")] = error(outcome.grads[name], grad)
+    return errors
+
+
+def _multiples(ours, plains, unit):
+    """Our errors over the greatest of plain's, where any of plain's is finite."""
+    multiples = {}
+    for name, error_of_ours in ours.items():
+        yardstick = max((p[name] for p in plains if math.isfinite(p[name])), default=None)
+        if yardstick is not None:
+            multiples[name] = _quotient(error_of_ours, max(yardstick, unit if name == "loss" else 0))
+    return multiples
+
+
+def _quotient(ours, yardstick):
+    if ours == 0:
+        return 0.0
+    return ours / yardstick if yardstick and math.isfinite(ours) else math.inf
+
+
+def _worst(multiples, quantity=None):
+    """Rounded, None where there is nothing of this quantity; infinity is not JSON and shows in `failed`."""
+    worst = max((m for name, m in multiples.items() if quantity in (None, _quantity(name))), default=None)
+    return None if worst is None else round(min(worst, 1e9), 3)
+
+
+def _quantity(name):
+    if name in QUANTITIES:
+        return name
+    return "gradient" if "lora_" in name else "other_gradient"

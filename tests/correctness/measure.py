@@ -1,0 +1,126 @@
+"""The rows of one case: how far its gradients, loss and logits are from the truth, or why there are none."""
+
+import copy
+import gc
+from dataclasses import asdict
+from functools import lru_cache, partial
+
+import torch
+from tiny import MIXED_LENGTHS, random_documents, run_alone, run_packed
+
+from unsloth_pack import patch_model
+from unsloth_pack.checkpointing import enable_checkpointing
+from unsloth_pack.errors import BackendUnavailable
+
+from .cases import CHECKPOINTING, DTYPES
+from .judge import QUANTITIES, Draw, holds, judge
+from .models import NotApplicable, build, build_exact
+
+_DRAWS = 4  # of documents, where the first is above what is allowed
+_STEPS_BEFORE_REPLAY = 3  # two rows of a form run uncaptured, the third is captured
+
+
+def measure(case):
+    """The rows of a case, uncaptured and captured.
+
+    Returns:
+        Two dicts: the case, `captured`, and one of: what `judge` says, with `first_draw` where one was not
+        enough; `refused`, why there is no such case; `uncaptured`, why the step is not captured; `failed`,
+        the error that it ended with. Also `unfused` and `plan`, what the patch and the plan say of the model.
+    """
+    rows, steps, said = [], _uncaptured_and_captured(case), {}
+    for captured in (False, True):
+        try:
+            said = next(steps, said)  # what ended the first row ends the second
+        except (NotApplicable, BackendUnavailable) as refusal:
+            said = {"refused": str(refusal)}
+        except Exception as error:  # one case that breaks is one failure
+            said = {"failed": [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]}
+        rows.append({**asdict(case), "captured": captured, **said})
+    return rows
+
+
+def _uncaptured_and_captured(case):
+    references = _references(case.arch, case.window, case.variant, case.dtype)
+    model = copy.deepcopy(references.model)
+    patch = patch_model(model, case.backend)
+    enable_checkpointing(model, CHECKPOINTING[case.checkpointing])
+    decoder = model.get_decoder()
+    about = {"unfused": patch.report.not_fused["LoRA"]} if "LoRA" in patch.report.not_fused else {}
+    plan = decoder.recompute_plan
+    if plan is not None:  # without this all of a tiny model fits, and nothing is recomputed
+        plan.n_recomputed, plan.decide = plan.n_layers // 2, lambda tokens, device: None
+        about["plan"] = str(plan)
+    graphs = decoder.step_graphs
+    why_never, graphs._why_never = graphs._why_never, "it is to run uncaptured"
+    yield {**about, **references.judge(model)}
+    graphs._why_never = graphs.why_not = why_never
+    if plan is not None:
+        plan.n_recomputed = 0
+        about["plan"] = str(plan)
+    yield _captured(model, graphs, references, about)
+
+
+def _captured(model, graphs, references, about):
+    """The row of a step that is replayed after rows with other documents."""
+    if graphs.why_not is None:
+        gc.collect()  # graphs of models before are freed now, not while one is captured
+    for seed in range(1, 1 + _STEPS_BEFORE_REPLAY):
+        if graphs.why_not is not None:
+            break
+        run_packed(model, random_documents(MIXED_LENGTHS[::-1], seed))
+    if not str(graphs).startswith("captured"):
+        return {"uncaptured": str(graphs)}
+    row = {**about, **references.judge(model)}
+    if graphs.why_not is not None:
+        row["failed"] = [f"captured, and yet run uncaptured: {graphs.why_not}"]
+    return row
+
+
+class _References:
+    """What the cases of one architecture, window, variant and dtype share: all that is not ours."""
+
+    def __init__(self, arch, window, variant, dtype):
+        self.model = build(arch, window, variant, dtype)
+        self._dtype = DTYPES[dtype]
+        if dtype == "nf4":
+            self._truth = lru_cache(partial(_truth, build_exact(arch, window, variant, self.model)))
+        else:
+            self._truth = _truths(arch, window, variant)
+        self._draws = lru_cache(self._draw)
+
+    def judge(self, model):
+        """What `judge` says of a patched model, for one draw of documents if that is within bounds."""
+        row = self._judge(model, [0])
+        if holds(row):
+            return row
+        first = max(row.get(name) or 0 for name in QUANTITIES)
+        return {**self._judge(model, range(_DRAWS)), "first_draw": first}
+
+    def _judge(self, model, seeds):
+        draws = [self._draws(seed) for seed in seeds]
+        gots = [
+            run_packed(model, random_documents(MIXED_LENGTHS, seed), draw.truth.routes)
+            for seed, draw in zip(seeds, draws, strict=True)
+        ]
+        return judge(gots, draws, self._dtype)
+
+    def _draw(self, seed):
+        documents, truth = random_documents(MIXED_LENGTHS, seed), self._truth(seed)
+        alone = run_alone(self.model, documents, truth.routes)
+        # position_ids keep the documents of a row apart in transformers, without a cache or a mask
+        positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+        describe = {"position_ids": positions.to(self.model.device), "use_cache": False}
+        return Draw(truth, alone, run_packed(self.model, documents, truth.routes, **describe))
+
+
+_references = lru_cache(maxsize=1)(_References)  # cases come in order
+
+
+@lru_cache(maxsize=1)
+def _truths(arch, window, variant):
+    return lru_cache(partial(_truth, build_exact(arch, window, variant)))
+
+
+def _truth(exact, seed):
+    return run_alone(exact, random_documents(MIXED_LENGTHS, seed))

@@ -1,0 +1,123 @@
+"""The untouched model of a case, and the same in float64 on the CPU."""
+
+import copy
+
+import torch
+from peft.tuners.lora import LoraLayer
+from tiny import DEVICE, MIXED_LENGTHS, tiny_model, with_lora
+from torch import nn
+from torch.nn import functional as F
+
+from unsloth_pack import supported_architectures
+
+from .cases import DTYPES, VARIANTS, WINDOWS
+
+
+class NotApplicable(Exception):
+    """There is no such model; says why."""
+
+
+def build(arch, window, variant, dtype):
+    """The model as transformers and PEFT make it, for a name of DTYPES."""
+    lora, overrides = VARIANTS[variant], _overrides(arch, window, variant)
+    try:
+        if dtype == "nf4":
+            model = _in_nf4(tiny_model(arch, DTYPES[dtype], "cpu", lora=lora, **overrides), lora)
+        else:
+            model = tiny_model(arch, DTYPES[dtype], lora=lora, **overrides)
+    except ValueError as error:  # routed experts take neither dropout nor DoRA
+        raise NotApplicable(f"PEFT refuses: {error}") from error
+    if variant == "bias" and not any(name.endswith("bias") for name, _ in model.named_parameters()):
+        raise NotApplicable(f"no layer of {arch} has a bias")
+    return _with_token_dropout(model)
+
+
+def build_exact(arch, window, variant, quantised=None):
+    """The model in float64, with the weights that `quantised` computes with, where it is given."""
+    overrides = _overrides(arch, window, variant)
+    model = tiny_model(arch, torch.float64, "cpu", lora=VARIANTS[variant], **overrides)
+    if quantised is not None:
+        from bitsandbytes.functional import dequantize_4bit
+
+        with torch.no_grad():
+            for name, module in quantised.named_modules():
+                if type(module).__name__ == "Linear4bit" and not isinstance(module, LoraLayer):
+                    weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
+                    model.get_submodule(name).weight.copy_(weight)
+    return _with_token_dropout(model)
+
+
+def _overrides(arch, window, variant):
+    overrides = {} if window == "none" else {"sliding_window": WINDOWS[window]}
+    if variant == "bias":
+        config = supported_architectures()[arch].tiny_config()
+        overrides |= {name: True for name in ("attention_bias", "mlp_bias") if hasattr(config, name)}
+    return overrides
+
+
+def _in_nf4(model, lora):
+    """The model with the linear layers under its adapter in NF4, quantised twice, as `load_in_4bit` does."""
+    try:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+    except ImportError as error:
+        raise NotApplicable(f"bitsandbytes does not import ({error})") from error
+    weights = copy.deepcopy(model.state_dict())  # as `modules_to_save` come off, they are the base's
+    targets = [name for name, m in model.named_modules() if isinstance(m, LoraLayer) and _is_linear(m)]
+    names = [name.removeprefix("base_model.model.") for name in targets]
+    base = model.unload()
+    for name in names:
+        linear = base.get_submodule(name)
+        options = {"quant_type": "nf4", "compress_statistics": True}
+        quantised = Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            compute_dtype=linear.weight.dtype,
+            **options,
+        )
+        quantised.weight = Params4bit(linear.weight.data, requires_grad=False, **options)
+        quantised.bias = linear.bias
+        base.set_submodule(name, quantised)
+    base.is_loaded_in_4bit = True
+    base = base.to(DEVICE)  # which quantises
+    model = with_lora(base, lora).to(DEVICE).train()
+    kept = {name: w for name, w in weights.items() if name.removesuffix(".base_layer.weight") not in targets}
+    model.load_state_dict(kept, strict=False)
+    return model
+
+
+def _is_linear(layer):
+    return isinstance(layer.get_base_layer(), nn.Linear)
+
+
+class _TokenDropout(nn.Dropout):
+    """Drops by token and not at random, so that all runs over the same documents drop the same.
+
+    Calls see the tokens of all documents in order: all at once in a packed row, perhaps with padding behind
+    them, or document after document.
+    """
+
+    def __init__(self, p, n_features, seed):
+        super().__init__(p)
+        generator = torch.Generator().manual_seed(seed)
+        keep = torch.rand(sum(MIXED_LENGTHS), n_features, generator=generator) >= p
+        self.register_buffer("keep", keep, persistent=False)
+        self.seen = 0
+
+    def forward(self, x):
+        n_tokens, n_all = x.shape[:-1].numel(), len(self.keep)
+        if n_tokens >= n_all:
+            keep = F.pad(self.keep, (0, 0, 0, n_tokens - n_all))
+        else:
+            keep = self.keep[self.seen : self.seen + n_tokens]
+            self.seen = (self.seen + n_tokens) % n_all
+        return x.masked_fill(~keep.view(x.shape), 0) / (1 - self.p)
+
+
+def _with_token_dropout(model):
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for seed, layer in enumerate(layers):
+        for name, dropout in layer.lora_dropout.items():
+            if isinstance(dropout, nn.Dropout):
+                layer.lora_dropout[name] = _TokenDropout(dropout.p, layer.in_features, seed)
+    return model.to(model.device)

@@ -1,0 +1,395 @@
+"""linear_cross_entropy against float64 truth, under Triton's interpreter or on the GPU.
+
+The yardstick is what transformers computes in the same dtype: logits of all rows, their loss in float32.
+What is compared is the error's norm: both paths round logits and their gradients, which GEMMs then sum, and
+which of them has the larger single error is luck.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import DEVICE, LAYOUTS, assert_same
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unsloth_pack.kernels import LabelledRows, launch, linear_cross_entropy, reference
+from unsloth_pack.kernels import linear_cross_entropy as _function
+
+pytest.importorskip("triton")
+module = sys.modules[_function.__module__]
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OPTIONS = [{}, {"scale": 0.5}, {"softcap": 5.0}, {"softcap": 3.0, "scale": 2.0, "num_items": 7}]
+
+
+@pytest.fixture(params=["kernel", "plain torch"])
+def path(request, monkeypatch):
+    """Either way through a chunk's logits; on a GPU the first only."""
+    if request.param == "plain torch":
+        if DEVICE == "cuda":
+            pytest.skip("CUDA tensors run on Triton")
+        monkeypatch.setattr(launch, "INTERPRETED", False)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Of 4 rows, whatever the vocabulary."""
+    for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 4), ("_STEP", 4)):
+        monkeypatch.setattr(module, name, value)
+
+
+def plain(hidden, weight, labels, *, bias=None, softcap=None, scale=1.0, num_items=None) -> Tensor:
+    """transformers' causal language models and its `ForCausalLMLoss`, their labels shifted."""
+    logits = F.linear(hidden, weight, bias) * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.to(torch.promote_types(logits.dtype, FP32)).flatten(0, -2)
+    if num_items is None:
+        return F.cross_entropy(logits, labels.flatten())
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items
+
+
+def make(*shape: int, V: int, dtype=FP32, unlabelled=0.3, bias=False):
+    """hidden, weight and perhaps bias, which all want gradients, and labels that reach both ends of V."""
+    tensors = [torch.randn(*shape), torch.randn(V, shape[-1]) / shape[-1] ** 0.5]
+    tensors += [torch.randn(V)] if bias else []
+    labels = torch.randint(0, V, shape[:-1])
+    labels[torch.rand(shape[:-1]) < unlabelled] = -100
+    labels.view(-1)[:2] = torch.tensor([0, V - 1])[: labels.numel()]
+    return [x.to(DEVICE, dtype).requires_grad_() for x in tensors], labels.to(DEVICE)
+
+
+def run(fn, tensors, labels, **options) -> list[Tensor]:
+    """The loss and the gradients of whatever wants one."""
+    hidden, weight, *bias = tensors
+    loss = fn(hidden, weight, labels, bias=bias[0] if bias else None, **options)
+    wanted = [x for x in tensors if x.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(3 * loss, wanted)]
+
+
+def leaves(tensors, dtype=None):
+    return [x.detach().to(dtype or x.dtype).clone().requires_grad_(x.requires_grad) for x in tensors]
+
+
+def check(tensors, labels, slack=1.25, **options) -> None:
+    """The slack, a factor on the yardstick, is for luck: more where few numbers are compared. The loss, which
+    is one, is granted an eighth of a unit in the last place of its logits, and four of its own."""
+    ours = run(linear_cross_entropy, tensors, labels, **options)
+    theirs = run(plain, leaves(tensors), labels, **options)
+    truth = run(plain, leaves(tensors, FP64), labels, **options)
+    assert [(x.shape, x.dtype) for x in ours] == [(x.shape, x.dtype) for x in theirs]
+    granted = max(torch.finfo(tensors[0].dtype).eps / 8, 4 * torch.finfo(FP32).eps)
+    for i, (x, y, t) in enumerate(zip(ours, theirs, truth, strict=True)):
+        error, yardstick = ((r.double() - t).norm().item() for r in (x, y))
+        more = (granted if i == 0 else torch.finfo(FP32).eps) * t.norm().item()
+        assert error <= slack * yardstick + more, f"result {i}: {error:.3e} against {yardstick:.3e}"
+
+
+# Numerics
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_no_less_exact_than_logits_of_all_rows(dtype, options, path, small_chunks):
+    check(*make(2, 17, 32, V=517, dtype=dtype), **options)
+    check(*make(2, 17, 32, V=517, dtype=dtype, bias=True), **options)
+
+
+@pytest.mark.parametrize("V", [1, 2, 3, 257, 8192, 8193])
+@pytest.mark.parametrize("shape", [(1, 8), (5, 16), (2, 3, 7)])
+def test_ragged_shapes(shape, V, path):
+    check(*make(*shape, V=V, bias=True), slack=4, softcap=4.0)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 9])
+def test_chunks_of_any_number(rows, path, small_chunks):
+    check(*make(rows, 16, V=300, unlabelled=0.0, bias=True))
+
+
+def test_chunks_are_even_and_within_the_budget():
+    like = torch.empty(0, dtype=BF16)
+    for V in (1, 1000, 32000, 128256, 262144):
+        most = module._most_rows(V, like)
+        assert most == 128 or most * V * 2 <= 2**28
+        for N in (0, 1, 127, 128, most, most + 1, 5 * most - 3):
+            chunks = list(module._even_chunks(N, most))
+            assert [0, *(c.stop for c in chunks)] == [*(c.start for c in chunks), N]
+            assert all(c.stop - c.start <= most for c in chunks)
+            assert len(chunks) == -(-N // most)
+    assert list(module._even_chunks(1030, 1024)) == [slice(0, 640), slice(640, 1030)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_huge_logits(dtype, softcap, path):
+    tensors, labels = make(9, 16, V=333, dtype=dtype)
+    with torch.no_grad():
+        tensors[0].mul_(1e4)
+    results = run(linear_cross_entropy, tensors, labels, softcap=softcap)
+    assert all(x.isfinite().all() for x in results)
+    check(tensors, labels, softcap=softcap)
+
+
+def test_logits_of_minus_infinity(path):
+    """As where a bias shuts tokens out, whole blocks of them too."""
+    tensors, labels = make(5, 16, V=8192 + 100, bias=True)
+    with torch.no_grad():
+        tensors[2][:8192] = -torch.inf
+    labels.fill_(8200)
+    results = run(linear_cross_entropy, tensors, labels)
+    assert all(x.isfinite().all() for x in results)
+    assert (results[3][:8192] == 0).all()
+
+
+def test_logits_far_below_their_softcap(path):
+    """Where 1 - exp cancels in a tanh made of it."""
+    check(*make(64, 16, V=50), softcap=100.0)
+
+
+def test_a_confident_row(path):
+    tensors, _ = make(4, 16, V=50)
+    with torch.no_grad():
+        tensors[0].copy_(20 * tensors[1][:4])
+    check(tensors, torch.arange(4, device=DEVICE), slack=4)
+
+
+def test_float16_gradients_do_not_vanish(path):
+    """Divided by the number of labels first, as transformers does, most would be 0 in float16."""
+    tensors, labels = make(6, 16, V=400, dtype=FP16)
+    _, g_hidden, _ = run(linear_cross_entropy, tensors, labels, num_items=1e4)
+    exact = run(plain, leaves(tensors, FP64), labels, num_items=1e4)[1]
+    assert (g_hidden.double() - exact).norm() < 2e-3 * exact.norm()
+
+
+def test_the_reference():
+    tensors, labels = make(2, 5, 8, V=20, dtype=FP64, bias=True)
+    for options in OPTIONS:
+        theirs = run(plain, tensors, labels, **options)
+        for fn in (reference.linear_cross_entropy, linear_cross_entropy):
+            torch.testing.assert_close(run(fn, tensors, labels, **options), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_plain_path_is_transformers():
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    tensors, labels = make(2, 5, 8, V=20, dtype=BF16)
+    logits = F.linear(*tensors)
+    for items in (None, 7, torch.tensor(7, device=DEVICE)):
+        theirs = ForCausalLMLoss(logits, None, 20, num_items_in_batch=items, shift_labels=labels)
+        assert torch.equal(plain(*tensors, labels, num_items=items), theirs)
+
+
+# Labels
+
+
+@pytest.mark.parametrize("num_items", [None, 5, 5.0, torch.tensor(5)], ids=str)
+def test_what_the_sum_is_divided_by(num_items, path):
+    check(*make(7, 16, V=40), num_items=num_items)
+
+
+def test_no_row_has_a_label(path):
+    """As torch has it: the mean over nothing is NaN, and moves nothing."""
+    tensors, labels = make(5, 16, V=40, bias=True)
+    labels.fill_(-100)
+    loss, *gradients = run(linear_cross_entropy, tensors, labels)
+    assert loss.isnan()
+    assert all((x == 0).all() for x in gradients)
+    loss, *gradients = run(linear_cross_entropy, tensors, labels, num_items=3)
+    assert loss == 0
+    assert all((x == 0).all() for x in gradients)
+
+
+def test_rows_without_a_label_are_not_looked_at(path, small_chunks):
+    tensors, labels = make(20, 16, V=40)
+    expected = run(linear_cross_entropy, tensors, labels)
+    with torch.no_grad():
+        tensors[0][labels == -100] = torch.nan
+    results = run(linear_cross_entropy, tensors, labels)
+    assert_same(results, expected)
+    assert (results[1][labels == -100] == 0).all()
+
+
+def test_labels_found_earlier_and_marked_otherwise(path):
+    tensors, labels = make(2, 9, 16, V=40)
+    expected = run(linear_cross_entropy, tensors, labels)
+    for ignored, dtype in ((-100, torch.int32), (-1, torch.int64), (50, torch.int64)):
+        found = LabelledRows(labels.masked_fill(labels == -100, ignored).to(dtype), ignored)
+        assert_same(run(linear_cross_entropy, tensors, found), expected)
+        assert found.count == int((labels != -100).sum())
+        assert torch.equal(found.rows, (labels.flatten() != -100).nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("label", [-1, 40, 10**12])
+def test_labels_beyond_the_head(label):
+    tensors, labels = make(5, 16, V=40)
+    labels[3] = label
+    if DEVICE == "cuda":
+        assert linear_cross_entropy(*tensors, labels).isnan()
+    else:
+        with pytest.raises(ValueError, match=r"labels reach from .* the head has 40 outputs"):
+            linear_cross_entropy(*tensors, labels)
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("lay_out", LAYOUTS)
+@pytest.mark.parametrize("which", ["hidden", "weight"])
+def test_any_strides(lay_out, which, path, small_chunks):
+    (hidden, weight), labels = make(2, 5, 24, V=60)
+    expected = run(linear_cross_entropy, [hidden, weight], labels)
+    if which == "hidden":
+        hidden = lay_out(hidden)
+    else:
+        weight = lay_out(weight.detach().view(3, 20, 24).requires_grad_()).flatten(0, 1)
+    before = [x.detach().clone() for x in (hidden, weight, labels)]
+    results = run(linear_cross_entropy, [hidden, weight], labels)
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
+    assert_same((hidden, weight, labels), before)
+
+
+def test_labels_of_any_strides(path):
+    tensors, labels = make(4, 6, 16, V=40)
+    expected = run(linear_cross_entropy, tensors, labels)
+    assert_same(run(linear_cross_entropy, tensors, labels.t().contiguous().t()), expected)
+
+
+# The gradients
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
+def test_some_of_them_frozen(frozen, path):
+    tensors, labels = make(7, 16, V=40, bias=True)
+    loss, *gradients = run(linear_cross_entropy, tensors, labels)
+    some = [x.detach() if i in frozen else x for i, x in enumerate(tensors)]
+    expected = [loss, *(g for i, g in enumerate(gradients) if i not in frozen)]
+    assert_same(run(linear_cross_entropy, some, labels), expected)
+
+
+def test_backward_twice(path, small_chunks):
+    tensors, labels = make(9, 16, V=40, bias=True)
+    expected = run(linear_cross_entropy, tensors, labels)[1:]
+    loss = 3 * linear_cross_entropy(*tensors[:2], labels, bias=tensors[2])
+    for _ in range(2):
+        assert_same(torch.autograd.grad(loss, tensors, retain_graph=True), expected)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1 / 3, 65536.0])
+def test_the_gradient_is_scaled_and_rounded_once(factor, path):
+    tensors, labels = make(9, 64, V=40, dtype=BF16)
+    loss = linear_cross_entropy(*tensors, labels)
+    wide = [x.float() for x in torch.autograd.grad(loss, tensors, retain_graph=True)]
+    scaled = torch.autograd.grad(factor * loss, tensors)
+    for x, y in zip(scaled, wide, strict=True):
+        torch.testing.assert_close(x.float(), factor * y, rtol=2**-7, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator returns, and the GEMMs' FLOP."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = self.gemms = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        outs = out if isinstance(out, (tuple, list)) else [out]
+        self.elements = max([self.elements, *(x.numel() for x in outs if isinstance(x, Tensor))])
+        self.gemms += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return out
+
+
+def test_logits_of_all_rows_never_exist_and_are_made_once(path, small_chunks):
+    tensors, labels = make(24, 16, V=1000, unlabelled=0.0)
+    with Largest() as seen:
+        run(linear_cross_entropy, tensors, labels)
+    assert seen.elements == 1000 * 16  # the weight and its gradient
+    assert seen.gemms == 6 * 3  # logits and both gradients of every chunk
+
+
+def test_without_a_gradient_there_is_the_loss_alone(path, small_chunks):
+    tensors, labels = make(24, 16, V=1000, unlabelled=0.0)
+    expected = linear_cross_entropy(*tensors, labels)
+    for context, inputs in ((torch.no_grad(), tensors), (torch.enable_grad(), [x.detach() for x in tensors])):
+        with context, Largest() as seen:
+            loss = linear_cross_entropy(*inputs, labels)
+        assert torch.equal(loss, expected)
+        assert not loss.requires_grad
+        assert seen.gemms == 6
+
+
+def test_autocast(path):
+    tensors, labels = make(9, 32, V=40, bias=True)
+    with torch.autocast(DEVICE, BF16):
+        ours = run(linear_cross_entropy, tensors, labels)
+    rounded = [x.detach().to(BF16).requires_grad_() for x in tensors]
+    expected = run(linear_cross_entropy, rounded, labels)
+    assert_same(ours, [x.float() for x in expected])
+
+
+# 64-bit indices, the device, errors
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_logits():
+    tensors, labels = make(2**31 // 128256 + 300, 64, V=128256, dtype=BF16, unlabelled=0.0)
+    tensors[1] = tensors[1].detach()
+    loss, g_hidden = run(linear_cross_entropy, tensors, labels, num_items=1)
+    last = tensors[0].detach()[-512:].clone().requires_grad_()
+    _, expected = run(linear_cross_entropy, [last, tensors[1]], labels[-512:], num_items=1)
+    assert loss.isfinite()
+    torch.testing.assert_close(g_hidden[-512:], expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.gpu
+def test_never_synchronises_when_the_labels_are_found_before():
+    tensors, labels = make(64, 896, V=5000, dtype=BF16)
+    run(linear_cross_entropy, tensors, labels)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(linear_cross_entropy, tensors, LabelledRows(labels))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_cpu_without_triton_runs_it_too():
+    for hide in ("", "sys.modules['triton'] = None"):
+        code = f"""
+import os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+{hide}
+import torch
+from unsloth_pack.kernels import linear_cross_entropy, reference
+hidden, weight, labels = torch.randn(5, 8), torch.randn(30, 8), torch.tensor([0, 29, -100, 3, 4])
+ours, theirs = (f(hidden, weight, labels) for f in (linear_cross_entropy, reference.linear_cross_entropy))
+torch.testing.assert_close(ours, theirs)
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.zeros(5, 6)}, r"hidden \[5, 6\] and weight \[40, 8\]: pass"),
+        ({"weight": torch.zeros(8)}, r"weight \[8\]: pass"),
+        ({"weight": torch.zeros(0, 8)}, r"weight \[0, 8\]: pass"),
+        ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels \[4\], hidden \[5, 8\]: pass one label"),
+        ({"labels": torch.zeros(5)}, "labels are torch.float32: cast them"),
+        ({"bias": torch.zeros(8)}, r"bias \[8\], weight \[40, 8\]: pass one number"),
+        ({"weight": torch.zeros(40, 8, dtype=BF16)}, "hidden is torch.float32 and weight torch.bfloat16"),
+        ({"bias": torch.zeros(40, dtype=BF16)}, "hidden is torch.float32 and bias torch.bfloat16"),
+        ({"weight": torch.zeros(40, 8, device="meta")}, "but weight on meta"),
+        ({"labels": torch.zeros(5, dtype=torch.int64, device="meta")}, "but labels on meta"),
+        ({"softcap": 0.0}, "softcap is 0.0: pass a positive one"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, message):
+    good = {"hidden": torch.zeros(5, 8), "weight": torch.zeros(40, 8)}
+    good |= {"labels": torch.zeros(5, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=message) as error:
+        linear_cross_entropy(**(good | changes))
+    assert "\n" not in str(error.value)
+    linear_cross_entropy(**good)

@@ -1,0 +1,315 @@
+"""The loss that a model computes with its head, against that which transformers computes from the logits."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from tiny import DEVICE, error, random_documents, tiny_model
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from unsloth_pack import patch_model, supported_architectures
+from unsloth_pack.kernels import linear_cross_entropy
+from unsloth_pack.models.fast_loss import LossOutput
+
+ARCHITECTURES = list(supported_architectures())
+LENGTHS = [1, 33, 2, 40, 31]
+BOUND = 1e-5 if DEVICE == "cpu" else 1e-4
+
+
+def patched(arch="qwen3", **overrides):
+    model = tiny_model(arch, torch.float32, **overrides)
+    patch_model(model, "sdpa")
+    return model
+
+
+def batch(masked=0.5, vocab_size=256):
+    """A packed row in which many tokens have no label."""
+    ids = torch.cat(random_documents(LENGTHS, vocab_size=vocab_size))[None]
+    generator = torch.Generator().manual_seed(5)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < masked, -100)
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE), "packed_seq_lengths": LENGTHS}
+
+
+def ordinary_batch():
+    inputs = batch()
+    return {name: x.view(1, -1)[:, :106].reshape(2, -1) for name, x in inputs.items() if torch.is_tensor(x)}
+
+
+def through_logits(model):
+    """The model, whose loss comes from its logits: so it does with a loss function of its own."""
+    base = model.get_base_model()
+    theirs = base.loss_function
+    base.loss_function = lambda *args, **kwargs: theirs(*args, **kwargs)
+    return model
+
+
+def step(model, inputs):
+    """The output, the loss and all gradients."""
+    model.zero_grad()
+    out = model(**inputs)
+    out.loss.backward()
+    return out, out.loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def is_fused(out):
+    return isinstance(out, LossOutput)
+
+
+def assert_same_step(ours, theirs):
+    (out, loss, grads), (their_out, their_loss, their_grads) = ours, theirs
+    assert is_fused(out)
+    assert not is_fused(their_out)
+    assert abs(loss / their_loss - 1) < BOUND
+    assert grads.keys() == their_grads.keys()
+    for name, grad in their_grads.items():
+        assert error(grads[name], grad) < BOUND, name
+
+
+# The same loss
+
+
+@pytest.mark.parametrize("make_batch", [batch, ordinary_batch])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_loss_and_gradients_are_those_of_the_logits(arch, make_batch):
+    inputs = make_batch()
+    theirs = step(through_logits(patched(arch)), inputs)
+    ours = step(patched(arch), inputs)
+    assert_same_step(ours, theirs)
+    assert torch.equal(ours[0].logits, theirs[0].logits)
+
+
+def test_a_trained_head_and_a_tied_one():
+    for tied in (False, True):
+        models = []
+        for wrap in (lambda model: model, through_logits):
+            model = patched("gemma2", tie_word_embeddings=tied)
+            model.get_output_embeddings().weight.requires_grad_()
+            models.append(wrap(model))
+        ours, theirs = (step(model, batch()) for model in models)
+        assert_same_step(ours, theirs)
+        assert any("embed" in name or "lm_head" in name for name in ours[2])
+
+
+@pytest.mark.parametrize("items", [77, torch.tensor(77), torch.tensor(77.0)], ids=str)
+def test_num_items_in_batch(items):
+    inputs = batch() | {"num_items_in_batch": items}
+    inputs["labels"][0, [0, 1, 34, 36, 76]] = -100  # starts of documents, which a trainer does not count
+    assert_same_step(step(patched(), inputs), step(through_logits(patched()), inputs))
+
+
+def test_labels_that_are_shifted_already_or_marked_otherwise():
+    inputs = batch()
+    shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    for more in ({"shift_labels": shifted}, {"ignore_index": 7}):
+        given = {**inputs, **more}
+        if "ignore_index" in more:
+            del given["packed_seq_lengths"]
+            given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 7)
+        assert_same_step(step(patched(), given), step(through_logits(patched()), given))
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_autocast(arch):
+    inputs = batch()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours, theirs = step(patched(arch), inputs), step(through_logits(patched(arch)), inputs)
+    assert is_fused(ours[0])
+    assert abs(ours[1] / theirs[1] - 1) < 2e-3
+    for name, grad in theirs[2].items():
+        assert error(ours[2][name], grad) < 0.05, name
+    assert ours[0].logits.shape == theirs[0].logits.shape  # outside of autocast
+
+
+# The memory
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            self.elements = max(self.elements, x.numel() if isinstance(x, Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "granite"])
+def test_the_logits_of_all_tokens_never_exist(arch, monkeypatch):
+    for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 8), ("_STEP", 8)):
+        monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], name, value)
+    V = 5000
+    inputs = batch(vocab_size=V)
+    most = []
+    for model in (patched(arch, vocab_size=V), through_logits(patched(arch, vocab_size=V))):
+        with Largest() as seen:
+            step(model, inputs)
+        most.append(seen.elements)
+    assert most[0] == V * 64  # the weight of the head, and no row's logits beside eight others
+    assert most[1] >= V * sum(LENGTHS)
+
+
+# Where logits are asked for
+
+
+def test_logits_are_made_when_asked_for_by_name_key_or_place():
+    inputs = batch()
+    theirs = through_logits(patched())(**inputs)
+    for ask in (lambda o: o.logits, lambda o: o["logits"], lambda o: o[1], lambda o: o.to_tuple()[1]):
+        out = patched()(**inputs)
+        assert torch.equal(ask(out), theirs.logits)
+        assert out.logits is out["logits"] is out[1]
+    assert list(out.keys()) == list(theirs.keys())
+    with torch.no_grad():
+        assert patched()(**inputs).logits.shape == theirs.logits.shape
+        late = out.logits
+    late.square().mean().backward()  # they have a gradient
+
+
+def test_an_output_that_is_copied_or_rebuilt_keeps_its_logits():
+    model = patched()
+    out = model(**batch())
+    rebuilt = type(out)(dict(out.items()))  # as accelerate does under mixed precision
+    again = type(out)(**dict(zip(out.keys(), out.values(), strict=True)))  # as torch's pytree does
+    for other in (rebuilt, again, copy.copy(out)):
+        assert torch.equal(other.logits, out.logits)
+    with torch.no_grad():
+        detached = type(out)(loss=out.loss.detach(), logits=out.logits.detach())
+    assert torch.equal(pickle.loads(pickle.dumps(detached)).logits, out.logits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logits_to_keep": 1, "labels": None},
+        {"return_dict": False},
+        {"output_router_logits": True},
+        {"labels": None},
+    ],
+    ids=str,
+)
+def test_calls_that_want_more_go_through_transformers(change):
+    model = patched("qwen3_moe")
+    out = model(**batch() | change)
+    assert not is_fused(out)
+    if "return_dict" in change:
+        assert isinstance(out, tuple)
+        assert out[1].shape[1] == sum(LENGTHS)
+    if "output_router_logits" in change:
+        assert out.aux_loss > 0
+
+
+def test_hidden_states_are_recorded():
+    out = patched()(**batch(), output_hidden_states=True)
+    assert is_fused(out)
+    assert [tuple(h.shape) for h in out.hidden_states] == [(1, sum(LENGTHS), 64)] * 3
+
+
+def test_evaluation_is_as_in_transformers():
+    model = patched()
+    with torch.no_grad():
+        assert not is_fused(model(**batch()))
+    out = model.eval()(**batch())
+    assert type(out) is CausalLMOutputWithPast
+    assert out.logits.requires_grad
+
+
+def test_undo():
+    model = tiny_model("qwen3", torch.float32)
+    with patch_model(model):
+        assert is_fused(model(**batch()))
+    inputs = ordinary_batch()
+    assert type(model(**inputs)) is CausalLMOutputWithPast
+
+
+# Heads that it does not fit
+
+
+def adapted(target_modules=("q_proj",), **options):
+    base = AutoModelForCausalLM.from_config(supported_architectures()["qwen3"].tiny_config())
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=[*target_modules], **options)
+    model = get_peft_model(base, lora).to(DEVICE).train()
+    return model, patch_model(model).report
+
+
+def test_what_is_not_fused_is_in_the_report():
+    for options, why in (
+        ({"target_modules": ["q_proj", "lm_head"]}, "the head has an adapter"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            "the head is a ModulesToSaveWrapper",
+        ),
+    ):
+        model, report = adapted(**options)
+        assert report.not_fused["loss"] == f"from the logits of all tokens: {why}"
+        assert "loss" not in report.fused
+        out = model(**batch())
+        assert not is_fused(out)
+        out.loss.backward()
+    _, report = adapted()
+    assert "loss" in report.fused
+    assert "loss" not in report.not_fused
+
+
+def test_a_hook_on_the_head_sees_the_logits():
+    model, seen = patched(), []
+    hook = model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[-1].shape))
+    model(**batch())
+    assert seen == [(1, sum(LENGTHS), 256)]
+    hook.remove()
+    assert is_fused(model(**batch()))
+
+
+def test_a_loss_function_of_the_users_is_called():
+    model = patched()
+    model.get_base_model().loss_function = lambda logits, labels, **kwargs: 7 * logits.sum()
+    out = model(**batch())
+    assert torch.equal(out.loss, 7 * out.logits.sum())
+
+
+# Under a plain Trainer
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"bf16": True}], ids=str)
+def test_a_plain_trainer_steps_as_with_logits(options, tmp_path):
+    rows = Dataset.from_dict({"input_ids": (ids := [x.tolist() for x in random_documents([20] * 8)])})
+    rows = rows.add_column("labels", [[-100] * 5 + row[5:] for row in ids])
+    logs = []
+    for wrap in (lambda model: model, through_logits):
+        model = wrap(patched())
+        given = {"output_dir": str(tmp_path), "max_steps": 2, "gradient_accumulation_steps": 2}
+        given |= {
+            "per_device_train_batch_size": 2,
+            "logging_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        given |= {
+            "save_strategy": "no",
+            "use_cpu": DEVICE == "cpu",
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+        }
+        given |= {"include_for_metrics": [], "learning_rate": 1e-2} | options
+        shapes = []
+        trainer = Trainer(
+            model,
+            TrainingArguments(**given),
+            train_dataset=rows,
+            eval_dataset=rows,
+            compute_metrics=lambda p, shapes=shapes: shapes.append(p.predictions.shape) or {},
+        )
+        trainer.train()
+        assert shapes[0] == (8, 20, 256)
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(logs[0]) == 2
+    torch.testing.assert_close(*logs, rtol=1e-2 if "bf16" in options else 1e-4, atol=0)

@@ -1,0 +1,208 @@
+"""The MLP as one node: right in one tile or several, kept or computed again, and nothing computed twice."""
+
+import weakref
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import DEVICE, error, random_documents, run_packed, tiny_model
+from torch import nn
+from torch.nn import functional as F
+from transformers.utils import is_bitsandbytes_available
+
+from unsloth_pack import patch_model
+from unsloth_pack.checkpointing import enable_checkpointing
+from unsloth_pack.models import gated_mlp as module
+from unsloth_pack.models import lora_math
+from unsloth_pack.models.fast_lora import FastLoraLinear
+from unsloth_pack.models.gated_mlp import gated_mlp
+
+WIDTH, FEATURES, TOKENS = 64, 192, 300
+needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
+
+
+class MLP(nn.Module):
+    def __init__(self, joined=False, bias=False):
+        super().__init__()
+        if joined:
+            self.gate_up_proj = nn.Linear(WIDTH, 2 * FEATURES, bias=bias)
+        else:
+            self.gate_proj, self.up_proj = (nn.Linear(WIDTH, FEATURES, bias=bias) for _ in range(2))
+        self.down_proj = nn.Linear(FEATURES, WIDTH, bias=bias)
+
+    @property
+    def inner(self):
+        return [self.gate_up_proj] if hasattr(self, "gate_up_proj") else [self.gate_proj, self.up_proj]
+
+    def forward(self, x):
+        outputs = [layer(x) for layer in self.inner]
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def adapted(dtype, joined=False, bias=False, convert=lambda mlp: mlp):
+    """A PEFT MLP with weights that are exact in bfloat16, some of them trained."""
+    torch.manual_seed(0)
+    mlp = convert(MLP(joined, bias).to(torch.bfloat16).to(dtype))
+    names = ["gate_up_proj" if joined else "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=names[:1] + names[1 + joined :])
+    config.bias = "all" if bias else "none"
+    peft_model = get_peft_model(mlp, config, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in peft_model.named_parameters():
+        if "lora_" in name:
+            weight.data = (0.2 * torch.randn(weight.shape, generator=generator)).bfloat16().to(dtype)
+    return peft_model.to(DEVICE).train()
+
+
+def inputs(dtype):
+    generator = torch.Generator().manual_seed(2)
+    x, g = (torch.randn(1, TOKENS, WIDTH, generator=generator).bfloat16() for _ in range(2))
+    return x.to(DEVICE, dtype), g.to(DEVICE, dtype)
+
+
+def outcome(peft_model, run, x, g, again=False):
+    x = x.clone().requires_grad_()
+    y = run(x)
+    trained = {name: p for name, p in peft_model.named_parameters() if p.requires_grad}
+    if again:
+        torch.autograd.grad(y, [x, *trained.values()], g, retain_graph=True)
+    grads = torch.autograd.grad(y, [x, *trained.values()], g)
+    named = dict(zip(["y", "x", *trained], [y.detach(), *grads], strict=True))
+    return {name: value.double() for name, value in named.items()}
+
+
+def fused(peft_model, keep):
+    mlp = peft_model.get_base_model()
+    for layer in [*mlp.inner, mlp.down_proj]:
+        layer.__class__ = type(layer.__class__.__name__, (FastLoraLinear, layer.__class__), {})
+    return lambda x: gated_mlp(x, mlp.inner, mlp.down_proj, "silu", keep)
+
+
+def judge(make, dtype, run_of, again=False):
+    """Against float64, beside the error of PEFT's own layers in the same dtype."""
+    x, g = inputs(dtype)
+    exact = make(torch.float64)
+    truth = outcome(exact, exact, x.double(), g.double())
+    plain_model, model = make(dtype), make(dtype)
+    plain = outcome(plain_model, plain_model, x, g)
+    got = outcome(model, run_of(model), x, g, again)
+    assert got.keys() == truth.keys()
+    for name, value in truth.items():
+        ours, theirs = error(got[name], value), error(plain[name], value)
+        assert ours <= 1.5 * max(theirs, torch.finfo(dtype).eps / 4), f"{name}: {ours} against {theirs}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("joined", "bias"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
+def test_against_float64(monkeypatch, dtype, joined, bias, keep, tile):
+    monkeypatch.setattr(module, "_TILE", tile)
+    assert len(module._tiles(TOKENS, FEATURES)) == (1 if tile == 2**26 else 3)
+    judge(lambda dtype: adapted(dtype, joined, bias), dtype, lambda model: fused(model, keep), again=True)
+
+
+def test_tiles_cover_every_token_once():
+    for n_tokens in (1, 127, 128, 129, 5000, 2**20 + 1):
+        for n_features in (1, 192, 14336, 2**26):
+            tiles = module._tiles(n_tokens, n_features)
+            assert tiles[0].start == 0
+            assert tiles[-1].stop >= n_tokens
+            assert all(one.stop == other.start for one, other in pairwise(tiles))
+            assert all(tile.start < n_tokens for tile in tiles)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_input_that_needs_no_gradient(keep):
+    model = adapted(torch.float32)
+    (x, g), run = inputs(torch.float32), fused(model, keep)
+    factors = [p for p in model.parameters() if p.requires_grad]
+    plain_model = adapted(torch.float32)
+    expected = torch.autograd.grad(
+        plain_model(x), [p for p in plain_model.parameters() if p.requires_grad], g
+    )
+    for got, want in zip(torch.autograd.grad(run(x), factors, g), expected, strict=True):
+        assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_weight_changed_in_between_is_noticed(keep):
+    model = adapted(torch.float32)
+    (x, g), run = inputs(torch.float32), fused(model, keep)
+    y = run(x.requires_grad_())
+    with torch.no_grad():
+        model.get_base_model().down_proj.lora_B["default"].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        y.backward(g)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
+def test_in_four_bits(monkeypatch, keep, tile):
+    """The truth is float64 over the dequantised weights: what is judged is the arithmetic."""
+    from bitsandbytes.nn import Linear4bit
+
+    def quantised(mlp):
+        for name, layer in list(mlp.named_children()):
+            four = Linear4bit(layer.in_features, layer.out_features, bias=False, quant_type="nf4")
+            four.compute_dtype, four.compute_type_is_set = torch.bfloat16, True
+            four.weight.data = layer.weight.data
+            setattr(mlp, name, four.to(DEVICE))
+        return mlp
+
+    def dequantised(mlp):
+        for name, four in quantised(mlp.bfloat16()).named_children():
+            layer = nn.Linear(four.in_features, four.out_features, bias=False)
+            from bitsandbytes.functional import dequantize_4bit
+
+            layer.weight.data = dequantize_4bit(four.weight, four.weight.quant_state).double()
+            setattr(mlp, name, layer)
+        return mlp
+
+    def make(dtype):
+        return adapted(dtype, convert=dequantised if dtype == torch.float64 else quantised)
+
+    monkeypatch.setattr(module, "_TILE", tile)
+    judge(make, torch.bfloat16, lambda model: fused(model, keep))
+
+
+@pytest.mark.parametrize("mode", [False, True, "offload"])
+def test_checkpointing_does_not_compute_down_again(mode):
+    """Forward: gate with up, then down. Backward: gate with up once more, where the layer is checkpointed."""
+    model = tiny_model("llama", torch.float32)
+    patch_model(model, "sdpa").skip_probe()
+    enable_checkpointing(model, mode)
+    seen = []
+    forward = lora_math.forward
+
+    def counted(x, a, layers):
+        seen.append(tuple(p.weight.shape for p in layers))
+        return forward(x, a, layers)
+
+    with patch.object(lora_math, "forward", counted):
+        run_packed(model, random_documents([33, 2, 64, 1]))
+    config = model.config
+    down = ((config.hidden_size, config.intermediate_size),)
+    gate_up = ((config.intermediate_size, config.hidden_size),) * 2
+    assert seen.count(down) == config.num_hidden_layers
+    assert seen.count(gate_up) == (1 if mode is False else 2) * config.num_hidden_layers
+
+
+@pytest.mark.parametrize("mode", [True, "offload"])
+def test_what_is_recomputed_is_not_held(mode):
+    """Of every layer only its input outlives the forward pass."""
+    model = tiny_model("llama", torch.float32)
+    patch_model(model, "sdpa")
+    enable_checkpointing(model, mode)
+    mlp_inputs = []
+    for layer in model.get_decoder().layers:
+        norm = layer.post_attention_layernorm
+        norm.register_forward_hook(lambda _, args, out: mlp_inputs.extend(map(weakref.ref, (args[0], out))))
+    documents = random_documents([33, 64])
+    loss = model(torch.cat(documents)[None].to(DEVICE), packed_seq_lengths=[33, 64]).logits.mean()
+    assert [ref() for ref in mlp_inputs] == [None] * len(mlp_inputs)
+    loss.backward()

@@ -1,0 +1,228 @@
+"""A patched model looks for leaks by itself before its first packed row in training, and nothing tells."""
+
+import copy
+import logging
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import random_documents, tiny_model
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from unsloth_pack import LeakFound, leak_probe, patch_model, probe
+from unsloth_pack.layout import PackedRow
+
+LENGTHS = [9, 14, 5]
+ROW = {
+    "input_ids": torch.cat(random_documents(LENGTHS))[None],
+    "labels": torch.cat(random_documents(LENGTHS))[None],
+    "packed_seq_lengths": LENGTHS,
+}
+
+
+def patched(arch="llama", **overrides):
+    model = tiny_model(arch, device="cpu", **overrides)
+    patch_model(model)
+    return model.train()
+
+
+@pytest.fixture
+def leak(monkeypatch):
+    """Attention whose first boundary is off by one."""
+    right = PackedRow.stacks.func
+
+    def shifted(row):
+        if len(row.lengths) < 2:
+            return right(row)
+        wrong = PackedRow.of_lengths((row.lengths[0] + 1, row.lengths[1] - 1, *row.lengths[2:]), row.device)
+        row.__dict__["unstack"] = wrong.unstack
+        return right(wrong)
+
+    monkeypatch.setattr(PackedRow, "stacks", property(shifted))
+    monkeypatch.setattr(leak_probe, "_LENGTHS", (7, 3, 16, 2))
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """The looks that have been taken."""
+    seen, look = [], leak_probe.look_for_leaks
+    monkeypatch.setattr(leak_probe, "look_for_leaks", lambda probed: seen.append(probed) or look(probed))
+    return seen
+
+
+def trainer_of(kind, model, folder):
+    given = {"output_dir": str(folder), "max_steps": 2, "per_device_train_batch_size": 2}
+    given |= {"report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    given |= {"disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2}
+    ids = [document.tolist() for document in random_documents([9, 14, 5, 22])]
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids])
+    if kind is SFTTrainer:
+        from model_folder import byte_tokenizer
+
+        config = SFTConfig(**given, packing=False, padding_free=True, max_length=None)
+        return SFTTrainer(model, config, train_dataset=rows, processing_class=byte_tokenizer())
+    arguments = TrainingArguments(**given)
+    return Trainer(model, arguments, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+
+
+MESSAGE = r"attention sdpa first in layer 0 \(LlamaDecoderLayer\)"
+
+
+@pytest.mark.parametrize("kind", [SFTTrainer, Trainer])
+def test_a_leaking_model_trains_under_no_trainer(kind, leak, tmp_path):
+    model = patched()
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(LeakFound, match=MESSAGE):
+        trainer_of(kind, model, tmp_path).train()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_nor_in_a_bare_loop(leak):
+    model = patched()
+    for _ in range(2):  # it does not get used to it
+        with pytest.raises(LeakFound, match=MESSAGE):
+            model(**ROW)
+    model.get_decoder().leak_probe = None  # as documented
+    model(**ROW).loss.backward()
+
+
+@pytest.mark.parametrize("kind", [SFTTrainer, Trainer])
+def test_it_changes_no_loss(kind, looks, tmp_path):
+    losses = []
+    for is_probed in (True, False):
+        model = patched(attention_dropout=0.2)
+        if not is_probed:
+            model.get_decoder().leak_probe = None
+        trainer = trainer_of(kind, model, tmp_path)
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+        assert len(looks) == 1
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+
+
+def noted_calls(model):
+    """Filled by hooks on all modules and gradients of a model."""
+    calls = []
+    for module in model.get_decoder().layers.modules():
+        module.register_forward_hook(lambda *_: calls.append("forward"))
+        module.register_full_backward_hook(lambda *_: calls.append("backward"))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _: calls.append("gradient"))
+    return calls
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nothing_tells(checkpointing, autocast, looks):
+    """Gradients bit for bit, states, hooks, with checkpointing of either kind."""
+    found = []
+    for is_probed in (True, False):
+        model = patched("qwen2", attention_dropout=0.3)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        if not is_probed:
+            model.get_decoder().leak_probe = None
+        calls = noted_calls(model)
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**ROW).loss
+        loss.backward()
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found.append((loss, grads, calls, [random.getstate(), torch.get_rng_state().tolist()]))
+        assert model.training
+    assert len(looks) == 1
+    (loss, grads, calls, states), (loss_without, grads_without, calls_without, states_without) = found
+    assert torch.equal(loss, loss_without)
+    assert grads
+    assert all(map(torch.equal, grads, grads_without))
+    assert calls == calls_without
+    assert states == states_without
+
+
+def test_it_looks_once_and_only_at_packed_rows_in_training(looks):
+    model = patched()
+    one = {"input_ids": ROW["input_ids"], "packed_seq_lengths": [28]}
+    model(**one)
+    model(input_ids=ROW["input_ids"])
+    model.eval()(**ROW)
+    model.train()
+    with torch.no_grad():
+        model(**ROW)
+    with torch.inference_mode():
+        model(**ROW)
+    assert not looks
+    graphs = model.get_decoder().step_graphs
+    graphs._why_never = None  # as on a GPU
+    for _ in range(2):
+        model(**ROW)
+    assert len(looks) == 1
+    assert sum(graphs._rows_seen.values()) == 2  # the look is not captured, nor counted towards a capture
+    patch_model(model)
+    model(**ROW)
+    assert len(looks) == 2
+
+
+def test_a_model_that_was_probed_does_not_look_again(looks):
+    model = patched()
+    probe(model)
+    model(**ROW)
+    assert not looks
+
+
+def test_what_says_nothing_is_no_leak(caplog):
+    """Numbers that are not finite are what the training itself reports."""
+    model = patched()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(torch.nan)
+    with caplog.at_level(logging.WARNING, "unsloth_pack"):
+        model(**ROW)
+    assert (
+        "not probed for leaks between documents: the gradients of a short packed row are not" in caplog.text
+    )
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_under_ddp_no_gradient_is_sent(process_group, looks):
+    model = torch.nn.parallel.DistributedDataParallel(patched())
+    sent = []
+
+    def send(state, bucket):
+        sent.append(len(looks))
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, send)
+    loss = model(**ROW).loss
+    assert looks
+    assert not sent
+    loss.backward()
+    assert sent
+    model(**ROW).loss.backward()
+    assert len(looks) == 1
+
+
+def test_sharded_parameters_are_left_alone(process_group, looks, caplog):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = patched()
+    decoder = model.get_decoder()
+    fully_shard(decoder.layers[0], mesh=init_device_mesh("cpu", (1,)))
+    with caplog.at_level(logging.WARNING, "unsloth_pack"):
+        decoder.leak_probe.look(decoder)
+    assert "not probed for leaks between documents: the parameters are sharded" in caplog.text
+    assert not looks

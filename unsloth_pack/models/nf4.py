@@ -1,0 +1,45 @@
+"""Frozen weights in NF4 (Dettmers et al. 2023, "QLoRA"), held by bitsandbytes."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import is_bitsandbytes_available
+
+if is_bitsandbytes_available():
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+    from peft.tuners.lora.bnb import Linear4bit as LoraLinear4bit
+else:
+    Linear4bit = LoraLinear4bit = None
+
+
+class Nf4Weight(NamedTuple):
+    """A weight `[O, I]` in four bits: what bitsandbytes packed, and how."""
+
+    packed: Tensor
+    state: Any
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """`[O, I]` in `dtype`. Freed after its use, so that the next one lands in the same memory."""
+        return dequantize_4bit(self.packed, self.state).to(dtype)
+
+
+def is_linear_4bit(layer: nn.Module) -> bool:
+    """Whether `layer` is a linear layer of bitsandbytes in four bits."""
+    return Linear4bit is not None and type(layer) is Linear4bit
+
+
+def nf4_weight(layer: Any) -> Nf4Weight:
+    """The weight of a `Linear4bit` that `why_not_opened` has nothing against."""
+    return Nf4Weight(layer.weight, layer.weight.quant_state)
+
+
+def why_not_opened(layer: Any) -> str | None:
+    """Why the weight of a `Linear4bit` cannot be dequantised here, or None where it can."""
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        return "its weight is not quantised yet"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "its weight is packed for inference on a CPU"
+    return None
