@@ -20,7 +20,7 @@ LAYERS = [
     {"api"},
     {"verification"},
     {"trl"},
-    {"packed_rows", "evaluation", "whole_checkpoints", "finite_updates", "out_of_memory"},
+    {"packed_rows", "evaluation", "whole_checkpoints", "finite_updates", "out_of_memory", "sharded_weights"},
     {"checkpointing", "loading", "saving"},
     {"offload", "recompute"},
     {"patch"},

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
@@ -89,6 +90,8 @@ class FiniteUpdates(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         norm = super()._clip_grad_norm(model)
+        if isinstance(norm, DTensor):  # of sharded gradients
+            norm = norm.full_tensor()
         total = torch.stack(self._losses).sum()
         if self.args.world_size > 1:
             total = self.accelerator.reduce(total)  # all leave out the same updates
@@ -123,7 +126,8 @@ class FiniteUpdates(Trainer):
 
     def _handle(self, step: int) -> None:
         rows = rows_of_update(self, step)
-        searches = self.left_out < _MOST_SEARCHES
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # gradients are not whole anywhere
+        searches = self.left_out < _MOST_SEARCHES and not is_sharded
         found = NonFinite(step, rows, list(_culprits(self, rows)) if searches else None)
         self.left_out += 1
         self.report_nonfinite(found)

@@ -104,6 +104,28 @@ class Patch:
             del self._model.__dict__[_PATCH]
             self._model.config._attn_implementation = self._attn_implementation
 
+    def adapt_to_sharding(self, how: str) -> None:
+        """Run as parameters need it that were sharded after patching, and report that.
+
+        Args:
+            how: what shards them, for the report.
+        """
+        decoder = self._model.base_model
+        decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
+        _report_step(self.report, decoder.step_graphs)
+        loras = [module for module in decoder.modules() if isinstance(module, LoraLayer)]
+        _report_loras(
+            self.report,
+            [lora for lora in loras if isinstance(lora, FastLoraLinear)],
+            [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
+        )
+        _report_loss(self.report, self._model)
+        if (
+            "QK norm" in self.report.fused
+            and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
+        ):
+            _say(self.report, "QK norm", None, f"{how} gathers it by itself")
+
     def __enter__(self) -> "Patch":
         return self
 
@@ -154,12 +176,9 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
-    why_never = _why_never_captured(decoder, parts, tables, patch.report)
-    if why_never is None:
-        patch.report.fused["step"] = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
-    else:
-        patch.report.not_fused["step"] = f"not captured in CUDA graphs: {why_never}"
-    graphs, own_probe = StepGraphs(why_never), OwnProbe(patch.report.attn_backend)
+    graphs = StepGraphs(_why_never_captured(decoder, parts, tables, patch.report))
+    _report_step(patch.report, graphs)
+    own_probe = OwnProbe(patch.report.attn_backend)
     patch.swap(
         decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs, leak_probe=own_probe
     )
@@ -261,10 +280,6 @@ def _report(spec: ArchSpec, base: Any, parts: _Parts, backend: str) -> PatchRepo
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
     fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
     not_fused: dict[str, str] = {}
-    if (why := why_loss_not_fused(base)) is None:
-        fused["loss"] = "with the head, for tokens that have a label; TRL's trainer computes its own"
-    else:
-        not_fused["loss"] = f"from the logits of all tokens: {why}"
     if spec.qk_norm is not None:
         if fusable_qk_norm(parts.attentions[0], spec) is not None:
             fused["QK norm"] = "with the rotary embedding"
@@ -281,13 +296,7 @@ def _report(spec: ArchSpec, base: Any, parts: _Parts, backend: str) -> PatchRepo
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"
     if n_nf4 := sum(is_linear_4bit(lora.get_base_layer()) for lora in parts.loras):
         fused["base"] = f"{n_nf4} frozen linear layers in 4 bits, dequantised at each use"
-    reasons = Counter(why_not_fused(lora) for lora in parts.loras)
-    reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in parts.other_loras)
-    if n_fused := reasons.pop(None, 0):
-        fused["LoRA"] = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
-    if reasons:
-        not_fused["LoRA"] = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
-    return PatchReport(
+    report = PatchReport(
         model_type=spec.model_type,
         n_layers=len(parts.attentions),
         attn_backend=" and ".join(chosen),
@@ -295,3 +304,39 @@ def _report(spec: ArchSpec, base: Any, parts: _Parts, backend: str) -> PatchRepo
         fused=fused,
         not_fused=not_fused,
     )
+    _report_loss(report, base)
+    _report_loras(report, parts.loras, parts.other_loras)
+    return report
+
+
+def _say(report: PatchReport, kind: str, fused: str | None, not_fused: str | None) -> None:
+    """Report this of a layer kind, in place of what was reported."""
+    for said, what in ((report.fused, fused), (report.not_fused, not_fused)):
+        said.pop(kind, None)
+        if what:
+            said[kind] = what
+
+
+def _report_loss(report: PatchReport, model: Any) -> None:
+    if (why := why_loss_not_fused(model)) is None:
+        how = "with the head, for tokens that have a label; TRL's trainer computes its own"
+        _say(report, "loss", how, None)
+    else:
+        _say(report, "loss", None, f"from the logits of all tokens: {why}")
+
+
+def _report_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
+    reasons = Counter(why_not_fused(lora) for lora in loras)
+    reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in other_loras)
+    n_fused = reasons.pop(None, 0)
+    how = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
+    why = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
+    _say(report, "LoRA", how if n_fused else None, why)
+
+
+def _report_step(report: PatchReport, graphs: StepGraphs) -> None:
+    if graphs.why_not is None:
+        how = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
+        _say(report, "step", how, None)
+    else:
+        _say(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")

@@ -34,6 +34,7 @@ def save_pretrained_merged(
     save_directory: str | Path,
     tokenizer: Any = None,
     save_method: SaveMethod = "merged_16bit",
+    state_dict: dict[str, Tensor] | None = None,
 ) -> None:
     """Save a model for use without this package, or its adapter alone.
 
@@ -44,6 +45,7 @@ def save_pretrained_merged(
         tokenizer: saved beside the model when given.
         save_method: "merged_16bit" adds the adapter to the (dequantised) base weights in float32 and saves
             them in the model's 16-bit type, bfloat16 if it has none; "lora" saves the adapter as PEFT does.
+        state_dict: the weights that "lora" saves, where the model's own are sharded.
 
     Raises:
         InputError: an unknown `save_method`; "lora" without an adapter; an adapter that cannot be merged; a
@@ -56,7 +58,7 @@ def save_pretrained_merged(
 
     def write(folder: str) -> None:
         if save_method == "lora":
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=state_dict)
         else:
             _write_merged(model, folder)
         if tokenizer is not None:

@@ -10,6 +10,7 @@ import torch
 import trl
 from datasets import Dataset
 from packaging.version import Version
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -20,10 +21,13 @@ from unsloth_pack.evaluation import DocumentMeans
 from unsloth_pack.finite_updates import FiniteUpdates
 from unsloth_pack.out_of_memory import MemoryWatch
 from unsloth_pack.packed_rows import PackedRows
+from unsloth_pack.sharded_weights import ShardedWeights
 from unsloth_pack.whole_checkpoints import WholeCheckpoints
 
 
-class RunTrainer(PackedRows, DocumentMeans, MemoryWatch, FiniteUpdates, WholeCheckpoints, SFTTrainer):
+class RunTrainer(
+    PackedRows, DocumentMeans, MemoryWatch, FiniteUpdates, WholeCheckpoints, ShardedWeights, SFTTrainer
+):
     """TRL's trainer for packed rows and long runs, which are interrupted and meet infinite numbers."""
 
     def _send_telemetry(self) -> None:
@@ -51,7 +55,7 @@ def sft_config(
     if not on_gpu and _loss_needs_cuda():
         raise InputError(f"TRL {trl.__version__} trains on CUDA only; pip install 'trl>=1.16'")
     try:
-        return SFTConfig(
+        config = SFTConfig(
             output_dir=output_dir,
             packing=False,  # done already, over the whole data set
             padding_free=padding_free,
@@ -61,6 +65,7 @@ def sft_config(
             use_cpu=not on_gpu,
             dataloader_pin_memory=on_gpu,
             ddp_find_unused_parameters=False,  # every adapter is used; searching takes time every step
+            ddp_broadcast_buffers=False,  # rotary frequencies; where they change, each rank's fit its own row
             gradient_checkpointing=False,  # the model has its own where asked; TRL would replace it
             logging_nan_inf_filter=False,  # it would wait for the device every step
             disable_tqdm=True,
@@ -68,6 +73,11 @@ def sft_config(
         )
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(f"transformers refuses these arguments: {error}") from error
+    if config.fsdp:
+        # Weights as they are, gradients summed in float32: accelerate's own policy would cast the rotary
+        # tables, the loss and the gradients to bfloat16.
+        config.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
+    return config
 
 
 def _loss_needs_cuda() -> bool:

@@ -23,7 +23,8 @@ from unsloth_pack.saving import put_in_place
 ASIDE = ".saving"
 _COUNTS = "counts.json"
 # Written in this order by transformers; the state comes last.
-_PARTS = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", _COUNTS)
+_PARTS = ("adapter_model.safetensors", "scheduler.pt", _COUNTS)
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "latest")  # what transformers, FSDP2 and DeepSpeed write
 _STATE = "trainer_state.json"
 
 
@@ -35,7 +36,8 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def state_of(checkpoint: Path) -> dict[str, Any] | None:
     """The trainer's state in a checkpoint, or None where the checkpoint is not whole."""
-    if not all((checkpoint / part).is_file() for part in _PARTS):
+    has_optimizer = any((checkpoint / name).is_file() for name in _OPTIMIZERS)
+    if not (has_optimizer and all((checkpoint / part).is_file() for part in _PARTS)):
         return None
     try:
         return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))

@@ -1,23 +1,35 @@
 """Several processes: the same update as one process that sees the same rows."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
-from cli_runs import losses
+from cli_runs import losses, read_metrics
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(processes, *arguments, **flags):
+def torchrun(processes, *arguments, program=ROOT / "cli.py", **flags):
     spelt = [f"--{name}={value}" for name, value in flags.items()]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [str(ROOT / "cli.py"), *arguments, *spelt]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += [str(program), *arguments, *spelt]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def assert_same_adapter(folder, other):
+    adapters = [load_file(path / "adapter_model.safetensors") for path in (folder, other)]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, weight in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], weight, msg=name)
 
 
 def test_two_processes_make_the_update_of_one(train, model, data, tmp_path):
@@ -34,6 +46,48 @@ def test_two_processes_make_the_update_of_one(train, model, data, tmp_path):
     one, two = losses(tmp_path / "out"), losses(tmp_path / "two")
     assert one.keys() == two.keys()
     torch.testing.assert_close(torch.tensor([*two.values()]), torch.tensor([*one.values()]))
-    adapters = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "two")]
-    for name, weight in adapters[0].items():
-        torch.testing.assert_close(adapters[1][name], weight, msg=name)
+    assert_same_adapter(tmp_path / "out", tmp_path / "two")
+
+
+DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--fsdp", "CUDA graphs: FSDP2 shards the parameters"),
+        pytest.param("--deepspeed=zero2", "14 layers; those over one input", marks=DEEPSPEED),
+        pytest.param("--deepspeed=zero3", "14 layers: ZeRO-3 gathers the weights", marks=DEEPSPEED),
+    ],
+)
+def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model, data, tmp_path):
+    flags = {"max_seq_length": 128, "max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
+    sharded = {"model_name": model, "dataset": data, "gradient_accumulation_steps": 2, **flags}
+    sharded = ["--sample_packing", flag, *(f"--{name}={value}" for name, value in sharded.items())]
+    whole, two, resumed, recomputed = (tmp_path / name for name in ("out", "two", "resumed", "recomputed"))
+    runs = {
+        str(two): [*sharded, "--save_steps=4", "--save_model"],
+        str(resumed): ["--resume"],
+        str(recomputed): [*sharded, "--use_gradient_checkpointing=true"],
+    }
+    program = Path(__file__).with_name("sharded_runs.py")
+    done = torchrun(2, json.dumps(runs), program=program)
+    assert done.returncode == 0, done.stderr
+    assert says in " ".join(done.stdout.replace("│", "").split())
+    shards = [json.loads(found) for found in re.findall("SHARDS ({.*?})", done.stdout)]
+    assert len(shards) >= 2 * len(runs)  # at each end, and at every save
+    for of_rank in shards if flag == "--fsdp" else []:
+        assert of_rank["sharded layers"] == of_rank["layers"]
+        assert of_rank["held"] < 0.6 * of_rank["parameters"]
+    assert train("--sample_packing", "--save_model", **flags, gradient_accumulation_steps=4) == 0
+
+    losses_of_one = losses(whole)
+    for folder in (two, resumed, recomputed):
+        assert losses(folder).keys() == losses_of_one.keys()
+        of_two = torch.tensor([*losses(folder).values()])
+        torch.testing.assert_close(of_two, torch.tensor([*losses_of_one.values()]))
+        assert_same_adapter(whole, folder)
+    merged = [load_file(folder / "merged" / "model.safetensors") for folder in (whole, two)]
+    assert merged[0].keys() == merged[1].keys()
+    assert read_metrics(resumed)["log"][0] == read_metrics(two)["log"][0]  # of the run that it goes on with
+    AutoPeftModelForCausalLM.from_pretrained(resumed)

@@ -147,6 +147,53 @@ TOGETHER = [
 ]
 
 
+def settings(flag: str, name: str, content: str, says: str, **others: object) -> Case:
+    """A file of settings for a flag that shards."""
+    return Case(
+        f"--{flag}: {name} with {content[:30]}",
+        f"{flag} is '{name}'.*{says}",
+        train(**{flag: name}, **others),
+        lambda folder: (folder / name).write_text(content),
+    )
+
+
+SHARDING = [
+    Case("sharded twice", "give one of them", train(fsdp="full", deepspeed="zero2")),
+    Case("FSDP in one process", "torchrun --nproc_per_node N cli.py --fsdp full", [*train(), "--fsdp"]),
+    *(
+        Case(f"sharded and {name}", f"{name} is set; drop one", train(fsdp="full", **{name: True}))
+        for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8")
+    ),
+    Case("ZeRO of 4 bits", "load_in_4bit is set", train(deepspeed="zero3", load_in_4bit=True)),
+    *(
+        Case(
+            f"{flag} decided apart", "give true or offload", train(use_gradient_checkpointing="auto", **given)
+        )
+        for flag, given in {"FSDP": {"fsdp": "full"}, "ZeRO-3": {"deepspeed": "zero3"}}.items()
+    ),
+    *(
+        Case(f"--fsdp={name!r}", "choose one of full, keep", train(fsdp=name))
+        for name in ("", "frob", "zero3")
+    ),
+    Case("--deepspeed=frob", "choose one of zero2, zero3", train(deepspeed="frob")),
+    Case("a file of settings that is not there", "check the path", train(fsdp="gone.json")),
+    Case(
+        "a folder of settings", "check the path", train(deepspeed="a.json"), lambda f: (f / "a.json").mkdir()
+    ),
+    settings("fsdp", "a.json", "[1", "not json"),
+    settings("fsdp", "a.yaml", "a: [1", "not yaml"),
+    settings("fsdp", "a.json", "[]", "no settings"),
+    settings("fsdp", "a.yaml", "fsdp_config: {fsdp_version: 1}", "version to 1; give 2"),
+    settings("fsdp", "a.yaml", "frobnicate: true", "leave it out"),
+    settings("fsdp", "a.yaml", "cpu_ram_efficient_loading: true", "give False"),
+    settings("fsdp", "a.json", '{"state_dict_type": "SHARDED_STATE_DICT"}', "give FULL_STATE_DICT"),
+    settings("deepspeed", "a.json", "{}", "no settings"),
+    settings("deepspeed", "a.json", '{"train_batch_size": 1}', "stage to 0"),
+    settings("deepspeed", "a.json", '{"zero_optimization": {"stage": 4}}', "stage to 4"),
+    settings("deepspeed", "a.json", '{"zero_optimization": 3}', "stage to 0"),
+]
+
+
 def config(name: str, content: str | bytes, says: str) -> Case:
     data = content.encode() if isinstance(content, str) else content
     return Case(
@@ -276,4 +323,4 @@ FOLDERS = [
         ),
     ),
 ]
-CASES = [*VALUES, *TOGETHER, *CONFIGS, *FOLDERS]
+CASES = [*VALUES, *TOGETHER, *SHARDING, *CONFIGS, *FOLDERS]

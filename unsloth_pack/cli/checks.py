@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.cli.options import TrainOptions
+from unsloth_pack.cli.sharding import check_sharding
 from unsloth_pack.errors import InputError
 from unsloth_pack.report.metrics import FILE_NAME
 
@@ -40,6 +41,7 @@ def check_options(options: TrainOptions) -> None:
         raise InputError(
             f"save_path is {options.save_path!r} but nothing is saved there; give --save_model too"
         )
+    check_sharding(options)
     _check_folders(options)
 
 

@@ -23,9 +23,16 @@ _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
 
 def _flag(
-    group: str, default: Any, kind: Callable[[str], Any], help: str, unit: str = "", alias: str = ""
+    group: str,
+    default: Any,
+    kind: Callable[[str], Any],
+    help: str,
+    unit: str = "",
+    alias: str = "",
+    bare: Any = None,
 ) -> Any:
-    metadata = {"group": group, "kind": kind, "help": help, "unit": unit, "alias": alias}
+    """A flag, and what it means `bare`, without a value; a switch is then true."""
+    metadata = {"group": group, "kind": kind, "help": help, "unit": unit, "alias": alias, "bare": bare}
     return field(default=default, metadata=metadata)
 
 
@@ -121,6 +128,18 @@ class TrainOptions:
     )
     seed: int = _flag(TRAINING, 3407, whole(0, LAST_SEED), "of the data order and of dropout")
 
+    fsdp: str | None = _flag(
+        TRAINING,
+        None,
+        str,
+        "shard the weights over torchrun's processes by FSDP2: full, keep (they stay gathered between "
+        "forward and backward), or a json or yaml file of fsdp_config; the flag alone means full",
+        "PRESET",
+        bare="full",
+    )
+    deepspeed: str | None = _flag(
+        TRAINING, None, str, "shard by DeepSpeed: zero2, zero3, or a json file of its settings", "PRESET"
+    )
     on_nonfinite: str = _flag(
         TRAINING,
         "stop",
@@ -204,6 +223,8 @@ def train_parser() -> Parser:
         arguments["help"] = about["help"]
         if "bool" in str(option.type):
             arguments |= {"nargs": "?", "const": True, "metavar": "true|false"}
+        elif about["bare"] is not None:
+            arguments |= {"nargs": "?", "const": about["bare"]}
         elif option.default is not None:
             arguments["help"] += f" (default: {option.default})"
         groups[about["group"]].add_argument(*names, **arguments)

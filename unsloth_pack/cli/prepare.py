@@ -14,6 +14,7 @@ from unsloth_pack.cli import checks
 from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
+from unsloth_pack.cli.sharding import sharding_arguments
 from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.tokenize import TokenLedger, check_token_loss
 from unsloth_pack.loading import load_config, resolve
@@ -128,4 +129,4 @@ def _training_arguments(options: TrainOptions) -> dict[str, Any]:
         arguments |= {"save_strategy": "steps", "save_steps": options.save_steps, "save_total_limit": 2}
     if options.eval_dataset:
         arguments |= {"eval_strategy": "steps", "eval_steps": 0.1}  # a share of all updates
-    return arguments
+    return arguments | sharding_arguments(options)

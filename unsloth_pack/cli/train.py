@@ -12,6 +12,7 @@ from unsloth_pack.cli.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
     from unsloth_pack.cli.prepare import Prepared
     from unsloth_pack.data.tokenize import TokenLedger
@@ -49,18 +50,20 @@ def run(arguments: Sequence[str]) -> int:
 def _train(prepared: "Prepared", console: "Console") -> int:
     from unsloth_pack.patch import patch_of
     from unsloth_pack.report.callbacks import MetricsCallback, ProgressCallback, StopOnSignal
+    from unsloth_pack.sharded_weights import loaded_whole
     from unsloth_pack.trl import make_trainer
     from unsloth_pack.verification import probe
     from unsloth_pack.whole_checkpoints import last_checkpoint
 
     options = prepared.options
-    model = _load_model(options)
-    patch = patch_of(model)
-    assert patch is not None
-    if options.no_probe:
-        patch.skip_probe()
-    elif prepared.config.padding_free:
-        probe(model, describe="trl")  # a leak ends the run here, before anything is written
+    with loaded_whole(prepared.config):
+        model = _load_model(options)
+        patch = patch_of(model)
+        assert patch is not None
+        if options.no_probe:
+            patch.skip_probe()
+        elif prepared.config.padding_free:
+            probe(model, describe="trl")  # a leak ends the run here, before anything is written
     heldout = _heldout_rows(options)
     before = _score(model, prepared, heldout)
 
@@ -87,12 +90,13 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
 
+    summary = _summarise(trainer, fill)
+    weights = trainer.trained_weights() if trainer.is_sharded else None
     if checks.is_main_process():
-        _save(model, prepared, trainer, folder)
+        _save(model, prepared, trainer, folder, weights)
     after = _score(model, prepared, heldout)
     if before and after:
         _show_scores(console, before, after, metrics)
-    summary = _summarise(trainer, fill)
     _show_summary(console, summary, prepared.ledger, metrics)
     return 0
 
@@ -159,7 +163,9 @@ def _describe_rows(
     if metrics.enabled and is_new:
         packs = {"packs": prepared.packs.data_fingerprint} if prepared.packs else {}
         slots = asdict(fill) | {"tokens_padded": fill.padding}
-        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=slots, **packs)
+        sampler = trainer.packed_sampler
+        spread = {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
+        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=slots, **packs, **spread)
         if prepared.eval_ledger:
             metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
         lengths = document_lengths(prepared.rows)
@@ -206,8 +212,8 @@ def _device_name(device: Any, count: int) -> str:
 
 
 def _heldout_rows(options: TrainOptions) -> list[dict[str, str]]:
-    """The demo's held-out rows; none for any other run, and in all but one process."""
-    if not (options.is_demo and checks.is_main_process()):
+    """The demo's held-out rows; none for any other run, in all but one process, and of sharded weights."""
+    if not (options.is_demo and checks.is_main_process()) or options.fsdp or options.deepspeed:
         return []
     from unsloth_pack.data import load_rows
     from unsloth_pack.demo import HELDOUT_FILE
@@ -252,23 +258,41 @@ def _say_how_to_go_on(console: "Console", trainer: "RunTrainer", metrics: "Metri
     return 128 + int(signal)
 
 
-def _save(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
+def _save(
+    model: Any,
+    prepared: "Prepared",
+    trainer: "RunTrainer",
+    folder: Path,
+    weights: dict[str, "Tensor"] | None,
+) -> None:
+    """Save what was trained; `weights` of it where they are sharded."""
+    from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.report.plots import plot_loss
+    from unsloth_pack.sharded_weights import loaded_whole
 
     options = prepared.options
-    model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora")
+    model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
     if options.save_model:
+        if trainer.is_sharded:  # no process holds the model: the adapter, on its base once more
+            with loaded_whole(prepared.config):
+                model, _ = FastLanguageModel.from_pretrained(
+                    str(folder), max_seq_length=1, dtype=options.dtype, device_map={"": "cpu"}
+                )
         model.save_pretrained_merged(options.save_path, prepared.tokenizer, save_method=options.save_method)
     plot_loss(trainer.state.log_history, folder / "loss.png")
 
 
 def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
+    """How the run went, in all of its processes."""
+    from accelerate.utils import gather_object
+
     from unsloth_pack.report.memory import peak_memory
     from unsloth_pack.report.tables import RunSummary
 
     trained = trainer.trained
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     n_bytes, what = peak_memory()
+    by_rank = gather_object([n_bytes])
     return RunSummary(
         steps=trainer.state.global_step,
         seconds=trained.seconds,
@@ -278,8 +302,9 @@ def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
         tokens_padded=trained.slots - trained.tokens,
         documents_per_second=trained.tokens * fill.documents / fill.tokens / trained.seconds,
         tokens_per_second=trained.tokens / trained.seconds,
-        peak_memory_bytes=n_bytes,
+        peak_memory_bytes=max(by_rank),
         peak_memory_of=what,
+        peak_memory_by_rank=by_rank,
         first_loss=losses[0],
         last_loss=losses[-1],
         updates_left_out=trainer.left_out,

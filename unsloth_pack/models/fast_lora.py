@@ -8,12 +8,14 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 
 from unsloth_pack.models import lora_math
 from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.nf4 import LoraLinear4bit, is_linear_4bit, nf4_weight, why_not_opened
 
 LORA_TYPES = (LoraLinear, LoraLinear4bit)  # the second is None without bitsandbytes
+GATHERED_BY_MODULE = "ZeRO-3 gathers the weights of one module at a time"
 
 
 class Recipe(NamedTuple):
@@ -91,6 +93,8 @@ def why_not_fused(layer: Any) -> str | None:
     base = layer.base_layer
     if type(base) not in (nn.Linear, Fp8Linear) and not is_linear_4bit(base):
         return f"on a {type(base).__name__}"
+    if is_gathered_by_module(base.weight):
+        return GATHERED_BY_MODULE
     if base.weight.requires_grad:
         return "the base weight is trained"
     if is_linear_4bit(base) and (why := why_not_opened(base)):
@@ -106,7 +110,14 @@ def why_not_fused(layer: Any) -> str | None:
         return "LoRA dropout"
     if layer.lora_B[adapter].bias is not None:
         return "LoRA bias"
+    if isinstance(layer.lora_A[adapter], FSDPModule) or isinstance(layer.lora_B[adapter], FSDPModule):
+        return "FSDP2 gathers its factors by themselves"
     return None
+
+
+def is_gathered_by_module(parameter: Tensor) -> bool:
+    """Whether a parameter is empty outside the forward of its own module, as ZeRO-3 leaves it."""
+    return hasattr(parameter, "ds_id")
 
 
 def computes_in(x: Tensor) -> torch.dtype:

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
 from unsloth_pack.layout import IGNORE_INDEX
+from unsloth_pack.models.fast_lora import GATHERED_BY_MODULE, is_gathered_by_module
 from unsloth_pack.models.spec import ArchSpec
 
 LOSS_KEYWORDS = (
@@ -30,8 +31,12 @@ def why_loss_not_fused(model: Any) -> str | None:
     head = model.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
         return "the head has an adapter"
+    if hasattr(head, "_is_fsdp_managed_module"):  # FSDP looks for tensors in every field of an output
+        return "FSDP shards the head"
     if type(head) is not nn.Linear:  # wrapped by modules_to_save, quantised
         return f"the head is a {type(head).__name__}"
+    if is_gathered_by_module(head.weight):
+        return GATHERED_BY_MODULE
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return "the head has hooks"
     if model.loss_function is not ForCausalLMLoss:

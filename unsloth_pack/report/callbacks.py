@@ -1,6 +1,7 @@
 """What listens to the trainer: the metrics file, the progress on screen, and the signals that stop a run."""
 
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,10 +24,15 @@ _LINES = 20  # of progress in a run, where there is no terminal for a bar
 
 
 class MetricsCallback(TrainerCallback):
-    """Writes every log line of the trainer to the metrics file."""
+    """Writes every log line of the trainer to the metrics file, with the seconds since training began."""
 
     def __init__(self, metrics: MetricsFile):
         self.metrics = metrics
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.began = time.monotonic()
 
     def on_log(
         self,
@@ -36,7 +42,8 @@ class MetricsCallback(TrainerCallback):
         logs: Any = None,
         **_: Any,
     ) -> None:
-        self.metrics.write("log", step=state.global_step, **logs)
+        seconds = round(time.monotonic() - self.began, 4)
+        self.metrics.write("log", step=state.global_step, seconds=seconds, **logs)
 
 
 class ProgressCallback(TrainerCallback):

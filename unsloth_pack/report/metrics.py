@@ -2,8 +2,8 @@
 
 config    the options of the run and the versions it ran with; the first line
 data      the token ledger and the fill of the rows, one line each for the training and evaluation data; the
-          fingerprint of training data that was packed on disk
-log       what the trainer logs, with `step`
+          fingerprint of training data that was packed on disk; how uneven several ranks' work is
+log       what the trainer logs, with `step`, and the `seconds` since this process began to train
 demo      exact match on held-out rows, before and after
 nonfinite an update that was left out, its `step`, rows and documents
 stopped   where a signal ended the run

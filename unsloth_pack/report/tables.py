@@ -51,7 +51,8 @@ class RunSummary:
         tokens_counted: of these, that the loss was a mean of, as the trainer counted them.
         tokens_padded: that were computed beside them for nothing.
         documents_per_second, tokens_per_second: trained on, padding not counted.
-        peak_memory_bytes, peak_memory_of: how much, of what.
+        peak_memory_bytes, peak_memory_of: how much, of what; the most of any rank.
+        peak_memory_by_rank: bytes.
         first_loss, last_loss: as logged, in nats a token.
         updates_left_out: because they were not finite.
     """
@@ -66,6 +67,7 @@ class RunSummary:
     tokens_per_second: float
     peak_memory_bytes: int
     peak_memory_of: str
+    peak_memory_by_rank: list[int]
     first_loss: float
     last_loss: float
     updates_left_out: int

@@ -1,0 +1,55 @@
+"""Several runs of the command line in each process, one after the other: starting takes the longest.
+
+    sharded_runs.py '{"output_dir": ["--fsdp", ...], "another": ["--resume"], ...}'
+
+A run that resumes finds the first run there, without its end. Every run prints how its process holds the
+weights when the training has ended.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from accelerate import PartialState
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from unsloth_pack.cli import main
+from unsloth_pack.trl import RunTrainer
+
+gather = RunTrainer.trained_weights
+
+
+def shown(self):
+    model = self.model
+    layers = model.get_base_model().base_model.layers
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    seen = {
+        "held": sum(p.numel() for p in held),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": len(layers),
+        "sharded layers": sum(isinstance(layer, FSDPModule) for layer in layers),
+    }
+    print("SHARDS", json.dumps(seen), flush=True)
+    return gather(self)
+
+
+def copy_without_end(folder, into):
+    shutil.copytree(folder, into)
+    shutil.rmtree(into / "checkpoint-6")
+    (into / "adapter_model.safetensors").unlink()
+
+
+RunTrainer.trained_weights = shown
+runs = json.loads(sys.argv[1])
+first, *_ = map(Path, runs)
+for folder, flags in runs.items():
+    if "--resume" in flags:
+        processes = PartialState()
+        processes.wait_for_everyone()
+        if processes.is_main_process:
+            copy_without_end(first, Path(folder))
+        processes.wait_for_everyone()
+    if code := main([*flags, f"--output_dir={folder}"]):
+        sys.exit(code)
