@@ -52,6 +52,9 @@ def main() -> int:
     add("--work", type=Path, default=Path(tempfile.gettempdir()) / "unsloth-pack-benchmarks")
     add("--json", type=Path, help="also write every number here")
     args = parser.parse_args()
+    if args.dataset != "demo":
+        args.dataset = str(Path(args.dataset).resolve())  # the model is built in another folder
+    args.work = args.work.resolve()
     counts = sorted({int(count) for count in args.gpus.split(",")})
     modes = args.mode.split(",")
     if unknown := set(modes) - set(MODES):
