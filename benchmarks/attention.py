@@ -32,6 +32,9 @@ import torch
 from rope import LAYOUTS, WORKING_SET, eager_ms, graph_ms, name_of
 from torch import Tensor
 
+from unsloth_pack.attention import AttentionOptions, flash
+from unsloth_pack.attention.flash import VarlenKernel
+
 TOKENS = 32768
 WINDOW = 1024
 SLACK = 3.0
@@ -336,10 +339,15 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, case: Case) -> Te
 # The kernels
 
 
-def torch_flash() -> Kernel:
-    from torch.nn.attention.varlen import varlen_attn
+def flash_attention(load: Callable[[], VarlenKernel]) -> Kernel:
+    """A kernel that the package knows, called as the package does."""
+    kernel = load()
 
-    return as_flash_attention(varlen_attn)
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, case: Case) -> Tensor:
+        options = AttentionOptions(q.shape[-1] ** -0.5, case.window)
+        return kernel.call(q, k, v, cu_seqlens, case.longest, options)
+
+    return attend
 
 
 def torch_cudnn() -> Kernel:
@@ -351,52 +359,6 @@ def torch_cudnn() -> Kernel:
         attention = torch.ops.aten._cudnn_attention_forward
         bounds = (cu_seqlens, cu_seqlens, case.longest, case.longest)
         return attention(q, k, v, None, *bounds, True, 0.0, True, False)[0]
-
-    return attend
-
-
-def flash_attn_4() -> Kernel:
-    from flash_attn.cute import flash_attn_varlen_func
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, case: Case) -> Tensor:
-        out, _ = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=case.longest,
-            max_seqlen_k=case.longest,
-            causal=True,
-            window_size=(None, None) if case.window is None else (case.window - 1, 0),
-        )
-        return out
-
-    return attend
-
-
-def flash_attn_3() -> Kernel:
-    from flash_attn_interface import flash_attn_varlen_func
-
-    return as_flash_attention(flash_attn_varlen_func)
-
-
-def flash_attn_2() -> Kernel:
-    from flash_attn import flash_attn_varlen_func
-
-    return as_flash_attention(flash_attn_varlen_func)
-
-
-def as_flash_attention(function: Callable[..., Tensor]) -> Kernel:
-    """A kernel of the signature that the package itself runs."""
-    from unsloth_pack.attention import AttentionOptions
-    from unsloth_pack.attention.flash import VarlenKernel
-
-    kernel = VarlenKernel(function.__module__, function)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, case: Case) -> Tensor:
-        options = AttentionOptions(q.shape[-1] ** -0.5, case.window)
-        return kernel.call(q, k, v, cu_seqlens, case.longest, options)
 
     return attend
 
@@ -454,12 +416,12 @@ def flex() -> Kernel:
 
 
 KERNELS: dict[str, Callable[[], Kernel]] = {
-    "torch": torch_flash,
-    "fa4": flash_attn_4,
+    "torch": partial(flash_attention, flash.torch_flash),
+    "fa4": partial(flash_attention, flash.flash_attn_4),
     "torch-cudnn": torch_cudnn,
     "cudnn": cudnn_frontend,
-    "fa3": flash_attn_3,
-    "fa2": flash_attn_2,
+    "fa3": partial(flash_attention, flash.flash_attn_3),
+    "fa2": partial(flash_attention, flash.flash_attn_2),
     "flex": flex,
 }
 
