@@ -1,5 +1,8 @@
 """Every backend that runs here against attention written out document by document in float64."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import DEVICE, error
@@ -13,7 +16,7 @@ from unsloth_pack.attention import (
     choose_backend,
     why_unavailable,
 )
-from unsloth_pack.attention.flash import refuse_int32_overflow
+from unsloth_pack.attention.flash import flash_attn_4, refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.layout import PackedRow
 
@@ -97,6 +100,35 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
         )
         for what, g, p, t in zip(["out", "q", "k", "v"], got, plain, truth, strict=True):
             assert error(g, t) <= 1.5 * error(p, t), (name, what)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
+    """Its fourth place is no `cu_seqlens`; a left bound of -1 hides every key where there is a right one."""
+    lengths = (5, 33, 20)
+
+    def flash_attn_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, **given):
+        assert qv is None
+        assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, 5, 38, 58]
+        assert given["max_seqlen_q"] == given["max_seqlen_k"] == 33
+        assert given["causal"]
+        before, after = given["window_size"]
+        assert (before, after) == (None, None) or (before >= 0 and after == 0)
+        window = None if before is None else before + 1
+        meant = AttentionOptions(given["softmax_scale"], window, given["softcap"] or None)
+        return written_out(q, k, v, lengths, meant), None
+
+    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=module))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    torch.manual_seed(0)
+    tensors = [torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2)]
+    row = PackedRow.of_lengths(lengths, torch.device("cpu"))
+    kernel = flash_attn_4()
+    out = kernel.call(*tensors, row.cu_seqlens, row.longest, options)
+    assert torch.equal(out, written_out(*tensors, lengths, options))
+    assert "softcap" in kernel.options
+    assert "dropout_p" not in kernel.options
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
