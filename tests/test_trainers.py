@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.packing import pack_dataset
+from unsloth_pack.trl import sft_config
 
 BOUND = 1e-4
 SIZES = [(5, 30), (12, 3), (1, 9), (20, 21), (2, 2), (7, 50), (3, 11), (30, 28), (1, 1), (16, 4)]  # bytes
@@ -255,3 +256,15 @@ def test_in_a_bare_loop(folder, truth):
         total += out.loss.item()
     grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
     assert_the_update_is(truth["completion"], grads, total)
+
+
+def test_one_process_takes_one_of_several_gpus(monkeypatch, tmp_path):
+    """With more, the trainer would wrap the model in DataParallel, which TRL refuses."""
+
+    def two_gpus(arguments):
+        arguments._n_gpu = 2
+        return torch.device("cpu")
+
+    monkeypatch.setattr(SFTConfig, "_setup_devices", property(two_gpus))
+    assert SFTConfig(str(tmp_path), bf16=False).n_gpu == 2
+    assert sft_config(str(tmp_path), padding_free=True, dtype=torch.float32).n_gpu == 1

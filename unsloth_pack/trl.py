@@ -77,6 +77,8 @@ def sft_config(
         # Weights as they are, gradients summed in float32: accelerate's own policy would cast the rotary
         # tables, the loss and the gradients to bfloat16.
         config.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # A process trains on one GPU: with more in sight, the trainer would make replicas that share one forward.
+    config._n_gpu = min(1, config.n_gpu)
     return config
 
 

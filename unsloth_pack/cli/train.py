@@ -208,6 +208,9 @@ def _device_name(device: Any, count: int) -> str:
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    if count == 1 and device.type == "cuda" and torch.cuda.device_count() > 1:
+        n_gpus = torch.cuda.device_count()
+        return f"{name}, one of {n_gpus} (torchrun --nproc_per_node {n_gpus} cli.py trains on all)"
     return name if count == 1 else f"{count} x {name}"
 
 
