@@ -23,3 +23,21 @@ def pytest_collection_modifyitems(config, items):
 def plain_torch_on_a_cpu(monkeypatch):
     """What a user without a GPU runs; the interpreter, which truncates to bfloat16, is for tests/kernels."""
     monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
+
+
+@pytest.fixture
+def leak(monkeypatch):
+    """Attention whose first boundary is off by one."""
+    from unsloth_pack.layout import PackedRow
+
+    right = PackedRow.stacks.func
+
+    def shifted(row):
+        if len(row.lengths) < 2:
+            return right(row)
+        wrong = PackedRow.of_lengths((row.lengths[0] + 1, row.lengths[1] - 1, *row.lengths[2:]), row.device)
+        row.__dict__["unstack"] = wrong.unstack
+        return right(wrong)
+
+    monkeypatch.setattr(PackedRow, "stacks", property(shifted))
+    monkeypatch.setattr("unsloth_pack.leak_probe._LENGTHS", (7, 3, 16, 2))

@@ -12,7 +12,6 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import LeakFound, leak_probe, patch_model, probe
-from unsloth_pack.layout import PackedRow
 
 LENGTHS = [9, 14, 5]
 ROW = {
@@ -26,22 +25,6 @@ def patched(arch="llama", **overrides):
     model = tiny_model(arch, device="cpu", **overrides)
     patch_model(model)
     return model.train()
-
-
-@pytest.fixture
-def leak(monkeypatch):
-    """Attention whose first boundary is off by one."""
-    right = PackedRow.stacks.func
-
-    def shifted(row):
-        if len(row.lengths) < 2:
-            return right(row)
-        wrong = PackedRow.of_lengths((row.lengths[0] + 1, row.lengths[1] - 1, *row.lengths[2:]), row.device)
-        row.__dict__["unstack"] = wrong.unstack
-        return right(wrong)
-
-    monkeypatch.setattr(PackedRow, "stacks", property(shifted))
-    monkeypatch.setattr(leak_probe, "_LENGTHS", (7, 3, 16, 2))
 
 
 @pytest.fixture

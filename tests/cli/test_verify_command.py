@@ -8,23 +8,6 @@ from cli_runs import losses, tree
 from transformers import GPT2Config
 
 from unsloth_pack.cli import main
-from unsloth_pack.layout import PackedRow
-
-
-@pytest.fixture
-def leak(monkeypatch):
-    """Attention whose first boundary is off by one."""
-    right = PackedRow.stacks.func
-
-    def shifted(row):
-        if len(row.lengths) < 2:
-            return right(row)
-        wrong = PackedRow.of_lengths((row.lengths[0] + 1, row.lengths[1] - 1, *row.lengths[2:]), row.device)
-        row.__dict__["unstack"] = wrong.unstack
-        return right(wrong)
-
-    monkeypatch.setattr(PackedRow, "stacks", property(shifted))
-    monkeypatch.setattr("unsloth_pack.leak_probe._LENGTHS", (7, 3, 16, 2))
 
 
 def test_a_line_a_verdict_and_a_table(model, data, capsys):
