@@ -117,6 +117,10 @@ class WholeCheckpoints(Trainer):
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState(**state)
         else:
+            if (
+                state
+            ):  # a share of all updates was counted out then; transformers would warn of the difference
+                self.args.eval_steps = state["eval_steps"]
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """`unsloth-pack train` from end to end on a tiny model."""
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -210,6 +211,19 @@ def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(train, 
     shutil.rmtree(tmp_path / "out" / "checkpoint-5")
     assert main(["--resume", "--output_dir", out]) == 0
     assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5]
+
+
+def test_resume_with_evaluation_warns_of_nothing(train, data, tmp_path, monkeypatch):
+    assert train(save_steps=2, max_steps=5, eval_dataset=data) == 0
+    evaluated = [line["step"] for line in read_metrics(tmp_path / "out")["log"] if "eval_loss" in line]
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    said = []
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler := logging.Handler()])
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
+    assert not [line for line in said if "trainer_state.json" in line]
+    again = [line["step"] for line in read_metrics(tmp_path / "out")["log"] if "eval_loss" in line]
+    assert again == evaluated != []
 
 
 def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
