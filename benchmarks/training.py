@@ -10,8 +10,9 @@ curve     Memory at every 10 steps of packed training on real text lengths: the 
 start-up  Importing torch, then unsloth_pack, then its entry; loading a model; its first steps with no
           compiled kernel on the disk, and again with those of the run before. Exit code 1 where the first
           step takes more than 60 s.
-context   One document, a row, a step: from --start tokens doubling, then halving the interval down to 4,096,
-          each trial in a process of its own. bfloat16 and 4-bit weights, gradient checkpointing with the
+context   One document, a row, a step: from --start tokens doubling to --most or the model's positions, then
+          halving the interval down to 4,096, each trial in a process of its own; what fits all positions is
+          found at once from --start there. bfloat16 and 4-bit weights, gradient checkpointing with the
           layers' inputs on the host, TRL's SFTTrainer; the same for Unsloth where it is installed.
 
 Models have random weights and are built once under --work.
@@ -50,7 +51,9 @@ def main() -> int:
     add("--dataset", default="demo", help="a file of rows for curve and start-up (default: the demo's)")
     add("--steps", type=int, default=200, help="of curve (default: 200)")
     add("--start", type=int, default=2 * GRAIN, help=f"tokens (default: {2 * GRAIN})")
-    add("--most", type=int, help="tokens; needed where there is no GPU (default: 2**20)")
+    add("--most", type=int, help="tokens; needed where there is no GPU (default: the model's positions)")
+    add("--peers", default="unsloth_pack,unsloth", help="of context, where installed (default: both)")
+    add("--weights", default="bfloat16,4-bit", help="of context (default: both)")
     add("--timeout", type=int, default=900, help="seconds of one trial of context")
     add("--work", type=Path, default=Path(tempfile.gettempdir()) / "unsloth-pack-benchmarks")
     add("--json", type=Path, help="also write every number here")
@@ -230,9 +233,9 @@ def first_steps(args: argparse.Namespace) -> dict[str, Any]:
 
 def context(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     build(args.shape, args.work)
-    peers = ["unsloth_pack"] + ["unsloth"] * (find_spec("unsloth") is not None)
+    peers = [peer for peer in args.peers.split(",") if find_spec(peer) is not None]
     found = []
-    for in_4bit in (False, True):
+    for in_4bit in [name == "4-bit" for name in args.weights.split(",")]:
         for peer in peers:
             trials: list[dict[str, Any]] = []
             longest = search(args, {"peer": peer, "in_4bit": in_4bit}, trials)
@@ -243,8 +246,8 @@ def context(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         print(
             f"{run['peer']:<14}{weights_of(run):<10}{run['longest']:>16,}{best['peak']:>10.1f}{best['seconds']:>10.1f}"
         )
-    if len(peers) == 1:
-        print("unsloth is not installed here")
+    for missing in sorted({*args.peers.split(",")} - {*peers}):
+        print(f"{missing} is not installed here")
     return {"context": found}, any(run["longest"] for run in found)
 
 
