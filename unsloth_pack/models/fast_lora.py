@@ -154,7 +154,7 @@ class _LoraLinears(torch.autograd.Function):
         ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *recipe.inputs)
         ctx.compute, ctx.shape = recipe.compute, x.shape
         ctx.layers = [replace(p, bias=None, b_Or=None) for p in layers]
-        return tuple(y_NO.view(*x.shape[:-1], -1) for y_NO in outputs)
+        return tuple(y_NO.view(*x.shape[:-1], y_NO.shape[-1]) for y_NO in outputs)
 
     @staticmethod
     @once_differentiable

@@ -94,7 +94,8 @@ class _GatedMLP(torch.autograd.Function):
         ctx.plan, ctx.shape = plan, x.shape
         # By reference: what is saved the usual way has to be computed again under checkpointing.
         ctx.tensors = [(tensor, None if tensor is None else tensor._version) for tensor in tensors]
-        return _joined(parts).view(*x.shape[:-1], -1)
+        y_NO = _joined(parts)
+        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -140,10 +141,10 @@ def _gate_and_up(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _tiles(n_tokens: int, n_features: int) -> list[slice]:
     n_tiles = max(1, -(-n_tokens * n_features // _TILE))
-    length = -(-n_tokens // n_tiles)
+    length = max(1, -(-n_tokens // n_tiles))
     if n_tiles > 1:
         length = -(-length // 128) * 128
-    return [slice(start, start + length) for start in range(0, n_tokens, length)]
+    return [slice(start, start + length) for start in range(0, max(1, n_tokens), length)]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
