@@ -1,6 +1,7 @@
 """Every backend that runs here against attention written out document by document in float64."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from unsloth_pack.attention import (
     choose_backend,
     why_unavailable,
 )
-from unsloth_pack.attention.flash import flash_attn_4, refuse_int32_overflow
+from unsloth_pack.attention.flash import refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.layout import PackedRow
 
@@ -117,6 +118,9 @@ def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
         window = None if before is None else before + 1
         meant = AttentionOptions(given["softmax_scale"], window, given["softcap"] or None)
         return written_out(q, k, v, lengths, meant), None
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    from attention import flash_attn_4
 
     module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=module))

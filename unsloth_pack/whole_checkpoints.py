@@ -117,9 +117,7 @@ class WholeCheckpoints(Trainer):
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState(**state)
         else:
-            if (
-                state
-            ):  # a share of all updates was counted out then; transformers would warn of the difference
+            if state:  # a share of all updates, counted out by now: transformers warns of a difference
                 self.args.eval_steps = state["eval_steps"]
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 

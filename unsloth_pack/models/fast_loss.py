@@ -19,11 +19,8 @@ from unsloth_pack.layout import IGNORE_INDEX
 from unsloth_pack.models.fast_lora import GATHERED_BY_MODULE, is_gathered_by_module
 from unsloth_pack.models.spec import ArchSpec
 
-LOSS_KEYWORDS = (
-    "num_items_in_batch",
-    "shift_labels",
-    "ignore_index",
-)  # of a model's call, for its loss alone
+# Of a model's call, for its loss alone.
+LOSS_KEYWORDS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 def why_loss_not_fused(model: Any) -> str | None:
