@@ -3,14 +3,16 @@
     sharded_runs.py '{"output_dir": ["--fsdp", ...], "another": ["--resume"], ...}'
 
 A run that resumes finds the first run there, without its end. Every run prints how its process holds the
-weights when the training has ended.
+weights when the training has ended, and every process what it ends with.
 """
 
+import atexit
 import json
 import shutil
 import sys
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -42,6 +44,7 @@ def copy_without_end(folder, into):
 
 
 RunTrainer.trained_weights = shown
+atexit.register(lambda: print("LEFT", not torch.distributed.is_initialized(), flush=True))  # after all others
 runs = json.loads(sys.argv[1])
 first, *_ = map(Path, runs)
 for folder, flags in runs.items():
@@ -53,3 +56,4 @@ for folder, flags in runs.items():
         processes.wait_for_everyone()
     if code := main([*flags, f"--output_dir={folder}"]):
         sys.exit(code)
+    print("SAVED", (Path(folder) / "adapter_model.safetensors").exists(), flush=True)

@@ -73,6 +73,8 @@ def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model
     program = Path(__file__).with_name("sharded_runs.py")
     done = torchrun(2, json.dumps(runs), program=program)
     assert done.returncode == 0, done.stderr
+    for ended in ("LEFT", "SAVED"):
+        assert set(re.findall(f"{ended} (.*)", done.stdout)) == {"True"}
     assert says in " ".join(done.stdout.replace("│", "").split())
     shards = [json.loads(found) for found in re.findall("SHARDS ({.*?})", done.stdout)]
     assert len(shards) >= 2 * len(runs)  # at each end, and at every save

@@ -1,5 +1,6 @@
 """`unsloth-pack train`: check everything, load, train, save, report."""
 
+import atexit
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -44,7 +45,9 @@ def run(arguments: Sequence[str]) -> int:
 
     prepared = prepare(options)
     checks.check_same_data(options, prepared.ledger, prepared.packs)
-    return _train(prepared, Console(quiet=not checks.is_main_process()))
+    code = _train(prepared, Console(quiet=not checks.is_main_process()))
+    _end_together()
+    return code
 
 
 def _train(prepared: "Prepared", console: "Console") -> int:
@@ -99,6 +102,19 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         _show_scores(console, before, after, metrics)
     _show_summary(console, summary, prepared.ledger, metrics)
     return 0
+
+
+def _end_together() -> None:
+    """Wait for the main process to have saved, and leave the group of processes when this one ends.
+
+    A thread of gloo that lets go of a backward pass's reduction while Python ends would abort the process.
+    """
+    from accelerate import PartialState
+
+    state = PartialState()
+    if state.use_distributed:
+        state.wait_for_everyone()
+        atexit.register(state.destroy_process_group)
 
 
 def _load_model(options: TrainOptions) -> Any:
