@@ -23,6 +23,11 @@ from unsloth_pack.trl import RunTrainer
 gather = RunTrainer.trained_weights
 
 
+def say(line):
+    sys.stdout.write(f"{line}\n")  # in one piece: the processes share the pipe
+    sys.stdout.flush()
+
+
 def shown(self):
     model = self.model
     layers = model.get_base_model().base_model.layers
@@ -33,7 +38,7 @@ def shown(self):
         "layers": len(layers),
         "sharded layers": sum(isinstance(layer, FSDPModule) for layer in layers),
     }
-    print("SHARDS", json.dumps(seen), flush=True)
+    say(f"SHARDS {json.dumps(seen)}")
     return gather(self)
 
 
@@ -44,7 +49,7 @@ def copy_without_end(folder, into):
 
 
 RunTrainer.trained_weights = shown
-atexit.register(lambda: print("LEFT", not torch.distributed.is_initialized(), flush=True))  # after all others
+atexit.register(lambda: say(f"LEFT {not torch.distributed.is_initialized()}"))  # after what a run registers
 runs = json.loads(sys.argv[1])
 first, *_ = map(Path, runs)
 for folder, flags in runs.items():
@@ -56,4 +61,4 @@ for folder, flags in runs.items():
         processes.wait_for_everyone()
     if code := main([*flags, f"--output_dir={folder}"]):
         sys.exit(code)
-    print("SAVED", (Path(folder) / "adapter_model.safetensors").exists(), flush=True)
+    say(f"SAVED {(Path(folder) / 'adapter_model.safetensors').exists()}")
