@@ -185,6 +185,13 @@ class FastCausalLM(CountedParameters):
             **kwargs,
         )
 
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+        """Trainers turn checkpointing on by themselves: layers that offload or follow a plan go on so."""
+        layer = self.base_model.layers[0]
+        is_own = layer.gradient_checkpointing and hasattr(layer._gradient_checkpointing_func, "recomputes")
+        if not (enable and is_own):
+            super()._set_gradient_checkpointing(enable=enable, **options)
+
     def _refuse_counted_boundaries(self, labels: Tensor, row: PackedRow) -> None:
         """Once for labels on a device: beside a row described on the host, looking waits for the device."""
         if self.boundary_labels_seen or labels.device.type == "cpu":
