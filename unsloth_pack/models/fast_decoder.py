@@ -98,8 +98,8 @@ class FastDecoder(nn.Module):
         shape = hidden_BTC.shape
         hidden_1NC = hidden_BTC.reshape(1, row.n_tokens, shape[-1])
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            kind = layer.self_attn.layer_type if self.spec.rotary_per_layer_type else None
+        for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
             hidden_1NC = layer(
                 hidden_1NC,
                 attention_mask=None,
