@@ -47,6 +47,19 @@ def test_planned_layers_are_recomputed_and_no_others(n_recomputed, monkeypatch):
     assert str(plan) == f"{n_recomputed} of 2 layers are recomputed"
 
 
+@pytest.mark.parametrize("mode", ["offload", "auto"])
+def test_a_trainer_that_turns_checkpointing_on_leaves_the_mode_as_it_is(mode):
+    model = checkpointed(mode)
+    layers = model.get_decoder().layers
+    chosen = [layer._gradient_checkpointing_func for layer in layers]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(layer._gradient_checkpointing_func is own for layer, own in zip(layers, chosen, strict=True))
+    model.gradient_checkpointing_disable()
+    assert not any(layer.gradient_checkpointing for layer in layers)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(layer.gradient_checkpointing for layer in layers)
+
+
 class FakeGpu:
     """Memory as the plan reads it, in bytes."""
 

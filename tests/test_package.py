@@ -1,6 +1,7 @@
 """The package as a whole: importing it does nothing, and its layers import one way."""
 
 import ast
+import inspect
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import unsloth_pack
+from unsloth_pack import kernels
 
 ROOT = Path(unsloth_pack.__file__).parent
 
@@ -95,3 +97,11 @@ def test_every_public_name_is_there():
         assert getattr(unsloth_pack, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         unsloth_pack.no_such_name  # noqa: B018
+
+
+def test_every_kernel_has_an_oracle_of_its_arguments():
+    functions = [name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))]
+    assert len(functions) > 5
+    for name in functions:
+        kernel, oracle = (inspect.signature(getattr(module, name)) for module in (kernels, kernels.reference))
+        assert [*kernel.parameters] == [*oracle.parameters], name

@@ -49,7 +49,8 @@ class FastLanguageModel:
     ```python
     model, tokenizer = FastLanguageModel.from_pretrained("demo")
     model = FastLanguageModel.get_peft_model(model, r=16)
-    SFTTrainer(model, SFTConfig(packing=True, padding_free=True), train_dataset=rows).train()
+    config = SFTConfig(packing=True, padding_free=True, gradient_checkpointing=False)
+    SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer).train()
     ```
     """
 

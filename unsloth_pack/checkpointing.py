@@ -1,7 +1,6 @@
 """Gradient checkpointing: recompute layers in the backward pass, all or as many as memory asks for."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -43,14 +42,22 @@ def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
         return
     model.enable_input_require_grads()
     if mode is not True:
-        store = HostStore()
+        on_host = _OnHost()
         for layer in decoder.layers:
-            layer._gradient_checkpointing_func = partial(_checkpoint_on_host, store)
+            layer._gradient_checkpointing_func = on_host
 
 
-def _checkpoint_on_host(store: HostStore, function: Callable[..., Any], *args: Any) -> Any:
-    with torch.autograd.graph.saved_tensors_hooks(store.put, store.take):
-        return checkpoint(function, *args, use_reentrant=False)
+class _OnHost:
+    """Checkpoints a layer and holds its input in host memory."""
+
+    recomputes = True
+
+    def __init__(self) -> None:
+        self._store = HostStore()
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(self._store.put, self._store.take):
+            return checkpoint(function, *args, use_reentrant=False)
 
 
 class _AsPlanned:
@@ -61,7 +68,7 @@ class _AsPlanned:
 
     @property
     def recomputes(self) -> bool:
-        """Read by `FastMLP` too."""
+        """Read by `FastMLP` too. `FastCausalLM` leaves alone what has it."""
         return not self._decoder.recompute_plan.keeps(self._number)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
-from unsloth_pack.cli import main
+from unsloth_pack.cli import SUBCOMMANDS, main
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED, Breakage
 from unsloth_pack.cli.options import TrainOptions
 
@@ -157,10 +158,14 @@ def test_known_breakages_name_releases_that_pip_understands():
         assert set(known.releases) <= {*TESTED, *OPTIONAL}
 
 
-@pytest.mark.parametrize("name", ["train", "stats", "pack", "generate", "merge", "doctor"])
-def test_help(name, capsys):
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_help_says_the_default_of_every_flag(name, capsys):
     assert main([name, "--help"]) == 0
-    assert "--debug" in capsys.readouterr().out
+    debug, *flags = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
+    assert debug.startswith("--debug")
+    assert flags
+    for flag in flags:
+        assert re.search(r"default:\s|has\s+to\s+be\s+given", flag)
 
 
 def test_help_lists_every_flag_and_loads_no_torch(capsys):

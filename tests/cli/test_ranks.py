@@ -14,6 +14,9 @@ from cli_runs import losses, read_metrics
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
+from unsloth_pack.cli import sharding
+from unsloth_pack.cli.options import TrainOptions
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -93,3 +96,12 @@ def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model
     assert merged[0].keys() == merged[1].keys()
     assert read_metrics(resumed)["log"][0] == read_metrics(two)["log"][0]  # of the run that it goes on with
     AutoPeftModelForCausalLM.from_pretrained(resumed)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_where_weights_are_whole_each_process_may_choose_what_to_recompute(stage, tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "find_spec", lambda name: name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    sharding.check_sharding(TrainOptions(deepspeed=str(settings), use_gradient_checkpointing="auto"))

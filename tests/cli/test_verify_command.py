@@ -19,9 +19,10 @@ def test_a_line_a_verdict_and_a_table(model, data, capsys):
         assert said in shown
 
 
-def test_json_and_the_flags_reach_the_model(model, capsys):
+@pytest.mark.parametrize("mode", ["offload", "auto"])
+def test_json_and_the_flags_reach_the_model(mode, model, capsys):
     command = ["verify", "--model_name", model, "--json", "--dtype", "bfloat16", "--max_seq_length", "150"]
-    assert main([*command, "--use_gradient_checkpointing", "offload", "--seed", "7"]) == 0
+    assert main([*command, "--use_gradient_checkpointing", mode, "--seed", "7"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["passed"], report["dtype"], report["checkpointing"]) == (True, "bfloat16", True)
     assert sum(report["lengths"]) <= 150

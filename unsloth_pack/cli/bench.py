@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.cli.parser import Parser, boolean, switch_or, whole
+from unsloth_pack.cli.parser import Parser, whole
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ def _parser() -> Parser:
     add("--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)")
     add("--dataset", help="as for training (default: demo)")
     add(
-        "--max_seq_length", type=whole(1), metavar="TOKENS", help="of a packed row (default: 2048, if it can)"
+        "--max_seq_length",
+        type=whole(1),
+        metavar="TOKENS",
+        help="of a packed row (default: 2048, or what the model has)",
     )
     add(
         "--per_device_train_batch_size",
@@ -83,16 +86,14 @@ def _parser() -> Parser:
         help=f"packed rows a step (default: 1); a padded batch holds as many documents, up to {_MOST_PADDED}",
     )
     add("--steps", type=whole(1), help="that are measured, after a warm-up (default: 10)")
-    add("--load_in_4bit", type=boolean, nargs="?", const=True, help="hold the frozen weights in NF4")
+    parser.add_switch("--load_in_4bit", "hold the frozen weights in NF4")
     add("--attn_backend", help="of packed attention in the patched model (default: auto)")
-    add(
+    parser.add_switch(
         "--use_gradient_checkpointing",
-        type=switch_or("offload", "unsloth", "auto"),
-        nargs="?",
-        const=True,
-        help="as for training (default: false); the plain model recomputes every layer unless it is false",
+        "as for training; the plain model recomputes every layer unless it is false",
+        ("offload", "unsloth", "auto"),
     )
-    add("--json", type=boolean, nargs="?", const=True, help="print JSON")
+    parser.add_switch("--json", "print JSON")
     return parser
 
 

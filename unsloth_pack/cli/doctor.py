@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
-from unsloth_pack.cli.parser import Parser, boolean
+from unsloth_pack.cli.parser import Parser
 from unsloth_pack.errors import InputError
 
 _PREFIX = "UNSLOTH_PACK_"
@@ -35,9 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         0 where everything is fine, else 1.
     """
-    parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
-    parser.add_argument("--json", type=boolean, nargs="?", const=True, help="print JSON")
-    as_json = parser.parse(arguments).get("json", False)
+    as_json = _parser().parse(arguments).get("json", False)
 
     lines = [
         line
@@ -50,6 +48,12 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _print(lines)
     return 0 if is_fine else 1
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
+    parser.add_switch("--json", "print JSON")
+    return parser
 
 
 def _device_type() -> str:

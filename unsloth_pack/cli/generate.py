@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from unsloth_pack.cli.parser import Parser, boolean, one_of, real, whole
+from unsloth_pack.cli.parser import DTYPE_HELP, DTYPES, Parser, real, whole
 from unsloth_pack.errors import InputError
 
 
@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.api import FastLanguageModel
 
     new_tokens = given.get("max_new_tokens", 128)
-    names = ("dtype", "load_in_4bit", "attn_backend")
+    names = ("dtype", "load_in_4bit")
     model, tokenizer = FastLanguageModel.from_pretrained(
         given.get("model_name", "demo"),
         max_seq_length=new_tokens,  # at least so many positions are needed
@@ -51,9 +51,8 @@ def _parser() -> Parser:
     parser.add_argument(
         "--temperature", type=real(0), help="of sampling; 0 takes the likeliest token (default: 0)"
     )
-    parser.add_argument("--dtype", type=one_of("bfloat16", "float16", "float32"), help="of the weights")
-    parser.add_argument("--load_in_4bit", type=boolean, nargs="?", const=True, help="hold the weights in NF4")
-    parser.add_argument("--attn_backend", help="of packed attention (default: auto)")
+    parser.add_choice("--dtype", DTYPES, DTYPE_HELP)
+    parser.add_switch("--load_in_4bit", "hold the weights in NF4")
     return parser
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unsloth_pack.cli.checks import check_new_folder
-from unsloth_pack.cli.parser import Parser, one_of
+from unsloth_pack.cli.parser import SAVE_METHODS, Parser
 from unsloth_pack.errors import InputError
 
 
@@ -41,11 +41,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
-    parser.add_argument("--model_name", metavar="FOLDER", help="the adapter's")
-    parser.add_argument("--save_path", metavar="FOLDER", help="new, or empty")
-    parser.add_argument(
-        "--save_method",
-        type=one_of("merged_16bit", "lora"),
-        help="merged_16bit, or lora for the adapter alone (default: merged_16bit)",
-    )
+    parser.add_argument("--model_name", metavar="FOLDER", help="the adapter's; has to be given")
+    parser.add_argument("--save_path", metavar="FOLDER", help="new, or empty; has to be given")
+    parser.add_choice("--save_method", SAVE_METHODS, "lora for the adapter alone (default: merged_16bit)")
     return parser

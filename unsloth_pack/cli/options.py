@@ -8,7 +8,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.cli.parser import LAST_SEED, Parser, boolean, json_object, one_of, real, switch_or, whole
+from unsloth_pack.cli.parser import (
+    DTYPE_HELP,
+    DTYPES,
+    LAST_SEED,
+    SAVE_METHODS,
+    Parser,
+    boolean,
+    json_object,
+    one_of,
+    real,
+    switch_or,
+    whole,
+)
 from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import find_packs, read_manifest
@@ -36,18 +48,21 @@ def _flag(
     return field(default=default, metadata=metadata)
 
 
+def _choice(group: str, default: str | None, choices: Sequence[str], help: str) -> Any:
+    """A flag that takes one word out of a few."""
+    return _flag(group, default, one_of(*choices), help, "|".join(choices))
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """What `train` was asked for. Every field is a flag of its name; None where more decides."""
 
     model_name: str = _flag(MODEL, "demo", str, "the model: demo (bundled), a folder, or a hub name")
     max_seq_length: int = _flag(MODEL, 2048, whole(1), "longest document, or packed row", "TOKENS")
-    dtype: str | None = _flag(
-        MODEL, None, one_of("bfloat16", "float16", "float32"), "of the weights; default: what the device has"
-    )
+    dtype: str | None = _choice(MODEL, None, DTYPES, DTYPE_HELP)
     load_in_4bit: bool = _flag(MODEL, False, boolean, "hold the frozen weights in NF4 (bitsandbytes)")
     load_in_8bit: bool = _flag(MODEL, False, boolean, "hold the frozen weights in int8 (bitsandbytes)")
-    load_in_fp8: bool = _flag(MODEL, False, boolean, "hold the frozen weights in fp8; on GPUs that have it")
+    load_in_fp8: bool = _flag(MODEL, False, boolean, "hold the frozen weights in fp8, on GPUs that have it")
     attn_backend: str = _flag(
         MODEL, "auto", str, "of packed attention: auto, flash, xformers or sdpa; see `unsloth-pack doctor`"
     )
@@ -55,13 +70,14 @@ class TrainOptions:
     r: int = _flag(ADAPTER, 16, whole(1), "rank of the adapter")
     lora_alpha: float = _flag(ADAPTER, 16.0, real(above=0), "the adapter's output is scaled by alpha / r")
     lora_dropout: float = _flag(ADAPTER, 0.0, real(0, below=1), "probability of dropping an adapter's input")
-    bias: str = _flag(ADAPTER, "none", one_of("none", "all", "lora_only"), "which biases train")
+    bias: str = _choice(ADAPTER, "none", ("none", "all", "lora_only"), "which biases train")
     use_gradient_checkpointing: bool | str = _flag(
         ADAPTER,
         False,
         switch_or("offload", "unsloth", "auto"),
         "recompute layers in the backward pass; offload (or unsloth) also holds their inputs in host memory; "
         "auto recomputes as few as memory allows",
+        "true|false|offload|unsloth|auto",
     )
     random_state: int = _flag(ADAPTER, 3407, whole(0, LAST_SEED), "seed of the adapter's initial weights")
     use_rslora: bool = _flag(ADAPTER, False, boolean, "scale by alpha / sqrt(r)")
@@ -115,7 +131,11 @@ class TrainOptions:
         TRAINING, None, whole(1), "stop here; default: 400, or what num_train_epochs says", "UPDATES"
     )
     num_train_epochs: float | None = _flag(
-        TRAINING, None, real(above=0), "passes over the data, where max_steps is not given", "EPOCHS"
+        TRAINING,
+        None,
+        real(above=0),
+        "passes over the data, where max_steps is not given; default: as many as it takes",
+        "EPOCHS",
     )
     learning_rate: float = _flag(TRAINING, 2e-4, real(above=0), "at its peak")
     optim: str | None = _flag(
@@ -133,18 +153,23 @@ class TrainOptions:
         None,
         str,
         "shard the weights over torchrun's processes by FSDP2: full, keep (they stay gathered between "
-        "forward and backward), or a json or yaml file of fsdp_config; the flag alone means full",
+        "forward and backward), or a json or yaml file of fsdp_config; the flag alone means full; default: "
+        "each process holds all",
         "PRESET",
         bare="full",
     )
     deepspeed: str | None = _flag(
-        TRAINING, None, str, "shard by DeepSpeed: zero2, zero3, or a json file of its settings", "PRESET"
+        TRAINING,
+        None,
+        str,
+        "shard by DeepSpeed: zero2, zero3, or a json or yaml file of its settings; default: not",
+        "PRESET",
     )
-    on_nonfinite: str = _flag(
+    on_nonfinite: str = _choice(
         TRAINING,
         "stop",
-        one_of("stop", "skip"),
-        "what an update does whose loss or gradient is not finite; it is never applied",
+        ("stop", "skip"),
+        "what the run does after an update whose loss or gradient is not finite, which is never applied",
     )
 
     output_dir: str | None = _flag(
@@ -160,16 +185,20 @@ class TrainOptions:
     overwrite_output_dir: bool = _flag(OUTPUT, False, boolean, "replace the run that output_dir holds")
     logging_steps: int = _flag(OUTPUT, 1, whole(1), "log so often", "UPDATES")
     save_steps: int | None = _flag(
-        OUTPUT, None, whole(1), "save a checkpoint so often, keep two; default: only on Ctrl-C", "UPDATES"
+        OUTPUT,
+        None,
+        whole(1),
+        "save a checkpoint so often, keep two; default: only where the run stops early",
+        "UPDATES",
     )
     report_to: str = _flag(OUTPUT, "none", str, "none, all, or a tracker: tensorboard, wandb, ...")
     save_model: bool = _flag(OUTPUT, False, boolean, "also save the merged model at the end")
-    save_method: str = _flag(OUTPUT, "merged_16bit", one_of("merged_16bit", "lora"), "how save_model saves")
+    save_method: str = _choice(OUTPUT, "merged_16bit", SAVE_METHODS, "how save_model saves")
     save_path: str | None = _flag(
         OUTPUT, None, str, "where save_model saves; default: merged in output_dir", "FOLDER"
     )
     config: str | None = _flag(
-        OUTPUT, None, str, "flags by name in a yaml file; the command line wins", "FILE"
+        OUTPUT, None, str, "flags by name in a yaml file; the command line wins; default: none", "FILE"
     )
 
     @property
@@ -212,7 +241,8 @@ def train_parser() -> Parser:
     parser = Parser(
         prog="unsloth-pack",
         usage="unsloth-pack [train] [flags]",
-        description="Train a LoRA adapter. Without flags: the bundled model on the bundled data.",
+        description="Train a LoRA adapter. Without flags: the bundled model on the bundled data, whose own "
+        f"defaults are {', '.join(f'{name} {value}' for name, value in DEMO_DEFAULTS.items())}.",
         epilog=f"Other subcommands: {others}. Each has its own --help.",
     )
     groups = {name: parser.add_argument_group(name) for name in (MODEL, ADAPTER, DATA, TRAINING, OUTPUT)}
@@ -222,7 +252,8 @@ def train_parser() -> Parser:
         arguments = {"dest": option.name, "type": about["kind"], "metavar": about["unit"] or "VALUE"}
         arguments["help"] = about["help"]
         if "bool" in str(option.type):
-            arguments |= {"nargs": "?", "const": True, "metavar": "true|false"}
+            arguments |= {"nargs": "?", "const": True, "metavar": about["unit"] or "true|false"}
+            arguments["help"] += " (default: false)" if option.default is False else ""
         elif about["bare"] is not None:
             arguments |= {"nargs": "?", "const": about["bare"]}
         elif option.default is not None:

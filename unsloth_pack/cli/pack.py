@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.cli.checks import check_new_folder, check_writable
-from unsloth_pack.cli.parser import LAST_SEED, Parser, boolean, one_of, whole
+from unsloth_pack.cli.parser import LAST_SEED, Parser, whole
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.plan import STRATEGIES
 
@@ -70,24 +70,20 @@ def _parser() -> Parser:
         prog="unsloth-pack pack", description="Tokenise and pack once; `train --dataset DIR` reads it."
     )
     add = parser.add_argument
-    add("--dataset", help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name")
+    add(
+        "--dataset",
+        help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name (default: demo)",
+    )
     add("--model_name", help="whose tokenizer: demo, a folder, or a hub name (default: demo)")
     add("--max_seq_length", type=whole(1), metavar="TOKENS", help="of a packed row (default: 2048)")
-    add("--out", metavar="DIR", help="gets the packs; new, or empty")
-    add("--strategy", type=one_of(*STRATEGIES), help=f"{', '.join(STRATEGIES)} (default: bfd)")
-    add(
-        "--train_on_responses_only",
-        type=boolean,
-        nargs="?",
-        const=True,
-        metavar="true|false",
-        help="no loss on what the user says in conversations",
-    )
+    add("--out", metavar="DIR", help="gets the packs; new, or empty; has to be given")
+    parser.add_choice("--strategy", STRATEGIES, "which documents share a row (default: bfd)")
+    parser.add_switch("--train_on_responses_only", "no loss on what the user says in conversations")
     add(
         "--seed",
         type=whole(0, LAST_SEED),
         help="plan over the documents in a random order; default: as they come",
     )
     add("--rows_per_shard", type=whole(1), metavar="ROWS", help="default: as many as make 256 MiB")
-    add("--json", type=boolean, nargs="?", const=True, metavar="true|false", help="print the manifest")
+    parser.add_switch("--json", "print the manifest as JSON")
     return parser

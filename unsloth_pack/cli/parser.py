@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 from unsloth_pack.errors import InputError
 
 LAST_SEED = 2**32 - 1  # of numpy
+DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_HELP = "of the weights; default: bfloat16 where the GPU has it, else float16 on it, float32 on a CPU"
+SAVE_METHODS = ("merged_16bit", "lora")
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,6 +22,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def add_choice(self, name: str, choices: Sequence[str], help: str) -> None:
+        """A flag that takes one word out of a few, which its help lists."""
+        self.add_argument(name, type=one_of(*choices), metavar="|".join(choices), help=help)
+
+    def add_switch(self, name: str, help: str, words: Sequence[str] = ()) -> None:
+        """A flag that is true when bare, false by default, and may take a few words more."""
+        metavar = "|".join(("true", "false", *words))
+        help = f"{help} (default: false)"
+        self.add_argument(name, type=switch_or(*words), nargs="?", const=True, metavar=metavar, help=help)
 
     def error(self, message: str) -> NoReturn:
         remedy = "" if ";" in message else f"; see `{self.prog} --help`"
@@ -101,7 +114,7 @@ def switch_or(*words: str) -> Callable[[str], bool | str]:
     def read(text: str) -> bool | str:
         if text in words:
             return text
-        if text.lower() not in ("true", "false"):
+        if words and text.lower() not in ("true", "false"):
             raise _refused(text, f"one of true, false, {', '.join(words)}")
         return boolean(text)
 

@@ -13,7 +13,7 @@ from unsloth_pack.errors import InputError
 # transformers' `fsdp_config`, without version and wrapping, which `_fsdp_config` adds to all
 FSDP_PRESETS: dict[str, dict[str, Any]] = {
     "full": {},  # a layer's weights are gathered for its forward pass, and again for its backward pass
-    "keep": {"reshard_after_forward": False},  # gathered once an update, and held between the two
+    "keep": {"reshard_after_forward": False},  # gathered once, and held between the two
 }
 # What a file may set there, and to what; None for anything. Layers are checkpointed by another flag.
 _FSDP_SETTINGS: dict[str, tuple[Any, ...] | None] = {
@@ -61,7 +61,7 @@ def check_sharding(options: TrainOptions) -> None:
                 f"{name} shards 16-bit weights and {loaded_in} is set; drop one of them (several GPUs train "
                 f"quantised weights without --{name})"
             )
-    if options.use_gradient_checkpointing == "auto" and stage != 2:
+    if options.use_gradient_checkpointing == "auto" and stage not in (1, 2):  # those leave the weights whole
         raise InputError(
             f"use_gradient_checkpointing is 'auto', which every process decides for itself, and {name} "
             f"{given!r} needs them in step; give true or offload"

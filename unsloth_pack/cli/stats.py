@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.cli.checks import check_writable
-from unsloth_pack.cli.parser import Parser, boolean, whole
+from unsloth_pack.cli.parser import Parser, whole
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ def _parser() -> Parser:
         prog="unsloth-pack stats", description="Document lengths, and a forecast of packing them."
     )
     add = parser.add_argument
-    add("--dataset", help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name")
+    add(
+        "--dataset",
+        help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name (default: demo)",
+    )
     add("--model_name", help="whose tokenizer: demo, a folder, or a hub name (default: demo)")
     add("--binsize", type=whole(1), metavar="TOKENS", help="of the histogram (default: 512)")
     add(
@@ -76,7 +79,13 @@ def _parser() -> Parser:
         metavar="TOKENS,...",
         help="row lengths to forecast (default: 1024,2048,4096)",
     )
-    add("--world_size", "--world-size", type=whole(1), metavar="RANKS", help="default: 1")
+    add(
+        "--world_size",
+        "--world-size",
+        type=whole(1),
+        metavar="RANKS",
+        help="that share the rows (default: 1)",
+    )
     add(
         *("--per_device_train_batch", "--per-device-train-batch"),
         type=whole(1),
@@ -93,12 +102,12 @@ def _parser() -> Parser:
         *("--image_sizes", "--image-sizes"),
         type=_sizes,
         metavar="HxW,...",
-        help="forecast as if every document held images of these sizes, in pixels, beside its text",
+        help="in pixels; forecast as if every document held such images beside its text (default: none)",
     )
     add("--vision_patch", type=whole(1), metavar="PIXELS", help="side of a vision patch (default: 16)")
     add("--vision_merge", type=whole(1), metavar="PATCHES", help="merged to a token, a side (default: 2)")
-    add("--json", type=boolean, nargs="?", const=True, help="print JSON")
-    add("--png", metavar="FILE", help="also draw the histogram")
+    parser.add_switch("--json", "print JSON")
+    add("--png", metavar="FILE", help="also draw the histogram (default: not)")
     return parser
 
 

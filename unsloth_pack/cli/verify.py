@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.cli.parser import LAST_SEED, Parser, boolean, one_of, switch_or, whole
+from unsloth_pack.cli.parser import DTYPE_HELP, DTYPES, LAST_SEED, Parser, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,20 +56,19 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)")
     add("--dataset", help="documents to pack, as for training (default: random tokens)")
-    add("--max_seq_length", type=whole(1), metavar="TOKENS", help=f"of the row (default: {_ROOM}, if it can)")
-    add("--dtype", type=one_of("bfloat16", "float16", "float32"), help="of the weights")
-    add("--load_in_4bit", type=boolean, nargs="?", const=True, help="hold the frozen weights in NF4")
-    add("--load_in_8bit", type=boolean, nargs="?", const=True, help="hold the frozen weights in int8")
-    add("--attn_backend", help="of packed attention (default: auto)")
     add(
-        "--use_gradient_checkpointing",
-        type=switch_or("offload", "unsloth"),
-        nargs="?",
-        const=True,
-        help="as for training (default: false)",
+        "--max_seq_length",
+        type=whole(1),
+        metavar="TOKENS",
+        help=f"of the row (default: {_ROOM}, or what the model has)",
     )
+    parser.add_choice("--dtype", DTYPES, DTYPE_HELP)
+    parser.add_switch("--load_in_4bit", "hold the frozen weights in NF4")
+    parser.add_switch("--load_in_8bit", "hold the frozen weights in int8")
+    add("--attn_backend", help="of packed attention (default: auto)")
+    parser.add_switch("--use_gradient_checkpointing", "as for training", ("offload", "unsloth", "auto"))
     add("--seed", type=whole(0, LAST_SEED), help="of the random tokens and the adapter (default: 3407)")
-    add("--json", type=boolean, nargs="?", const=True, help="print JSON")
+    parser.add_switch("--json", "print JSON")
     return parser
 
 

@@ -1,7 +1,8 @@
-"""Fused kernels: plain functions with autograd, each with a torch oracle of the same name in `reference`.
+"""Fused kernels: plain functions, each with a torch oracle of the same name and arguments in `reference`.
 
-CUDA tensors run on Triton. CPU tensors run on the oracle, or on Triton's interpreter when TRITON_INTERPRET=1
-is set before the first import. Triton itself is optional.
+They have autograd, but for those of fp8 and `gated_backward_`, which stand inside of autograd nodes. CUDA
+tensors run on Triton, or on torch's own GEMMs. CPU tensors run on the oracle, or on Triton's interpreter when
+TRITON_INTERPRET=1 is set before the first import. Triton itself is optional.
 """
 
 from .fp8 import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows

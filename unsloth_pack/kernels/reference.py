@@ -155,3 +155,10 @@ def fp8_linear(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: t
     """x Wᵀ: `[N, O]` from `[N, I]` and `[O, I]`, each e4m3 values and a scale a row."""
     (x_values, x_scale), (w_values, w_scale) = x, weight
     return ((x_values.float() @ w_values.float().t()) * x_scale * w_scale.t()).to(dtype)
+
+
+def fp8_linear_backward(g: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    """g W: `[N, I]` from `[N, O]` and `[O, I]`, g quantised with the weight's scales in it."""
+    w_values, w_scale = weight
+    g_values, g_scale = quantize_rows(g, w_scale)
+    return ((g_values.float() * g_scale) @ w_values.float()).to(g.dtype)

@@ -98,8 +98,8 @@ class FastDecoder(nn.Module):
         shape = hidden_BTC.shape
         hidden_1NC = hidden_BTC.reshape(1, row.n_tokens, shape[-1])
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            kind = layer.self_attn.layer_type if self.spec.rotary_per_layer_type else None
+        for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
             hidden_1NC = layer(
                 hidden_1NC,
                 attention_mask=None,
@@ -184,6 +184,13 @@ class FastCausalLM(CountedParameters):
             packed_row=row,
             **kwargs,
         )
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+        """Trainers turn checkpointing on by themselves: layers that offload or follow a plan go on so."""
+        layer = self.base_model.layers[0]
+        is_own = layer.gradient_checkpointing and hasattr(layer._gradient_checkpointing_func, "recomputes")
+        if not (enable and is_own):
+            super()._set_gradient_checkpointing(enable=enable, **options)
 
     def _refuse_counted_boundaries(self, labels: Tensor, row: PackedRow) -> None:
         """Once for labels on a device: beside a row described on the host, looking waits for the device."""

@@ -51,10 +51,11 @@ def write_packs(
     nothing that could be taken for packs.
 
     Args:
-        documents: `input_ids` and `labels`, as `tokenize` gives them.
+        documents: `input_ids` and `labels`, as `unsloth_pack.data.tokenize.tokenize` gives them.
         folder: new, or empty.
         capacity, strategy: as for `pack_dataset`; the rows are the same, in the same order.
-        tokenizer_hash, ledger: of the tokenizer and of the tokens it made, both from `unsloth_pack.data`.
+        tokenizer_hash: from `unsloth_pack.data.tokenizer_hash`.
+        ledger: of the documents' tokens, also from `tokenize`.
         seed: plan over the documents in a random order, which changes what shares a row; None: as they come.
         train_on_responses_only, model_name: noted in the manifest.
         rows_per_shard: None for shards of at most 256 MiB of tokens.
