@@ -28,7 +28,7 @@ LAYERS = [
     {"describe"},
     {"graph", "leak_probe"},
     {"attention"},
-    {"layout"},
+    {"layout", "hooks"},
     {"kernels"},
     {"errors"},
 ]

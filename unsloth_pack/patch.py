@@ -172,7 +172,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     for number, (mlp, activation) in enumerate(parts.mlps):
         if activation is not None:
             layer = decoder.layers[number]
-            patch.swap(mlp, FastMLP, activation=activation, decoder_layer=layer, number=number)
+            patch.swap(mlp, FastMLP, decoder_layer=layer, number=number)
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
@@ -284,7 +284,7 @@ def _report(spec: ArchSpec, base: Any, parts: _Parts, backend: str) -> PatchRepo
         if fusable_qk_norm(parts.attentions[0], spec) is not None:
             fused["QK norm"] = "with the rotary embedding"
         else:
-            not_fused["QK norm"] = "wrapped by modules_to_save"
+            not_fused["QK norm"] = "wrapped by modules_to_save, or with hooks"
     fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
     gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
     if gated_mlps:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from unsloth_pack.hooks import has_hooks
 from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
 from unsloth_pack.layout import IGNORE_INDEX
 from unsloth_pack.models.fast_lora import GATHERED_BY_MODULE, is_gathered_by_module
@@ -34,7 +35,7 @@ def why_loss_not_fused(model: Any) -> str | None:
         return f"the head is a {type(head).__name__}"
     if is_gathered_by_module(head.weight):
         return GATHERED_BY_MODULE
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+    if has_hooks(head):
         return "the head has hooks"
     if model.loss_function is not ForCausalLMLoss:
         return "the model has a loss function of its own"
