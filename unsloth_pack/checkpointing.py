@@ -58,14 +58,18 @@ class _AsPlanned:
 
     def __init__(self, decoder: Any, number: int):
         self._decoder, self._number = decoder, number
-
-    @property
-    def recomputes(self) -> bool:
-        """Read by `FastMLP` too."""
-        return not self._decoder.recompute_plan.keeps(self._number)
+        self.recomputes = False  # the layer that runs now; the plan may be another by its recomputation
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        if self.recomputes:
-            return checkpoint(function, *args, use_reentrant=False)
-        with self._decoder.recompute_plan.measured():
+        plan = self._decoder.recompute_plan
+        if not plan.keeps(self._number):
+            return checkpoint(self._checkpointed, function, *args, use_reentrant=False)
+        with plan.measured():
             return function(*args)
+
+    def _checkpointed(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.recomputes = True
+        try:
+            return function(*args)
+        finally:
+            self.recomputes = False
