@@ -1,5 +1,8 @@
 """Legal but unusual use gives what plain transformers and PEFT give, and what cannot be right is noticed."""
 
+import io
+import pickle
+
 import pytest
 import torch
 from tiny import error, random_documents, tiny_model
@@ -8,7 +11,12 @@ from torch.nn.utils import prune
 
 from unsloth_pack import patch_model
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, backends, choose_backend
+from unsloth_pack.attention.dense import attend_dense, causal_mask
 from unsloth_pack.checkpointing import enable_checkpointing
+from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.layout import PackedRow
+from unsloth_pack.models.fast_lora import Recipe, prepared
+from unsloth_pack.patch import patch_of
 
 IDS = random_documents([40])[0][None]
 SLACK = 5e-6  # transformers rotates and normalises in float32, whatever the dtype
@@ -223,3 +231,100 @@ def test_a_backend_first_asked_for_within_a_checkpoint():
     checkpoint(model)
     with torch.autocast("cpu", torch.bfloat16):  # of which nothing was known when the model was patched
         model(input_ids=IDS, labels=IDS, packed_seq_lengths=[IDS.shape[1]]).loss.backward()
+
+
+def test_rotary_tables_outlive_inference_mode():
+    decoder = pair()[1].get_base_model().model
+    with torch.inference_mode():
+        table = decoder.rotary_tables[None].for_row(PackedRow.of_lengths([5, 3], IDS.device))
+    assert not table[0].is_inference()
+    assert not table[1].is_inference()
+
+
+# The loss
+
+
+def full(arch="llama"):
+    _, model = pair(arch)
+    return model.unload().requires_grad_(True)
+
+
+def test_a_second_derivative_is_refused():
+    model = full()
+    weights = list(model.parameters())
+    with pytest.raises(InputError, match="create_graph"):
+        torch.autograd.grad(loss_of(model), weights, create_graph=True)
+    assert len(torch.autograd.grad(loss_of(model), weights)) == len(weights)
+
+
+def test_logits_asked_for_after_the_head_has_changed_are_refused():
+    model = full()
+    out = model(input_ids=IDS, labels=IDS, use_cache=False)
+    out.loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(InputError, match="head has changed"):
+        _ = out.logits
+
+
+# The model as an object
+
+
+@pytest.mark.parametrize("backend", ["flash", "no such"])
+def test_a_patch_that_is_refused_leaves_the_one_before(backend):
+    _, model = pair()
+    patch = patch_of(model)
+    with pytest.raises((BackendUnavailable, InputError)):
+        patch_model(model, backend)
+    assert patch_of(model) is patch
+    model(input_ids=IDS, labels=IDS, packed_seq_lengths=[10, 30]).loss.backward()
+
+
+def test_a_patched_model_is_pickled():
+    _, model = pair()
+    loss_of(model).backward()
+    twin = pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(twin, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    twin.zero_grad()
+    assert torch.equal(loss_of(twin), loss_of(model))
+    loss_of(twin).backward()
+    assert_same_gradients([model, twin])
+    patch_of(twin).undo()
+    assert patch_of(twin) is None
+    assert patch_of(model) is not None
+
+
+def test_arguments_that_no_layer_reads_are_passed_on():
+    _, model = pair()
+    extra = {"token_type_ids": torch.zeros_like(IDS)}
+    losses = [
+        model(input_ids=IDS, labels=IDS, packed_seq_lengths=[10, 30], **more).loss for more in ({}, extra)
+    ]
+    assert torch.equal(*losses)
+
+
+# Parts
+
+
+def test_an_input_changed_in_place_is_not_computed_again():
+    x = torch.ones(3)
+    x.recipe = Recipe(torch.ones, (3,))
+    assert prepared(x)[1] is x.recipe
+    x.mul_(2)
+    recipe = prepared(x)[1]
+    assert torch.equal(recipe.compute(*recipe.inputs), x)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_last_query_faces_the_last_key(softcap):
+    q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (3, 5, 5))
+    options = AttentionOptions(0.3, softcap=softcap)
+    expected = attend_dense(q, k, v, causal_mask(3, 5, None, q.device), options)
+    assert error(attend_dense(q, k, v, None, options), expected) < 1e-12
+
+
+def test_labels_come_to_the_device_of_the_row():
+    row = PackedRow.of_lengths((3, 2), torch.device("meta"))
+    assert row.mask_labels(torch.ones(1, 5, dtype=torch.int64)).device == row.device

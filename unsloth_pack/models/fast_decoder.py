@@ -67,7 +67,7 @@ class FastDecoder(nn.Module):
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("a model call takes either input_ids or inputs_embeds; give exactly one")
-        if not any(kwargs.values()):  # nothing beside the last hidden state is asked for
+        if not self._asks_for_more(kwargs):
             hidden_BTC = self.step_graphs.run(self, row, input_ids)
             if hidden_BTC is not None:
                 return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)
@@ -78,6 +78,11 @@ class FastDecoder(nn.Module):
                 raise
         torch.cuda.empty_cache()
         return self(input_ids, inputs_embeds=inputs_embeds, packed_row=row, **kwargs)
+
+    def _asks_for_more(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call is to return more than the last hidden state, or its layers take more."""
+        is_asked = any(value is not None and value is not False for value in kwargs.values())
+        return is_asked or getattr(self.config, "output_hidden_states", False)
 
     def _plan_recomputation(self, inputs: Tensor | None) -> None:
         if (

@@ -128,7 +128,9 @@ def prepared(x: Tensor) -> tuple[Tensor, Recipe]:
     """x in the dtype that is computed in, and how the backward pass gets it: as it is, or by its recipe."""
     cast = x.to(computes_in(x))
     recipe = getattr(cast, "recipe", None)
-    return cast, Recipe(_itself, (cast,)) if recipe is None else recipe
+    if recipe is None or cast._version:  # a hook has changed it in place
+        recipe = Recipe(_itself, (cast,))
+    return cast, recipe
 
 
 def _itself(x: Tensor) -> Tensor:
