@@ -102,13 +102,15 @@ def why_not_fused(layer: Any) -> str | None:
         return "no adapter here"
     if adapter in layer.lora_variant:
         return type(layer.lora_variant[adapter]).__name__.removesuffix("LinearVariant")
-    if layer.training and not isinstance(layer.lora_dropout[adapter], nn.Identity):
+    lora_a, lora_b = layer.lora_A[adapter], layer.lora_B[adapter]
+    dropout = layer.lora_dropout[adapter]
+    if layer.training and not isinstance(dropout, nn.Identity):
         return "LoRA dropout"
-    if layer.lora_B[adapter].bias is not None:
+    if lora_b.bias is not None:
         return "LoRA bias"
-    if isinstance(layer.lora_A[adapter], FSDPModule) or isinstance(layer.lora_B[adapter], FSDPModule):
+    if isinstance(lora_a, FSDPModule) or isinstance(lora_b, FSDPModule):
         return "FSDP2 gathers its factors by themselves"
-    if has_hooks(base, layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]):
+    if has_hooks(base, lora_a, lora_b, dropout):
         return "hooks inside"
     return None
 
