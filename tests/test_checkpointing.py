@@ -54,10 +54,25 @@ def test_a_trainer_that_turns_checkpointing_on_leaves_the_mode_as_it_is(mode):
     chosen = [layer._gradient_checkpointing_func for layer in layers]
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert all(layer._gradient_checkpointing_func is own for layer, own in zip(layers, chosen, strict=True))
+    model.enable_input_require_grads()
+    has_hook = bool(model.get_input_embeddings()._forward_hooks)
+    assert has_hook is (mode == "offload")  # with a hook no step is captured
     model.gradient_checkpointing_disable()
     assert not any(layer.gradient_checkpointing for layer in layers)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert all(layer.gradient_checkpointing for layer in layers)
+    assert model.get_decoder().recompute_plan is None
+
+
+def test_the_mode_of_the_last_call_counts():
+    model = checkpointed("auto")
+    enable_checkpointing(model, True)
+    assert model.get_decoder().recompute_plan is None
+    assert model.get_input_embeddings()._forward_hooks
+    assert not any(hasattr(x._gradient_checkpointing_func, "recomputes") for x in model.get_decoder().layers)
+    enable_checkpointing(model, "auto")
+    assert model.get_decoder().recompute_plan is not None
+    assert not model.get_input_embeddings()._forward_hooks
 
 
 class FakeGpu:

@@ -1,6 +1,7 @@
 """The captured step against the uncaptured one: the same losses and gradients whatever happens around it."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tiny import error, random_documents, tiny_model
 from torch import nn
 
 from unsloth_pack import patch_model
-from unsloth_pack.graph import RowForm
+from unsloth_pack.graph import RowForm, StepGraphs, _CapturedForm, _DecoderState, _Memory, _Replay
 from unsloth_pack.layout import PackedRow
 
 CPU = torch.device("cpu")
@@ -115,6 +116,99 @@ def test_a_static_row_forgets_the_row_before():
 def test_nothing_is_captured_on_a_cpu():
     model = tiny_model("llama", device="cpu")
     assert "CUDA graphs need CUDA" in patch_model(model).report.not_fused["step"]
+
+
+def scale(decoder):
+    for module in decoder.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(2.0)
+
+
+def replace(decoder):
+    decoder.layers[1].mlp = copy.deepcopy(decoder.layers[1].mlp)
+
+
+def switch_off(decoder):
+    decoder.layers[0].mlp.up_proj.enable_adapters(False)
+
+
+def freeze(decoder):
+    decoder.layers[0].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [scale, replace, switch_off, freeze])
+def test_what_a_graph_takes_for_granted_is_looked_at(change):
+    decoder = tiny_model("llama", device="cpu").get_base_model().model
+    state = _DecoderState(decoder)
+    assert state.holds(decoder)
+    change(decoder)
+    assert not state.holds(decoder)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_no_hook_is_passed_over(register):
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
+    assert _DecoderState(decoder).why_not_captured(row) is None
+    getattr(decoder.layers[0].mlp, register)(lambda *_: None)
+    assert _DecoderState(decoder).why_not_captured(row) == "modules have hooks"
+
+
+def without_kernels(memory, weight):
+    """A form whose graphs compute nothing."""
+    graph = SimpleNamespace(replay=lambda: None)
+    form = SimpleNamespace(
+        memory=memory,
+        forward_graph=graph,
+        backward_graph=graph,
+        hidden=torch.ones(1, 4, 2),
+        grad=torch.ones(1, 4, 2),
+    )
+    form.gradients = lambda: [torch.ones_like(weight)]
+    return form
+
+
+def test_activations_are_used_once_and_by_their_own_row():
+    weight, memory = nn.Parameter(torch.ones(2)), _Memory()
+    forms = [without_kernels(memory, weight) for _ in range(2)]
+    first = _Replay.apply(forms[0], 3, weight).sum()
+    assert memory.is_awaited
+    first.backward(retain_graph=True)
+    assert not memory.is_awaited
+    with pytest.raises(RuntimeError, match="once"):
+        first.backward()
+    second = _Replay.apply(forms[1], 4, weight).sum()
+    with pytest.raises(RuntimeError, match="once"):
+        first.backward()
+    assert memory.is_awaited
+    second.backward()
+    assert weight.grad.tolist() == [2, 2]
+    third = _Replay.apply(forms[0], 4, weight).sum()
+    del third
+    assert not memory.is_awaited
+
+
+def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory():
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
+    graphs, weight = StepGraphs(None), nn.Parameter(torch.ones(2))
+    loss = _Replay.apply(without_kernels(graphs._memory, weight), 3, weight).sum()
+    assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
+    assert "backward pass yet" in graphs.why_not
+    loss.backward()
+
+
+def test_gradients_of_several_dtypes_are_not_rounded():
+    parameters = [torch.zeros(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    flat = torch.tensor([1, 2, 1 + 2**-20, 4])
+    form = SimpleNamespace(
+        flat_grads=flat, parameters=parameters, used=[True, True], sizes=[2, 2], shapes=[(2,), (2,)]
+    )
+    assert torch.equal(torch.cat(_CapturedForm.gradients(form)), flat)
 
 
 # On a GPU

@@ -125,9 +125,7 @@ def test_an_error_ends_one_case(monkeypatch):
 class Replayed:
     """Takes the place of a captured form: runs the row it is given, padded."""
 
-    is_pending = False
-
-    def __init__(self, decoder, form, device, pool):
+    def __init__(self, decoder, form, device, memory):
         self.decoder, self.form = decoder, form
 
     def replay(self, row, input_ids):
@@ -149,7 +147,6 @@ class Stale(Replayed):
 def captures(monkeypatch):
     """Steps that CUDA graphs would hold if they ran here."""
     monkeypatch.setattr("unsloth_pack.patch._why_never_captured", lambda *_: None)
-    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
     return lambda form: monkeypatch.setattr("unsloth_pack.graph._CapturedForm", form)
 
 

@@ -56,7 +56,9 @@ def test_a_change_is_seen_at_once():
     assert base.num_parameters() == n_parameters + 15
     base.model.layers[0].extra = nn.Linear(3, 7, bias=False)
     assert base.num_parameters() == n_parameters + 21
-    del base.model.layers[0].extra
+    base.model.layers[0]._modules["other"] = base.model.layers[0]._modules.pop("extra")
+    assert "model.layers.0.other.weight" in dict(base.named_parameters())
+    del base.model.layers[0].other
     assert len(names(base)) == n_modules
     assert base.num_parameters() == n_parameters
 

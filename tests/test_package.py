@@ -30,7 +30,7 @@ LAYERS = [
     {"describe"},
     {"graph", "leak_probe"},
     {"attention"},
-    {"layout"},
+    {"layout", "hooks"},
     {"kernels"},
     {"errors"},
 ]

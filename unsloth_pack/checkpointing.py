@@ -32,13 +32,15 @@ def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
         raise InputError(
             f"use_gradient_checkpointing is {mode!r}; use False, True, 'offload' (or 'unsloth') or 'auto'"
         )
+    if model.is_gradient_checkpointing:  # in another mode, perhaps
+        model.gradient_checkpointing_disable()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     decoder = model.get_decoder()
     if mode == "auto":
         decoder.recompute_plan = RecomputePlan(decoder)
         for number, layer in enumerate(decoder.layers):
             layer._gradient_checkpointing_func = _AsPlanned(decoder, number)
-        model.disable_input_require_grads()  # a hook, with which no step is captured; nothing here needs it
+        model.disable_input_require_grads()  # a hook, see `FastCausalLM.enable_input_require_grads`
         return
     model.enable_input_require_grads()
     if mode is not True:
@@ -65,14 +67,20 @@ class _AsPlanned:
 
     def __init__(self, decoder: Any, number: int):
         self._decoder, self._number = decoder, number
-
-    @property
-    def recomputes(self) -> bool:
-        """Read by `FastMLP` too. `FastCausalLM` leaves alone what has it."""
-        return not self._decoder.recompute_plan.keeps(self._number)
+        # Read by `FastMLP`, and had by what `FastCausalLM` leaves alone: whether the layer that runs now is
+        # recomputed. The plan may be another by the time of its recomputation.
+        self.recomputes = False
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        if self.recomputes:
-            return checkpoint(function, *args, use_reentrant=False)
-        with self._decoder.recompute_plan.measured():
+        plan = self._decoder.recompute_plan
+        if not plan.keeps(self._number):
+            return checkpoint(self._checkpointed, function, *args, use_reentrant=False)
+        with plan.measured():
             return function(*args)
+
+    def _checkpointed(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.recomputes = True
+        try:
+            return function(*args)
+        finally:
+            self.recomputes = False

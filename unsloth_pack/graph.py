@@ -13,6 +13,8 @@ import logging
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from unsloth_pack.hooks import HOOKS
 from unsloth_pack.layout import PackedRow
 
 _ROWS_BEFORE_CAPTURE = 2  # of a form, so that kernels are compiled and a form that comes once costs nothing
@@ -76,7 +79,7 @@ class StepGraphs:
         self._rows_seen: Counter[RowForm] = Counter()
         self._graphs: dict[RowForm, _CapturedForm] = {}
         self._state: _DecoderState | None = None
-        self._pool: Any = None
+        self._memory = _Memory()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepGraphs":
         return StepGraphs(self._why_never)
@@ -109,7 +112,7 @@ class StepGraphs:
         self.why_not = self._state.why_not_captured(row)
         if self.why_not is not None:
             return None
-        if any(graphs.is_pending for graphs in self._graphs.values()):
+        if self._memory.is_awaited:
             self.why_not = "the row before has not been through its backward pass yet"
             return None
         captured = self._graphs_for(decoder, row)
@@ -132,10 +135,8 @@ class StepGraphs:
         return None if nearest is None else self._graphs[nearest]
 
     def _capture(self, decoder: Any, form: RowForm, device: torch.device) -> "_CapturedForm | None":
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         try:
-            captured = _CapturedForm(decoder, form, device, self._pool)
+            captured = _CapturedForm(decoder, form, device, self._memory)
         except RuntimeError as error:  # out of memory among them
             self._graphs.clear()
             torch.cuda.empty_cache()
@@ -149,20 +150,53 @@ class StepGraphs:
         return captured
 
 
+class _Memory:
+    """The memory pool that all forms share: what one row computes is used up before another is replayed."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._holds: weakref.ref[_Token] | None = None
+
+    @property
+    def pool(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a forward has been replayed whose backward may still come."""
+        return self._holds is not None and self._holds() is not None
+
+    def fill(self, token: "_Token") -> None:
+        """A forward has been replayed."""
+        self._holds = weakref.ref(token)
+
+    def use_up(self, token: "_Token") -> None:
+        """Its backward is to be replayed, which overwrites what it has read.
+
+        Raises:
+            RuntimeError: that has happened before.
+        """
+        if self._holds is None or self._holds() is not token:
+            raise RuntimeError(
+                "a step captured in CUDA graphs goes through its backward pass once; add up the losses "
+                "before it, or run a forward pass for each"
+            )
+        self._holds = None
+
+
 class _CapturedForm:
-    """Two graphs and the static tensors that they read and write.
+    """Two graphs and the static tensors that they read and write."""
 
-    All forms share one memory pool: what one form computes is used up before another is replayed.
-    """
-
-    def __init__(self, decoder: Any, form: RowForm, device: torch.device, pool: Any):
+    def __init__(self, decoder: Any, form: RowForm, device: torch.device, memory: _Memory):
         self.row = PackedRow.static(form.tokens, form.segments, form.longest, device)
         self.input_ids = torch.zeros(1, form.tokens, dtype=torch.int64, device=device)
+        self.memory = memory
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         computed_in = form.autocast or decoder.get_input_embeddings().weight.dtype
         stand_ins = _StandIns(decoder, computed_in)
         leaves = stand_ins.of(self.parameters)
-        self._pending: weakref.ref[Any] | None = None
         computes = {"dtype": form.autocast, "enabled": form.autocast is not None, "cache_enabled": False}
 
         def forward() -> Tensor:
@@ -185,9 +219,9 @@ class _CapturedForm:
         torch.cuda.empty_cache()  # what uncaptured steps held: the graphs have memory of their own
 
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward_graph, pool=pool):
+        with torch.cuda.graph(self.forward_graph, pool=memory.pool):
             hidden = forward()
-        with torch.cuda.graph(self.backward_graph, pool=pool):
+        with torch.cuda.graph(self.backward_graph, pool=memory.pool):
             grads = backward(hidden, self.grad)
             self.used = [grad is not None for grad in grads]
             self.flat_grads = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
@@ -195,11 +229,6 @@ class _CapturedForm:
         self._read_by_graphs = stand_ins, [tables.static_table for tables in decoder.rotary_tables.values()]
         self.shapes = [p.shape for p, used in zip(self.parameters, self.used, strict=True) if used]
         self.sizes = [shape.numel() for shape in self.shapes]
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a forward has been replayed whose backward may still come."""
-        return self._pending is not None and self._pending() is not None
 
     def replay(self, row: PackedRow, input_ids: Tensor) -> Tensor:
         n_tokens = row.n_tokens
@@ -209,7 +238,8 @@ class _CapturedForm:
 
     def gradients(self) -> list[Tensor | None]:
         """A copy of every parameter's gradient: the next replay overwrites the originals."""
-        parts = iter(self.flat_grads.to(self.parameters[0].dtype, copy=True).split(self.sizes))
+        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
+        parts = iter(self.flat_grads.to(dtype, copy=True).split(self.sizes))
         shapes = iter(self.shapes)
         return [next(parts).view(next(shapes)) if used else None for used in self.used]
 
@@ -265,17 +295,17 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, captured, n_tokens, *parameters):
         captured.forward_graph.replay()
         ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, _Token()
-        captured._pending = weakref.ref(ctx.token)
+        captured.memory.fill(ctx.token)
         return captured.hidden[0, :n_tokens].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         captured = ctx.captured
+        captured.memory.use_up(ctx.token)
         captured.grad[0, : ctx.n_tokens].copy_(grad)
         captured.grad[0, ctx.n_tokens :].zero_()
         captured.backward_graph.replay()
-        captured._pending = None
         return None, None, *captured.gradients()
 
 
@@ -285,7 +315,8 @@ class _DecoderState:
     def __init__(self, decoder: Any):
         modules = list(decoder.modules())
         self._decoder = decoder
-        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hooks = [getattr(m, name) for m in modules for name in HOOKS]
+        self._children = [m._modules for m in modules]
         self._parameters = [(m._parameters, name) for m in modules for name in m._parameters]
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
         self._layer_size = sum(p.numel() for p in decoder.layers[0].parameters())
@@ -315,7 +346,8 @@ class _DecoderState:
         parameters = [held[name] for held, name in self._parameters]
         look = [(p.data_ptr(), p.requires_grad) for p in parameters if p is not None]
         adapters = [(m._disable_adapters, m._active_adapter, *m.merged_adapters) for m in self._adapted]
-        return [look, adapters]
+        scalings = [[*m.scaling.values()] for m in self._adapted if hasattr(m, "scaling")]
+        return [look, adapters, scalings, list(chain.from_iterable(map(dict.values, self._children)))]
 
 
 def _longest(row: PackedRow) -> int:

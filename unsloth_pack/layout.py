@@ -148,8 +148,9 @@ class PackedRow:
         return self.upload(place)
 
     def mask_labels(self, labels: Tensor) -> Tensor:
-        """A copy of `labels` (N elements, any shape) without loss at boundaries and on padding."""
-        masked = labels.reshape(-1).clone()
+        """A copy of `labels` (N elements, any shape), on the row's device, without loss at boundaries and on
+        padding."""
+        masked = labels.reshape(-1).to(self.device, copy=True)
         return masked.index_fill_(0, self.unscored, IGNORE_INDEX).view(labels.shape)  # assigning would wait
 
     def once(self, key: Hashable, build: Callable[[], Any]) -> Any:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from unsloth_pack.errors import LeakFound
+from unsloth_pack.hooks import HOOKS
 from unsloth_pack.layout import PackedRow
 
 _LENGTHS = (7, 1, 16, 2, 11)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 logger = logging.getLogger("unsloth_pack")
 
@@ -243,12 +243,12 @@ def _without_hooks(decoder: nn.Module) -> Iterator[None]:
     held = [
         (vars(module), name, vars(module)[name])
         for module in decoder.modules()
-        for name in (*_HOOKS, "gradient_checkpointing")
+        for name in (*HOOKS, "gradient_checkpointing")
         if name in vars(module)
     ]
     try:
         for attributes, name, _ in held:
-            attributes[name] = OrderedDict() if name in _HOOKS else False
+            attributes[name] = OrderedDict() if name in HOOKS else False
         yield
     finally:
         for attributes, name, value in held:

@@ -136,8 +136,20 @@ class Patch:
 @cache
 def _subclass(fast: type, original: type) -> type:
     """`original` with the forward of `fast`, under the original's name: `save_pretrained` writes it."""
-    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(original.__name__, (fast, original), names)
+    names: dict[str, Any] = {
+        name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
+    }
+    return type(original.__name__, (fast, original), {**names, "__reduce_ex__": _reduce})
+
+
+def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """For pickles: the class is not to be found under its name."""
+    return _new, type(module).__bases__, *object.__reduce_ex__(module, protocol)[2:]
+
+
+def _new(fast: type, original: type) -> Any:
+    made: Any = _subclass(fast, original)
+    return made.__new__(made)
 
 
 def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
@@ -157,14 +169,15 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         InputError: the model is built in a way whose documents could not be kept apart.
     """
     base = _transformers_model(model)
-    if earlier := base.__dict__.get(_PATCH):
-        earlier.undo()
     decoder = base.base_model
     spec = spec_of(decoder.config.model_type)
     _refuse_what_would_leak(model, decoder)
     backend = requested_backend(attn_backend)
+    chosen = _choose_backends(spec, decoder, backend)
+    if earlier := base.__dict__.get(_PATCH):  # only now: a refusal leaves the model as patched as it was
+        earlier.undo()
     parts = _Parts.of(decoder)
-    patch = Patch(base, attn_backend, _report(spec, base, parts, backend))
+    patch = Patch(base, attn_backend, _report(spec, base, parts, chosen))
     for attention in parts.attentions:
         patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
     for norm in parts.norms:
@@ -172,7 +185,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     for number, (mlp, activation) in enumerate(parts.mlps):
         if activation is not None:
             layer = decoder.layers[number]
-            patch.swap(mlp, FastMLP, activation=activation, decoder_layer=layer, number=number)
+            patch.swap(mlp, FastMLP, decoder_layer=layer, number=number)
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
@@ -267,16 +280,22 @@ def _why_never_captured(
     return None
 
 
-def _report(spec: ArchSpec, base: Any, parts: _Parts, backend: str) -> PatchReport:
-    decoder = base.base_model
+def _choose_backends(spec: ArchSpec, decoder: Any, backend: str) -> dict[str, str]:
+    """The attention backends of the layers, each with why."""
     embedding = decoder.get_input_embeddings().weight
     chosen: dict[str, str] = {}
-    for attention in parts.attentions:
+    for layer in decoder.layers:
+        attention = layer.self_attn
         options = attention_options(attention, spec)
         need = AttentionNeed(embedding.device.type, embedding.dtype, attention.head_dim, options)
         name, reason = choose_backend(backend, need)
         chosen[name] = reason
-    on_gpu = embedding.device.type == "cuda"
+    return chosen
+
+
+def _report(spec: ArchSpec, base: Any, parts: _Parts, chosen: dict[str, str]) -> PatchReport:
+    decoder = base.base_model
+    on_gpu = decoder.get_input_embeddings().weight.device.type == "cuda"
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
     fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
     not_fused: dict[str, str] = {}
@@ -284,7 +303,7 @@ def _report(spec: ArchSpec, base: Any, parts: _Parts, backend: str) -> PatchRepo
         if fusable_qk_norm(parts.attentions[0], spec) is not None:
             fused["QK norm"] = "with the rotary embedding"
         else:
-            not_fused["QK norm"] = "wrapped by modules_to_save"
+            not_fused["QK norm"] = "wrapped by modules_to_save, or with hooks"
     fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
     gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
     if gated_mlps:

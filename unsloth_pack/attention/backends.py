@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from unsloth_pack.attention import flash, sdpa, xformers
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
@@ -84,7 +85,9 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
     try:
         with (
             torch.random.fork_rng(gpus),  # dropout draws
+            torch.inference_mode(False),
             torch.enable_grad(),
+            saved_tensors_hooks(_itself, _itself),  # a checkpoint around counts what is saved
             torch.autocast(need.device_type, enabled=False),
         ):
             q, k, v = (
@@ -95,3 +98,7 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
     except (RuntimeError, NotImplementedError, ImportError, ValueError, TypeError) as error:
         return f"a tiny step failed with {type(error).__name__}: {str(error).splitlines()[0][:120]}"
     return None
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

@@ -21,7 +21,10 @@ def attend_dense(
     Returns:
         `[B, T, H, D]` in the dtype of `q_BHTD`.
     """
-    is_causal = mask is None and q_BHTD.shape[2] > 1
+    n_queries, n_keys = q_BHTD.shape[2], k_BKSD.shape[2]
+    is_causal = mask is None and n_queries > 1
+    if is_causal and (n_queries != n_keys or options.softcap is not None):  # torch: the first faces the first
+        mask, is_causal = causal_mask(n_queries, n_keys, None, q_BHTD.device), False
     if options.softcap is None:
         out_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
@@ -34,8 +37,6 @@ def attend_dense(
             enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
         )
     else:
-        if is_causal:
-            mask = causal_mask(q_BHTD.shape[2], k_BKSD.shape[2], None, q_BHTD.device)
         out_BHTD = _softcapped(q_BHTD, k_BKSD, v_BKSD, mask, options)
     return out_BHTD.transpose(1, 2)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unsloth_pack.attention import AttentionOptions, attend, attend_dense
 from unsloth_pack.errors import InputError
+from unsloth_pack.hooks import has_hooks
 from unsloth_pack.kernels import QKNorm, rope_qk
 from unsloth_pack.layout import PackedRow
 from unsloth_pack.models.fast_lora import is_gathered_by_module, project
@@ -99,11 +100,11 @@ def attention_options(attention: nn.Module, spec: ArchSpec) -> AttentionOptions:
 def fusable_qk_norm(attention: nn.Module, spec: ArchSpec) -> QKNorm | None:
     """The q and k norms as the rotary kernel takes them, or None.
 
-    None where PEFT's `modules_to_save` wraps them, or ZeRO-3 gathers each by itself.
+    None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.
     """
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
         return None
-    if is_gathered_by_module(q_norm.weight):
+    if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
         return None
     return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")

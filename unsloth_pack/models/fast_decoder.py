@@ -67,7 +67,7 @@ class FastDecoder(nn.Module):
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("a model call takes either input_ids or inputs_embeds; give exactly one")
-        if not any(kwargs.values()):  # nothing beside the last hidden state is asked for
+        if not self._asks_for_more(kwargs):
             hidden_BTC = self.step_graphs.run(self, row, input_ids)
             if hidden_BTC is not None:
                 return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)
@@ -78,6 +78,11 @@ class FastDecoder(nn.Module):
                 raise
         torch.cuda.empty_cache()
         return self(input_ids, inputs_embeds=inputs_embeds, packed_row=row, **kwargs)
+
+    def _asks_for_more(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call is to return more than the last hidden state, or its layers take more."""
+        is_asked = any(value is not None and value is not False for value in kwargs.values())
+        return is_asked or getattr(self.config, "output_hidden_states", False)
 
     def _plan_recomputation(self, inputs: Tensor | None) -> None:
         if (
@@ -190,7 +195,14 @@ class FastCausalLM(CountedParameters):
         layer = self.base_model.layers[0]
         is_own = layer.gradient_checkpointing and hasattr(layer._gradient_checkpointing_func, "recomputes")
         if not (enable and is_own):
+            self.base_model.recompute_plan = None
             super()._set_gradient_checkpointing(enable=enable, **options)
+
+    def enable_input_require_grads(self) -> None:
+        """Not where layers follow a plan: it needs no such hook, with which no step is captured."""
+        self.disable_input_require_grads()  # transformers forgets the hooks of an earlier call
+        if self.base_model.recompute_plan is None:
+            super().enable_input_require_grads()
 
     def _refuse_counted_boundaries(self, labels: Tensor, row: PackedRow) -> None:
         """Once for labels on a device: beside a row described on the host, looking waits for the device."""

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
+from unsloth_pack.hooks import has_hooks
 from unsloth_pack.models import lora_math
 from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.nf4 import LoraLinear4bit, is_linear_4bit, nf4_weight, why_not_opened
@@ -53,10 +53,6 @@ class FastLoraLinear(nn.Module):
         return self._is_plain and dtype == computes_in(x)
 
     @property
-    def has_hooks(self) -> bool:
-        return bool(self._forward_hooks or self._forward_pre_hooks)
-
-    @property
     def _is_plain(self) -> bool:
         return not self.disable_adapters and not self.merged and why_not_fused(self) is None
 
@@ -85,7 +81,7 @@ def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 def run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Whether all layers may take part in one autograd node over x."""
-    return all(isinstance(p, FastLoraLinear) and not p.has_hooks and p.runs_fused(x) for p in layers)
+    return all(isinstance(p, FastLoraLinear) and not has_hooks(p) and p.runs_fused(x) for p in layers)
 
 
 def why_not_fused(layer: Any) -> str | None:
@@ -106,12 +102,16 @@ def why_not_fused(layer: Any) -> str | None:
         return "no adapter here"
     if adapter in layer.lora_variant:
         return type(layer.lora_variant[adapter]).__name__.removesuffix("LinearVariant")
-    if layer.training and not isinstance(layer.lora_dropout[adapter], nn.Identity):
+    lora_a, lora_b = layer.lora_A[adapter], layer.lora_B[adapter]
+    dropout = layer.lora_dropout[adapter]
+    if layer.training and not isinstance(dropout, nn.Identity):
         return "LoRA dropout"
-    if layer.lora_B[adapter].bias is not None:
+    if lora_b.bias is not None:
         return "LoRA bias"
-    if isinstance(layer.lora_A[adapter], FSDPModule) or isinstance(layer.lora_B[adapter], FSDPModule):
+    if isinstance(lora_a, FSDPModule) or isinstance(lora_b, FSDPModule):
         return "FSDP2 gathers its factors by themselves"
+    if has_hooks(base, lora_a, lora_b, dropout):
+        return "hooks inside"
     return None
 
 
@@ -130,7 +130,9 @@ def prepared(x: Tensor) -> tuple[Tensor, Recipe]:
     """x in the dtype that is computed in, and how the backward pass gets it: as it is, or by its recipe."""
     cast = x.to(computes_in(x))
     recipe = getattr(cast, "recipe", None)
-    return cast, Recipe(_itself, (cast,)) if recipe is None else recipe
+    if recipe is None or cast._version:  # a hook has changed it in place
+        recipe = Recipe(_itself, (cast,))
+    return cast, recipe
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -153,16 +155,18 @@ class _LoraLinears(torch.autograd.Function):
         outputs, h_NR = lora_math.forward(x_NI, a_RI, layers)
         ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *recipe.inputs)
         ctx.compute, ctx.shape = recipe.compute, x.shape
+        ctx.versions = lora_math.versions(frozen)
         ctx.layers = [replace(p, bias=None, b_Or=None) for p in layers]
-        return tuple(y_NO.view(*x.shape[:-1], y_NO.shape[-1]) for y_NO in outputs)
+        return tuple(lora_math.shaped(y_NO, x.shape) for y_NO in outputs)
 
     @staticmethod
-    @once_differentiable
+    @lora_math.backward_pass
     def backward(ctx, *grads):
+        lora_math.unchanged(ctx.versions)
         a_RI, h_NR, *saved = ctx.saved_tensors
         b_Ors, inputs = saved[: len(ctx.layers)], saved[len(ctx.layers) :]
         layers = [replace(p, b_Or=b_Or) for p, b_Or in zip(ctx.layers, b_Ors, strict=True)]
-        x_NI = ctx.compute(*inputs).reshape(h_NR.shape[0], -1)
+        x_NI = ctx.compute(*inputs).reshape(-1, ctx.shape[-1])
         g_NOs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         gh_NR = lora_math.backward_to_ranks(g_NOs, a_RI, layers)
         grad_x = None

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from unsloth_pack.errors import InputError
+from unsloth_pack.hooks import has_hooks
 from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
 from unsloth_pack.layout import IGNORE_INDEX
 from unsloth_pack.models.fast_lora import GATHERED_BY_MODULE, is_gathered_by_module
@@ -34,7 +36,7 @@ def why_loss_not_fused(model: Any) -> str | None:
         return f"the head is a {type(head).__name__}"
     if is_gathered_by_module(head.weight):
         return GATHERED_BY_MODULE
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+    if has_hooks(head):
         return "the head has hooks"
     if model.loss_function is not ForCausalLMLoss:
         return "the model has a loss function of its own"
@@ -88,9 +90,20 @@ class FusedLoss:
             scale=1 / spec.divisor_of_logits(config),
             num_items=self._num_items,
         )
+        if loss.requires_grad:
+            loss.register_hook(_refuse_second_derivative)
+        weight, version = self._head.weight, self._head.weight._version
+
+        def make_logits() -> Tensor:
+            if weight._version != version:
+                raise InputError(
+                    "logits are asked for after the head has changed; ask before optimizer.step()"
+                )
+            return logits_of(hidden_BTC, self._head, spec, config)
+
         return LossOutput(
             loss=loss,
-            logits=_Unmade(lambda: logits_of(hidden_BTC, self._head, spec, config)),
+            logits=_Unmade(make_logits),
             past_key_values=decoded.past_key_values,
             hidden_states=decoded.hidden_states,
             attentions=decoded.attentions,
@@ -104,6 +117,12 @@ def logits_of(hidden_BTC: Tensor, head: nn.Linear, spec: ArchSpec, config: Any) 
         logits_BTV = logits_BTV / spec.divisor_of_logits(config)
         softcap = spec.softcap_of_logits(config)
         return logits_BTV if softcap is None else torch.tanh(logits_BTV / softcap) * softcap
+
+
+def _refuse_second_derivative(grad: Tensor) -> None:
+    """torch's `once_differentiable` lets a loss through whose own gradient is a constant, and drops terms."""
+    if torch.is_grad_enabled():
+        raise InputError("create_graph=True: a fused loss has no second derivative; undo the patch")
 
 
 @dataclass(frozen=True)

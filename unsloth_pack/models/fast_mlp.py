@@ -3,12 +3,18 @@
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
+from unsloth_pack.hooks import has_hooks
 from unsloth_pack.kernels import gated, rms_norm
 from unsloth_pack.models.fast_lora import Recipe, project, run_fused
 from unsloth_pack.models.gated_mlp import gated_mlp
 
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> the kernel's
+ACTIVATIONS = {  # the kernel's name of a module's class
+    nn.SiLU: "silu",
+    type(ACT2FN["silu"]): "silu",
+    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
+}
 _MANY_BYTES = 2**27  # of gate and up in a layer
 _SPARING = 448  # width for which every layer would compute them again; fewer do, the wider they are
 
@@ -36,25 +42,26 @@ class FastMLP(nn.Module):
     """Takes the place of a transformers gated MLP's class.
 
     Args:
-        activation: as `kernels.gated` names it.
         decoder_layer: that it is part of.
         number: of that layer, from 0.
     """
 
-    activation: str
     decoder_layer: Any
     number: int
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` through the gate, up and down projections."""
+        activation = _activation_of(self)
+        if activation is None:  # it was replaced, or has got hooks
+            return super().forward(hidden_states)
         is_joined = hasattr(self, "gate_up_proj")
         inner: list[Any] = [self.gate_up_proj] if is_joined else [self.gate_proj, self.up_proj]
         down: Any = self.down_proj
         if run_fused(hidden_states, [*inner, down]):
-            return gated_mlp(hidden_states, inner, down, self.activation, self._keeps(hidden_states))
+            return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
         outputs = project(hidden_states, inner)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return down(gated(gate, up, self.activation))
+        return down(gated(gate, up, activation))
 
     def _keeps(self, x: Tensor) -> bool:
         """Whether gate and up are kept for the backward pass: not where the layer is recomputed anyway.
@@ -63,7 +70,7 @@ class FastMLP(nn.Module):
         4,096 wide, on long rows: a byte of them costs as many FLOP as the layer is wide.
         """
         layer = self.decoder_layer
-        if layer.gradient_checkpointing and layer.training:
+        if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
             return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
         width = x.shape[-1]
         n_bytes: int = 2 * self.down_proj.in_features * x.element_size() * (x.numel() // width)
@@ -80,7 +87,9 @@ def activation_of(mlp: nn.Module) -> str | None:
     has_projections = hasattr(mlp, "down_proj") and (
         hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj")
     )
-    if not has_projections or not hasattr(mlp, "config"):
-        return None
-    name = getattr(mlp.config, "hidden_activation", None) or mlp.config.hidden_act
-    return ACTIVATIONS.get(name)
+    return _activation_of(mlp) if has_projections else None
+
+
+def _activation_of(mlp: nn.Module) -> str | None:
+    act = mlp._modules.get("act_fn") or mlp._modules.get("activation_fn")  # Phi3's name for it
+    return None if act is None or has_hooks(act) else ACTIVATIONS.get(type(act))

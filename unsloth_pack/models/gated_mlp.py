@@ -92,20 +92,19 @@ class _GatedMLP(torch.autograd.Function):
         if plan.start is None:
             ctx.save_for_backward(*inputs, *kept)
         ctx.plan, ctx.shape = plan, x.shape
-        # By reference: what is saved the usual way has to be computed again under checkpointing.
-        ctx.tensors = [(tensor, None if tensor is None else tensor._version) for tensor in tensors]
-        y_NO = _joined(parts)
-        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+        ctx.tensors, ctx.versions = tensors, lora_math.versions(plan.frozen, tensors)
+        return lora_math.shaped(_joined(parts), x.shape)
 
     @staticmethod
-    @once_differentiable
+    @lora_math.backward_pass
     def backward(ctx, grad):
+        lora_math.unchanged(ctx.versions)
         plan = ctx.plan
         saved = (ctx if plan.start is None else plan.start).saved_tensors
         x_NI = plan.compute(*saved[: plan.n_inputs]).reshape(-1, ctx.shape[-1])
         kept = saved[plan.n_inputs :]
         g_NO = grad.reshape(-1, grad.shape[-1])
-        a_RI, inner, a_rF, down = plan.layers(x_NI.dtype, _unchanged(ctx.tensors))
+        a_RI, inner, a_rF, down = plan.layers(x_NI.dtype, ctx.tensors)
         grad_xs: list[Tensor] = []
         sums: list[Tensor] = []
         for tile in _tiles(len(x_NI), a_rF.shape[1]):
@@ -160,14 +159,6 @@ def _added(sums: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _unchanged(tensors: Sequence[tuple[Tensor | None, int | None]]) -> list[Tensor | None]:
-    """The trained tensors, if they are what they were in the forward pass, as autograd itself would ask."""
-    for tensor, version in tensors:
-        if tensor is not None and tensor._version != version:
-            raise RuntimeError("an adapter's weight was modified in place between forward and backward")
-    return [tensor for tensor, _ in tensors]
 
 
 def _by_layer(

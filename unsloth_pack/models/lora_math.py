@@ -9,18 +9,21 @@ Shapes: N tokens, I inputs, O outputs, r rank, R ranks of all layers together; W
 B `[O, r]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
 from unsloth_pack.models.nf4 import Nf4Weight
 
 Frozen = Tensor | Fp8Rows | Nf4Weight
+Versions = list[tuple[Tensor | None, int]]  # of tensors that a node reads again in its backward pass
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,46 @@ def by_layer(
         for p, bias, grad_b in zip(layers, biases, grad_bs, strict=True)
         for grad in (bias, grad_a_RI[p.ranks], grad_b)
     ]
+
+
+def shaped(y_NO: Tensor, shape: Sequence[int]) -> Tensor:
+    """`[..., O]` for an input of this shape. No view to autograd, which forbids changing such in place."""
+    return torch.ops.aten._unsafe_view(y_NO, [*shape[:-1], y_NO.shape[-1]])
+
+
+def versions(frozen: Sequence[tuple[Frozen, float]], tensors: Sequence[Tensor | None] = ()) -> Versions:
+    """What `unchanged` compares with: for tensors that are kept by reference.
+
+    What is saved the usual way has to be computed again under checkpointing, and a quantised weight is no
+    tensor.
+    """
+    memory = [weight if isinstance(weight, Tensor) else weight[0] for weight, _ in frozen]
+    return [(x, 0 if x is None or x.is_inference() else x._version) for x in (*memory, *tensors)]
+
+
+def unchanged(held: Versions) -> None:
+    """Ask what autograd itself would ask of saved tensors.
+
+    Raises:
+        RuntimeError: one was modified in place since the forward pass.
+    """
+    if any(x is not None and not x.is_inference() and x._version != version for x, version in held):
+        raise RuntimeError("a layer's weight was modified in place between forward and backward")
+
+
+def backward_pass(backward: Callable[..., Any]) -> Any:
+    """`once_differentiable`, in the dtypes of the forward pass even where autocast is on by now."""
+
+    @once_differentiable
+    @wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        device = grads[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, *grads)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
 
 
 def _dense(weight: Tensor | Nf4Weight, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ class ModuleWalk:
         self._inner: list[dict[str, nn.Module | None]] = []
         self._leaves: list[dict[str, nn.Module | None]] = []
         self._holders: list[dict[str, nn.Parameter | None]] = []
-        self._look: tuple[list[Any], list[Any]] = ([], [])
+        self._look: tuple[list[Any], ...] = ()
 
     def is_current(self, root: nn.Module) -> bool:
         """Whether the lists still hold: compared in C, which is far cheaper than a walk."""
@@ -43,9 +43,9 @@ class ModuleWalk:
         self._holders = [module._parameters for _, module in modules]
         self._look = self._take_look()
 
-    def _take_look(self) -> tuple[list[Any], list[Any]]:
+    def _take_look(self) -> tuple[list[Any], ...]:
         children = list(chain.from_iterable(map(dict.values, self._inner)))
-        return children, list(chain.from_iterable(self._holders))
+        return children, list(chain.from_iterable(self._inner)), list(chain.from_iterable(self._holders))
 
 
 class ListedModules(nn.Module):

@@ -59,7 +59,8 @@ class RotaryTables:
             prefix = "" if self.layer_type is None else f"{self.layer_type}_"
             inv_freq = getattr(self.rotary_emb, f"{prefix}inv_freq")
             scaling = getattr(self.rotary_emb, f"{prefix}attention_scaling")
-            self.static_table = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
+            with torch.inference_mode(False):  # it outlives the call, and a backward pass may save it
+                self.static_table = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
         return self.static_table
 
     def _table_by_length(self, row: PackedRow, regime_of: "Regime") -> tuple[Tensor, Tensor, Tensor]:

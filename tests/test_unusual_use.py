@@ -1,0 +1,330 @@
+"""Legal but unusual use gives what plain transformers and PEFT give, and what cannot be right is noticed."""
+
+import io
+import pickle
+
+import pytest
+import torch
+from tiny import error, random_documents, tiny_model
+from torch import nn
+from torch.nn.utils import prune
+
+from unsloth_pack import patch_model
+from unsloth_pack.attention import AttentionNeed, AttentionOptions, backends, choose_backend
+from unsloth_pack.attention.dense import attend_dense, causal_mask
+from unsloth_pack.checkpointing import enable_checkpointing
+from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.layout import PackedRow
+from unsloth_pack.models.fast_lora import Recipe, prepared
+from unsloth_pack.patch import patch_of
+
+IDS = random_documents([40])[0][None]
+SLACK = 5e-6  # transformers rotates and normalises in float32, whatever the dtype
+
+
+def pair(arch="llama", prepare=lambda model: None, dtype=torch.float64):
+    """The same model twice, the second one patched."""
+    models = [tiny_model(arch, dtype, device="cpu") for _ in range(2)]
+    for model in models:
+        prepare(model)
+    patch_model(models[1])
+    return models
+
+
+def loss_of(model, ids=IDS):
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def assert_same_gradients(models):
+    plain, ours = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in models)
+    assert plain.keys() == ours.keys()
+    for name, grad in plain.items():
+        assert error(ours[name], grad) < SLACK, name
+
+
+def named(model, ending):
+    return [module for name, module in model.named_modules() if name.endswith(ending)]
+
+
+def layers_of(model):
+    return model.get_base_model().model.layers
+
+
+def checkpoint(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+# Hooks
+
+
+@pytest.mark.parametrize(
+    ("arch", "where"),
+    [
+        ("llama", "base_layer"),
+        ("llama", "lora_A.default"),
+        ("llama", "lora_B.default"),
+        ("llama", "lora_dropout.default"),
+        ("llama", "_proj"),
+        ("llama", "act_fn"),
+        ("phi3", "activation_fn"),
+        ("qwen3", "q_norm"),
+        ("gemma3_text", "k_norm"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_hooks_act_wherever_they_are(arch, where, when, way):
+    def hook(model):
+        for module in named(model, where):
+            if way == "forward":
+                module.register_forward_hook(lambda module, args, output: output * 1.5)
+            else:
+                module.register_full_backward_hook(lambda module, grads, _: tuple(1.5 * g for g in grads))
+
+    models = pair(arch, hook if when == "before" else lambda model: None)
+    for model in models:
+        if when == "after":
+            loss_of(model).backward()
+            model.zero_grad()
+            hook(model)
+        if way == "backward":  # which needs an input that has a gradient
+            model.enable_input_require_grads()
+        loss_of(model).backward()
+    assert_same_gradients(models)
+
+
+@pytest.mark.parametrize("where", ["q_proj", "o_proj", "down_proj", "mlp", "self_attn"])
+def test_a_hook_may_change_an_output_in_place(where):
+    def double(module, args, output):
+        (output if isinstance(output, torch.Tensor) else output[0]).mul_(2)
+
+    def hook(model):
+        for module in named(model, where):
+            module.register_forward_hook(double)
+
+    models = pair(prepare=hook)
+    for model in models:
+        loss_of(model).backward()
+    assert_same_gradients(models)
+
+
+def test_a_pruned_factor_is_pruned_again_at_every_step():
+    models = pair(
+        prepare=lambda model: [
+            prune.l1_unstructured(m, "weight", 0.5) for m in named(model, "lora_A.default")
+        ]
+    )
+    for model in models:
+        loss_of(model).backward()
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
+        model.zero_grad()
+        loss_of(model).backward()
+    assert_same_gradients(models)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_activation_that_was_replaced_is_used(when):
+    def replace(model):
+        for mlp in named(model, "mlp"):
+            mlp.act_fn = nn.ReLU()
+
+    models = pair(prepare=replace if when == "before" else lambda model: None)
+    for model in models:
+        replace(model)
+        loss_of(model).backward()
+    assert_same_gradients(models)
+
+
+# In between
+
+
+@pytest.mark.parametrize("where", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_a_frozen_weight_changed_between_forward_and_backward_is_noticed(where):
+    for model in pair():
+        loss = loss_of(model)
+        with torch.no_grad():
+            layers_of(model)[1].get_submodule(where).base_layer.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_the_mode_may_change_between_forward_and_recomputation(arch):
+    models = pair(arch)
+    for model in models:
+        checkpoint(model)
+        loss = loss_of(model)
+        model.eval()
+        loss.backward()
+    assert_same_gradients(models)
+
+
+@pytest.mark.parametrize("plans", [(2, 0), (0, 2), (1, 2)])
+def test_the_plan_may_change_between_forward_and_recomputation(plans):
+    models = pair("gemma2")
+    enable_checkpointing(models[1], "auto")
+    for model in models:
+        losses = []
+        for seed, n_recomputed in enumerate(plans):
+            if model is models[1]:
+                model.get_base_model().model.recompute_plan.n_recomputed = n_recomputed
+            losses.append(loss_of(model, random_documents([40], seed)[0][None]))
+        sum(losses).backward()
+    assert_same_gradients(models)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_two_backward_passes_over_one_graph(checkpointed):
+    models = pair()
+    for model in models:
+        if checkpointed:
+            checkpoint(model)
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(models)
+
+
+def test_autocast_on_in_the_backward_pass_alone():
+    models = pair(dtype=torch.float32)
+    for model in models:
+        loss = loss_of(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+    for p, ours in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert p.grad is None or error(ours.grad, p.grad) < 0.03
+
+
+def test_a_row_without_tokens():
+    attention = layers_of(pair()[1])[0].self_attn
+    x = torch.empty(1, 0, 64, dtype=torch.float64, requires_grad=True)
+    attention.q_proj(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+# Inference mode
+
+
+def test_a_model_made_in_inference_mode_runs_there():
+    with torch.inference_mode():
+        plain, ours = pair()
+        assert error(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits) < SLACK
+
+
+@pytest.fixture
+def nothing_known_of_backends():
+    for cached in (backends.why_unavailable, backends.choose_backend):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_known_of_backends")
+def test_a_backend_first_asked_for_in_inference_mode():
+    with torch.inference_mode():
+        name, _ = choose_backend("auto", AttentionNeed("cpu", torch.float32, 16, AttentionOptions(1.0)))
+    assert name == "sdpa"
+
+
+@pytest.mark.usefixtures("nothing_known_of_backends")
+def test_a_backend_first_asked_for_within_a_checkpoint():
+    _, model = pair(dtype=torch.float32)
+    checkpoint(model)
+    with torch.autocast("cpu", torch.bfloat16):  # of which nothing was known when the model was patched
+        model(input_ids=IDS, labels=IDS, packed_seq_lengths=[IDS.shape[1]]).loss.backward()
+
+
+def test_rotary_tables_outlive_inference_mode():
+    decoder = pair()[1].get_base_model().model
+    with torch.inference_mode():
+        table = decoder.rotary_tables[None].for_row(PackedRow.of_lengths([5, 3], IDS.device))
+    assert not table[0].is_inference()
+    assert not table[1].is_inference()
+
+
+# The loss
+
+
+def full(arch="llama"):
+    _, model = pair(arch)
+    return model.unload().requires_grad_(True)
+
+
+def test_a_second_derivative_is_refused():
+    model = full()
+    weights = list(model.parameters())
+    with pytest.raises(InputError, match="create_graph"):
+        torch.autograd.grad(loss_of(model), weights, create_graph=True)
+    assert len(torch.autograd.grad(loss_of(model), weights)) == len(weights)
+
+
+def test_logits_asked_for_after_the_head_has_changed_are_refused():
+    model = full()
+    out = model(input_ids=IDS, labels=IDS, use_cache=False)
+    out.loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(InputError, match="head has changed"):
+        _ = out.logits
+
+
+# The model as an object
+
+
+@pytest.mark.parametrize("backend", ["flash", "no such"])
+def test_a_patch_that_is_refused_leaves_the_one_before(backend):
+    _, model = pair()
+    patch = patch_of(model)
+    with pytest.raises((BackendUnavailable, InputError)):
+        patch_model(model, backend)
+    assert patch_of(model) is patch
+    model(input_ids=IDS, labels=IDS, packed_seq_lengths=[10, 30]).loss.backward()
+
+
+def test_a_patched_model_is_pickled():
+    _, model = pair()
+    loss_of(model).backward()
+    twin = pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(twin, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    twin.zero_grad()
+    assert torch.equal(loss_of(twin), loss_of(model))
+    loss_of(twin).backward()
+    assert_same_gradients([model, twin])
+    patch_of(twin).undo()
+    assert patch_of(twin) is None
+    assert patch_of(model) is not None
+
+
+def test_arguments_that_no_layer_reads_are_passed_on():
+    _, model = pair()
+    extra = {"token_type_ids": torch.zeros_like(IDS)}
+    losses = [
+        model(input_ids=IDS, labels=IDS, packed_seq_lengths=[10, 30], **more).loss for more in ({}, extra)
+    ]
+    assert torch.equal(*losses)
+
+
+# Parts
+
+
+def test_an_input_changed_in_place_is_not_computed_again():
+    x = torch.ones(3)
+    x.recipe = Recipe(torch.ones, (3,))
+    assert prepared(x)[1] is x.recipe
+    x.mul_(2)
+    recipe = prepared(x)[1]
+    assert torch.equal(recipe.compute(*recipe.inputs), x)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_last_query_faces_the_last_key(softcap):
+    q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (3, 5, 5))
+    options = AttentionOptions(0.3, softcap=softcap)
+    expected = attend_dense(q, k, v, causal_mask(3, 5, None, q.device), options)
+    assert error(attend_dense(q, k, v, None, options), expected) < 1e-12
+
+
+def test_labels_come_to_the_device_of_the_row():
+    row = PackedRow.of_lengths((3, 2), torch.device("meta"))
+    assert row.mask_labels(torch.ones(1, 5, dtype=torch.int64)).device == row.device
