@@ -238,6 +238,18 @@ def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
 
 
+def test_resume_refuses_other_evaluation_data(train, rows, tmp_path, capsys):
+    path = tmp_path / "heldout.json"
+    path.write_text(json.dumps(rows[:9]))
+    assert train(eval_dataset=path, save_steps=2, max_steps=3) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    path.write_text(json.dumps(rows[:8]))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "heldout.json is not what the run began with (rows_read was 9, is 8)" in capsys.readouterr().err
+    path.write_text(json.dumps(rows[:9]))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
+
+
 def test_no_warning_that_is_untrue(train, caplog):
     """TRL says of a batch of one row that it gains nothing, which is so where the row is one document."""
     flags = {"max_steps": 1, "per_device_train_batch_size": 1}
