@@ -96,7 +96,7 @@ class TrainOptions:
         None,
         real(0),
         "stop where truncation and dropping discard a greater share of the tokens; default: 0.01, or any "
-        "share where max_seq_length is given",
+        "share where max_seq_length is given or the data is packed already",
         "SHARE",
     )
     train_on_responses_only: bool = _flag(
@@ -200,7 +200,8 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
         values |= DEMO_DEFAULTS | ({} if packs else _DEMO_UNPACKED)
     values |= given
     if values["max_token_loss"] is None:  # who says how long documents are to be means them to be cut
-        values["max_token_loss"] = 1.0 if "max_seq_length" in given else 0.01
+        says = "max_seq_length" in given or find_packs(values["dataset"])
+        values["max_token_loss"] = 1.0 if says else 0.01
     return _fill_in(values | _decided_by_packs(values, saved | given))
 
 
