@@ -281,7 +281,7 @@ def _saved_options(given: dict[str, Any]) -> dict[str, Any]:
         raise InputError("--resume and --overwrite_output_dir contradict each other; give one of them")
     folder = Path(given["output_dir"])
     saved = read_config(folder)
-    known = {option.name for option in fields(TrainOptions)}
+    known = {option.name for option in fields(TrainOptions)} - {"overwrite_output_dir"}  # done when it began
     saved = {name: value for name, value in saved.items() if name in known}
     try:
         train_parser().parse(_as_arguments(saved))

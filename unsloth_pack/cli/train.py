@@ -148,7 +148,7 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
     if is_main:
         remove_leftovers(folder)
         shutil.rmtree(folder / ASIDE, ignore_errors=True)
-    if is_main and (options.overwrite_output_dir or (options.resume and checkpoint is None)):
+    if is_main and checkpoint is None and (options.overwrite_output_dir or options.resume):
         for path in checks.run_files(folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     metrics = MetricsFile(folder, enabled=is_main)
