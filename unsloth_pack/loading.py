@@ -81,7 +81,12 @@ def _base_of(adapter: str) -> str:
             f"the adapter {adapter} has another adapter, {base}, as its base; merge that one first, and name "
             "the result in base_model_name_or_path"
         )
-    return resolve(base)[0]
+    try:
+        return resolve(base)[0]
+    except InputError as error:
+        raise InputError(
+            f"the base model of the adapter {adapter}: {error}, or correct base_model_name_or_path in {path}"
+        ) from None
 
 
 def load_config(source: str, **options: Any) -> Any:

@@ -107,6 +107,17 @@ def die_before_the_summary():
     unsloth_pack.cli.train._summarise = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leave_the_output_unread():
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(reader)
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # the old one takes it for a file
+
+
+def show_ascii_alone():
+    sys.stdout.reconfigure(encoding="ascii", errors="strict")
+
+
 def fill_the_disk_at_the_second_save():
     """No file may grow beyond a few KiB from then on: the metrics do not, a checkpoint does."""
     import resource

@@ -18,7 +18,9 @@ from killed_runs import (
     fill_the_disk_at_the_second_save,
     kill_after,
     kill_while_saving,
+    leave_the_output_unread,
     rows_of_steps,
+    show_ascii_alone,
     start,
     wait_for,
 )
@@ -171,6 +173,15 @@ def test_a_signal_at_a_random_moment(number, flags, whole, tmp_path):
     assert f"is whole, go on with: unsloth-pack --resume --output_dir {tmp_path / 'out'}" in said
     go_on(flags, tmp_path)
     assert_same_run(tmp_path, whole[0])
+
+
+@pytest.mark.parametrize("fault", [leave_the_output_unread, show_ascii_alone])
+def test_a_run_does_not_need_its_terminal(fault, flags, whole, tmp_path):
+    folder = tmp_path / "é"  # is printed
+    assert ended(start([*flags, f"--output_dir={folder / 'out'}"], folder, fault)) == 0
+    says_so = "unsloth-pack: nobody reads the output any more; the run goes on\n"
+    assert (says_so in (folder / "stderr").read_text()) == (fault is leave_the_output_unread)
+    assert_same_run(folder, whole[0])
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(flags, whole, tmp_path):

@@ -51,6 +51,40 @@ def test_a_prompt_longer_than_the_model(model, capsys):
     assert "shorten it, or lower --max_new_tokens" in capsys.readouterr().err
 
 
+def test_more_new_tokens_than_positions(model, capsys):
+    command = ["generate", "--model_name", model, "--prompt", "a", "--max_new_tokens", "300"]
+    assert main(command) == 2
+    assert "--max_new_tokens is 300, but the model has 256 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_prompts_that_are_not_text(errors, model, capsys, monkeypatch):
+    lines = io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", lines)
+    assert main(["generate", "--model_name", model, "--max_new_tokens", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "is not utf-8" in said.lower()
+    assert said.count("\n") == 1
+
+
+def test_an_adapter_whose_base_is_not_there(train, tmp_path, capsys):
+    assert train(max_steps=1) == 0
+    config = tmp_path / "out" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "../gone"}))
+    capsys.readouterr()
+    assert main(["generate", "--model_name", "out", "--prompt", "a"]) == 2
+    said = capsys.readouterr().err
+    for part in ("the base model of the adapter out: cannot load ../gone", "in out/adapter_config.json"):
+        assert part in said
+
+
+def test_training_an_adapter_again(train, tmp_path, capsys):
+    assert train(max_steps=1) == 0
+    assert train(model_name=tmp_path / "out", output_dir="again") == 2
+    assert "merge it first with `unsloth-pack merge`" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
 def test_merge_keeps_what_is_there(train, tmp_path, capsys):
     assert train(max_steps=1) == 0
     (tmp_path / "kept").mkdir()

@@ -1,6 +1,7 @@
 """`pack`, and `train` on what it wrote: the same run as `--sample_packing`, or a refusal in one line."""
 
 import json
+import re
 import shutil
 
 import datasets
@@ -52,11 +53,11 @@ def refused(train, tmp_path, capsys):
 def test_the_summary_and_the_manifest(model, data, rows, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     command = ["pack", "--model_name", model, "--dataset", data, "--max_seq_length", "256"]
-    assert main([*command, "--out", "new/packs"]) == 0
+    assert main([*command, "--out", "my new/packs"]) == 0
     shown = capsys.readouterr().out
-    manifest = read_manifest(tmp_path / "new" / "packs")
+    manifest = read_manifest(tmp_path / "my new" / "packs")
     assert f"{len(rows)} rows, {manifest.tokens:,} tokens" in shown
-    for said in (manifest.data_fingerprint, "MiB", f"{manifest.rows} rows", "--dataset new/packs"):
+    for said in (manifest.data_fingerprint, "MiB", f"{manifest.rows} rows", "--dataset 'my new/packs'"):
         assert said in shown
 
     more = ["--strategy", "next_fit", "--seed", "7", "--train_on_responses_only", "--rows_per_shard", "5"]
@@ -211,6 +212,22 @@ def test_one_causal_mask_would_give_another_loss(first_loss, truth, monkeypatch)
 def test_flags_that_contradict_packed_rows(flags, message, packs, refused, tmp_path):
     (tmp_path / "unpacked.yaml").write_text("sample_packing: false\n")
     assert message in refused(*flags, dataset="packs")
+
+
+def test_packs_that_have_lost_more_than_allowed(model, rows, train, refused, tmp_path):
+    (tmp_path / "long.json").write_text(json.dumps([*rows, {**rows[0], "output": "b" * 200}]))
+    command = ["pack", f"--model_name={model}", "--dataset=long.json", f"--max_seq_length={CAPACITY}"]
+    assert main([*command, "--out=long"]) == 0
+    says = refused("--max_token_loss=0.01", dataset="long", max_seq_length=None)
+    longest, share = re.fullmatch(
+        r".*: long has lost .* pack it anew with --max_seq_length (\d+) .*--max_token_loss (\S+)\n", says
+    ).groups()
+    assert train(f"--max_token_loss={share}", dataset="long", max_seq_length=None, max_steps=1) == 0
+    assert train("--overwrite_output_dir", dataset="long", max_seq_length=None, max_steps=1) == 0  # as packed
+    assert main([*command[:3], f"--max_seq_length={longest}", "--out=whole"]) == 0
+    assert read_manifest(tmp_path / "whole").ledger.discarded == 0
+    flags = {"eval_dataset": "long", "output_dir": "other", "max_token_loss": 0.01}
+    assert "long has lost" in refused("--sample_packing", **flags)
 
 
 @pytest.mark.parametrize(

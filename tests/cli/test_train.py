@@ -213,6 +213,16 @@ def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(train, 
     assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5]
 
 
+def test_resume_keeps_a_run_that_was_begun_over_another(train, tmp_path):
+    assert train(max_steps=1) == 0
+    assert train("--overwrite_output_dir", save_steps=2, max_steps=5) == 0
+    whole = losses(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
+    assert losses(tmp_path / "out") == whole
+    assert (tmp_path / "out" / "checkpoint-4").exists()
+
+
 def test_resume_with_evaluation_warns_of_nothing(train, data, tmp_path, monkeypatch):
     assert train(save_steps=2, max_steps=5, eval_dataset=data) == 0
     evaluated = [line["step"] for line in read_metrics(tmp_path / "out")["log"] if "eval_loss" in line]
@@ -235,6 +245,18 @@ def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 2
     assert "rows.json is not what the run began with (rows_read was 40, is 39)" in capsys.readouterr().err
     path.write_text(json.dumps(rows))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
+
+
+def test_resume_refuses_other_evaluation_data(train, rows, tmp_path, capsys):
+    path = tmp_path / "heldout.json"
+    path.write_text(json.dumps(rows[:9]))
+    assert train(eval_dataset=path, save_steps=2, max_steps=3) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    path.write_text(json.dumps(rows[:8]))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "heldout.json is not what the run began with (rows_read was 9, is 8)" in capsys.readouterr().err
+    path.write_text(json.dumps(rows[:9]))
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
 
 

@@ -2,6 +2,7 @@
 `merge`, `doctor`.
 """
 
+import io
 import sys
 import traceback
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 anything else. All but 0 come with one line on stderr, and with the traceback under `--debug`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that it cannot show ends no run
+        sys.stdout.reconfigure(errors="replace")
     try:
         return _run(arguments)
     except SystemExit as help_was_shown:

@@ -111,11 +111,12 @@ def _check_resumable(folder: Path) -> None:
         )
 
 
-def check_same_data(options: TrainOptions, ledger: Any, packs: Any) -> None:
+def check_same_data(options: TrainOptions, use: str, ledger: Any, packs: Any = None) -> None:
     """Refuse to go on over other data than the run began with.
 
     Args:
-        ledger: the `TokenLedger` of the training data as it is now.
+        use: "train" or "eval".
+        ledger: the `TokenLedger` of that data as it is now.
         packs: the manifest of its rows where they were packed on disk, else None.
 
     Raises:
@@ -123,15 +124,16 @@ def check_same_data(options: TrainOptions, ledger: Any, packs: Any) -> None:
     """
     from unsloth_pack.report.metrics import read_data
 
-    before = read_data(Path(str(options.output_dir))) if options.resume else None
+    before = read_data(Path(str(options.output_dir)), use) if options.resume else None
     if before is None:
         return
     was, now = dict(before["ledger"]), asdict(ledger)
     was["fingerprint"], now["fingerprint"] = before.get("packs"), packs and packs.data_fingerprint
     if was != now:
         name = next(name for name in now if now[name] != was.get(name))
+        data = options.dataset if use == "train" else options.eval_dataset
         raise InputError(
-            f"--resume: {options.dataset} is not what the run began with ({name} was {was.get(name)}, is "
+            f"--resume: {data} is not what the run began with ({name} was {was.get(name)}, is "
             f"{now[name]}); give the same data and tokenizer, or start anew"
         )
 

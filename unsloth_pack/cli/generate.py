@@ -1,8 +1,9 @@
 """`unsloth-pack generate`: what a model answers."""
 
+import reprlib
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from unsloth_pack.cli.parser import DTYPE_HELP, DTYPES, Parser, real, whole
 from unsloth_pack.errors import InputError
@@ -12,10 +13,11 @@ def run(arguments: Sequence[str]) -> int:
     """Print the answer to `--prompt`, or to every line of standard input, as it is generated.
 
     Raises:
-        InputError: a bad argument, a prompt that is empty or too long, or a model that cannot be loaded.
+        InputError: a bad argument, a prompt that is empty, too long or no text, or a model that cannot be
+            loaded.
     """
     given = _parser().parse(arguments)
-    prompts = [given["prompt"]] if "prompt" in given else (line.rstrip("\n") for line in sys.stdin)
+    prompts = [given["prompt"]] if "prompt" in given else _lines(sys.stdin)
     if given.get("prompt", "-").strip() == "":
         raise InputError(f"prompt is {given['prompt']!r}; give some text")
 
@@ -28,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     names = ("dtype", "load_in_4bit")
     model, tokenizer = FastLanguageModel.from_pretrained(
         given.get("model_name", "demo"),
-        max_seq_length=new_tokens,  # at least so many positions are needed
+        max_seq_length=1,  # no row will be packed
         **{name: given[name] for name in names if name in given},
     )
     _answer(
@@ -59,15 +61,15 @@ def _parser() -> Parser:
 def _answer(model: Any, tokenizer: Any, prompts: Iterable[str], new_tokens: int, temperature: float) -> None:
     from transformers import TextStreamer
 
-    room = model.config.get_text_config().max_position_embeddings - new_tokens
+    n_positions = model.config.get_text_config().max_position_embeddings
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     for prompt in filter(str.strip, prompts):
         inputs = _encode(tokenizer, prompt).to(model.device)
         n_tokens = inputs["input_ids"].shape[1]
-        if n_tokens > room:
+        if n_tokens + new_tokens > n_positions:
             raise InputError(
-                f"the prompt has {n_tokens} tokens, and the model has positions for {room} beside "
-                f"{new_tokens} new ones; shorten it, or lower --max_new_tokens"
+                f"the prompt has {n_tokens} tokens and --max_new_tokens is {new_tokens}, but the model has "
+                f"{n_positions} positions; shorten it, or lower --max_new_tokens"
             )
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         model.generate(
@@ -81,7 +83,19 @@ def _answer(model: Any, tokenizer: Any, prompts: Iterable[str], new_tokens: int,
         )
 
 
+def _lines(stream: TextIO) -> Iterator[str]:
+    try:
+        for line in stream:
+            yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not {error.encoding} ({error.reason}); convert it") from None
+
+
 def _encode(tokenizer: Any, prompt: str) -> Any:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # bytes of another encoding, as Python stands for them
+        raise InputError(f"the prompt {reprlib.repr(prompt)} is not UTF-8; convert it") from None
     if not tokenizer.chat_template:
         return tokenizer(prompt, return_tensors="pt")
     turns = [{"role": "user", "content": prompt}]

@@ -112,7 +112,7 @@ class TrainOptions:
         None,
         real(0),
         "stop where truncation and dropping discard a greater share of the tokens; default: 0.01, or any "
-        "share where max_seq_length is given",
+        "share where max_seq_length is given or the data is packed already",
         "SHARE",
     )
     train_on_responses_only: bool = _flag(
@@ -229,7 +229,8 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
         values |= DEMO_DEFAULTS | ({} if packs else _DEMO_UNPACKED)
     values |= given
     if values["max_token_loss"] is None:  # who says how long documents are to be means them to be cut
-        values["max_token_loss"] = 1.0 if "max_seq_length" in given else 0.01
+        says = "max_seq_length" in given or find_packs(values["dataset"])
+        values["max_token_loss"] = 1.0 if says else 0.01
     return _fill_in(values | _decided_by_packs(values, saved | given))
 
 
@@ -311,7 +312,7 @@ def _saved_options(given: dict[str, Any]) -> dict[str, Any]:
         raise InputError("--resume and --overwrite_output_dir contradict each other; give one of them")
     folder = Path(given["output_dir"])
     saved = read_config(folder)
-    known = {option.name for option in fields(TrainOptions)}
+    known = {option.name for option in fields(TrainOptions)} - {"overwrite_output_dir"}  # done when it began
     saved = {name: value for name, value in saved.items() if name in known}
     try:
         train_parser().parse(_as_arguments(saved))

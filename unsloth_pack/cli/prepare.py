@@ -17,6 +17,7 @@ from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.cli.sharding import sharding_arguments
 from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.tokenize import TokenLedger, check_token_loss
+from unsloth_pack.errors import InputError
 from unsloth_pack.loading import load_config, resolve
 from unsloth_pack.packing import PackManifest, find_packs, pack_dataset, plan_accumulation, read_packs
 from unsloth_pack.report.fill import document_lengths
@@ -68,7 +69,13 @@ def prepare(options: TrainOptions) -> Prepared:
         **_training_arguments(options),
     )
     checks.check_optimizer(config)
-    model_config = load_config(resolve(options.model_name)[0]).get_text_config()
+    base, adapter = resolve(options.model_name)
+    if adapter is not None:
+        raise InputError(
+            f"model_name {adapter!r} is an adapter, and a run makes its own; merge it first with "
+            "`unsloth-pack merge`, and give the merged model"
+        )
+    model_config = load_config(base).get_text_config()
     checks.check_backend(options, model_config, dtype, "cuda" if on_gpu else "cpu")
     tokenizer = load_tokenizer(options.model_name)
 
@@ -105,13 +112,15 @@ def _rows_of(
     vocab_size: int,
 ) -> tuple[Dataset, TokenLedger, PackManifest | None]:
     """Rows for the trainer, from a folder of packs or from data to tokenise, and where their tokens went."""
+    loss_allowed = float(options.max_token_loss or 0)
     if isinstance(source, Path):
         packs, rows = read_packs(source, tokenizer_hash(tokenizer))
         check_token_ids(rows, vocab_size)
+        check_token_loss(name, packs.ledger, loss_allowed, packs.capacity, are_packed=True)
         return rows, packs.ledger, packs
     rows, ledger = tokenise(source, tokenizer, options.max_seq_length, options.train_on_responses_only)
     check_token_ids(rows, vocab_size)
-    check_token_loss(name, ledger, float(options.max_token_loss or 0), options.max_seq_length)
+    check_token_loss(name, ledger, loss_allowed, options.max_seq_length)
     return (pack_dataset(rows, options.max_seq_length) if packing else rows), ledger, None
 
 

@@ -39,13 +39,14 @@ def run(arguments: Sequence[str]) -> int:
     options = read_options(arguments)
     checks.check_options(options)
 
-    from rich.console import Console
-
     from unsloth_pack.cli.prepare import prepare
+    from unsloth_pack.report.console import RunConsole
 
     prepared = prepare(options)
-    checks.check_same_data(options, prepared.ledger, prepared.packs)
-    code = _train(prepared, Console(quiet=not checks.is_main_process()))
+    checks.check_same_data(options, "train", prepared.ledger, prepared.packs)
+    if prepared.eval_ledger:
+        checks.check_same_data(options, "eval", prepared.eval_ledger)
+    code = _train(prepared, RunConsole(quiet=not checks.is_main_process()))
     _end_together()
     return code
 
@@ -147,7 +148,7 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
     if is_main:
         remove_leftovers(folder)
         shutil.rmtree(folder / ASIDE, ignore_errors=True)
-    if is_main and (options.overwrite_output_dir or (options.resume and checkpoint is None)):
+    if is_main and checkpoint is None and (options.overwrite_output_dir or options.resume):
         for path in checks.run_files(folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     metrics = MetricsFile(folder, enabled=is_main)

@@ -78,13 +78,16 @@ class TokenLedger:
         return (self.tokens_truncated + self.tokens_dropped) / self.tokens_read if self.tokens_read else 0.0
 
 
-def check_token_loss(name: str, ledger: TokenLedger, max_token_loss: float, max_length: int) -> None:
+def check_token_loss(
+    name: str, ledger: TokenLedger, max_token_loss: float, max_length: int, are_packed: bool = False
+) -> None:
     """Refuse to train on what truncation and dropping leave, where they discard too much.
 
     Args:
         name: of the data, for the message.
         max_token_loss: the share of tokens that may be lost, 0 to 1.
         max_length: at which rows were cut.
+        are_packed: whether they lie on disk as they were cut.
 
     Raises:
         InputError: more is lost; says why, and what would keep it.
@@ -99,9 +102,11 @@ def check_token_loss(name: str, ledger: TokenLedger, max_token_loss: float, max_
         beyond = f"beyond --max_seq_length {max_length} in {ledger.rows_truncated:,} rows"
         causes.insert(0, f"{ledger.tokens_truncated:,} {beyond}")
         most = f"99 % of the rows have at most {ledger.p99}"
-        ways.insert(0, f"raise --max_seq_length to {ledger.longest} ({most})")
+        way = "pack it anew with --max_seq_length" if are_packed else "raise --max_seq_length to"
+        ways.insert(0, f"{way} {ledger.longest} ({most})")
+    loses = "has lost" if are_packed else "would lose"
     raise InputError(
-        f"{name} would lose {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
+        f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
         f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {', or '.join(ways)}"
     )
 

@@ -74,10 +74,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def read_data(folder: Path) -> dict[str, Any] | None:
-    """The `data` line of the training data of the run in `folder`; None where it did not get so far."""
+def read_data(folder: Path, use: str) -> dict[str, Any] | None:
+    """The `data` line of what the run in `folder` has for "train" or "eval"; None where it has none yet."""
     lines = _read(folder / FILE_NAME)
-    return next((line for line in lines if line["kind"] == "data" and line["use"] == "train"), None)
+    return next((line for line in lines if line["kind"] == "data" and line["use"] == use), None)
 
 
 def has_ended(folder: Path) -> bool:

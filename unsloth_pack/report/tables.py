@@ -1,5 +1,6 @@
 """The tables that a run prints: the banner at its start, the demo's generations, the closing figures."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -119,7 +120,7 @@ def print_packs(console: Console, packs: PackManifest, folder: str) -> None:
         ("shards", f"{len(packs.shards)}, {size / 2**20:,.1f} MiB"),
         ("fingerprint", packs.data_fingerprint),
         ("output", folder),
-        ("train with", f"unsloth-pack --model_name {packs.model_name} --dataset {folder}"),
+        ("train with", shlex.join(["unsloth-pack", "--model_name", packs.model_name, "--dataset", folder])),
     ]
     _print_facts(console, "packed", rows)
 
