@@ -1,6 +1,7 @@
 """`FastLanguageModel`: what it loads, adapts, saves, reloads and refuses."""
 
 import json
+import shutil
 from importlib.metadata import version
 
 import pytest
@@ -11,7 +12,13 @@ from safetensors import safe_open
 from tiny import DEVICE, error, random_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from unsloth_pack import FastLanguageModel, InputError, UnsupportedArchitecture, supported_architectures
+from unsloth_pack import (
+    FastLanguageModel,
+    InputError,
+    UnsupportedArchitecture,
+    loading,
+    supported_architectures,
+)
 from unsloth_pack.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
@@ -280,12 +287,43 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
             "load_in_8bit and load_in_fp8 are set together; choose one",
         ),
         ({"attn_backend": "fast"}, "'fast'.*(flash, xformers|auto)"),
+        ({"max_sequence_length": 64}, "knows max_sequence_length=64; correct the name, or leave it out"),
+        ({"fast_inference": True}, "knows fast_inference=True; correct the name"),
+        ({"torch_dtype": "float16"}, "torch_dtype is 'float16', and is decided here; give dtype"),
+        ({"quantization_config": {}}, "decided here; give load_in_4bit, load_in_8bit or load_in_fp8"),
+        ({"attn_implementation": "eager"}, "decided here; give attn_backend"),
+        ({"config": None}, "decided here; give the attributes that differ"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_be_loaded(folder, options, message):
     with pytest.raises(InputError, match=message):
         load(folder, **options)
+
+
+def test_options_of_transformers_reach_what_they_are_for(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "model.half.safetensors")
+    asked = {}
+
+    def spy(auto_class, source, **options):
+        asked[auto_class.__name__] = options
+        return real(auto_class, source, **options)
+
+    real = loading._load
+    monkeypatch.setattr(loading, "_load", spy)
+    options = {
+        "variant": "half",
+        "attention_dropout": 0.25,
+        "cache_dir": str(tmp_path),
+        "local_files_only": True,
+    }
+    model, _ = load(tmp_path / "model", **options)
+    assert model.config.attention_dropout == 0.25
+    for options in asked.values():
+        assert options["cache_dir"] == str(tmp_path)
+        assert options["local_files_only"]
+    assert len(asked) == 3
 
 
 def test_models_that_are_not_there(folder, tmp_path):

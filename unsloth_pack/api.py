@@ -22,7 +22,14 @@ from transformers.utils import is_bitsandbytes_available
 from unsloth_pack.checkpointing import CheckpointingMode, enable_checkpointing
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError, require_real, require_whole
-from unsloth_pack.loading import load_adapter, load_config, load_model, load_tokenizer, resolve
+from unsloth_pack.loading import (
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    resolve,
+    split_config,
+    take_file_options,
+)
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.patch import patch_model, patch_of
@@ -84,8 +91,8 @@ class FastLanguageModel:
             full_finetuning: train every weight; no adapter then.
             attn_backend: see `patch_model`.
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
-            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`; pickled
-                weights are refused unless `use_safetensors=False` is among them.
+            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`, attributes
+                of the configuration too; pickled weights are refused unless `use_safetensors=False` is given.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -94,7 +101,8 @@ class FastLanguageModel:
 
         Raises:
             UnsupportedArchitecture: no patch is declared for the model.
-            InputError: arguments that contradict each other, or a model that cannot be found or loaded.
+            InputError: arguments that contradict each other or that nothing knows, or a model that cannot be
+                found or loaded.
         """
         _check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
         require_whole("random_state", random_state, 0, _LAST_SEED)
@@ -102,8 +110,9 @@ class FastLanguageModel:
         _let_segments_grow()
         source, adapter = resolve(model_name)
         hub = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
+        hub |= take_file_options(hf_kwargs)
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
-        config = load_config(source, **hub, **hf_kwargs)
+        config, for_weights = split_config(source, **hub, **hf_kwargs)
         text_config = config.get_text_config()
         spec_of(text_config.model_type)
         check_positions(max_seq_length, model_name, text_config)
@@ -116,6 +125,7 @@ class FastLanguageModel:
             quantization_config=_quantization(load_in_4bit, load_in_8bit, _dtype(dtype, full_finetuning)),
             **hub,
             **files,
+            **for_weights,
         )
         if source == str(MODEL_DIR):
             model.name_or_path = model.config._name_or_path = (

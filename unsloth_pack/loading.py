@@ -27,6 +27,16 @@ from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_WHERE_FILES_LIE = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder")
+_DECIDED_HERE = {
+    "torch_dtype": "give dtype",
+    "attn_implementation": "give attn_backend",
+    "quantization_config": "give load_in_4bit, load_in_8bit or load_in_fp8",
+    "config": "give the attributes that differ",
+    "output_loading_info": "leave it out",
+    "ignore_mismatched_sizes": "leave it out",
+    "return_unused_kwargs": "leave it out",
+}
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 # What transformers and PEFT meet in files that are broken, or say what cannot be
 _UNREADABLE = (OSError, ValueError, ImportError, StrictDataclassError)
@@ -89,19 +99,40 @@ def _base_of(adapter: str) -> str:
         ) from None
 
 
+def take_file_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those among transformers' options that say where files lie, taken out: configuration, tokenizer and
+    weights need them alike.
+
+    Raises:
+        InputError: an option that is not for the caller to give; says what is.
+    """
+    for name in options.keys() & _DECIDED_HERE.keys():
+        raise InputError(f"{name} is {options[name]!r}, and is decided here; {_DECIDED_HERE[name]}")
+    return {name: options.pop(name) for name in _WHERE_FILES_LIE if name in options}
+
+
 def load_config(source: str, **options: Any) -> Any:
     """The configuration of a model.
 
     Raises:
         InputError: it cannot be found or read, or has sizes that no model has.
     """
-    config = _load(AutoConfig, source, **options)
+    return split_config(source, **options)[0]
+
+
+def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The configuration of a model, with the attributes of it that are among the options, and the others.
+
+    Raises:
+        InputError: as `load_config`.
+    """
+    config, others = _load(AutoConfig, source, return_unused_kwargs=True, **options)
     text_config = config.get_text_config()
     for name in _SIZES:
         size = getattr(text_config, name, 1)
         if not isinstance(size, int) or size < 1:
             raise InputError(f"cannot load {source}: {name} is {size!r}; correct it in config.json")
-    return config
+    return config, others
 
 
 def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
@@ -188,6 +219,12 @@ def _load(auto_class: Any, source: str, **options: Any) -> Any:
         with _without_reports():
             return auto_class.from_pretrained(source, **options)
     except _UNREADABLE as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in options:
+            given = f"{unknown[1]}={options[unknown[1]]!r}"
+            raise InputError(
+                f"nothing that loads a model knows {given}; correct the name, or leave it out"
+            ) from error
         remedy = "correct its files, or download it again"
         if not os.path.isdir(source):
             remedy = "check the name and the network, or give a folder"
