@@ -32,10 +32,10 @@ def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
         raise InputError(
             f"use_gradient_checkpointing is {mode!r}; use False, True, 'offload' (or 'unsloth') or 'auto'"
         )
-    if model.is_gradient_checkpointing:  # in another mode, perhaps
+    decoder = model.get_decoder()
+    if decoder.layers[0].gradient_checkpointing:  # in another mode, perhaps
         model.gradient_checkpointing_disable()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    decoder = model.get_decoder()
     if mode == "auto":
         decoder.recompute_plan = RecomputePlan(decoder)
         for number, layer in enumerate(decoder.layers):

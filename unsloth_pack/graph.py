@@ -316,9 +316,10 @@ class _DecoderState:
         modules = list(decoder.modules())
         self._decoder = decoder
         self._hooks = [getattr(m, name) for m in modules for name in HOOKS]
-        self._children = [m._modules for m in modules]
+        self._children = [m._modules for m in modules if m._modules]
         self._parameters = [(m._parameters, name) for m in modules for name in m._parameters]
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
+        self._scalings = [m.scaling for m in self._adapted if hasattr(m, "scaling")]
         self._layer_size = sum(p.numel() for p in decoder.layers[0].parameters())
         self._n_trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
         self._seen = self._look()
@@ -346,8 +347,10 @@ class _DecoderState:
         parameters = [held[name] for held, name in self._parameters]
         look = [(p.data_ptr(), p.requires_grad) for p in parameters if p is not None]
         adapters = [(m._disable_adapters, m._active_adapter, *m.merged_adapters) for m in self._adapted]
-        scalings = [[*m.scaling.values()] for m in self._adapted if hasattr(m, "scaling")]
-        return [look, adapters, scalings, list(chain.from_iterable(map(dict.values, self._children)))]
+        scalings, children = (
+            list(chain.from_iterable(map(dict.values, dicts))) for dicts in (self._scalings, self._children)
+        )
+        return [look, adapters, scalings, children]
 
 
 def _longest(row: PackedRow) -> int:
