@@ -107,7 +107,7 @@ def _check_resumable(folder: Path) -> None:
     if state["global_step"] >= state["max_steps"] and has_ended(folder):
         raise InputError(
             f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
-            "start a new one in another folder"
+            "merge its adapter with `unsloth-pack merge`, or start a new run in another folder"
         )
 
 
