@@ -13,7 +13,6 @@ from unsloth_pack.cli.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor
 
     from unsloth_pack.cli.prepare import Prepared
     from unsloth_pack.data.tokenize import TokenLedger
@@ -46,9 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     checks.check_same_data(options, "train", prepared.ledger, prepared.packs)
     if prepared.eval_ledger:
         checks.check_same_data(options, "eval", prepared.eval_ledger)
-    code = _train(prepared, RunConsole(quiet=not checks.is_main_process()))
-    _end_together()
-    return code
+    return _train(prepared, RunConsole(quiet=not checks.is_main_process()))
 
 
 def _train(prepared: "Prepared", console: "Console") -> int:
@@ -92,12 +89,16 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         trainer.train_from(checkpoint)
         check_finite(trainer)
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
+        _end_together()
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
 
     summary = _summarise(trainer, fill)
     weights = trainer.trained_weights() if trainer.is_sharded else None
     if checks.is_main_process():
-        _save(model, prepared, trainer, folder, weights)
+        model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
+    _end_together()
+    if checks.is_main_process():
+        _save_merged_and_plot(model, prepared, trainer, folder)
     after = _score(model, prepared, heldout)
     if before and after:
         _show_scores(console, before, after, metrics)
@@ -106,9 +107,10 @@ def _train(prepared: "Prepared", console: "Console") -> int:
 
 
 def _end_together() -> None:
-    """Wait for the main process to have saved, and leave the group of processes when this one ends.
+    """Wait for the main process, which has saved what was trained, and leave the group when this one ends.
 
     A thread of gloo that lets go of a backward pass's reduction while Python ends would abort the process.
+    Merging comes later: it may take longer than the others may wait.
     """
     from accelerate import PartialState
 
@@ -278,20 +280,12 @@ def _say_how_to_go_on(console: "Console", trainer: "RunTrainer", metrics: "Metri
     return 128 + int(signal)
 
 
-def _save(
-    model: Any,
-    prepared: "Prepared",
-    trainer: "RunTrainer",
-    folder: Path,
-    weights: dict[str, "Tensor"] | None,
-) -> None:
-    """Save what was trained; `weights` of it where they are sharded."""
+def _save_merged_and_plot(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.report.plots import plot_loss
     from unsloth_pack.sharded_weights import loaded_whole
 
     options = prepared.options
-    model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
     if options.save_model:
         if trainer.is_sharded:  # no process holds the model: the adapter, on its base once more
             with loaded_whole(prepared.config):
