@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
+from unsloth_pack.sharded_weights import ShardedWeights
+
 _MOST_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
 _SHOWN = 12  # tokens of a document in a message
 
@@ -60,7 +62,7 @@ class NonFinite:
         return said
 
 
-class FiniteUpdates(Trainer):
+class FiniteUpdates(ShardedWeights):
     """A trainer that applies no update whose loss or gradient is not finite.
 
     Such an update changes neither weights nor optimizer on a CPU, nor where the optimizer is fused, as is the
@@ -126,8 +128,7 @@ class FiniteUpdates(Trainer):
 
     def _handle(self, step: int) -> None:
         rows = rows_of_update(self, step)
-        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # gradients are not whole anywhere
-        searches = self.left_out < _MOST_SEARCHES and not is_sharded
+        searches = self.left_out < _MOST_SEARCHES and not self.is_sharded  # else no gradient is whole
         found = NonFinite(step, rows, list(_culprits(self, rows)) if searches else None)
         self.left_out += 1
         self.report_nonfinite(found)
