@@ -98,13 +98,13 @@ def rows_of_steps(folder):
 def die_before_the_adapter_is_saved():
     import unsloth_pack.cli.train
 
-    unsloth_pack.cli.train._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    unsloth_pack.cli.train._save_adapter = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_before_the_summary():
     import unsloth_pack.cli.train
 
-    unsloth_pack.cli.train._summarise = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    unsloth_pack.cli.train._show_summary = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_the_output_unread():

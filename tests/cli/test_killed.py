@@ -145,6 +145,7 @@ def test_killed_after_the_merged_model_was_saved(flags, whole, tmp_path):
     out = tmp_path / "out"
     run = start([*flags, "--save_model", f"--output_dir={out}"], tmp_path, die_before_the_summary)
     assert ended(run) == -signal.SIGKILL
+    assert (out / "merged" / "model.safetensors").is_file()
     go_on(flags, tmp_path)
     assert (out / "merged" / "model.safetensors").is_file()
     assert losses(out) == losses(whole[0] / "out")

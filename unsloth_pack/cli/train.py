@@ -13,6 +13,7 @@ from unsloth_pack.cli.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
     from unsloth_pack.cli.prepare import Prepared
     from unsloth_pack.data.tokenize import TokenLedger
@@ -95,7 +96,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     summary = _summarise(trainer, fill)
     weights = trainer.trained_weights() if trainer.is_sharded else None
     if checks.is_main_process():
-        model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
+        _save_adapter(model, prepared, folder, weights)
     _end_together()
     if checks.is_main_process():
         _save_merged_and_plot(model, prepared, trainer, folder)
@@ -278,6 +279,13 @@ def _say_how_to_go_on(console: "Console", trainer: "RunTrainer", metrics: "Metri
         markup=False,
     )
     return 128 + int(signal)
+
+
+def _save_adapter(
+    model: Any, prepared: "Prepared", folder: Path, weights: dict[str, "Tensor"] | None
+) -> None:
+    """Save what was trained; `weights` of it where they are sharded."""
+    model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
 
 
 def _save_merged_and_plot(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
