@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache, partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ KERNEL_SECONDS = 75
 CAPTURED_SEGMENTS = 128
 WORST = 999.0  # what an error is cut to, NaN among them
 PARTS = ("out", "dq", "dk", "dv")
+PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
 
 Tensors = tuple[Tensor, ...]
 
@@ -100,6 +102,7 @@ def main() -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "packages": {d.name: d.version for d in distributions() if d.name in PACKAGES},
         "rows": [],
     }
     print("{gpu}, torch {torch}, cuDNN {cudnn}\n".format(**report))
@@ -374,42 +377,6 @@ def flash_attention(load: Callable[[], VarlenKernel]) -> Kernel:
     return attend
 
 
-def flash_attn_4() -> VarlenKernel:
-    """FlashAttention 4, which compiles itself in the first forward and the first backward pass."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    def varlen(
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        longest_q: int,
-        longest_k: int,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        window_size: tuple[int, int],
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
-        return flash_attn_varlen_func(
-            q_NHD,
-            k_NKD,
-            v_NKD,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=longest_q,
-            max_seqlen_k=longest_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            # With 0 beside it, -1 is a bound like any other.
-            window_size=window_size if window_size[0] >= 0 else (None, None),
-            softcap=softcap,
-        )
-
-    return VarlenKernel("flash-attn 4", varlen)
-
-
 def torch_cudnn() -> Kernel:
     """cuDNN's attention as it ships in torch: what nested tensors run on."""
 
@@ -477,7 +444,7 @@ def flex() -> Kernel:
 
 KERNELS: dict[str, Callable[[], Kernel]] = {
     "torch": partial(flash_attention, flash.torch_flash),
-    "fa4": partial(flash_attention, flash_attn_4),
+    "fa4": partial(flash_attention, flash.flash_attn_4),
     "torch-cudnn": torch_cudnn,
     "cudnn": cudnn_frontend,
     "fa3": partial(flash_attention, flash.flash_attn_3),

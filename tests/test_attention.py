@@ -1,7 +1,6 @@
 """Every backend that runs here against attention written out document by document in float64."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +14,10 @@ from unsloth_pack.attention import (
     AttentionOptions,
     attend,
     choose_backend,
+    flash,
     why_unavailable,
 )
-from unsloth_pack.attention.flash import refuse_int32_overflow
+from unsloth_pack.attention.flash import VarlenKernel, flash_attn_4, refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.layout import PackedRow
 
@@ -119,9 +119,6 @@ def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
         meant = AttentionOptions(given["softmax_scale"], window, given["softcap"] or None)
         return written_out(q, k, v, lengths, meant), None
 
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
-    from attention import flash_attn_4
-
     module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=module))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
@@ -135,22 +132,101 @@ def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
     assert "dropout_p" not in kernel.options
 
 
+def fast(q, k, v, *cu_seqlens_and_longest, softmax_scale, causal, window_size):
+    """As flash-attn 3 takes its options: no softcap, no dropout."""
+
+
+def slow(q, k, v, *cu_seqlens_and_longest, softmax_scale, causal, window_size, softcap, dropout_p):
+    """As flash-attn 2 does."""
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Two kernels in flash's place, and what looks at them forgets what it saw before and after."""
+
+    def missing():
+        raise ImportError
+
+    new = VarlenKernel("new", fast, capability=(9, 0), head_dims=(64, 128))
+    old = VarlenKernel("old", slow)
+    monkeypatch.setattr(flash, "KERNELS", (missing, lambda: new, lambda: old))
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[0])
+    caches = (flash.varlen_kernel, flash._kernels)
+    for cache in caches:
+        cache.cache_clear()
+    yield capability
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "capability", "expected"),
+    [
+        (64, {}, (9, 0), "new"),
+        (64, {}, (8, 6), "old"),
+        (16, {}, (9, 0), "old"),
+        (128, {"window": 5}, (9, 0), "new"),
+        (64, {"softcap": 2.0}, (9, 0), "old"),
+        (64, {"dropout": 0.1}, (10, 0), "old"),
+    ],
+)
+def test_the_fastest_flash_kernel_that_serves_a_layer_is_taken(
+    kernels, head_dim, options, capability, expected
+):
+    kernels[0] = capability
+    need = AttentionNeed("cuda", torch.bfloat16, head_dim, AttentionOptions(0.1, **options))
+    assert flash.name_of_kernel(need) == expected
+
+
+def test_a_layer_that_no_flash_kernel_serves_is_refused(kernels, monkeypatch):
+    monkeypatch.setattr(flash, "KERNELS", flash.KERNELS[:2])
+    for options, missing in (({"softcap": 2.0}, "softcap"), ({"dropout": 0.1}, "attention dropout")):
+        need = AttentionNeed("cuda", torch.bfloat16, 64, AttentionOptions(0.1, **options))
+        assert flash.why_unavailable(need) == f"new has no {missing}; install flash-attn"
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
+    """But through flash-attn 4, which multiplies what it has masked by 0: there, when it is finite."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     lengths = (5, 33, 20, 64)
     row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
     torch.manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, 32).to(DEVICE, dtype) for heads in (4, 2, 2))
     for name in backends_that_can(dtype, 32, options):
+        need = AttentionNeed(DEVICE, dtype, 32, options)
+        multiplies = name == "flash" and flash.name_of_kernel(need) == "flash-attn 4"
+        poison = 1e4 if multiplies else torch.nan
         clean = attend(q, k, v, row, options, name)
         poisoned = [x.clone() for x in (q, k, v)]
         for x in poisoned:
-            x[38:58] = torch.nan  # the third document
+            x[38:58] = poison  # the third document
         out = attend(*poisoned, row, options, name)
         assert torch.equal(out[:38], clean[:38]), name
         assert torch.equal(out[58:], clean[58:]), name
-        assert out[38:58].isnan().all(), name
+        reached = out[38:58] > poison / 2 if multiplies else out[38:58].isnan()
+        assert reached.all(), name
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_no_gradient_crosses_a_boundary(options, head_dim):
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    lengths = (7, 1, 33, 2, 130, 64)
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(sum(lengths), heads, head_dim).to(DEVICE, dtype).requires_grad_() for heads in (4, 2, 2)
+    ]
+    for name in backends_that_can(dtype, head_dim, options):
+        outs = attend(*tensors, row, options, name).split(lengths)
+        for scored in (0, 1):
+            loss = sum(out.float().square().sum() for out in outs[scored::2])
+            for gradient in torch.autograd.grad(loss, tensors, retain_graph=True):
+                reached = [bool(part.any()) for part in gradient.split(lengths)]
+                assert not any(reached[1 - scored :: 2]), name
+                assert reached[4 + scored], name
 
 
 def test_asking_what_can_run_draws_no_random_number():

@@ -24,15 +24,18 @@ class Backend:
     Args:
         why_unavailable: one clause saying why it cannot serve a need, or None when it can.
         attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row and the options.
+        name_of_kernel: which of its kernels serves a need, where it has several.
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
     attend: Callable[[Tensor, Tensor, Tensor, PackedRow, AttentionOptions], Tensor]
+    name_of_kernel: Callable[[AttentionNeed], str | None] = lambda need: None
 
 
 BACKENDS = {  # fastest first
-    name: Backend(module.why_unavailable, module.attend)
-    for name, module in (("flash", flash), ("xformers", xformers), ("sdpa", sdpa))
+    "flash": Backend(flash.why_unavailable, flash.attend, flash.name_of_kernel),
+    "xformers": Backend(xformers.why_unavailable, xformers.attend),
+    "sdpa": Backend(sdpa.why_unavailable, sdpa.attend),
 }
 
 
@@ -69,13 +72,17 @@ def choose_backend(name: str, need: AttentionNeed) -> tuple[str, str]:
     reasons = {candidate: why_unavailable(candidate, need) for candidate in BACKENDS}
     able = [candidate for candidate, reason in reasons.items() if reason is None]
     if name == "auto":
-        passed_over = "; ".join(f"{n}: {reasons[n]}" for n in list(BACKENDS)[: list(BACKENDS).index(able[0])])
-        return able[0], f"fastest that can run here ({passed_over})" if passed_over else "fastest of all"
-    if name not in able:
+        chosen = able[0]
+        passed_over = "; ".join(f"{n}: {reasons[n]}" for n in list(BACKENDS)[: list(BACKENDS).index(chosen)])
+        why = f"fastest that can run here ({passed_over})" if passed_over else "fastest of all"
+    elif name in able:
+        chosen, why = name, "asked for"
+    else:
         raise BackendUnavailable(
             f"attn_backend {name!r} cannot run: {reasons[name]}; use 'auto' or one of {', '.join(able)}"
         )
-    return name, "asked for"
+    kernel = BACKENDS[chosen].name_of_kernel(need)
+    return chosen, f"{why}, through {kernel}" if kernel else why
 
 
 def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
@@ -95,8 +102,8 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
                 for heads in (2, 1, 1)
             )
             backend.attend(q, k, v, row, need.options).sum().backward()
-    except (RuntimeError, NotImplementedError, ImportError, ValueError, TypeError) as error:
-        return f"a tiny step failed with {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    except Exception as error:  # a kernel that compiles itself raises errors of its compiler's own
+        return f"a tiny step failed with {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
     return None
 
 

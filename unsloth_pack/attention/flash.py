@@ -1,11 +1,13 @@
 """Packed attention through FlashAttention's varlen kernels (Dao 2023).
 
-The flash-attn package when it imports (3 before 2), else the same kernels as they ship in torch.
+The flash-attn packages where they import and can serve a layer, else the kernels as they ship in torch.
 """
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +28,22 @@ def why_unavailable(need: AttentionNeed) -> str | None:
         return f"its head size is a multiple of 8 up to {_MAX_HEAD_DIM}, not {need.head_dim}"
     if torch.cuda.get_device_capability() < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}"
-    kernel = varlen_kernel()
-    if need.options.softcap is not None and "softcap" not in kernel.options:
-        return f"{kernel.name} has no softcap; install flash-attn"
-    if need.options.dropout and "dropout_p" not in kernel.options:
-        return f"{kernel.name} has no attention dropout"
+    if varlen_kernel(need.head_dim, need.options) is None:
+        missing = "softcap" if need.options.softcap is not None else "attention dropout"
+        return f"{' or '.join(kernel.name for kernel in _kernels())} has no {missing}; install flash-attn"
     return None
 
 
 def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions) -> Tensor:
     refuse_int32_overflow(q_NHD, row)
-    return varlen_kernel().call(q_NHD, k_NKD, v_NKD, row.cu_seqlens, row.longest, options)
+    kernel = varlen_kernel(q_NHD.shape[-1], options)
+    assert kernel is not None  # or `why_unavailable` has said so
+    return kernel.call(q_NHD, k_NKD, v_NKD, row.cu_seqlens, row.longest, options)
+
+
+def name_of_kernel(need: AttentionNeed) -> str | None:
+    kernel = varlen_kernel(need.head_dim, need.options)
+    return None if kernel is None else kernel.name
 
 
 def refuse_int32_overflow(q_NHD: Tensor, row: PackedRow) -> None:
@@ -53,12 +60,33 @@ def refuse_int32_overflow(q_NHD: Tensor, row: PackedRow) -> None:
 
 
 class VarlenKernel:
-    """One varlen FlashAttention, its spelling of the options hidden."""
+    """One varlen FlashAttention, its spelling of the options hidden.
 
-    def __init__(self, name: str, function: Callable[..., Tensor]):
+    Args:
+        name: for people.
+        function: called with q, k, v, `cu_seqlens` and the longest document of each, then options by name.
+        capability: the least compute capability that it runs forward and backward on.
+        head_dims: the only sizes of a head that it is trusted with; None for all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        capability: tuple[int, int] = (8, 0),
+        head_dims: tuple[int, ...] | None = None,
+    ):
         self.name = name
         self.function = function
+        self.capability = capability
+        self.head_dims = head_dims
         self.options = set(inspect.signature(function).parameters)
+
+    def serves(self, head_dim: int, options: AttentionOptions) -> bool:
+        if self.head_dims is not None and head_dim not in self.head_dims:
+            return False
+        needed = {"softcap": options.softcap is not None, "dropout_p": options.dropout > 0}
+        return all(name in self.options for name, is_needed in needed.items() if is_needed)
 
     def call(
         self,
@@ -85,10 +113,47 @@ class VarlenKernel:
         return out[0] if isinstance(out, tuple) else out
 
 
+def flash_attn_4() -> VarlenKernel:
+    """It compiles itself in the first forward and the first backward pass of a kind, for about 3 s each."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    def varlen(
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        longest_q: int,
+        longest_k: int,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        return flash_attn_varlen_func(
+            q_NHD,
+            k_NKD,
+            v_NKD,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            # With 0 beside it, -1 is a bound like any other.
+            window_size=window_size if window_size[0] >= 0 else (None, None),
+            softcap=softcap,
+        )
+
+    # With heads of 16, gradients of 4.0.0b36 cross documents on Hopper; other sizes were not tried.
+    return VarlenKernel("flash-attn 4", varlen, capability=(9, 0), head_dims=(32, 64, 128))
+
+
 def flash_attn_3() -> VarlenKernel:
     from flash_attn_interface import flash_attn_varlen_func
 
-    return VarlenKernel("flash-attn 3", flash_attn_varlen_func)
+    return VarlenKernel("flash-attn 3", flash_attn_varlen_func, capability=(9, 0))
 
 
 def flash_attn_2() -> VarlenKernel:
@@ -103,12 +168,20 @@ def torch_flash() -> VarlenKernel:
     return VarlenKernel("torch's FlashAttention", varlen_attn)
 
 
+KERNELS = (flash_attn_4, flash_attn_3, flash_attn_2, torch_flash)  # fastest first
+
+
+@lru_cache(maxsize=256)
+def varlen_kernel(head_dim: int, options: AttentionOptions) -> VarlenKernel | None:
+    """The fastest that imports, runs on this GPU and serves such a layer."""
+    here = torch.cuda.get_device_capability()
+    return next((k for k in _kernels() if k.capability <= here and k.serves(head_dim, options)), None)
+
+
 @lru_cache(maxsize=1)
-def varlen_kernel() -> VarlenKernel:
-    """The best varlen FlashAttention that imports."""
-    for kernel in (flash_attn_3, flash_attn_2):
-        try:
-            return kernel()
-        except ImportError:
-            pass
-    return torch_flash()
+def _kernels() -> list[VarlenKernel]:
+    found = []
+    for load in KERNELS:
+        with suppress(ImportError):
+            found.append(load())
+    return found

@@ -130,7 +130,10 @@ def _attention(device_type: str) -> Iterator[Line]:
 
 def _remedy(backend: str, why: str | None) -> str:
     """What to do about a backend that should run here; that it needs another device or dtype is fine."""
-    package = {"flash": "flash-attn", "xformers": "xformers"}.get(backend, "torch")
+    package = {
+        "flash": "flash-attn-4" if _installed("flash-attn-4") else "flash-attn",
+        "xformers": "xformers",
+    }.get(backend, "torch")
     is_broken = why is not None and ("failed" in why or ("not import" in why and _installed(package)))
     if not is_broken:
         return ""
