@@ -60,21 +60,25 @@ SHAPES = {
 }
 
 
-def build(name: str, work: Path, texts: list[str] | None = None) -> str:
+def build(name: str, work: Path, texts: list[str] | None = None, layers: int | None = None) -> str:
     """A folder with a model of random weights and a tokenizer trained on `texts`; made once.
 
-    Without texts the tokenizer knows single bytes only.
+    Args:
+        texts: without them the tokenizer knows single bytes only.
+        layers: of the model; None for the shape's.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    folder, shape = work / name, SHAPES[name]
+    shape = SHAPES[name]
+    overrides = {} if layers is None else {"num_hidden_layers": layers}
+    folder = work / (name if layers is None else f"{name}-of-{layers}-layers")
     if (folder / "tokenizer.json").exists():
         return str(folder)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(shape.config(**overrides), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="4GB")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -10,10 +10,12 @@ curve     Memory at every 10 steps of packed training on real text lengths: the 
 start-up  Importing torch, then unsloth_pack, then its entry; loading a model; its first steps with no
           compiled kernel on the disk, and again with those of the run before. Exit code 1 where the first
           step takes more than 60 s.
-context   One document, a row, a step: from --start tokens doubling to --most or the model's positions, then
-          halving the interval down to 4,096, each trial in a process of its own; what fits all positions is
-          found at once from --start there. bfloat16 and 4-bit weights, gradient checkpointing with the
-          layers' inputs on the host, TRL's SFTTrainer; the same for Unsloth where it is installed.
+context   The longest document that trains, in bfloat16 and 4-bit with gradient checkpointing and the inputs of
+          layers on the host, in TRL's SFTTrainer; the same for Unsloth where it is installed. Only --layers
+          of the layers are there, or one step would take an hour: memory for the weights, adapters, gradients
+          and moments of the others is taken and left alone. Trials at --start and at twice that, then around
+          the end of the GPU's memory by the line through their peaks, until one fits and the next longer one
+          does not; each in a process of its own. `host GiB` is what the inputs of all layers would take.
 
 Models have random weights and are built once under --work.
 """
@@ -34,6 +36,8 @@ from typing import Any
 from shapes import SHAPES, build, device_name, versions
 
 GRAIN = 4096  # tokens
+USABLE = 0.98  # of a GPU's memory: the rest is the CUDA context and fragments
+FINENESS = 64  # trials near the end of memory are this part of the context apart
 ALLOWED_GROWTH = 1.01
 SETTLED = 50  # steps
 COLD_LIMIT = 60  # seconds
@@ -50,7 +54,8 @@ def main() -> int:
     add("--shape", choices=tuple(SHAPES), default="tiny")
     add("--dataset", default="demo", help="a file of rows for curve and start-up (default: the demo's)")
     add("--steps", type=int, default=200, help="of curve (default: 200)")
-    add("--start", type=int, default=2 * GRAIN, help=f"tokens (default: {2 * GRAIN})")
+    add("--layers", type=int, default=2, help="of context, that are there (default: 2); the shape's for all")
+    add("--start", type=int, default=8 * GRAIN, help=f"tokens (default: {8 * GRAIN})")
     add("--most", type=int, help="tokens; needed where there is no GPU (default: the model's positions)")
     add("--peers", default="unsloth_pack,unsloth", help="of context, where installed (default: both)")
     add("--weights", default="bfloat16,4-bit", help="of context (default: both)")
@@ -232,27 +237,29 @@ def first_steps(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def context(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    build(args.shape, args.work)
+    build(args.shape, args.work, layers=args.layers)
     peers = [peer for peer in args.peers.split(",") if find_spec(peer) is not None]
     found = []
-    for in_4bit in [name == "4-bit" for name in args.weights.split(",")]:
+    for weights in args.weights.split(","):
         for peer in peers:
             trials: list[dict[str, Any]] = []
-            longest = search(args, {"peer": peer, "in_4bit": in_4bit}, trials)
-            found.append({"peer": peer, "in_4bit": in_4bit, "longest": longest, "trials": trials})
-    print(f"\n{'':<14}{'weights':<10}{'longest context':>16}{'peak GiB':>10}{'s a step':>10}")
+            longest = search(args, {"peer": peer, "in_4bit": weights == "4-bit"}, trials)
+            found.append({"peer": peer, "weights": weights, "longest": longest, "trials": trials})
+    print(f"\n{'':<14}{'weights':<10}{'longest context':>16}{'peak GiB':>10}{'host GiB':>10}")
+    shape = SHAPES[args.shape]
     for run in found:
-        best = next((t for t in run["trials"] if t["tokens"] == run["longest"]), {"peak": 0, "seconds": 0})
+        best = next((t for t in run["trials"] if t["tokens"] == run["longest"]), {"peak": 0})
+        run["host"] = 2 * shape.hidden * shape.layers * run["longest"] / 2**30
         print(
-            f"{run['peer']:<14}{weights_of(run):<10}{run['longest']:>16,}{best['peak']:>10.1f}{best['seconds']:>10.1f}"
+            f"{run['peer']:<14}{run['weights']:<10}{run['longest']:>16,}{best['peak']:>10.1f}{run['host']:>10.1f}"
         )
     for missing in sorted({*args.peers.split(",")} - {*peers}):
         print(f"{missing} is not installed here")
-    return {"context": found}, any(run["longest"] for run in found)
+    return {"layers": args.layers, "context": found}, any(run["longest"] for run in found)
 
 
 def search(args: argparse.Namespace, case: dict[str, Any], trials: list[dict[str, Any]]) -> int:
-    """The most tokens that train, a multiple of GRAIN; 0 where not even --start does.
+    """The most tokens that train; 0 where not even --start does.
 
     A trial that fails for want of anything but memory or time ends the search.
     """
@@ -267,28 +274,37 @@ def search(args: argparse.Namespace, case: dict[str, Any], trials: list[dict[str
         )
         return "failed" not in trial
 
-    good, bad, tokens = 0, most + GRAIN, args.start
-    while tokens <= most and fits(tokens):
-        good, tokens = tokens, 2 * tokens
-    if tokens <= most:
-        bad = tokens
-    while bad - good > GRAIN and good and not is_broken(trials[-1]):
-        middle = good + max(1, (bad - good) // (2 * GRAIN)) * GRAIN
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    if not fits(args.start):
+        return 0
+    if not fits(2 * args.start):
+        return args.start
+    tokens = min(most, end_of_memory(*trials[-2:])) if trials[-1]["total"] else most
+    step = max(1, tokens // FINENESS // GRAIN) * GRAIN
+    if fits(tokens):
+        while tokens + step <= most and fits(tokens + step):
+            tokens += step
+        return tokens
+    while tokens - step > 2 * args.start and not is_broken(trials[-1]):
+        tokens -= step
+        if fits(tokens):
+            return tokens
+    return 2 * args.start
 
 
-def weights_of(case: dict[str, Any]) -> str:
-    return "4-bit" if case["in_4bit"] else "bfloat16"
+def end_of_memory(*trials: dict[str, float]) -> int:
+    """Tokens at which the line through two trials' peaks meets the end of what a GPU lends to tensors."""
+    (t0, p0), (t1, p1) = ((trial["tokens"], trial["peak"]) for trial in trials)
+    usable = USABLE * trials[0]["total"]
+    return int((usable - p0) * (t1 - t0) / max(p1 - p0, 1e-3) + t0) // GRAIN * GRAIN
 
 
 def is_broken(trial: dict[str, Any]) -> bool:
     why = trial.get("failed", "").lower()
-    return bool(why) and not any(limit in why for limit in ("memory", "more than"))
+    return bool(why) and not any(limit in why for limit in ("memory", "more than", "32-bit index"))
 
 
 def said(trial: dict[str, Any]) -> str:
-    return trial.get("failed") or f"{trial['peak']:.1f} GiB, {trial['seconds']:.1f} s a step"
+    return trial.get("failed") or f"{trial['peak']:.1f} GiB, {trial['seconds']:.1f} s"
 
 
 def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, tokens: int) -> dict[str, Any]:
@@ -302,7 +318,7 @@ def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, to
 
     on_gpu = torch.cuda.is_available()
     model, tokenizer = FastLanguageModel.from_pretrained(
-        str(args.work / args.shape),
+        build(args.shape, args.work, layers=args.layers),
         max_seq_length=tokens,
         dtype=torch.bfloat16,
         load_in_4bit=in_4bit,
@@ -314,13 +330,14 @@ def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, to
         lora_alpha=16,
         use_gradient_checkpointing="unsloth",
     )
+    others = set_aside(model, SHAPES[args.shape].layers)
     generator = torch.Generator().manual_seed(0)
     vocabulary = SHAPES[args.shape].vocab
     document = torch.randint(3, vocabulary, (tokens,), generator=generator).tolist()
     config = SFTConfig(
         output_dir=str(args.work / "out"),
         per_device_train_batch_size=1,
-        max_steps=2,  # the second with the optimizer's state
+        max_steps=1,
         max_length=tokens if peer == "unsloth" else None,
         padding_free=peer == "unsloth_pack",  # a packed row of one document
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
@@ -331,12 +348,31 @@ def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, to
         use_cpu=not on_gpu,
         gradient_checkpointing=False,
     )
-    rows = Dataset.from_dict({"input_ids": [document] * 2})
+    rows = Dataset.from_dict({"input_ids": [document]})
     trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=config)
     memory()  # begins the peak anew
     start = time.perf_counter()
     trainer.train()
-    return memory() | {"seconds": (time.perf_counter() - start) / 2}
+    del others
+    total = torch.cuda.mem_get_info()[1] / 2**30 if on_gpu else 0.0
+    return memory() | {"seconds": time.perf_counter() - start, "total": total}
+
+
+def set_aside(model: Any, n_layers: int) -> Any:
+    """GPU memory for the layers up to `n_layers` that are not there, and for the optimizer's moments of those
+    that are, which a first step does not have yet.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    layers = model.get_decoder().layers
+    inside = {id(p) for p in layers.parameters()}
+    outside = sum(p.nbytes for p in model.parameters() if id(p) not in inside)
+    trained = sum(p.nbytes for p in layers.parameters() if p.requires_grad)
+    held = (torch.cuda.memory_allocated() - outside + 3 * trained) / len(layers)  # gradients and two moments
+    missing = (n_layers - len(layers)) * held + 2 * trained
+    return torch.empty(int(missing), dtype=torch.uint8, device="cuda")
 
 
 # Processes
@@ -345,7 +381,7 @@ def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, to
 def run_trial(args: argparse.Namespace, trial: dict[str, Any]) -> dict[str, Any]:
     """What a fresh process answers, or `failed` and why."""
     command = [sys.executable, __file__, args.what, "--shape", args.shape, "--dataset", args.dataset]
-    command += ["--work", str(args.work), "--trial", json.dumps(trial)]
+    command += ["--layers", str(args.layers), "--work", str(args.work), "--trial", json.dumps(trial)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
     except subprocess.TimeoutExpired:
