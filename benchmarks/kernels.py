@@ -1,6 +1,6 @@
 """How near every kernel comes to what the device can do, and how far from torch.
 
-    python benchmarks/kernels.py [--shape qwen0.5b,llama8b] [--json PATH]
+    python benchmarks/kernels.py [--shape qwen0.5b,llama8b] [--compiled] [--json PATH]
 
 In bfloat16, a row a kernel and direction, each on the inputs that a layer of the shape has for a packed row.
 Times are of calls replayed from a CUDA graph, which rotate through so many inputs that the L2 cache holds
@@ -8,7 +8,7 @@ none of them when its turn comes; a backward's time is that of forward and backw
 What moves data is judged by bytes a second (every input read once, every output written once) against a large
 device-to-device copy, what multiplies by FLOP a second against a GEMM of 8,192 cubed in bfloat16 or e4m3, all
 measured in the same run. `torch` is what runs without the kernel: plain torch as transformers writes it, PEFT
-for the LoRA layers, a GEMM in bfloat16 for those in fp8.
+for the LoRA layers, a GEMM in bfloat16 for those in fp8. `compiled` is the same after torch.compile.
 """
 
 import argparse
@@ -70,6 +70,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen0.5b,llama8b", help="one or several (default: both)")
+    parser.add_argument("--compiled", action="store_true", help="also time torch.compile of plain torch")
     parser.add_argument("--json", type=Path, help="also write every number here")
     args = parser.parse_args()
     names = args.shape.split(",")
@@ -90,11 +91,12 @@ def main() -> int:
         shape = SHAPES[name]
         print(f"\n{name}, {shape.tokens:,} tokens")
         head = (
-            f"{'kernel':<20}{'':<10}{'ms':>9}{'torch ms':>10}{'speedup':>9}{'achieved':>16}{'of ceiling':>11}"
+            f"{'kernel':<20}{'':<10}{'ms':>9}{'torch ms':>10}{'compiled':>10}{'speedup':>9}{'achieved':>16}"
+            f"{'of ceiling':>11}"
         )
         print(head)
         for subject in subjects(shape):
-            for row in measure(subject, ceilings[subject.ceiling]):
+            for row in measure(subject, ceilings[subject.ceiling], args.compiled):
                 print_row(row)
                 report["rows"].append({"shape": name, "tokens": shape.tokens} | row)
     if args.json:
@@ -105,15 +107,17 @@ def main() -> int:
 
 def print_row(row: dict[str, Any]) -> None:
     achieved = f"{row['achieved']:,.0f} {row['unit']}"
+    compiled = f"{row['compiled_ms']:.4f}" if row["compiled_ms"] is not None else row["not_compiled"] or "-"
     print(
-        f"{row['kernel']:<20}{row['direction']:<10}{row['ms']:>9.4f}{row['torch_ms']:>10.4f}"
+        f"{row['kernel']:<20}{row['direction']:<10}{row['ms']:>9.4f}{row['torch_ms']:>10.4f}{compiled:>10}"
         f"{row['speedup']:>8.1f}x{achieved:>16}{row['percent_of_ceiling']:>10.0f}%"
     )
 
 
-def measure(subject: Subject, ceiling: float) -> Iterator[dict[str, Any]]:
+def measure(subject: Subject, ceiling: float, with_compiled: bool) -> Iterator[dict[str, Any]]:
     """The rows of a kernel: forward, and backward if it has one."""
     ours, plain = (direction_ms(subject, path) for path in (subject.ours, subject.plain))
+    compiled, not_compiled = compiled_ms(subject) if with_compiled else ({}, "")
     for direction, work in zip(("forward", "backward"), subject.work, strict=True):
         if work is None:
             continue
@@ -124,11 +128,22 @@ def measure(subject: Subject, ceiling: float) -> Iterator[dict[str, Any]]:
             "direction": direction if subject.work[1] is not None else "",
             "ms": ms,
             "torch_ms": plain[direction],
+            "compiled_ms": compiled.get(direction),
+            "not_compiled": not_compiled,
             "speedup": plain[direction] / ms,
             "achieved": achieved,
             "unit": unit_of(subject.ceiling),
             "percent_of_ceiling": 100 * achieved / ceiling,
         }
+
+
+def compiled_ms(subject: Subject) -> tuple[dict[str, float], str]:
+    """The times of plain torch compiled, or the name of the error where it cannot be compiled or captured."""
+    try:
+        torch.compiler.reset()
+        return direction_ms(subject, torch.compile(subject.plain, dynamic=False)), ""
+    except Exception as error:
+        return {}, type(error).__name__
 
 
 def direction_ms(subject: Subject, path: Run) -> dict[str, float]:

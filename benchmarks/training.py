@@ -10,12 +10,13 @@ curve     Memory at every 10 steps of packed training on real text lengths: the 
 start-up  Importing torch, then unsloth_pack, then its entry; loading a model; its first steps with no
           compiled kernel on the disk, and again with those of the run before. Exit code 1 where the first
           step takes more than 60 s.
-context   The longest document that trains, in bfloat16 and 4-bit with gradient checkpointing and the inputs of
-          layers on the host, in TRL's SFTTrainer; the same for Unsloth where it is installed. Only --layers
-          of the layers are there, or one step would take an hour: memory for the weights, adapters, gradients
-          and moments of the others is taken and left alone. Trials at --start and at twice that, then around
-          the end of the GPU's memory by the line through their peaks, until one fits and the next longer one
-          does not; each in a process of its own. `host GiB` is what the inputs of all layers would take.
+context   The longest document that trains, in bfloat16 and 4-bit with gradient checkpointing and the inputs
+          of layers on the host, in TRL's SFTTrainer; the same for Unsloth where it is installed. Only
+          --layers of the layers are there, or one step would take an hour: memory for the weights, adapters,
+          gradients and moments of the others is taken and left alone. Trials at --start and at twice that,
+          then around the end of the GPU's memory by the line through their peaks, until one fits and the
+          next longer one does not; each in a process of its own. `host GiB` is what the inputs of all layers
+          would take.
 
 Models have random weights and are built once under --work.
 """
