@@ -98,11 +98,11 @@ def prepared(args: argparse.Namespace, most_rows: int) -> tuple[str, Path]:
 
 
 def build_all(shape: str, dataset: str, work: str, most_rows: str) -> tuple[str, Path]:
-    from unsloth_pack.cli.documents import read_rows
     from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.data import load_rows
 
     quieten(show_bars=False)
-    rows = read_rows(dataset).to_list()
+    rows = load_rows(dataset).to_list()
     texts = ["\n".join(map(str, row.values())) for row in rows]
     model = build(shape, Path(work), texts)
     wanted = int(most_rows) * SHAPES[shape].tokens * LETTERS_A_TOKEN

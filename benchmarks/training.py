@@ -148,17 +148,18 @@ def make_trainer(args: argparse.Namespace, steps: int, callbacks: list[Any]) -> 
     import torch
 
     from unsloth_pack import FastLanguageModel
-    from unsloth_pack.cli.documents import read_rows, tokenise
+    from unsloth_pack.cli.documents import to_documents
     from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.data import load_rows
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.trl import make_trainer, sft_config
 
     quieten(show_bars=False)
-    rows, length = read_rows(args.dataset), SHAPES[args.shape].tokens
+    rows, length = load_rows(args.dataset), SHAPES[args.shape].tokens
     folder = build(args.shape, args.work, ["\n".join(map(str, row.values())) for row in rows])
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=length)
     model = FastLanguageModel.get_peft_model(model)
-    documents, _ = tokenise(rows, tokenizer, length)
+    documents, _ = to_documents(rows, tokenizer, length)
     on_gpu = torch.cuda.is_available()
     config = sft_config(
         str(args.work / "out"),

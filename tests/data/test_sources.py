@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from unsloth_pack.data import load_rows
-from unsloth_pack.data.sources import _DEMO
+from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError
 
 ROWS = [
@@ -150,9 +150,11 @@ def test_saved_datasets(tmp_path):
     assert "not a complete saved dataset" in error_of(tmp_path / "one")
 
 
-@pytest.mark.skipif(not (_DEMO / "train.jsonl").exists(), reason="the demo data is not built")
-def test_demo():
-    assert {"instruction", "output"} <= set(load_rows("demo").column_names)
+def test_the_demo_keeps_its_held_out_rows_apart():
+    for split, file in (("train", TRAIN_FILE), ("test", HELDOUT_FILE)):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        assert load_rows("demo", split).to_list() == list(map(json.loads, lines))
+    assert "demo: no split 'dev'; choose one of test, train" in error_of("demo", "dev")
 
 
 def test_hub_names_go_to_the_hub(monkeypatch):

@@ -137,16 +137,16 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
 
 
 def _documents(dataset: str, model_name: str, length: int, vocab_size: int) -> "Dataset":
-    from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
-    from unsloth_pack.data import check_token_ids
+    from unsloth_pack.cli.documents import load_tokenizer, to_documents
+    from unsloth_pack.data import check_token_ids, load_rows
     from unsloth_pack.packing import find_packs
 
     if find_packs(dataset):
         raise InputError(f"dataset is {dataset!r}, which is packed; give the data that it was packed from")
-    rows = read_rows(dataset)
+    rows = load_rows(dataset)
     if len(rows) > _MOST_DOCUMENTS:
         rows = rows.shuffle(seed=_SEED).select(range(_MOST_DOCUMENTS))
-    documents, _ = tokenise(rows, load_tokenizer(model_name), length)
+    documents, _ = to_documents(rows, load_tokenizer(model_name), length)
     check_token_ids(documents, vocab_size)
     return documents
 

@@ -30,9 +30,9 @@ def run(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from unsloth_pack.api import check_positions
-    from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
+    from unsloth_pack.cli.documents import load_tokenizer, to_documents
     from unsloth_pack.cli.quiet import quieten
-    from unsloth_pack.data import tokenizer_hash
+    from unsloth_pack.data import load_rows, tokenizer_hash
     from unsloth_pack.loading import load_config, resolve
     from unsloth_pack.packing import write_packs
     from unsloth_pack.report.tables import print_packs
@@ -42,9 +42,9 @@ def run(arguments: Sequence[str]) -> int:
     model_name, capacity = given.get("model_name", "demo"), given.get("max_seq_length", 2048)
     check_positions(capacity, model_name, load_config(resolve(model_name)[0]).get_text_config())
     only_responses = given.get("train_on_responses_only", False)
-    rows = read_rows(given.get("dataset", "demo"))
+    rows = load_rows(given.get("dataset", "demo"))
     tokenizer = load_tokenizer(model_name)
-    documents, ledger = tokenise(rows, tokenizer, capacity, only_responses)
+    documents, ledger = to_documents(rows, tokenizer, capacity, only_responses)
     optional: dict[str, Any] = {
         name: given[name] for name in ("strategy", "seed", "rows_per_shard") if name in given
     }

@@ -11,11 +11,11 @@ from trl import SFTConfig
 
 from unsloth_pack.api import _dtype
 from unsloth_pack.cli import checks
-from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
+from unsloth_pack.cli.documents import load_tokenizer, to_documents
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.cli.sharding import sharding_arguments
-from unsloth_pack.data import check_token_ids, tokenizer_hash
+from unsloth_pack.data import check_token_ids, load_rows, tokenizer_hash
 from unsloth_pack.data.tokenize import TokenLedger, check_token_loss
 from unsloth_pack.errors import InputError
 from unsloth_pack.loading import load_config, resolve
@@ -56,10 +56,10 @@ def prepare(options: TrainOptions) -> Prepared:
     if options.optim is None:
         options = replace(options, optim="adamw_torch_fused" if on_gpu else "adamw_torch")
     checks.check_trainer(options)
-    source = find_packs(options.dataset) or read_rows(options.dataset)
+    source = find_packs(options.dataset) or load_rows(options.dataset)
     eval_source = None
     if options.eval_dataset is not None:
-        eval_source = find_packs(options.eval_dataset) or read_rows(options.eval_dataset, "test")
+        eval_source = find_packs(options.eval_dataset) or load_rows(options.eval_dataset, "test")
 
     dtype = _dtype(options.dtype, False)
     config = sft_config(
@@ -118,7 +118,7 @@ def _rows_of(
         check_token_ids(rows, vocab_size)
         check_token_loss(name, packs.ledger, loss_allowed, packs.capacity, are_packed=True)
         return rows, packs.ledger, packs
-    rows, ledger = tokenise(source, tokenizer, options.max_seq_length, options.train_on_responses_only)
+    rows, ledger = to_documents(source, tokenizer, options.max_seq_length, options.train_on_responses_only)
     check_token_ids(rows, vocab_size)
     check_token_loss(name, ledger, loss_allowed, options.max_seq_length)
     return (pack_dataset(rows, options.max_seq_length) if packing else rows), ledger, None

@@ -134,14 +134,15 @@ def _image_tokens(given: dict[str, Any]) -> int:
 
 
 def _lengths(dataset: str, model_name: str) -> np.ndarray:
-    from unsloth_pack.cli.documents import load_tokenizer, read_rows, tokenise
+    from unsloth_pack.cli.documents import load_tokenizer, to_documents
+    from unsloth_pack.data import load_rows
     from unsloth_pack.report.fill import row_lengths
 
-    rows = read_rows(dataset)
+    rows = load_rows(dataset)
     tokenizer = load_tokenizer(model_name)
     if getattr(tokenizer, "eos_token_id", None) is None:
         raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
-    return row_lengths(tokenise(rows, tokenizer, _UNCUT)[0])
+    return row_lengths(to_documents(rows, tokenizer, _UNCUT)[0])
 
 
 def _print(console: "Console", report: "LengthReport") -> None:

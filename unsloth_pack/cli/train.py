@@ -239,9 +239,8 @@ def _heldout_rows(options: TrainOptions) -> list[dict[str, str]]:
     if not (options.is_demo and checks.is_main_process()) or options.fsdp or options.deepspeed:
         return []
     from unsloth_pack.data import load_rows
-    from unsloth_pack.demo import HELDOUT_FILE
 
-    return load_rows(str(HELDOUT_FILE)).to_list()
+    return load_rows("demo", "test").to_list()
 
 
 def _score(model: Any, prepared: "Prepared", rows: list[dict[str, str]]) -> "ExactMatch | None":

@@ -105,15 +105,12 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
 
 def _documents(dataset: str, tokenizer: Any, room: int) -> list[list[int]]:
     """The first documents of a data set that fit into the row, each cut to half of it."""
-    from unsloth_pack.data import load_rows, to_trl
-    from unsloth_pack.data.tokenize import tokenize
-    from unsloth_pack.demo import TRAIN_FILE
+    from unsloth_pack.cli.documents import to_documents
+    from unsloth_pack.data import load_rows
 
-    rows = load_rows(str(TRAIN_FILE) if dataset == "demo" else dataset)
+    rows = load_rows(dataset)
     rows = rows.select(range(min(_MOST_DOCUMENTS, len(rows))))
-    encoded, _ = tokenize(
-        to_trl(rows, chat_template=bool(tokenizer.chat_template)), tokenizer, max_length=max(1, room // 2)
-    )
+    encoded, _ = to_documents(rows, tokenizer, max(1, room // 2))
     documents: list[list[int]] = []
     for ids in encoded["input_ids"]:
         if sum(map(len, documents)) + len(ids) <= room:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unsloth_pack.data.readers import SUFFIXES, read_files
+from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
 
-_DEMO = Path(__file__).parent.parent / "demo" / "data"
+_DEMO_FILES = {"train": TRAIN_FILE, "test": HELDOUT_FILE}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -28,16 +29,20 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
     Args:
         dataset: a json, jsonl, csv, parquet or txt file (`readers` has the rules of each); a folder of such
             files of one format, or one that `datasets.save_to_disk` wrote; "demo"; else a hub name.
-        split: which part of a folder, the demo or a hub dataset. In a folder, a file with `train`,
-            `validation`, `test` or the like as a word in its name belongs to that split, any other to
-            "train". A single file is read whole, whatever the split.
+        split: which part of a folder, the demo ("train" or "test") or a hub dataset. In a folder, a file
+            with `train`, `validation`, `test` or the like as a word in its name belongs to that split, any
+            other to "train". A single file is read whole, whatever the split.
 
     Raises:
         InputError: nothing is there, it cannot be read, it lacks the split, or it holds no rows.
     """
     if not isinstance(dataset, str) or not dataset.strip():
         raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
-    path = _DEMO if dataset == "demo" else Path(dataset).expanduser()
+    if dataset == "demo":
+        _check_split(dataset, split, list(_DEMO_FILES))
+        path = _DEMO_FILES[split]
+    else:
+        path = Path(dataset).expanduser()
     if os.path.isdir(path):  # unlike Path's own, no error where the name is too long for a path
         rows = _load_folder(path, split)
     elif os.path.exists(path):
@@ -108,6 +113,6 @@ def _load_saved(folder: Path, split: str) -> datasets.Dataset:
     return saved
 
 
-def _check_split(folder: Path, split: str, available: list[str]) -> None:
+def _check_split(dataset: str | Path, split: str, available: list[str]) -> None:
     if split not in available:
-        raise InputError(f"{folder}: no split {split!r}; choose one of {', '.join(sorted(available))}")
+        raise InputError(f"{dataset}: no split {split!r}; choose one of {', '.join(sorted(available))}")
