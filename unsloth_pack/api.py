@@ -11,24 +11,22 @@ from typing import Any, Literal
 import torch
 from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import (
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.checkpointing import CheckpointingMode, enable_checkpointing
 from unsloth_pack.demo import MODEL_DIR
-from unsloth_pack.errors import InputError, require_real, require_whole
+from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
 from unsloth_pack.loading import (
     load_adapter,
     load_model,
     load_tokenizer,
+    own_device,
+    quantization,
     resolve,
     split_config,
     take_file_options,
+    weight_dtype,
 )
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fp8 import Fp8Linear, quantize_to_fp8
@@ -46,8 +44,6 @@ PROJECTIONS = (
     "qkv_proj",
     "gate_up_proj",
 )
-_LAST_SEED = 2**32 - 1  # of numpy
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class FastLanguageModel:
@@ -105,9 +101,10 @@ class FastLanguageModel:
                 found or loaded.
         """
         _check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
-        require_whole("random_state", random_state, 0, _LAST_SEED)
+        require_whole("random_state", random_state, 0, LAST_SEED)
         set_seed(random_state)
         _let_segments_grow()
+        dtype = weight_dtype(dtype, full_finetuning)
         source, adapter = resolve(model_name)
         hub = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
         hub |= take_file_options(hf_kwargs)
@@ -120,17 +117,16 @@ class FastLanguageModel:
         model = load_model(
             source,
             config=config,
-            dtype=_dtype(dtype, full_finetuning),
-            device_map=device_map if device_map is not None else _own_device(),
-            quantization_config=_quantization(load_in_4bit, load_in_8bit, _dtype(dtype, full_finetuning)),
+            dtype=dtype,
+            device_map=device_map if device_map is not None else own_device(),
+            quantization_config=quantization(load_in_4bit, load_in_8bit, dtype),
             **hub,
             **files,
             **for_weights,
         )
         if source == str(MODEL_DIR):
-            model.name_or_path = model.config._name_or_path = (
-                "demo"  # adapters name their base: not a path of ours
-            )
+            # Adapters name their base: not by a path in this package
+            model.name_or_path = model.config._name_or_path = "demo"
         if load_in_fp8:
             if model.dtype != torch.bfloat16:
                 raise InputError(
@@ -190,7 +186,7 @@ class FastLanguageModel:
         require_whole("r", r, 1, 2**31 - 1)
         require_real("lora_dropout", lora_dropout, 0, 1)
         require_real("lora_alpha", lora_alpha, torch.finfo(torch.float32).tiny, 1e9)
-        require_whole("random_state", random_state, 0, _LAST_SEED)
+        require_whole("random_state", random_state, 0, LAST_SEED)
         if loftq_config:
             check_loftq(loftq_config)
         in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
@@ -202,7 +198,7 @@ class FastLanguageModel:
             if loftq_config
             else {}
         )
-        targets = _targets(model, target_modules)
+        targets = lora_targets(model, target_modules)
         _check_parts(model, bias, layers_to_transform, modules_to_save)
         set_seed(random_state)
         config = LoraConfig(
@@ -299,34 +295,12 @@ def _has_tokenizer(folder: str) -> bool:
     return (Path(folder) / "tokenizer_config.json").is_file()
 
 
-def _dtype(dtype: torch.dtype | str | None, full_finetuning: bool) -> torch.dtype:
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    if dtype is not None:
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise InputError(f"dtype is {dtype!r}; choose one of {', '.join(_DTYPES)}")
-        return _DTYPES[dtype]
-    if full_finetuning or not torch.cuda.is_available():
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+def lora_targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> str | list[str]:
+    """What `LoraConfig` takes as `target_modules`; for None those of `PROJECTIONS` that the model has.
 
-
-def _own_device() -> dict[str, Any]:
-    return {"": int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
-
-
-def _quantization(in_4bit: bool, in_8bit: bool, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    if in_4bit:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
-    return BitsAndBytesConfig(load_in_8bit=True) if in_8bit else None
-
-
-def _targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> str | list[str]:
+    Raises:
+        InputError: a target that the model does not have.
+    """
     linear_names = {
         path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)
     }

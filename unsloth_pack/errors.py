@@ -4,6 +4,8 @@ import numbers
 import reprlib
 from typing import Any
 
+LAST_SEED = 2**32 - 1  # of numpy
+
 
 class InputError(ValueError):
     """Bad input or arguments. The command line prints it as one line and exits with 2."""

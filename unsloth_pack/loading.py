@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -27,6 +28,7 @@ from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _WHERE_FILES_LIE = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder")
 _DECIDED_HERE = {
     "torch_dtype": "give dtype",
@@ -133,6 +135,40 @@ def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
         if not isinstance(size, int) or size < 1:
             raise InputError(f"cannot load {source}: {name} is {size!r}; correct it in config.json")
     return config, others
+
+
+def weight_dtype(dtype: torch.dtype | str | None, full_finetuning: bool = False) -> torch.dtype:
+    """The type to load the weights in; None: the default that `FastLanguageModel.from_pretrained` states.
+
+    Raises:
+        InputError: a type that weights cannot have.
+    """
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    if dtype is not None:
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise InputError(f"dtype is {dtype!r}; choose one of {', '.join(_DTYPES)}")
+        return _DTYPES[dtype]
+    if full_finetuning or not torch.cuda.is_available():
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+def own_device() -> dict[str, Any]:
+    """A `device_map` that puts a model on this process's GPU, or on the CPU where there is none."""
+    return {"": int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
+
+
+def quantization(in_4bit: bool, in_8bit: bool, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """How bitsandbytes quantises the weights: NF4 that computes in `dtype`, int8, or not at all."""
+    if in_4bit:
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if in_8bit else None
 
 
 def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:

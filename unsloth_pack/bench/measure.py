@@ -24,12 +24,19 @@ from transformers import (
     set_seed,
 )
 
-from unsloth_pack.api import FastLanguageModel, _dtype, _own_device, _quantization, _targets
+from unsloth_pack.api import FastLanguageModel, lora_targets
 from unsloth_pack.bench.breakdown import break_down
 from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks
 from unsloth_pack.checkpointing import enable_checkpointing
 from unsloth_pack.errors import InputError
-from unsloth_pack.loading import load_model, load_tokenizer, resolve
+from unsloth_pack.loading import (
+    load_model,
+    load_tokenizer,
+    own_device,
+    quantization,
+    resolve,
+    weight_dtype,
+)
 from unsloth_pack.patch import patch_of
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.report.memory import peak_memory
@@ -117,15 +124,15 @@ def _patched_model(case: Case) -> tuple[Any, Any]:
 def _plain_model(case: Case) -> tuple[Any, Any]:
     """The same model and adapter from transformers and PEFT alone, with the attention they do best with."""
     set_seed(SEED)
-    source, dtype = resolve(case.model_name)[0], _dtype(None, False)
+    source, dtype = resolve(case.model_name)[0], weight_dtype(None)
     model = load_model(
         source,
         dtype=dtype,
-        device_map=_own_device(),
-        quantization_config=_quantization(case.load_in_4bit, False, dtype),
+        device_map=own_device(),
+        quantization_config=quantization(case.load_in_4bit, False, dtype),
         attn_implementation="sdpa" if plain_packing_leaks() else "flash_attention_2",
     )
-    config = LoraConfig(r=16, lora_alpha=16, target_modules=_targets(model, None), task_type="CAUSAL_LM")
+    config = LoraConfig(r=16, lora_alpha=16, target_modules=lora_targets(model, None), task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
     enable_checkpointing(model, case.use_gradient_checkpointing is not False)
     return model, load_tokenizer(source)
@@ -137,7 +144,7 @@ def _make_trainer(
     config = sft_config(
         str(folder / "out"),
         padding_free=case.is_packed,
-        dtype=_dtype(None, False),
+        dtype=weight_dtype(None),
         per_device_train_batch_size=case.rows_per_step,
         gradient_accumulation_steps=1,
         max_steps=watch.last,

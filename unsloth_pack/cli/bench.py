@@ -99,18 +99,18 @@ def _parser() -> Parser:
 
 def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     """Documents and packed rows on disk, and the four runs over them, the patched packed one first."""
-    from unsloth_pack.api import _dtype, check_positions
+    from unsloth_pack.api import check_positions
     from unsloth_pack.bench import Case
     from unsloth_pack.cli.checks import check_backend
     from unsloth_pack.cli.options import TrainOptions
-    from unsloth_pack.loading import load_config, resolve
+    from unsloth_pack.loading import load_config, resolve, weight_dtype
     from unsloth_pack.packing import pack_dataset
 
     name = given.get("model_name", "demo")
     base = name if name == "demo" else resolve(name)[0]
     config = load_config(resolve(name)[0]).get_text_config()
     options = TrainOptions(attn_backend=given.get("attn_backend", "auto"))
-    check_backend(options, config, _dtype(None, False), _device_type())
+    check_backend(options, config, weight_dtype(None), _device_type())
     length = given.get("max_seq_length", min(2048, config.max_position_embeddings))
     check_positions(length, name, config)
     documents = _documents(given.get("dataset", "demo"), name, length, config.vocab_size)

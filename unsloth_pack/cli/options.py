@@ -11,7 +11,6 @@ from typing import Any
 from unsloth_pack.cli.parser import (
     DTYPE_HELP,
     DTYPES,
-    LAST_SEED,
     SAVE_METHODS,
     Parser,
     boolean,
@@ -22,7 +21,7 @@ from unsloth_pack.cli.parser import (
     whole,
 )
 from unsloth_pack.demo import DEMO_DEFAULTS
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing import find_packs, read_manifest
 
 MODEL, ADAPTER, DATA, TRAINING, OUTPUT = "model", "adapter", "data", "training", "output"

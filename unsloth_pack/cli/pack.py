@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.cli.checks import check_new_folder, check_writable
-from unsloth_pack.cli.parser import LAST_SEED, Parser, whole
-from unsloth_pack.errors import InputError
+from unsloth_pack.cli.parser import Parser, whole
+from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing.plan import STRATEGIES
 
 

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from unsloth_pack.errors import InputError
 
-LAST_SEED = 2**32 - 1  # of numpy
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "of the weights; default: bfloat16 where the GPU has it, else float16 on it, float32 on a CPU"
 SAVE_METHODS = ("merged_16bit", "lora")

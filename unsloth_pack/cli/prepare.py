@@ -9,7 +9,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from unsloth_pack.api import _dtype
 from unsloth_pack.cli import checks
 from unsloth_pack.cli.documents import load_tokenizer, to_documents
 from unsloth_pack.cli.options import TrainOptions
@@ -18,7 +17,7 @@ from unsloth_pack.cli.sharding import sharding_arguments
 from unsloth_pack.data import check_token_ids, load_rows, tokenizer_hash
 from unsloth_pack.data.tokenize import TokenLedger, check_token_loss
 from unsloth_pack.errors import InputError
-from unsloth_pack.loading import load_config, resolve
+from unsloth_pack.loading import load_config, resolve, weight_dtype
 from unsloth_pack.packing import PackManifest, find_packs, pack_dataset, plan_accumulation, read_packs
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.trl import sft_config
@@ -61,7 +60,7 @@ def prepare(options: TrainOptions) -> Prepared:
     if options.eval_dataset is not None:
         eval_source = find_packs(options.eval_dataset) or load_rows(options.eval_dataset, "test")
 
-    dtype = _dtype(options.dtype, False)
+    dtype = weight_dtype(options.dtype)
     config = sft_config(
         str(options.output_dir),
         padding_free=options.padding_free or options.sample_packing,

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.cli.parser import DTYPE_HELP, DTYPES, LAST_SEED, Parser, whole
+from unsloth_pack.cli.parser import DTYPE_HELP, DTYPES, Parser, whole
+from unsloth_pack.errors import LAST_SEED
 
 if TYPE_CHECKING:
     from rich.table import Table
