@@ -34,7 +34,7 @@ LAYERS = [
     {"kernels"},
     {"errors"},
 ]
-BESIDE = {"packing", "data", "demo"}  # know no torch model, nor what patches one
+BESIDE = {"packing", "data", "demo", "whole_folders"}  # know no torch model, nor what patches one
 
 
 def imports(path):

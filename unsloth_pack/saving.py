@@ -1,11 +1,6 @@
 """Saving a trained model: the adapter alone, or merged into 16-bit weights. Whole or not at all."""
 
 import copy
-import glob
-import os
-import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +11,6 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import ModulesToSaveWrapper
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -24,9 +18,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
 from unsloth_pack.models.fp8 import Fp8Linear
+from unsloth_pack.whole_folders import write_whole
 
 SaveMethod = Literal["merged_16bit", "lora"]
-_ASIDE = ".aside"
 
 
 def save_pretrained_merged(
@@ -56,15 +50,13 @@ def save_pretrained_merged(
     if save_method == "lora" and not isinstance(model, PeftModel):
         raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
 
-    def write(folder: str) -> None:
+    with write_whole(Path(save_directory)) as folder:
         if save_method == "lora":
-            model.save_pretrained(folder, state_dict=state_dict)
+            model.save_pretrained(str(folder), state_dict=state_dict)
         else:
             _write_merged(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-
-    write_whole(Path(save_directory), write)
 
 
 def save_demo_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
@@ -76,68 +68,7 @@ def save_demo_adapter(model: PeftModel, save_directory: str | Path, **options: A
     PeftModel.save_pretrained(model, str(save_directory), **options)
 
 
-def write_whole(target: Path, write: Callable[[str], None]) -> None:
-    """Let `write` fill a folder beside `target`, then put it in place; a failure changes nothing.
-
-    Raises:
-        InputError: `target` is a file, or cannot be written to, or the disk is full.
-    """
-    if target.exists() and not target.is_dir():
-        raise InputError(f"{str(target)!r} is a file; give a folder")
-    try:
-        _write_beside(target, write)
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"{str(target)!r} could not be written ({error}); free some space, or give another folder"
-        ) from error
-
-
-def _write_beside(target: Path, write: Callable[[str], None]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_ASIDE)
-    try:
-        write(aside)
-        os.chmod(aside, 0o755)
-        if target.exists():
-            _sync(Path(aside))
-            for file in Path(aside).iterdir():
-                os.replace(file, target / file.name)
-            _sync_entries(target)
-        else:
-            put_in_place(Path(aside), target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove_leftovers(target: Path) -> None:
-    """Remove what `write_whole` was writing when its process was killed."""
-    for aside in target.parent.glob(f".{glob.escape(target.name)}.*{_ASIDE}"):
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def put_in_place(aside: Path, target: Path) -> None:
-    """Rename a folder, once all of it is on the disk: after a crash `target` is whole or not there."""
-    _sync(aside)
-    os.replace(aside, target)
-    _sync_entries(target.parent)
-
-
-def _sync(folder: Path) -> None:
-    for place, _, names in os.walk(folder):
-        for path in (*(os.path.join(place, name) for name in names), place):
-            _sync_entries(Path(path))
-
-
-def _sync_entries(path: Path) -> None:
-    """Flush a file's bytes, or a folder's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_merged(model: nn.Module, folder: str) -> None:
+def _write_merged(model: nn.Module, folder: Path) -> None:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     dtype = base.dtype if base.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16

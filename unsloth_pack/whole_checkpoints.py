@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainerState
 
 from unsloth_pack.errors import RunStopped
-from unsloth_pack.saving import put_in_place
+from unsloth_pack.whole_folders import put_in_place
 
 ASIDE = ".saving"
 _COUNTS = "counts.json"

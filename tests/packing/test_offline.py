@@ -96,19 +96,27 @@ def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
     assert sorted(n for row in a for n in row["seq_lengths"]) == sorted(len(row["input_ids"]) for row in rows)
 
 
-@pytest.mark.parametrize("call", [1, 3, 6, 7])  # the first shard, a later one, the manifest, the folder
-def test_an_interrupted_write_leaves_nothing(call, tmp_path, monkeypatch):
-    synced = []
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [
+        ("packing.offline.writer.sha256_of", 1),  # between two shards
+        ("packing.offline.writer.sha256_of", 3),
+        ("whole_folders._flush", 1),  # once all is written
+        ("whole_folders._flush", 5),
+    ],
+)
+def test_an_interrupted_write_leaves_nothing(where, call, tmp_path, monkeypatch):
+    calls = []
 
     def interrupt(path):
-        synced.append(path.name)
-        if len(synced) == call:
+        calls.append(path)
+        if len(calls) == call:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("unsloth_pack.packing.offline.writer._sync", interrupt)
+    monkeypatch.setattr(f"unsloth_pack.{where}", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "packs", documents(300), rows_per_shard=20)
-    assert len(synced) == call
+    assert len(calls) == call
     assert list(tmp_path.iterdir()) == []
 
 

@@ -144,8 +144,8 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
 
     import unsloth_pack
     from unsloth_pack.report.metrics import MetricsFile
-    from unsloth_pack.saving import remove_leftovers
     from unsloth_pack.whole_checkpoints import ASIDE, step_of
+    from unsloth_pack.whole_folders import remove_leftovers
 
     is_main = checks.is_main_process()
     if is_main:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +21,7 @@ from unsloth_pack.packing.offline.manifest import (
     sha256_of,
     shard_name,
 )
+from unsloth_pack.whole_folders import write_whole
 
 if TYPE_CHECKING:
     import datasets
@@ -83,7 +81,7 @@ def write_packs(
     documents = documents.select_columns(["input_ids", "labels"])
     plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
     hashes = {name: hashlib.sha256() for name in ("input_ids", "labels", "cu_lengths")}
-    with _written_aside(target) as aside, tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
+    with write_whole(target) as aside, tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
         shards: list[Shard] = []
         for first in range(0, plan.n_bins, rows_per_shard):
             path = aside / shard_name(len(shards))
@@ -105,7 +103,6 @@ def write_packs(
             shards=tuple(shards),
         )
         (aside / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
-        _sync(aside / FILE_NAME)
     return manifest
 
 
@@ -148,33 +145,3 @@ def _write_shard(path: Path, tables: Iterator[pa.Table], hashes: Mapping[str, An
             stream.write_table(table)
             for name, digest in hashes.items():
                 digest.update(table[name].combine_chunks().flatten().to_numpy())
-    _sync(path)
-
-
-@contextmanager
-def _written_aside(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that becomes it at the end, or goes."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    aside.mkdir()
-    try:
-        yield aside
-        _sync(aside)
-        aside.rename(target)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise InputError(
-                f"{str(target)!r} could not be written ({error}); free some space, or give another folder"
-            ) from error
-        raise
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    """Let what was written reach the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Folders that are whole or not there: written aside, flushed to the disk, then renamed."""
+
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from unsloth_pack.errors import InputError
+
+_ASIDE = ".aside"
+
+
+@contextmanager
+def write_whole(target: Path) -> Iterator[Path]:
+    """A new folder beside `target` to be filled, which then takes its place; a failure changes nothing.
+
+    Where `target` holds something already, the files are moved into it and replace those of the same names.
+
+    Raises:
+        InputError: `target` is a file, or cannot be written to, or the disk is full.
+    """
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{str(target)!r} is a file; give a folder")
+    try:
+        with _aside(target) as aside:
+            yield aside
+            if target.exists() and any(target.iterdir()):
+                _flush_all(aside)
+                for file in aside.iterdir():
+                    os.replace(file, target / file.name)
+                _flush(target)
+            else:
+                put_in_place(aside, target)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{str(target)!r} could not be written ({error}); free some space, or give another folder"
+        ) from error
+
+
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_ASIDE))
+    try:
+        aside.chmod(0o755)
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what `write_whole` was writing when its process was killed."""
+    for aside in target.parent.glob(f".{glob.escape(target.name)}.*{_ASIDE}"):
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def put_in_place(aside: Path, target: Path) -> None:
+    """Rename a folder, once all of it is on the disk: after a crash `target` is whole or not there."""
+    _flush_all(aside)
+    os.replace(aside, target)
+    _flush(target.parent)
+
+
+def _flush_all(folder: Path) -> None:
+    for place, _, names in os.walk(folder):
+        for path in (*(os.path.join(place, name) for name in names), place):
+            _flush(Path(path))
+
+
+def _flush(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
