@@ -16,6 +16,7 @@ from torch import Tensor
 from unsloth_pack.errors import InputError
 from unsloth_pack.layout import IGNORE_INDEX, PackedRow
 
+# What a model call may carry beside position_ids and attention_mask
 ROW_KEYWORDS = (
     "packed_seq_lengths",
     "seq_lengths",
@@ -24,7 +25,7 @@ ROW_KEYWORDS = (
     "max_length_q",
     "max_length_k",
     "seq_idx",
-)  # what a model call may carry beside position_ids and attention_mask
+)
 
 
 def describe_row(

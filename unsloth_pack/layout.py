@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-
-_STACK_RATIO = (
-    0.75  # documents stacked into one batch are at least this long, relative to the longest of them
-)
+# Documents stacked into one batch are at least this long, relative to the longest of them
+_STACK_RATIO = 0.75
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +140,8 @@ class PackedRow:
         """`[N]` int64: where each token lies in the concatenation of the flattened stacks."""
         slots = np.concatenate([stack.reshape(-1) for stack in self._stacked])
         place = np.empty(self.n_tokens, dtype=np.int64)
-        place[slots[::-1]] = np.arange(len(slots))[
-            ::-1
-        ]  # the first slot of a token wins: later ones are fillers
+        # Backwards, so that the first slot of a token wins: later ones are fillers
+        place[slots[::-1]] = np.arange(len(slots))[::-1]
         return self.upload(place)
 
     def mask_labels(self, labels: Tensor) -> Tensor:

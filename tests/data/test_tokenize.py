@@ -10,7 +10,7 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import to_trl
 from unsloth_pack.data.exact import to_dataset
-from unsloth_pack.data.tokenize import IGNORED, check_token_loss, tokenize, tokenizer_hash
+from unsloth_pack.data.tokenize import IGNORE_INDEX, check_token_loss, tokenize, tokenizer_hash
 from unsloth_pack.errors import InputError
 
 TEMPLATE = (
@@ -121,7 +121,7 @@ def test_ledger_accounts_for_every_token(tokenizer):
     assert ledger.rows_fully_masked == 1  # the long prompt fills the row
     assert ledger.tokens_dropped == 30
     assert ledger.rows_truncated == sum(len(ids) > 30 for ids in whole["input_ids"])
-    assert ledger.tokens_counted == sum(len(row) - row.count(IGNORED) for row in cut["labels"])
+    assert ledger.tokens_counted == sum(len(row) - row.count(IGNORE_INDEX) for row in cut["labels"])
     assert ledger.tokens_masked == sum(map(len, cut["labels"])) - ledger.tokens_counted
 
 
@@ -160,9 +160,9 @@ def test_the_ledger_adds_up_over_any_rows(tokenizer, rows, max_length, responses
     labels = cut["labels"][:]
     assert ledger.rows_fully_masked == len(rows) - len(labels)
     assert ledger.tokens_kept == sum(map(len, labels))
-    assert ledger.tokens_counted == sum(label != IGNORED for row in labels for label in row[1:])
-    assert ledger.tokens_masked_at_boundaries == sum(row[0] != IGNORED for row in labels)
-    assert ledger.tokens_masked_by_template == sum(row.count(IGNORED) for row in labels)
+    assert ledger.tokens_counted == sum(label != IGNORE_INDEX for row in labels for label in row[1:])
+    assert ledger.tokens_masked_at_boundaries == sum(row[0] != IGNORE_INDEX for row in labels)
+    assert ledger.tokens_masked_by_template == sum(row.count(IGNORE_INDEX) for row in labels)
     assert ledger.discarded == pytest.approx(1 - ledger.tokens_kept / ledger.tokens_read)
     assert (ledger.longest > max_length) == (ledger.tokens_truncated > 0)
     if ledger.discarded:
@@ -187,7 +187,7 @@ def test_a_template_in_place_of_the_tokenizers_own(tokenizer):
     tokenizer.chat_template = UNMARKED
     data = to_trl(to_dataset(MESSAGES), chat_template=True)
     rows, _ = tokenize(data, tokenizer, max_length=999, train_on_responses_only=True, chat_template=TEMPLATE)
-    answers = [tokenizer.decode([t for t in labels if t != IGNORED]) for labels in rows["labels"]]
+    answers = [tokenizer.decode([t for t in labels if t != IGNORE_INDEX]) for labels in rows["labels"]]
     assert answers == ["call<eos>a<eos>", "call<eos>", "seen<eos>"]
 
 

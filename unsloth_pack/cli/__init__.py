@@ -1,6 +1,4 @@
-"""The command line: `unsloth-pack [train] ...`, `stats`, `pack`, `verify`, `bench`, `generate`,
-`merge`, `doctor`.
-"""
+"""The command line: `unsloth-pack [train] ...` and its other subcommands."""
 
 import io
 import sys
@@ -10,17 +8,8 @@ from importlib import import_module
 
 from unsloth_pack.errors import InputError, LeakFound, RunStopped
 
-SUBCOMMANDS = (
-    "train",
-    "stats",
-    "pack",
-    "verify",
-    "bench",
-    "generate",
-    "merge",
-    "doctor",
-)  # each a module here with `run(argv) -> exit code`
-
+# Each a module here with `run(argv) -> exit code`
+SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor")
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
 
 

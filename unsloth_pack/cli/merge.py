@@ -30,9 +30,8 @@ def run(arguments: Sequence[str]) -> int:
     quieten()
     from unsloth_pack.api import FastLanguageModel
 
-    model, tokenizer = FastLanguageModel.from_pretrained(
-        str(source), max_seq_length=1
-    )  # no row will be packed
+    # No row will be packed: any length does
+    model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1)
     method = given.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, tokenizer, save_method=method)
     print(f"saved {source} as {method} in {target}")

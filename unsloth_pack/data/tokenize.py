@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100  # the label of a token without loss
+IGNORE_INDEX = -100  # the label of a token without loss, as in torch's cross entropy
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -245,12 +245,12 @@ class _Encoder:
             labels = (
                 row_ids
                 if mask is None
-                else [t if m else IGNORED for t, m in zip(row_ids, mask, strict=False)]
+                else [t if m else IGNORE_INDEX for t, m in zip(row_ids, mask, strict=False)]
             )
             out["input_ids"].append(row_ids)
             out["labels"].append(labels)
-            out["masked"].append(labels.count(IGNORED))
-            out["counted"].append(len(labels) - 1 - labels[1:].count(IGNORED) if labels else 0)
+            out["masked"].append(labels.count(IGNORE_INDEX))
+            out["counted"].append(len(labels) - 1 - labels[1:].count(IGNORE_INDEX) if labels else 0)
         kept = [len(row_ids) for row_ids in out["input_ids"]]
         return out | {"read": [len(row_ids) for row_ids in ids], "kept": kept, "rerendered": rerendered}
 

@@ -20,6 +20,8 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
+from unsloth_pack.data.tokenize import IGNORE_INDEX
+
 from .evaluate import exact_match
 from .tasks import Row, base_rows, distinct, finetune_rows, messages
 
@@ -36,10 +38,8 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
-IGNORED = -100  # the label of a token without loss
-Example = tuple[
-    torch.Tensor, torch.Tensor
-]  # input_ids and labels, both [tokens]; the answer alone has labels
+# input_ids and labels, both [tokens]; the answer alone has labels
+Example = tuple[torch.Tensor, torch.Tensor]
 
 
 def write_data(folder: Path) -> None:
@@ -118,7 +118,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> list[Example]
     examples = []
     for prompt, answer in zip(prompts, answers, strict=True):
         answer = [*answer, tokenizer.eos_token_id]
-        labels = [IGNORED] * len(prompt) + answer
+        labels = [IGNORE_INDEX] * len(prompt) + answer
         examples.append((torch.tensor(prompt + answer), torch.tensor(labels)))
     return examples
 
@@ -140,7 +140,7 @@ def batches(examples: list[Example], tokens: int, pad_id: int, rng: Random) -> I
         rng.shuffle(cuts)
         for cut in cuts:
             ids = pad_sequence([examples[i][0] for i in cut], batch_first=True, padding_value=pad_id)
-            labels = pad_sequence([examples[i][1] for i in cut], batch_first=True, padding_value=IGNORED)
+            labels = pad_sequence([examples[i][1] for i in cut], batch_first=True, padding_value=IGNORE_INDEX)
             yield ids, labels
 
 

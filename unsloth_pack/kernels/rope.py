@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference
-from .launch import jit, takes_fused_path, tl, triton
+from .launch import MAX_WARPS, PER_THREAD, floor_power_of_2, jit, takes_fused_path, tl, triton
 from .reference import QKNorm
 
 _TILE = 4096  # elements a program aims to hold
-_PER_THREAD = 32  # elements a thread holds: four 16-byte loads of bf16 in flight
 _WEIGHT_GRAD_PROGRAMS = 512  # at most so many partial sums when a norm's weights are trained
 
 
@@ -177,8 +176,8 @@ def _blocks(HQ: int, HK: int, D: int, tiles: int) -> dict[str, int]:
     """Tile sizes and warps for a kernel that holds `tiles` tiles of q and k at a time."""
     BLOCK_HQ, BLOCK_HK, BLOCK_P = (triton.next_power_of_2(n) for n in (HQ, HK, D // 2))
     per_token = tiles * (BLOCK_HQ + BLOCK_HK) * 2 * BLOCK_P
-    BLOCK_T = _floor_power_of_2(_TILE // per_token)
-    num_warps = min(16, _floor_power_of_2(BLOCK_T * per_token // (32 * _PER_THREAD)))
+    BLOCK_T = floor_power_of_2(_TILE // per_token)
+    num_warps = min(MAX_WARPS, floor_power_of_2(BLOCK_T * per_token // (32 * PER_THREAD)))
     return {
         "BLOCK_T": BLOCK_T,
         "BLOCK_HQ": BLOCK_HQ,
@@ -186,10 +185,6 @@ def _blocks(HQ: int, HK: int, D: int, tiles: int) -> dict[str, int]:
         "BLOCK_P": BLOCK_P,
         "num_warps": num_warps,
     }
-
-
-def _floor_power_of_2(n: int) -> int:
-    return 1 << max(0, n.bit_length() - 1)
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> None:

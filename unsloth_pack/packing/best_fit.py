@@ -45,9 +45,8 @@ class Moves:
 
 def best_fit_decreasing(counts: np.ndarray, capacity: int) -> Moves:
     """Best-fit decreasing of `counts[length]` documents of each length into bins of `capacity` tokens."""
-    capacity = min(
-        capacity, int(counts @ np.arange(len(counts)))
-    )  # more room than all documents changes nothing
+    # More room than all documents need changes nothing
+    capacity = min(capacity, int(counts @ np.arange(len(counts))))
     moves: list[tuple[int, int, int, int]] = []
     alike: dict[int, list[tuple[int, int, int]]] = {}  # room -> runs of bins: first, bins, documents held
     rooms = 0  # bit r is set where alike[r] has bins: the tightest room is one shift away

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unsloth_pack.data.tokenize import IGNORED
+from unsloth_pack.data.tokenize import IGNORE_INDEX
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.offline.manifest import PackManifest, Shard, read_manifest, schema, sha256_of
 
@@ -138,10 +138,10 @@ def _lengths_of(batch: pa.RecordBatch, capacity: int, where: str, first_row: int
         longest != said,
         lambda row: f"max_length is {said[row]}, and its longest document has {longest[row]} tokens",
     )
-    is_strange = (labels != IGNORED) & (labels != ids)
+    is_strange = (labels != IGNORE_INDEX) & (labels != ids)
     refuse(
         np.logical_or.reduceat(is_strange, np.cumsum(n_ids) - n_ids),
-        lambda row: f"a label that is neither {IGNORED} nor its token",
+        lambda row: f"a label that is neither {IGNORE_INDEX} nor its token",
     )
     return pa.ListArray.from_arrays(*(pa.array(numbers.astype(np.int32)) for numbers in (offsets, lengths)))
 
