@@ -10,7 +10,8 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import to_trl
 from unsloth_pack.data.exact import to_dataset
-from unsloth_pack.data.tokenize import IGNORE_INDEX, check_token_loss, tokenize, tokenizer_hash
+from unsloth_pack.data.ledger import check_token_loss
+from unsloth_pack.data.tokenize import IGNORE_INDEX, tokenize, tokenizer_hash
 from unsloth_pack.errors import InputError
 
 TEMPLATE = (

@@ -10,7 +10,7 @@ import pytest
 from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
 from test_pack_dataset import documents, quiet  # noqa: F401
 
-from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import find_packs, pack_dataset, read_manifest, read_packs, write_packs
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.cli.machine import device_name, device_type, versions
 from unsloth_pack.cli.parser import Parser, whole
 from unsloth_pack.errors import InputError
 
@@ -57,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
         if figures := runs[0].figures:
             breakdown = _breakdown(cases[0], figures, progress)
     if given.get("json", False):
-        found = {"device": _device(), "versions": _versions(), "runs": [asdict(run) for run in runs]}
+        found = {"device": device_name(), "versions": versions(), "runs": [asdict(run) for run in runs]}
         print(json.dumps(found | {"breakdown_ms": breakdown}, indent=1))
     else:
         _print(Console(), runs, breakdown)
@@ -110,7 +111,7 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     base = name if name == "demo" else resolve(name)[0]
     config = load_config(resolve(name)[0]).get_text_config()
     options = TrainOptions(attn_backend=given.get("attn_backend", "auto"))
-    check_backend(options, config, weight_dtype(None), _device_type())
+    check_backend(options, config, weight_dtype(None), device_type())
     length = given.get("max_seq_length", min(2048, config.max_position_embeddings))
     check_positions(length, name, config)
     documents = _documents(given.get("dataset", "demo"), name, length, config.vocab_size)
@@ -183,35 +184,8 @@ def _breakdown(case: "Case", figures: "Figures", progress: "Console") -> dict[st
     assert profiled.kernel_ms is not None
     assert profiled.busy_ms is not None
     # The profiler slows the host and not the GPU's kernels; on a CPU, it slows everything.
-    step_ms = profiled.step_ms if _device_type() == "cpu" else figures.step_ms
+    step_ms = profiled.step_ms if device_type() == "cpu" else figures.step_ms
     return profiled.kernel_ms | {HOST_GAPS: max(0.0, step_ms - profiled.busy_ms)}
-
-
-def _device_type() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device() -> str:
-    import torch
-
-    return (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
-
-
-def _versions() -> dict[str, str]:
-    import peft
-    import torch
-    import transformers
-    import trl
-
-    import unsloth_pack
-
-    return {module.__name__: module.__version__ for module in (unsloth_pack, torch, transformers, trl, peft)}
 
 
 def _print(console: "Console", runs: Sequence[Run], breakdown: Mapping[str, float] | None) -> None:
@@ -219,7 +193,8 @@ def _print(console: "Console", runs: Sequence[Run], breakdown: Mapping[str, floa
 
     from unsloth_pack.report.memory import gib
 
-    table = Table("", *(f"{run.model}, {run.rows}" for run in runs), title=_device(), title_justify="left")
+    names = (f"{run.model}, {run.rows}" for run in runs)
+    table = Table("", *names, title=device_name(), title_justify="left")
     lines: list[tuple[str, Callable[[Figures], str]]] = [
         ("attention", lambda f: f.attention),
         ("real tokens/s", lambda f: f"{f.tokens_per_second:,.0f}"),

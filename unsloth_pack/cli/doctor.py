@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
+from unsloth_pack.cli.machine import device_type
 from unsloth_pack.cli.parser import Parser
 from unsloth_pack.errors import InputError
 
@@ -40,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     lines = [
         line
         for look in (_versions, _devices, _attention, _breakages, _variables)
-        for line in look(_device_type())
+        for line in look(device_type())
     ]
     is_fine = not any(line.remedy for line in lines)
     if as_json:
@@ -54,12 +55,6 @@ def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack doctor", description="Show versions, devices and what can run here.")
     parser.add_switch("--json", "print JSON")
     return parser
-
-
-def _device_type() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _versions(device_type: str) -> Iterator[Line]:

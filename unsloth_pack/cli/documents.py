@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack import loading
 from unsloth_pack.data import to_trl
-from unsloth_pack.data.tokenize import TokenLedger, tokenize
+from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.tokenize import tokenize
 from unsloth_pack.trl import training_template
 
 

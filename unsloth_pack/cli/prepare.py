@@ -15,7 +15,7 @@ from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.cli.sharding import sharding_arguments
 from unsloth_pack.data import check_token_ids, load_rows, tokenizer_hash
-from unsloth_pack.data.tokenize import TokenLedger, check_token_loss
+from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.errors import InputError
 from unsloth_pack.loading import load_config, resolve, weight_dtype
 from unsloth_pack.packing import PackManifest, find_packs, pack_dataset, plan_accumulation, read_packs

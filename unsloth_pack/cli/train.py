@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unsloth_pack.cli.prepare import Prepared
-    from unsloth_pack.data.tokenize import TokenLedger
+    from unsloth_pack.data.ledger import TokenLedger
     from unsloth_pack.demo.evaluate import ExactMatch
     from unsloth_pack.report.fill import RowFill
     from unsloth_pack.report.metrics import MetricsFile
@@ -137,12 +137,7 @@ def _load_model(options: TrainOptions) -> Any:
 
 def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) -> "MetricsFile":
     """The metrics file of this run; what an earlier run left goes, or stays up to the checkpoint."""
-    import peft
-    import torch
-    import transformers
-    import trl
-
-    import unsloth_pack
+    from unsloth_pack.cli.machine import versions
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.whole_checkpoints import ASIDE, step_of
     from unsloth_pack.whole_folders import remove_leftovers
@@ -158,10 +153,7 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
     if checkpoint is not None:
         metrics.rewind(step_of(checkpoint))
         return metrics
-    versions = {
-        module.__name__: module.__version__ for module in (unsloth_pack, torch, transformers, trl, peft)
-    }
-    metrics.write("config", options=asdict(options), versions=versions)
+    metrics.write("config", options=asdict(options), versions=versions())
     return metrics
 
 

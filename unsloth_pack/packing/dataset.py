@@ -76,9 +76,9 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
         InputError: as `pack_dataset`.
     """
     columns = _check_columns(dataset)
-    lengths = _lengths(dataset, "input_ids")
+    lengths = list_lengths(dataset, "input_ids")
     for column in columns:
-        if not np.array_equal(_lengths(dataset, column), lengths):
+        if not np.array_equal(list_lengths(dataset, column), lengths):
             raise InputError(f"column {column!r} has not one number a token; give one, or remove the column")
     plan = plan_packs(lengths, capacity, strategy)
     if not plan.n_bins:
@@ -129,7 +129,12 @@ def _check_columns(dataset: datasets.Dataset) -> list[str]:
     return list(names)
 
 
-def _lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
+def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
+    """`[rows]` int64: the numbers in each row's list.
+
+    Raises:
+        InputError: the column holds no lists.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, require_whole
 
 BLOCK = 1 << 20  # documents worked on at a time, so that temporaries stay small beside the lengths themselves
 
@@ -39,8 +39,7 @@ def check_positive(name: str, value: Any) -> int:
     Raises:
         InputError: it is not a whole number of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise InputError(f"{name} is {value!r}; give a whole number of at least 1")
+    require_whole(name, value, 1)
     return int(value)
 
 
@@ -62,6 +61,12 @@ def count_lengths(lengths: np.ndarray, capacity: int) -> np.ndarray:
     for start in range(0, len(lengths), BLOCK):
         counts += np.bincount(lengths[start : start + BLOCK].astype(np.int64), minlength=longest + 1)
     return counts
+
+
+def padded_slots(lengths: np.ndarray, batch_size: int) -> int:
+    """Slots of documents in batches of `batch_size`, in their order, each as long as its longest."""
+    starts = np.arange(0, len(lengths), batch_size)
+    return int(np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=len(lengths)))
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:

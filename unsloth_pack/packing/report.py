@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing.lengths import as_lengths, check_positive
+from unsloth_pack.packing.lengths import as_lengths, check_positive, padded_slots
 from unsloth_pack.packing.plan import plan_packs
 
 PADDED_BATCHES = (1, 8, 32)
@@ -95,9 +95,6 @@ def length_report(
     per_device_batch: int = 1,
     target_effective: int = 32,
     bin_size: int = 512,
-    *,
-    strategy: str = "bfd",
-    seed: int = 0,
 ) -> LengthReport:
     """Summarise document lengths, and forecast packing them at each capacity.
 
@@ -107,8 +104,6 @@ def length_report(
         world_size, per_device_batch: ranks, and rows of a micro-batch on each.
         target_effective: documents that an update should see.
         bin_size: tokens of a bin of the histogram.
-        strategy: as for `plan_packs`.
-        seed: of the order in which padded batches are made.
 
     Raises:
         InputError: no document has tokens, or an argument is out of range.
@@ -133,7 +128,7 @@ def length_report(
         bin_size=bin_size,
         histogram=[(i * bin_size, (i + 1) * bin_size, number) for i, number in enumerate(in_bins)],
         forecasts=[
-            _forecast(documents, capacity, world_size, per_device_batch, target_effective, strategy, seed)
+            _forecast(documents, capacity, world_size, per_device_batch, target_effective)
             for capacity in capacities
         ],
     )
@@ -145,16 +140,14 @@ def _forecast(
     world_size: int,
     per_device_batch: int,
     target_effective: int,
-    strategy: str,
-    seed: int,
 ) -> PackForecast:
     capacity = check_positive("capacity", capacity)
     held = np.minimum(documents, capacity)
-    plan = plan_packs(held, capacity, strategy)
+    plan = plan_packs(held, capacity)
     per_pack = plan.n_documents / plan.n_bins
     accumulation = plan_accumulation(target_effective, per_pack, world_size, per_device_batch)
     steps = math.ceil(plan.n_bins / (world_size * per_device_batch))
-    order = np.random.default_rng(seed).permutation(held)
+    order = np.random.default_rng(0).permutation(held)
     return PackForecast(
         capacity=capacity,
         overlong=int((documents > capacity).sum()),
@@ -166,11 +159,5 @@ def _forecast(
         accumulation=accumulation,
         optimizer_steps=math.ceil(steps / accumulation),
         effective_batch=per_pack * world_size * per_device_batch * accumulation,
-        padding={batch: _padding(order, batch) for batch in PADDED_BATCHES},
+        padding={batch: 1 - plan.tokens / padded_slots(order, batch) for batch in PADDED_BATCHES},
     )
-
-
-def _padding(lengths: np.ndarray, batch: int) -> float:
-    starts = np.arange(0, len(lengths), batch)
-    slots = np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=len(lengths))
-    return float(1 - lengths.sum() / slots)

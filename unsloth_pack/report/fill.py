@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unsloth_pack.packing.dataset import list_lengths
+from unsloth_pack.packing.lengths import padded_slots
+
 if TYPE_CHECKING:
     import datasets
 
@@ -45,7 +48,7 @@ class RowFill:
 
 def row_lengths(dataset: datasets.Dataset) -> np.ndarray:
     """`[rows]` int64: the tokens of every row."""
-    return _list_lengths(dataset, "input_ids")
+    return list_lengths(dataset, "input_ids")
 
 
 def document_lengths(dataset: datasets.Dataset) -> np.ndarray:
@@ -62,7 +65,7 @@ def document_lengths(dataset: datasets.Dataset) -> np.ndarray:
 def fill_of_packed(dataset: datasets.Dataset, capacity: int) -> RowFill:
     """The fill of packed rows (`input_ids` and `seq_lengths`) that may hold `capacity` tokens."""
     tokens = int(row_lengths(dataset).sum())
-    documents = int(_list_lengths(dataset, "seq_lengths").sum())
+    documents = int(list_lengths(dataset, "seq_lengths").sum())
     return RowFill(len(dataset), documents, tokens, len(dataset) * capacity, tokens)
 
 
@@ -76,16 +79,5 @@ def fill_of_padded(dataset: datasets.Dataset, batch_size: int, seed: int) -> Row
     """The fill of rows padded to the longest of their batch, in one random order."""
     lengths = row_lengths(dataset)
     order = np.random.default_rng(seed).permutation(lengths)
-    starts = np.arange(0, len(order), batch_size)
-    sizes = np.diff([*starts, len(order)])
-    slots = int((np.maximum.reduceat(order, starts) * sizes).sum())
+    slots = padded_slots(order, batch_size)
     return RowFill(len(lengths), len(lengths), int(lengths.sum()), slots, slots)
-
-
-def _list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
-    import pyarrow.compute as pc
-
-    batches = dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000)
-    return np.concatenate([pc.list_value_length(table[column]).to_numpy() for table in batches]).astype(
-        np.int64
-    )

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.packing import PackManifest
 from unsloth_pack.patch import PatchReport
 from unsloth_pack.report.fill import RowFill

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:

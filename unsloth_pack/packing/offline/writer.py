@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.data.tokenize import TokenLedger
+from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.dataset import ROWS_A_BATCH, RowBuilder, plan_rows
 from unsloth_pack.packing.lengths import check_positive
