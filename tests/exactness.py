@@ -66,7 +66,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 from unsloth_pack.kernels import reference, {name}
 arguments = {arguments}
-assert torch.equal({name}(*arguments), reference.{name}(*arguments))
+ours, expected = ([*f(*arguments)] for f in ({name}, reference.{name}))
+assert all(map(torch.equal, ours, expected))
 """
         subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -119,9 +120,12 @@ LAYOUTS = (*LAYOUTS_IN_PLACE, rows_of_two_strides, transposed, every_second_colu
 def far_rows(x: Tensor, start: int = 0) -> Tensor:
     """The rows of `[R, C]` so far apart that the last ones' offsets pass 2³¹."""
     stride = 2**31 // (x.shape[0] - 1) + 8
-    n = stride * x.shape[0]
-    if DEVICE == "cuda":
-        buffer = torch.empty(n, dtype=x.dtype, device=DEVICE)
-    else:  # pages exist once touched
-        buffer = torch.frombuffer(mmap.mmap(-1, n * x.element_size()), dtype=x.dtype)
+    buffer = large_buffer(stride * x.shape[0], x.dtype)
     return _moved(x, buffer.as_strided(x.shape, (stride, 1), start))
+
+
+def large_buffer(n_elements: int, dtype: torch.dtype) -> Tensor:
+    """Memory that is there once it is touched."""
+    if DEVICE == "cuda":
+        return torch.empty(n_elements, dtype=dtype, device=DEVICE)
+    return torch.frombuffer(mmap.mmap(-1, n_elements * dtype.itemsize), dtype=dtype)

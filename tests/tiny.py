@@ -10,19 +10,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import supported_architectures
+from unsloth_pack.api import PROJECTIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROJECTIONS = [
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "qkv_proj",
-    "gate_up_proj",
-]
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
 
 

@@ -6,6 +6,7 @@ import random
 import datasets
 import pytest
 import torch
+from cli_runs import tree
 from model_folder import save_model
 
 from unsloth_pack.cli import main
@@ -52,5 +53,23 @@ def train(model, data, tmp_path):
         given |= {"dtype": "float32", **flags}  # and so the same backend on every machine
         spelt = [f"--{name}={value}" for name, value in given.items() if value is not None]
         return main([*arguments, *spelt])
+
+    return run
+
+
+@pytest.fixture
+def refused(train, tmp_path, capsys):
+    """Runs `train`, or another command, and returns the one line it was refused with."""
+
+    def run(*arguments, command=None, **flags):
+        before = tree(tmp_path)
+        capsys.readouterr()
+        code = main(command) if command else train(*arguments, **flags)
+        error = capsys.readouterr().err
+        assert code == 2, error
+        assert error.count("\n") == 1, error
+        assert "Traceback" not in error
+        assert tree(tmp_path) == before
+        return error
 
     return run

@@ -4,28 +4,9 @@ import json
 import os
 
 import pytest
-from cli_runs import tree
 from model_folder import save_model
 
 from unsloth_pack.cli import main
-
-
-@pytest.fixture
-def refused(train, tmp_path, capsys):
-    """Runs something, and returns the one line it was refused with."""
-
-    def run(*arguments, command=None, **flags):
-        before = tree(tmp_path)
-        capsys.readouterr()
-        code = main(command) if command else train(*arguments, **flags)
-        error = capsys.readouterr().err
-        assert code == 2, error
-        assert error.count("\n") == 1, error
-        assert "Traceback" not in error
-        assert tree(tmp_path) == before
-        return error
-
-    return run
 
 
 @pytest.mark.parametrize(

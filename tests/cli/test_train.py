@@ -305,7 +305,6 @@ def test_gradient_checkpointing_changes_no_loss(mode, train, tmp_path):
 
 
 def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):
-    from unsloth_pack.cli.options import read_options
     from unsloth_pack.cli.prepare import prepare
 
     flags = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_seq_length": 256}
@@ -322,7 +321,6 @@ def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):
 
 def test_packing_is_planned_over_the_whole_data_set(model, tmp_path):
     """Long documents first, their fillers more than a thousand rows later."""
-    from unsloth_pack.cli.options import read_options
     from unsloth_pack.cli.prepare import prepare
 
     rows = [{"text": "a" * n} for n in [199] * 1500 + [55] * 1500]

@@ -20,11 +20,6 @@ SCHEMA = {"name": "f", "description": "d", "parameters": {"type": "object", "pro
 WRAPPED = {"type": "function", "function": SCHEMA}
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    datasets.disable_progress_bars()
-
-
 def from_json(rows):
     """Rows as a user's json file gives them."""
     with tempfile.TemporaryDirectory() as folder:

@@ -38,11 +38,6 @@ def write_parquet(path, rows):
     return str(path)
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    datasets.disable_progress_bars()
-
-
 def error_of(dataset, split="train"):
     with pytest.raises(InputError) as caught:
         load_rows(str(dataset), split)

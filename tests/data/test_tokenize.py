@@ -1,11 +1,11 @@
 """`tokenize` gives what TRL's SFTTrainer would, token for token and label for label."""
 
-import datasets
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from model_folder import byte_tokenizer
+from tokenizers import pre_tokenizers, processors
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import to_trl
@@ -28,17 +28,10 @@ RERENDERING = TEMPLATE.replace("[assistant]{% endif", "[assistant]<think>{% endi
 
 @pytest.fixture
 def tokenizer():
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate(letters)} | {"<eos>": 256, "<pad>": 257, "<s>": 258}
-    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 258)])
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>", bos_token="<s>"
-    )
-    made.chat_template = TEMPLATE
-    datasets.disable_progress_bars()
+    made = byte_tokenizer(TEMPLATE)
+    made.add_special_tokens({"bos_token": "<s>"})
+    begun = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.bos_token_id)])
+    made.backend_tokenizer.post_processor = begun
     return made
 
 

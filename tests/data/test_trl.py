@@ -2,11 +2,10 @@
 
 import json
 
-import datasets
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from model_folder import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import check_token_ids, to_trl
@@ -24,16 +23,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_only = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_only.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token="<eos>", pad_token="<pad>")
+    return byte_tokenizer()
 
 
 def prepared(rows, tokenizer, tmp_path, chat_template=True, **config):
     """(text, the part of it that carries loss) of each row, as SFTTrainer sees it."""
-    datasets.disable_progress_bars()
     tokenizer.chat_template = TEMPLATE if chat_template else None
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).to(torch.float32)

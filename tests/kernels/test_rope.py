@@ -5,20 +5,17 @@ kernel's largest error may not exceed the plain path's at all. In float32, where
 in another order, it may by one unit in the last place of the largest value.
 """
 
-import mmap
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from exactness import DEVICE, assert_cpu_takes_the_reference, large_buffer, leaf, saved_by
 from torch import Tensor
 
 from unsloth_pack.kernels import QKNorm, reference, rope, rope_qk
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NORMS = ("qwen3", "gemma3", "olmo2")
 
 
@@ -42,16 +39,11 @@ class Inputs:
     def copy(self, dtype: torch.dtype | None = None) -> "Inputs":
         """Contiguous copies, leaves of a graph of their own; in another dtype if it is given."""
 
-        def leaf(x: Tensor) -> Tensor:
-            return x.detach().to(dtype or x.dtype).contiguous().clone().requires_grad_(x.requires_grad)
-
         norm = self.norm
         if norm is not None:
-            norm = replace(norm, q_weight=leaf(norm.q_weight), k_weight=leaf(norm.k_weight))
-        gq, gk = (leaf(g) for g in self.g_outs)
-        return Inputs(
-            leaf(self.q), leaf(self.k), leaf(self.cos), leaf(self.sin), self.position_ids, norm, (gq, gk)
-        )
+            norm = replace(norm, q_weight=leaf(norm.q_weight, dtype), k_weight=leaf(norm.k_weight, dtype))
+        q, k, cos, sin, gq, gk = (leaf(x, dtype) for x in (self.q, self.k, self.cos, self.sin, *self.g_outs))
+        return Inputs(q, k, cos, sin, self.position_ids, norm, (gq, gk))
 
 
 def plain_rope_qk(q, k, cos, sin, position_ids=None, *, qk_norm=None):
@@ -392,18 +384,11 @@ def test_reads_only_the_rows_and_columns_it_needs():
 # Autograd
 
 
-def saved_by(fn) -> list[Tensor]:
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        fn()
-    return saved
-
-
 def test_without_a_norm_nothing_of_q_and_k_is_saved():
     i = make(5, 4, 2, 16)
     saved = saved_by(lambda: rope_qk(i.q, i.k, i.cos, i.sin, i.position_ids))
     tables_and_positions = {x.data_ptr() for x in (i.cos, i.sin, i.position_ids)}
-    assert {x.data_ptr() for x in saved} == tables_and_positions
+    assert saved == tables_and_positions
 
 
 def test_with_a_norm_q_and_k_are_saved_as_they_are():
@@ -412,7 +397,7 @@ def test_with_a_norm_q_and_k_are_saved_as_they_are():
     inputs = {
         x.data_ptr() for x in (i.q, i.k, i.cos, i.sin, i.position_ids, i.norm.q_weight, i.norm.k_weight)
     }
-    assert {x.data_ptr() for x in saved} == inputs
+    assert saved == inputs
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -487,19 +472,13 @@ def test_gradcheck_of_the_reference(flat):
 # 64-bit indices
 
 
-def large_buffer(n_elements: int) -> Tensor:
-    if DEVICE == "cuda":
-        return torch.empty(n_elements, dtype=torch.bfloat16, device=DEVICE)
-    return torch.frombuffer(mmap.mmap(-1, 2 * n_elements), dtype=torch.bfloat16)  # pages exist once touched
-
-
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["token", "head", "dim"])
 def test_strides_past_two_to_the_31(axis):
     small = make(3, 3, 3, 4, dtype=torch.bfloat16)
     far = 2**31 // (small.q.shape[axis] - 1) + 8
     strides = [64, 16, 1]
     strides[axis] = far
-    buffer = large_buffer(far * (small.q.shape[axis] - 1) + 1024)
+    buffer = large_buffer(far * (small.q.shape[axis] - 1) + 1024, torch.bfloat16)
     q = buffer.as_strided(small.q.shape, strides, 0)
     q.copy_(small.q.detach())
     q.requires_grad_()
@@ -542,20 +521,9 @@ def test_never_synchronises():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("environment", ["without Triton", "without the interpreter"])
-def test_cpu_takes_the_reference(environment):
-    hide = "sys.modules['triton'] = None" if environment == "without Triton" else ""
-    code = f"""
-import os, sys
-os.environ.pop("TRITON_INTERPRET", None)
-{hide}
-import torch
-from unsloth_pack.kernels import reference, rope_qk
-q, k, angle = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 8)
-ours, expected = (f(q, k, angle.cos(), angle.sin()) for f in (rope_qk, reference.rope_qk))
-assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+def test_cpu_takes_the_reference():
+    angles = "torch.randn(5, 8), torch.randn(5, 8)"
+    assert_cpu_takes_the_reference("rope_qk", f"(torch.randn(5, 4, 8), torch.randn(5, 2, 8), {angles})")
 
 
 def zeros(*shape, dtype=torch.float32, device=DEVICE) -> Tensor:

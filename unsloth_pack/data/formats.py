@@ -29,6 +29,7 @@ KNOWN_COLUMNS = {
 # What other tools call the boundaries in rows that they have packed
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
+_PLAIN_TURNS = ({"role", "content"}, {"from", "value"})
 _WANTED = (
     "messages (list of {role, content}), conversations (list of {from, value}), instruction + output (and "
     "input), prompt + completion (or response), or text"
@@ -262,9 +263,6 @@ def _conversation_features(
         for name, column in sources.items()
     }
     return features | ({"tools": Value("string")} if "tools" in rows.column_names else {})
-
-
-_PLAIN_TURNS = ({"role", "content"}, {"from", "value"})
 
 
 def _messages_type() -> Any:
