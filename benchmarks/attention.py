@@ -120,7 +120,7 @@ def main() -> int:
 
 
 def in_a_process(name: str, seconds: float) -> list[dict[str, Any]]:
-    """The rows that a kernel got done, then one more if it came to grief."""
+    """The rows that a kernel finished, then one more if it failed."""
     if seconds <= 0:
         return [{"kernel": name, "note": "not run, out of time"}]
     command = [sys.executable, __file__, "--alone", name]

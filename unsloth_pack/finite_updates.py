@@ -192,7 +192,7 @@ def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
 
 
 def _is_finite(trainer: Any, model: Any, document: dict[str, list[int]]) -> bool:
-    """Loss and gradients of one document, with the weights of now."""
+    """Whether the loss and gradients of one document are, with the current weights."""
     columns = ("input_ids", "labels")
     inputs = {name: torch.tensor([document[name]], device=trainer.args.device) for name in columns}
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -173,7 +173,7 @@ class _Memory:
         self._holds = weakref.ref(token)
 
     def use_up(self, token: "_Token") -> None:
-        """Its backward is to be replayed, which overwrites what it has read.
+        """Its backward is about to be replayed, which overwrites what it has read.
 
         Raises:
             RuntimeError: that has happened before.
@@ -325,7 +325,7 @@ class _DecoderState:
         self._seen = self._look()
 
     def holds(self, decoder: Any) -> bool:
-        """Whether nothing has changed. Looks at every module each step, so it looks at little."""
+        """Whether nothing has changed. Called every step, so it compares little of each module."""
         return self._decoder is decoder and self._look() == self._seen
 
     def why_not_captured(self, row: PackedRow) -> str | None:

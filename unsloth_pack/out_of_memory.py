@@ -39,7 +39,7 @@ class MemoryUse:
 
     @property
     def tokens_that_fit(self) -> int:
-        """Tokens of a micro-batch, as memory grows with them; 0 where not even the weights fit."""
+        """Tokens of a micro-batch that fit, as memory grows with them; 0 where not even the weights do."""
         return max(0, int((self.there * _USABLE - self.at_rest) / self.per_token))
 
 

@@ -63,7 +63,7 @@ class ShardedWeights(Trainer):
         self._save(output_dir, state_dict=self.trained_weights())
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """The parameters that are trained, whole, on the main process's CPU. All have to ask for them."""
+        """The trained parameters, whole, on the main process's CPU. Every process has to call this."""
         model: Any = self.accelerator.unwrap_model(self.model)
         if self.is_fsdp_enabled:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -77,7 +77,7 @@ class ShardedWeights(Trainer):
 
 @contextmanager
 def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
-    """Within, a model is loaded whole under ZeRO-3 too.
+    """Inside this context a model is loaded whole under ZeRO-3 too.
 
     transformers would shard it as it loads, and neither the checks of its weights nor the probe for leaks
     would see them. The trainer shards it.

@@ -46,7 +46,7 @@ def state_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The updates that the run had made."""
+    """The updates that the run had made by then."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
@@ -73,7 +73,7 @@ class Trained:
 
 
 class WholeCheckpoints(Trainer):
-    """A trainer that goes on from its checkpoints as if nothing had been, and never leaves half of one.
+    """A trainer that resumes as if nothing had interrupted it, and never leaves half of a checkpoint.
 
     Beside what transformers saves, a checkpoint holds what has been `trained` until then.
     """
@@ -90,7 +90,7 @@ class WholeCheckpoints(Trainer):
 
     @property
     def trained(self) -> Trained:
-        """By all the processes that this run took."""
+        """What this run has trained on, in all the processes that it took."""
         return Trained(
             self._seconds(),
             self._total_train_tokens,

@@ -51,7 +51,7 @@ class Breakdown:
 
 
 def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
-    """Sort the time of so many steps into categories.
+    """Sort the time of the profiled steps into categories.
 
     Args:
         events: of a `torch.profiler.profile` that has stopped.
@@ -104,7 +104,7 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 
 def _fused_kernels() -> Iterator[str]:
-    """The names of our own, as they are defined: the profiler shows Triton's kernels so."""
+    """The names of this package's Triton kernels, as the profiler shows them."""
     for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
         yield from (name for name in vars(import_module(module.name)) if name.endswith("_kernel"))
 

@@ -197,7 +197,7 @@ class _Watch(TrainerCallback):
 
 
 def _now() -> float:
-    """Seconds, once the device has done what it was told."""
+    """Seconds, read once the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -17,7 +17,7 @@ _LAST_LINES = 2000  # characters of what a process said before it died without a
 
 
 class Failed(RuntimeError):
-    """The run came to no figures. One line says why."""
+    """The run gave no figures. The message says why in one line."""
 
 
 def measure_apart(case: Case) -> Figures:

@@ -112,7 +112,7 @@ def _check_resumable(folder: Path) -> None:
 
 
 def check_same_data(options: TrainOptions, use: str, ledger: Any, packs: Any = None) -> None:
-    """Refuse to go on over other data than the run began with.
+    """Refuse to resume over other data than the run began with.
 
     Args:
         use: "train" or "eval".

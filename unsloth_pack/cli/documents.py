@@ -1,4 +1,4 @@
-"""From what `--model_name` names and the rows of a data set to documents; the same for every subcommand."""
+"""Rows of a data set to documents, under the tokenizer of `--model_name`; the same for every subcommand."""
 
 from typing import Any
 

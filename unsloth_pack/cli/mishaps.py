@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
-    """Within, what stops the training is raised with what is left on the disk and how to go on.
+    """Inside this context, what stops the training is raised with what is left on the disk and how to go on.
 
     Raises:
         RunStopped: the disk is full, the GPU's memory is, or the training itself stopped.

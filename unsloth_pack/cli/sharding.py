@@ -78,7 +78,11 @@ def check_sharding(options: TrainOptions) -> None:
 
 
 def zero_stage(options: TrainOptions) -> int | None:
-    """Of ZeRO, where it is DeepSpeed that shards."""
+    """The stage of ZeRO that `--deepspeed` sets; None without it.
+
+    Raises:
+        InputError: the settings cannot be read, or set no stage that shards.
+    """
     if options.deepspeed is None:
         return None
     zero = _settings("deepspeed", options.deepspeed, DEEPSPEED_PRESETS).get("zero_optimization")

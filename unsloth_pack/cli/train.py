@@ -227,7 +227,7 @@ def _device_name(device: Any, count: int) -> str:
 
 
 def _heldout_rows(options: TrainOptions) -> list[dict[str, str]]:
-    """The demo's held-out rows; none for any other run, in all but one process, and of sharded weights."""
+    """The demo's held-out rows; none in other runs, beside the main process, and with sharded weights."""
     if not (options.is_demo and checks.is_main_process()) or options.fsdp or options.deepspeed:
         return []
     from unsloth_pack.data import load_rows
@@ -275,7 +275,7 @@ def _say_how_to_go_on(console: "Console", trainer: "RunTrainer", metrics: "Metri
 def _save_adapter(
     model: Any, prepared: "Prepared", folder: Path, weights: dict[str, "Tensor"] | None
 ) -> None:
-    """Save what was trained; `weights` of it where they are sharded."""
+    """Save the adapter; `weights` are what was trained, where the model's own are sharded."""
     model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
 
 

@@ -181,7 +181,7 @@ def _check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]
 
 
 def _check_ordinary(path: Path) -> None:
-    """Refuse what never ends, as a device, or never begins, as a pipe."""
+    """Refuse what may never end, such as a device, or never begin, such as a pipe."""
     if not path.is_file():
         raise InputError(f"{path}: no ordinary file; write its content to one")
 

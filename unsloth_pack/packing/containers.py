@@ -74,7 +74,7 @@ class Layout:
 
 
 def read_sequences(name: str, sequences: Any) -> tuple[list[Any], Kind]:
-    """The sequences in a list, and the one kind that they all are of; that of no sequences is "list".
+    """The sequences as a list, and the kind that all of them have; "list" where there are none.
 
     Sequences of one kind are recognised at a glance; each is looked at only to find the first bad one.
 

@@ -1,4 +1,4 @@
-"""write_packs: tokenised documents to packed rows on disk, a shard after the other."""
+"""write_packs: tokenised documents to packed rows on disk, one shard after another."""
 
 from __future__ import annotations
 
