@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 
 from unsloth_pack.packing import concatenate_and_pack, pack_sequences, plan_packs
+from unsloth_pack.packing.plan import STRATEGIES
 
-STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd")
 MEAN, CAPACITY = 370, 4096
 LISTS, LIST_MEAN, ROW, VOCABULARY = 100_000, 250, 2048, 151_936
 MEANS, FILL_DOCUMENTS = (256, 512, 1024), 200_000

@@ -6,7 +6,7 @@ for the device anyway, at the next log line, and only then searches for the docu
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,15 +70,13 @@ class FiniteUpdates(ShardedWeights):
     still act.
 
     With `on_nonfinite` "stop" the run ends with a checkpoint, and `stopped_by` is set; with "skip" it goes
-    on. `report_nonfinite` is called with each.
+    on. `report_nonfinite`, where set, is called with each.
     """
 
     on_nonfinite = "stop"
+    report_nonfinite: Callable[[NonFinite], None] | None = None
     stopped_by: NonFinite | None = None
     left_out = 0
-
-    def report_nonfinite(self, found: NonFinite) -> None:
-        """Replaced by whoever wants to know."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -131,7 +129,8 @@ class FiniteUpdates(ShardedWeights):
         searches = self.left_out < _MOST_SEARCHES and not self.is_sharded  # else no gradient is whole
         found = NonFinite(step, rows, list(_culprits(self, rows)) if searches else None)
         self.left_out += 1
-        self.report_nonfinite(found)
+        if self.report_nonfinite is not None:
+            self.report_nonfinite(found)
         if self.on_nonfinite == "stop":
             self.stopped_by = self.stopped_by or found
             self.control.should_training_stop = self.control.should_save = True

@@ -10,8 +10,7 @@ import torch
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import plan_packs
-
-STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd")
+from unsloth_pack.packing.plan import STRATEGIES
 
 
 def plain_plan(lengths, capacity, strategy):

@@ -17,8 +17,7 @@ from unsloth_pack.packing import (
     pack_sequences,
     plan_packs,
 )
-
-STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd")
+from unsloth_pack.packing.plan import STRATEGIES
 
 
 @st.composite

@@ -48,7 +48,7 @@ def check_options(options: TrainOptions) -> None:
 def _check_folders(options: TrainOptions) -> None:
     if not str(options.output_dir).strip():
         raise InputError(f"output_dir is {options.output_dir!r}; give a folder")
-    folder = Path(str(options.output_dir))
+    folder = options.folder
     check_writable("output_dir", folder)
     _check_apart(options, folder)
     if os.environ.get("WORLD_SIZE", "1") != "1" and str(options.output_dir).startswith("outputs/"):
@@ -124,7 +124,7 @@ def check_same_data(options: TrainOptions, use: str, ledger: Any, packs: Any = N
     """
     from unsloth_pack.report.metrics import read_data
 
-    before = read_data(Path(str(options.output_dir)), use) if options.resume else None
+    before = read_data(options.folder, use) if options.resume else None
     if before is None:
         return
     was, now = dict(before["ledger"]), asdict(ledger)

@@ -28,7 +28,7 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
     """
     import torch
 
-    folder = Path(str(options.output_dir))
+    folder = options.folder
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -65,7 +65,7 @@ def report_nonfinite(
         metrics.write("nonfinite", **asdict(found))
         console.print(str(found), soft_wrap=True, markup=False)
 
-    trainer.on_nonfinite, trainer.report_nonfinite = options.on_nonfinite, report  # type: ignore[method-assign]
+    trainer.on_nonfinite, trainer.report_nonfinite = options.on_nonfinite, report
 
 
 def check_finite(trainer: "RunTrainer") -> None:

@@ -205,6 +205,11 @@ class TrainOptions:
         """Whether the bundled model trains on the bundled data."""
         return self.model_name == self.dataset == "demo"
 
+    @property
+    def folder(self) -> Path:
+        """`output_dir`, as `read_options` has filled it in."""
+        return Path(str(self.output_dir))
+
 
 def read_options(arguments: Sequence[str]) -> TrainOptions:
     """The options of a run: the flags, over the file's, over the demo's or the resumed run's, over defaults.

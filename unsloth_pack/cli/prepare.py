@@ -62,7 +62,7 @@ def prepare(options: TrainOptions) -> Prepared:
 
     dtype = weight_dtype(options.dtype)
     config = sft_config(
-        str(options.output_dir),
+        str(options.folder),
         padding_free=options.padding_free or options.sample_packing,
         dtype=dtype,
         **_training_arguments(options),

@@ -69,7 +69,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     heldout = _heldout_rows(options)
     before = _score(model, prepared, heldout)
 
-    folder = Path(str(options.output_dir))
+    folder = options.folder
     checkpoint = last_checkpoint(folder) if options.resume else None
     metrics = _open_metrics(options, folder, checkpoint)
     stop = StopOnSignal()

@@ -143,8 +143,8 @@ class PackingStream:
                 f"{self.waiting} segments wait and buffer_size is {self.buffer_size}; take packs out before "
                 "more go in, or raise buffer_size"
             )
-        name, length = f"example {self.consumed}", _length(columns)
-        pieces = pieces_of(name, length, self.capacity, self.overlong, self.counts)
+        example_name = f"example {self.consumed}"
+        pieces = pieces_of(example_name, _length(columns), self.capacity, self.overlong, self.counts)
         self._kinds = kinds
         self.counts.examples += 1
         self.consumed += 1
