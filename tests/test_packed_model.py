@@ -259,6 +259,36 @@ def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
     assert torch.allclose(*out, atol=1e-5)
 
 
+@pytest.mark.parametrize("n_padding", [0, 13])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3_text"])
+def test_generation_with_a_static_cache_is_as_in_transformers(arch, n_padding):
+    """Its keys reach behind the last query from the start, and its masks are made before the call."""
+    plain, model = tiny_model(arch, torch.float32).eval(), tiny_model(arch, torch.float32).eval()
+    patch_model(model)
+    ids = torch.stack(random_documents([40, 40])).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :n_padding] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected, got = plain.generate(ids, **options), model.generate(ids, **options)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert torch.allclose(torch.stack(expected.logits), torch.stack(got.logits), atol=1e-4, rtol=1e-4)
+
+
+def test_an_attention_implementation_set_after_the_patch_is_refused():
+    """Its masks would be misread: those of FlashAttention, in two dimensions, hide nothing of the future."""
+    model = patched("llama").eval()
+    documents = random_documents(LENGTHS)
+    ids, expected = torch.cat(documents).to(DEVICE)[None], logits_of(model, documents)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(InputError, match="is 'flash_attention_2', changed after the patch; undo"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids).index_fill(1, ids.new_zeros(1), 0))
+    assert torch.equal(logits_of(model, documents), expected)  # packed rows ask nothing of it
+    patch_model(model)
+    model(input_ids=ids)
+
+
 def test_hidden_states_and_router_logits_are_recorded():
     model = patched("qwen3_moe").eval()
     documents = random_documents([4, 6])

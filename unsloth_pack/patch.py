@@ -172,8 +172,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     decoder = base.base_model
     spec = spec_of(decoder.config.model_type)
     _refuse_what_would_leak(model, decoder)
-    backend = requested_backend(attn_backend)
-    chosen = _choose_backends(spec, decoder, backend)
+    backend, source = requested_backend(attn_backend)
+    chosen = _choose_backends(spec, decoder, backend, source)
     if earlier := base.__dict__.get(_PATCH):  # only now: a refusal leaves the model as patched as it was
         earlier.undo()
     parts = _Parts.of(decoder)
@@ -280,7 +280,7 @@ def _why_never_captured(
     return None
 
 
-def _choose_backends(spec: ArchSpec, decoder: Any, backend: str) -> dict[str, str]:
+def _choose_backends(spec: ArchSpec, decoder: Any, backend: str, source: str) -> dict[str, str]:
     """The attention backends of the layers, each with why."""
     embedding = decoder.get_input_embeddings().weight
     chosen: dict[str, str] = {}
@@ -288,7 +288,7 @@ def _choose_backends(spec: ArchSpec, decoder: Any, backend: str) -> dict[str, st
         attention = layer.self_attn
         options = attention_options(attention, spec)
         need = AttentionNeed(embedding.device.type, embedding.dtype, attention.head_dim, options)
-        name, reason = choose_backend(backend, need)
+        name, reason = choose_backend(backend, need, source)
         chosen[name] = reason
     return chosen
 

@@ -56,6 +56,11 @@ class FastDecoder(nn.Module):
             self.leak_probe = None
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is None:
+            if self.config._attn_implementation != "sdpa":  # the masks of another would be misread
+                raise InputError(
+                    f"attn_implementation is {self.config._attn_implementation!r}, changed after the patch; "
+                    "undo the patch first, or set it back to 'sdpa'"
+                )
             return super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -231,10 +236,13 @@ def row_of_call(
     is_explicit = any(value is not None for value in given.values())
     if inputs is None or (not is_explicit and (position_ids is None or inputs.shape[1] == 1)):
         return None
-    if past_key_values is not None and past_key_values.get_seq_length() > 0:
-        if is_explicit:
+    if past_key_values is not None:
+        continues = past_key_values.get_seq_length() > 0
+        if continues and is_explicit:
             raise InputError("packed documents cannot continue a cache; pass past_key_values=None")
-        return None
+        # `generate` makes the masks beforehand where the cache is static; they say who sees whom
+        if continues or (not is_explicit and _is_made_mask(attention_mask)):
+            return None
     return describe_row(
         (inputs.shape[0], inputs.shape[1]),
         inputs.device,
@@ -244,3 +252,8 @@ def row_of_call(
         labels_counted=kwargs.get("num_items_in_batch") is not None,
         **given,
     )
+
+
+def _is_made_mask(attention_mask: Any) -> bool:
+    """Whether a mask is what attention takes, `[B, 1, T, S]` or one for each type of layer."""
+    return isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 2) == 4
