@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from test_describe import every_description, positions_of
-from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
+from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model, with_lora
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
@@ -221,6 +221,21 @@ def test_patching_before_and_after_the_adapter_is_the_same():
         expected = logits_of(adapted, documents)
     with patch_model(adapted.get_base_model(), "sdpa"):
         assert torch.equal(logits_of(adapted, documents), expected)
+
+
+def test_the_report_follows_an_adapter_that_comes_after_the_patch():
+    model = tiny_model("qwen3", DTYPE).unload()
+    patch = patch_model(model)
+    kinds = {*patch.report.fused}
+    assert "LoRA" not in str(patch.report)
+    adapted = with_lora(model, {"modules_to_save": ["lm_head"]})
+    assert patch.report.not_fused["LoRA"] == "14 layers: put on after the patch; patch the model anew"
+    assert "ModulesToSaveWrapper" in patch.report.not_fused["loss"]
+    anew = patch_model(adapted)
+    assert "14 layers" in anew.report.fused["LoRA"]
+    assert "LoRA" not in anew.report.not_fused
+    adapted.unload()
+    assert {*anew.report.fused} == kinds
 
 
 def test_a_deep_copy_is_patched_and_stands_alone():
