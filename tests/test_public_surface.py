@@ -60,10 +60,11 @@ CALLS = [  # arguments may be added behind these, with a default
 ]
 FLAGS = """
     model_name max_seq_length dtype load_in_4bit dataset r lora_alpha lora_dropout bias
-    use_gradient_checkpointing random_state use_rslora use_dora loftq_config per_device_train_batch_size per_device_eval_batch_size
-    gradient_accumulation_steps warmup_steps max_steps num_train_epochs learning_rate optim weight_decay
-    lr_scheduler_type seed report_to logging_steps output_dir save_model save_method save_path sample_packing
-    packing padding_free attn_backend eval_dataset eval_packing train_on_responses_only config debug
+    use_gradient_checkpointing random_state use_rslora use_dora loftq_config per_device_train_batch_size
+    per_device_eval_batch_size gradient_accumulation_steps warmup_steps max_steps num_train_epochs
+    learning_rate optim weight_decay lr_scheduler_type seed report_to logging_steps output_dir save_model
+    save_method save_path sample_packing packing padding_free attn_backend eval_dataset eval_packing
+    train_on_responses_only config debug
 """
 
 

@@ -138,6 +138,7 @@ class FastCausalLM(CountedParameters):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         packed_seq_lengths: Any = None,
+        seq_lengths: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Logits, and the loss where labels are given.
@@ -150,12 +151,13 @@ class FastCausalLM(CountedParameters):
             labels: `[B, T]`; the first label of each document and those of padding carry no loss.
             packed_seq_lengths: the document lengths, see `describe_row`; so may `cu_seq_lens_q/k` with
                 `max_length_q/k`, `seq_idx`, or `position_ids` that restart, among the other arguments.
+            seq_lengths: likewise, the column of packed data sets; named, so that trainers keep the column.
 
         Raises:
             InputError: descriptions of the row that disagree with each other or with its shape; labels that
                 count boundary tokens in `num_items_in_batch`.
         """
-        kwargs["packed_seq_lengths"] = packed_seq_lengths
+        kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
         row = row_of_call(
             input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs, labels
         )
