@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import DEVICE, error
+from tiny import DEVICE, error, tiny_model
 from torch.nn import functional as F
 
+from unsloth_pack import patch_model
 from unsloth_pack.attention import (
     BACKENDS,
     AttentionNeed,
@@ -257,10 +258,18 @@ def test_an_unknown_backend_is_refused(monkeypatch):
     ):
         requested_backend("fast")
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")
-    assert requested_backend("flash") == "sdpa"
+    assert requested_backend("flash") == ("sdpa", "UNSLOTH_PACK_ATTN")
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "fast")
     with pytest.raises(InputError, match="UNSLOTH_PACK_ATTN is 'fast'"):
         requested_backend("auto")
+
+
+def test_messages_name_the_environment_where_it_asks(monkeypatch):
+    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")
+    assert patch_model(tiny_model("llama"), "auto").report.attn_reason == "asked for by UNSLOTH_PACK_ATTN"
+    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "flash")
+    with pytest.raises(BackendUnavailable, match=r"UNSLOTH_PACK_ATTN 'flash' cannot run: .*; use 'auto'"):
+        patch_model(tiny_model("llama", torch.float32), "sdpa")  # which has no float32 anywhere
 
 
 @pytest.mark.parametrize(("n_heads", "head_dim", "n_documents"), [(32, 128, 1), (40, 120, 700), (7, 72, 9)])

@@ -138,6 +138,12 @@ def test_a_document_may_start_above_position_0():
         ({"cu_seq_lens_q": [0, 5, 3, 7]}, "cu_seq_lens_q", "[0, 5, 3, 7]", "running sum"),
         ({"cu_seq_lens_q": [0, 3, 7], "cu_seq_lens_k": [0, 4, 7]}, "disagree", "[3, 4]", "make them agree"),
         (
+            {"max_length_q": 4, "max_length_k": 4},
+            "max_length_q is 4",
+            "nothing says where documents end",
+            "give cu_seq_lens_q too",
+        ),
+        (
             {"cu_seq_lens_q": [0, 3, 7], "max_length_q": 3},
             "max_length_q is 3",
             "4 tokens",

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from test_describe import every_description, positions_of
-from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
+from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model, with_lora
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
@@ -223,6 +223,21 @@ def test_patching_before_and_after_the_adapter_is_the_same():
         assert torch.equal(logits_of(adapted, documents), expected)
 
 
+def test_the_report_follows_an_adapter_that_comes_after_the_patch():
+    model = tiny_model("qwen3", DTYPE).unload()
+    patch = patch_model(model)
+    kinds = {*patch.report.fused}
+    assert "LoRA" not in str(patch.report)
+    adapted = with_lora(model, {"modules_to_save": ["lm_head"]})
+    assert patch.report.not_fused["LoRA"] == "14 layers: put on after the patch; patch the model anew"
+    assert "ModulesToSaveWrapper" in patch.report.not_fused["loss"]
+    anew = patch_model(adapted)
+    assert "14 layers" in anew.report.fused["LoRA"]
+    assert "LoRA" not in anew.report.not_fused
+    adapted.unload()
+    assert {*anew.report.fused} == kinds
+
+
 def test_a_deep_copy_is_patched_and_stands_alone():
     model = patched("qwen3", "sdpa").eval()
     documents = random_documents(LENGTHS)
@@ -257,6 +272,36 @@ def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
         for m in (plain, model)
     ]
     assert torch.allclose(*out, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_padding", [0, 13])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3_text"])
+def test_generation_with_a_static_cache_is_as_in_transformers(arch, n_padding):
+    """Its keys reach behind the last query from the start, and its masks are made before the call."""
+    plain, model = tiny_model(arch, torch.float32).eval(), tiny_model(arch, torch.float32).eval()
+    patch_model(model)
+    ids = torch.stack(random_documents([40, 40])).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :n_padding] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected, got = plain.generate(ids, **options), model.generate(ids, **options)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert torch.allclose(torch.stack(expected.logits), torch.stack(got.logits), atol=1e-4, rtol=1e-4)
+
+
+def test_an_attention_implementation_set_after_the_patch_is_refused():
+    """Its masks would be misread: those of FlashAttention, in two dimensions, hide nothing of the future."""
+    model = patched("llama").eval()
+    documents = random_documents(LENGTHS)
+    ids, expected = torch.cat(documents).to(DEVICE)[None], logits_of(model, documents)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(InputError, match="is 'flash_attention_2', changed after the patch; undo"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids).index_fill(1, ids.new_zeros(1), 0))
+    assert torch.equal(logits_of(model, documents), expected)  # packed rows ask nothing of it
+    patch_model(model)
+    model(input_ids=ids)
 
 
 def test_hidden_states_and_router_logits_are_recorded():

@@ -17,12 +17,13 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.packing import pack_dataset
-from unsloth_pack.trl import sft_config
+from unsloth_pack.trl import row_collator, sft_config
 
 BOUND = 1e-4
 SIZES = [(5, 30), (12, 3), (1, 9), (20, 21), (2, 2), (7, 50), (3, 11), (30, 28), (1, 1), (16, 4)]  # bytes
@@ -202,6 +203,25 @@ def test_rows_that_were_packed_before(folder, tmp_path, truth, kind, rows_a_batc
     )
     loss = train(trainer)
     assert_the_update_is(truth[kind], gradients.seen, loss)
+
+
+@pytest.mark.parametrize("collate", [default_data_collator, row_collator()], ids=["default", "TRL's"])
+def test_rows_that_were_packed_before_under_a_plain_trainer(folder, tmp_path, truth, collate):
+    """It drops columns that the model's signature does not name."""
+    model, _ = adapted(folder)
+    documents = [
+        {
+            "input_ids": ids,
+            "labels": [t if m else -100 for t, m in zip(ids, [False, *marks[1:]], strict=True)],
+        }
+        for ids, marks in tokens("completion")
+    ]
+    packed = pack_dataset(Dataset.from_list(documents), 80)
+    gradients = Gradients()
+    config = TrainingArguments(**arguments(tmp_path))
+    trainer = Trainer(model, config, train_dataset=packed, data_collator=collate, callbacks=[gradients])
+    loss = train(trainer)
+    assert_the_update_is(truth["completion"], gradients.seen, loss)
 
 
 @pytest.mark.parametrize("eval_packing", [True, False, None])

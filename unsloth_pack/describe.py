@@ -70,6 +70,11 @@ def describe_row(
     given |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
     given |= {"position_ids": position_ids}
     given = {name: value for name, value in given.items() if value is not None}
+    max_lengths = {"max_length_q": max_length_q, "max_length_k": max_length_k}
+    max_lengths = {name: value for name, value in max_lengths.items() if value is not None}
+    if max_lengths and not given:
+        (name, value), *_ = max_lengths.items()
+        raise InputError(f"{name} is {value} and nothing says where documents end; give cu_seq_lens_q too")
     if not given:
         return None
     for name, value in given.items():
@@ -114,7 +119,6 @@ def describe_row(
         )
     if real is not None:
         documents = {name: _cut_padding(name, rows, real) for name, rows in documents.items()}
-    max_lengths = {"max_length_q": max_length_q, "max_length_k": max_length_k}
     row = _agree(documents, positions, shape, device, max_lengths)
     if "labels" in host:
         refuse_counted_labels(row, host["labels"].reshape(-1)[row.unscored_places])
@@ -280,7 +284,7 @@ def _agree(
     positions: np.ndarray | None,
     shape: tuple[int, int],
     device: torch.device,
-    max_lengths: Mapping[str, int | None],
+    max_lengths: Mapping[str, int],
 ) -> PackedRow:
     """The row that all descriptions mean; the first decides where the padded tail begins."""
     (first, rows), *others = documents.items()
@@ -294,8 +298,6 @@ def _agree(
                 )
     longest = max(max(row, default=0) for row in rows)
     for name, given in max_lengths.items():
-        if given is None:
-            continue
         if not isinstance(given, int | np.integer | Tensor):
             raise InputError(f"{name} is {given!r}; give the length of the longest document")
         if int(given) < longest:

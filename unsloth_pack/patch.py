@@ -71,15 +71,28 @@ class Patch:
     Args:
         model: the transformers model it is on.
         attn_backend: the backend that was asked for, "auto" included.
-        report: what it did.
+        report: what it did, on patching.
     """
 
     def __init__(self, model: PreTrainedModel, attn_backend: str, report: PatchReport):
         self.attn_backend = attn_backend
-        self.report = report
+        self._report = report
         self._model = model
         self._swapped: list[tuple[nn.Module, type, tuple[str, ...]]] = []
         self._attn_implementation = model.config._attn_implementation
+
+    @property
+    def report(self) -> PatchReport:
+        """What is fused in the model as it is now: adapters may have come or gone since the patch."""
+        if self._swapped:
+            loras = [module for module in self._model.base_model.modules() if isinstance(module, LoraLayer)]
+            _report_loras(
+                self._report,
+                [lora for lora in loras if isinstance(lora, FastLoraLinear)],
+                [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
+            )
+            _report_loss(self._report, self._model)
+        return self._report
 
     def swap(self, module: nn.Module, fast: type, **attributes: Any) -> None:
         """Make `module` an instance of `fast` over its own class, with these instance attributes."""
@@ -113,13 +126,6 @@ class Patch:
         decoder = self._model.base_model
         decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
         _report_step(self.report, decoder.step_graphs)
-        loras = [module for module in decoder.modules() if isinstance(module, LoraLayer)]
-        _report_loras(
-            self.report,
-            [lora for lora in loras if isinstance(lora, FastLoraLinear)],
-            [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
-        )
-        _report_loss(self.report, self._model)
         if (
             "QK norm" in self.report.fused
             and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
@@ -172,8 +178,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     decoder = base.base_model
     spec = spec_of(decoder.config.model_type)
     _refuse_what_would_leak(model, decoder)
-    backend = requested_backend(attn_backend)
-    chosen = _choose_backends(spec, decoder, backend)
+    backend, source = requested_backend(attn_backend)
+    chosen = _choose_backends(spec, decoder, backend, source)
     if earlier := base.__dict__.get(_PATCH):  # only now: a refusal leaves the model as patched as it was
         earlier.undo()
     parts = _Parts.of(decoder)
@@ -280,7 +286,7 @@ def _why_never_captured(
     return None
 
 
-def _choose_backends(spec: ArchSpec, decoder: Any, backend: str) -> dict[str, str]:
+def _choose_backends(spec: ArchSpec, decoder: Any, backend: str, source: str) -> dict[str, str]:
     """The attention backends of the layers, each with why."""
     embedding = decoder.get_input_embeddings().weight
     chosen: dict[str, str] = {}
@@ -288,7 +294,7 @@ def _choose_backends(spec: ArchSpec, decoder: Any, backend: str) -> dict[str, st
         attention = layer.self_attn
         options = attention_options(attention, spec)
         need = AttentionNeed(embedding.device.type, embedding.dtype, attention.head_dim, options)
-        name, reason = choose_backend(backend, need)
+        name, reason = choose_backend(backend, need, source)
         chosen[name] = reason
     return chosen
 
@@ -331,9 +337,10 @@ def _report(spec: ArchSpec, base: Any, parts: _Parts, chosen: dict[str, str]) ->
 def _say(report: PatchReport, kind: str, fused: str | None, not_fused: str | None) -> None:
     """Report this of a layer kind, in place of what was reported."""
     for said, what in ((report.fused, fused), (report.not_fused, not_fused)):
-        said.pop(kind, None)
         if what:
             said[kind] = what
+        else:
+            said.pop(kind, None)
 
 
 def _report_loss(report: PatchReport, model: Any) -> None:
@@ -346,7 +353,12 @@ def _report_loss(report: PatchReport, model: Any) -> None:
 
 def _report_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
     reasons = Counter(why_not_fused(lora) for lora in loras)
-    reasons.update(f"on a {type(lora.get_base_layer()).__name__}" for lora in other_loras)
+    reasons.update(
+        "put on after the patch; patch the model anew"
+        if type(lora) in LORA_TYPES
+        else f"on a {type(lora.get_base_layer()).__name__}"
+        for lora in other_loras
+    )
     n_fused = reasons.pop(None, 0)
     how = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
     why = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())

@@ -39,8 +39,8 @@ BACKENDS = {  # fastest first
 }
 
 
-def requested_backend(name: str) -> str:
-    """`name`, or what the environment overrides it with.
+def requested_backend(name: str) -> tuple[str, str]:
+    """`name`, or what the environment overrides it with, and which of the two asks for it.
 
     Raises:
         InputError: neither "auto" nor a backend.
@@ -50,7 +50,7 @@ def requested_backend(name: str) -> str:
         source, value = ENVIRONMENT_VARIABLE, override
     if value != "auto" and value not in BACKENDS:
         raise InputError(f"{source} is {value!r}; choose one of auto, {', '.join(BACKENDS)}")
-    return value
+    return value, source
 
 
 @lru_cache(maxsize=256)
@@ -60,11 +60,12 @@ def why_unavailable(name: str, need: AttentionNeed) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def choose_backend(name: str, need: AttentionNeed) -> tuple[str, str]:
+def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend") -> tuple[str, str]:
     """The backend that serves `need`, and why it was chosen.
 
     Args:
         name: "auto" for the fastest that can run, or a backend.
+        source: what asks for it, for messages.
 
     Raises:
         BackendUnavailable: the backend that was asked for cannot run; says why, and what can.
@@ -76,10 +77,10 @@ def choose_backend(name: str, need: AttentionNeed) -> tuple[str, str]:
         passed_over = "; ".join(f"{n}: {reasons[n]}" for n in list(BACKENDS)[: list(BACKENDS).index(chosen)])
         why = f"fastest that can run here ({passed_over})" if passed_over else "fastest of all"
     elif name in able:
-        chosen, why = name, "asked for"
+        chosen, why = name, f"asked for by {source}"
     else:
         raise BackendUnavailable(
-            f"attn_backend {name!r} cannot run: {reasons[name]}; use 'auto' or one of {', '.join(able)}"
+            f"{source} {name!r} cannot run: {reasons[name]}; use 'auto' or one of {', '.join(able)}"
         )
     kernel = BACKENDS[chosen].name_of_kernel(need)
     return chosen, f"{why}, through {kernel}" if kernel else why

@@ -16,15 +16,18 @@ def attend_dense(
         q_BHTD: `[B, H, T, D]`.
         k_BKSD, v_BKSD: `[B, K, S, D]`, K dividing H.
         mask: `[B, 1, T, S]` (or broadcastable), True where a query may look; window and padding are in it.
-            None means causal, the last query facing the last key.
+            None means that one query sees all keys, and that several are causal, the first facing the first
+            key, as transformers means it: keys behind the last query are empty places of a static cache.
 
     Returns:
         `[B, T, H, D]` in the dtype of `q_BHTD`.
     """
-    n_queries, n_keys = q_BHTD.shape[2], k_BKSD.shape[2]
+    n_queries = q_BHTD.shape[2]
     is_causal = mask is None and n_queries > 1
-    if is_causal and (n_queries != n_keys or options.softcap is not None):  # torch: the first faces the first
-        mask, is_causal = causal_mask(n_queries, n_keys, None, q_BHTD.device), False
+    if is_causal:
+        k_BKSD, v_BKSD = k_BKSD[:, :, :n_queries], v_BKSD[:, :, :n_queries]
+    if is_causal and options.softcap is not None:
+        mask, is_causal = causal_mask(n_queries, n_queries, None, q_BHTD.device), False
     if options.softcap is None:
         out_BHTD = F.scaled_dot_product_attention(
             q_BHTD,

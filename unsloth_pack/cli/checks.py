@@ -266,6 +266,5 @@ def check_backend(options: TrainOptions, config: Any, dtype: Any, device_type: s
     spec = spec_of(config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = AttentionOptions(scale=1.0, softcap=getattr(config, spec.softcap) if spec.softcap else None)
-    choose_backend(
-        requested_backend(options.attn_backend), AttentionNeed(device_type, dtype, head_dim, attention)
-    )
+    backend, source = requested_backend(options.attn_backend)
+    choose_backend(backend, AttentionNeed(device_type, dtype, head_dim, attention), source)

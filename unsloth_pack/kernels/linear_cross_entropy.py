@@ -101,6 +101,9 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes or devices do not fit together; or labels beyond the head. On a GPU, where
             looking would wait for it, those make the loss NaN.
+
+    Source: Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", whose linear
+    cross-entropy also takes rows in chunks and makes gradients in the forward pass.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)

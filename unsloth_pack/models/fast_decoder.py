@@ -56,6 +56,11 @@ class FastDecoder(nn.Module):
             self.leak_probe = None
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is None:
+            if self.config._attn_implementation != "sdpa":  # the masks of another would be misread
+                raise InputError(
+                    f"attn_implementation is {self.config._attn_implementation!r}, changed after the patch; "
+                    "undo the patch first, or set it back to 'sdpa'"
+                )
             return super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -133,6 +138,7 @@ class FastCausalLM(CountedParameters):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         packed_seq_lengths: Any = None,
+        seq_lengths: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Logits, and the loss where labels are given.
@@ -145,12 +151,13 @@ class FastCausalLM(CountedParameters):
             labels: `[B, T]`; the first label of each document and those of padding carry no loss.
             packed_seq_lengths: the document lengths, see `describe_row`; so may `cu_seq_lens_q/k` with
                 `max_length_q/k`, `seq_idx`, or `position_ids` that restart, among the other arguments.
+            seq_lengths: likewise, the column of packed data sets; named, so that trainers keep the column.
 
         Raises:
             InputError: descriptions of the row that disagree with each other or with its shape; labels that
                 count boundary tokens in `num_items_in_batch`.
         """
-        kwargs["packed_seq_lengths"] = packed_seq_lengths
+        kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
         row = row_of_call(
             input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs, labels
         )
@@ -231,10 +238,13 @@ def row_of_call(
     is_explicit = any(value is not None for value in given.values())
     if inputs is None or (not is_explicit and (position_ids is None or inputs.shape[1] == 1)):
         return None
-    if past_key_values is not None and past_key_values.get_seq_length() > 0:
-        if is_explicit:
+    if past_key_values is not None:
+        continues = past_key_values.get_seq_length() > 0
+        if continues and is_explicit:
             raise InputError("packed documents cannot continue a cache; pass past_key_values=None")
-        return None
+        # `generate` makes the masks beforehand where the cache is static; they say who sees whom
+        if continues or (not is_explicit and _is_made_mask(attention_mask)):
+            return None
     return describe_row(
         (inputs.shape[0], inputs.shape[1]),
         inputs.device,
@@ -244,3 +254,8 @@ def row_of_call(
         labels_counted=kwargs.get("num_items_in_batch") is not None,
         **given,
     )
+
+
+def _is_made_mask(attention_mask: Any) -> bool:
+    """Whether a mask is what attention takes, `[B, 1, T, S]` or one for each type of layer."""
+    return isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 2) == 4

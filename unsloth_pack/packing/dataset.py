@@ -31,7 +31,8 @@ def pack_dataset(
     """Pack a tokenised data set into rows of at most `capacity` tokens.
 
     The rows are ready to train on: give them to `SFTTrainer` with `SFTConfig(packing=False,
-    padding_free=True, max_length=None)`, whose collator turns `seq_lengths` into positions that restart.
+    padding_free=True, max_length=None)`, whose collator turns `seq_lengths` into positions that restart. A
+    collator for another trainer must hand them on, too; one that flattens makes a document of each row.
 
     Args:
         dataset: a `datasets.Dataset` or `IterableDataset` with `input_ids` and perhaps more columns that hold

@@ -75,6 +75,7 @@ class PackManifest:
     shards: tuple[Shard, ...]
 
     def to_json(self) -> str:
+        """The text of the manifest's file."""
         return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
 

@@ -1,0 +1,115 @@
+"""What is written against the package keeps working: names, order and defaults of arguments, flags."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import unsloth_pack
+from unsloth_pack import FastLanguageModel, kernels, packing
+from unsloth_pack.cli import SUBCOMMANDS
+from unsloth_pack.cli.options import train_parser
+from unsloth_pack.patch import Patch
+
+REQUIRED = inspect.Parameter.empty
+CALLS = [  # arguments may be added behind these, with a default
+    (
+        FastLanguageModel.from_pretrained,
+        dict(model_name="demo", max_seq_length=2048, dtype=None, load_in_4bit=False, load_in_8bit=False)
+        | dict(load_in_fp8=False, full_finetuning=False, attn_backend="auto", device_map=None, token=None)
+        | dict(revision=None, trust_remote_code=False, random_state=3407, hf_kwargs=REQUIRED),
+    ),
+    (
+        FastLanguageModel.get_peft_model,
+        dict(model=REQUIRED, r=16, target_modules=None, lora_alpha=16, lora_dropout=0.0, bias="none")
+        | dict(layers_to_transform=None, modules_to_save=None, use_gradient_checkpointing=False)
+        | dict(random_state=3407, use_rslora=False, use_dora=False, loftq_config=None),
+    ),
+    (FastLanguageModel.for_inference, dict(model=REQUIRED)),
+    (FastLanguageModel.for_training, dict(model=REQUIRED)),
+    (unsloth_pack.patch_model, dict(model=REQUIRED, attn_backend="auto")),
+    (unsloth_pack.supported_architectures, {}),
+    (Patch.undo, dict(self=REQUIRED)),
+    (
+        packing.pack_sequences,
+        dict(sequences=REQUIRED, max_length=REQUIRED, pad_token_id=REQUIRED, strategy="next_fit")
+        | dict(return_boundaries=False, sep_token_id=None, overlong="error"),
+    ),
+    (
+        packing.concatenate_and_pack,
+        dict(input_ids=REQUIRED, labels=REQUIRED, attention_masks=REQUIRED, max_length=REQUIRED)
+        | dict(pad_token_id=REQUIRED, label_pad_id=-100),
+    ),
+    (packing.plan_packs, dict(lengths=REQUIRED, capacity=REQUIRED, strategy="bfd")),
+    (
+        packing.PackingStream,
+        dict(capacity=REQUIRED, buffer_size=256, min_fill_ratio=0.7, drop_last=None, strategy=None),
+    ),
+    (packing.pack_dataset, dict(dataset=REQUIRED, capacity=REQUIRED, strategy="bfd")),
+    (
+        packing.length_report,
+        dict(lengths=REQUIRED, capacities=(), world_size=1, per_device_batch=1, target_effective=32)
+        | dict(bin_size=512),
+    ),
+    (
+        packing.plan_accumulation,
+        dict(target_effective=REQUIRED, samples_per_pack=REQUIRED, world_size=1, per_device_batch=1),
+    ),
+    (kernels.rope_qk, dict(q=REQUIRED, k=REQUIRED, cos=REQUIRED, sin=REQUIRED, position_ids=None)),
+]
+FLAGS = """
+    model_name max_seq_length dtype load_in_4bit dataset r lora_alpha lora_dropout bias
+    use_gradient_checkpointing random_state use_rslora use_dora loftq_config per_device_train_batch_size
+    per_device_eval_batch_size gradient_accumulation_steps warmup_steps max_steps num_train_epochs
+    learning_rate optim weight_decay lr_scheduler_type seed report_to logging_steps output_dir save_model
+    save_method save_path sample_packing packing padding_free attn_backend eval_dataset eval_packing
+    train_on_responses_only config debug
+"""
+
+
+@pytest.mark.parametrize(("function", "arguments"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
+def test_arguments_keep_their_names_order_and_defaults(function, arguments):
+    parameters = inspect.signature(function).parameters
+    kept = list(parameters.values())[: len(arguments)]
+    assert {parameter.name: parameter.default for parameter in kept} == arguments
+    assert [parameter.name for parameter in kept] == list(arguments)
+    assert all(parameter.default is not REQUIRED for parameter in list(parameters.values())[len(arguments) :])
+
+
+def test_what_stands_behind_the_star():
+    by_name = {"pack_sequences": ["strategy"], "concatenate_and_pack": ["max_length", "pad_token_id"]}
+    for name, keywords in by_name.items():
+        parameters = inspect.signature(getattr(packing, name)).parameters
+        assert all(parameters[keyword].kind is inspect.Parameter.KEYWORD_ONLY for keyword in keywords)
+
+
+def test_flags_and_subcommands_keep_their_names():
+    known = set(train_parser()._option_string_actions)
+    assert {f"--{name}" for name in FLAGS.split()} <= known
+    assert {"train", "stats", "pack", "verify", "doctor", "generate", "merge", "bench"} == set(SUBCOMMANDS)
+
+
+def test_everything_public_has_a_docstring():
+    for module in (unsloth_pack, packing, kernels):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            assert inspect.getdoc(thing), name
+            if inspect.isclass(thing):
+                methods = [value for key, value in vars(thing).items() if not key.startswith("_")]
+                assert all(inspect.getdoc(m) for m in methods if callable(m) or isinstance(m, property)), name
+
+
+def test_planning_needs_no_torch():
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "transformers", "trl", "peft", "datasets")))  # not to be had
+from unsloth_pack import packing
+assert packing.plan_packs([3, 5, 2, 7], 8).n_bins == 3
+assert len(packing.pack_sequences([[1, 2], [3]], 4, 0)) == 1
+assert len(packing.concatenate_and_pack([[1]], [[1]], [[1]], max_length=2, pad_token_id=0)) == 3
+assert len(list(packing.PackingStream(8, 2).pack([[1, 2], [3], [4]]))) == 2
+assert packing.length_report([5, 9], [16]).forecasts[0].packs == packing.plan_accumulation(1, 2) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
