@@ -212,6 +212,11 @@ class FastCausalLM(CountedParameters):
         self.boundary_labels_seen = True
 
 
+def _is_made_for_cache(attention_mask: Any) -> bool:
+    """Whether a mask is what `generate` makes of its own for a cache of fixed size, padded rows or not."""
+    return isinstance(attention_mask, dict) or getattr(attention_mask, "ndim", 2) == 4
+
+
 def row_of_call(
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -234,6 +239,8 @@ def row_of_call(
     if past_key_values is not None and past_key_values.get_seq_length() > 0:
         if is_explicit:
             raise InputError("packed documents cannot continue a cache; pass past_key_values=None")
+        return None
+    if not is_explicit and past_key_values is not None and _is_made_for_cache(attention_mask):
         return None
     return describe_row(
         (inputs.shape[0], inputs.shape[1]),
