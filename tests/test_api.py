@@ -356,12 +356,41 @@ def test_models_that_are_not_there(folder, tmp_path):
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; give a number of at least 0 and below 1"),
         ({"target_modules": ["w_proj"]}, "target_modules names 'w_proj'; the model has down_proj"),
         ({"use_gradient_checkpointing": "always"}, "use_gradient_checkpointing is 'always'"),
+        ({"max_seq_length": 32}, "max_seq_length is 32, the model was loaded with 64; give it to from_pret"),
+        ({"rank": 8}, "unexpected keyword argument 'rank'; correct its arguments"),
     ],
     ids=str,
 )
 def test_adapters_that_cannot_be(folder, options, message):
+    model, _ = load(folder)
     with pytest.raises(InputError, match=message):
-        FastLanguageModel.get_peft_model(load(folder)[0], **options)
+        FastLanguageModel.get_peft_model(model, **options)
+    FastLanguageModel.get_peft_model(model, r=4)  # as when a notebook's cell is corrected and run again
+
+
+def test_arguments_of_peft_reach_it(folder):
+    options = {"rank_pattern": {"q_proj": 2}, "init_lora_weights": "gaussian", "task_type": "CAUSAL_LM"}
+    targets = {"q_proj", "v_proj"}
+    model = FastLanguageModel.get_peft_model(
+        load(folder)[0], r=4, target_modules=targets, max_seq_length=64, **options
+    )
+    ranks = {name.split(".")[-4]: len(p) for name, p in model.named_parameters() if "lora_A.default" in name}
+    assert ranks == {"q_proj": 2, "v_proj": 4}
+    assert model.peft_config["default"].init_lora_weights == "gaussian"
+
+
+@pytest.mark.parametrize("name", ["demo", "folder"])
+def test_a_pickled_model_saves_itself(name, folder, tmp_path):
+    model, tokenizer = load(folder if name == "folder" else name)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    train(model)
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    again.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(load(tmp_path / "adapter")[0]), logits(model))
+    again.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert error(alone(plain(tmp_path / "merged")), logits(model)) < 0.02
+    assert "save_method" in again.save_pretrained_merged.__doc__
 
 
 def test_one_adapter_at_a_time(folder, tmp_path):
@@ -369,7 +398,8 @@ def test_one_adapter_at_a_time(folder, tmp_path):
     moe, _ = load(save_model(tmp_path / "moe", "qwen3_moe"))
     with pytest.raises(InputError, match=r"cannot put an adapter on the model: .*ParamWrapper does not work"):
         FastLanguageModel.get_peft_model(moe, lora_dropout=0.1)
-    with pytest.raises(InputError, match="has an adapter already"):
-        FastLanguageModel.get_peft_model(model)
+    for adapted in (model, model.get_base_model()):
+        with pytest.raises(InputError, match="has an adapter already"):
+            FastLanguageModel.get_peft_model(adapted)
     with pytest.raises(InputError, match="trains every weight; leave out get_peft_model"):
         FastLanguageModel.get_peft_model(load(folder, full_finetuning=True)[0])

@@ -3,13 +3,14 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal
 
 import torch
 from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import (
     BitsAndBytesConfig,
@@ -19,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import is_bitsandbytes_available
 
-from unsloth_pack.checkpointing import CheckpointingMode, enable_checkpointing
+from unsloth_pack.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError, require_real, require_whole
 from unsloth_pack.loading import (
@@ -149,7 +150,7 @@ class FastLanguageModel:
     def get_peft_model(
         model: Any,
         r: int = 16,
-        target_modules: str | Sequence[str] | None = None,
+        target_modules: str | Collection[str] | None = None,
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
         bias: Literal["none", "all", "lora_only"] = "none",
@@ -160,6 +161,8 @@ class FastLanguageModel:
         use_rslora: bool = False,
         use_dora: bool = False,
         loftq_config: dict[str, Any] | None = None,
+        max_seq_length: int | None = None,
+        **lora_kwargs: Any,
     ) -> Any:
         """The model with a LoRA adapter (Hu et al. 2021), through PEFT, ready to train.
 
@@ -174,19 +177,31 @@ class FastLanguageModel:
                 in host memory; or "auto" to recompute as few layers as the GPU's free memory allows.
             random_state: seed of the adapter's initial weights.
             loftq_config: arguments of PEFT's `LoftQConfig`; the adapter then starts from LoftQ.
+            max_seq_length: of `from_pretrained`, which has set it; another one is refused.
+            lora_kwargs: further arguments of PEFT's `LoraConfig`, such as `rank_pattern`.
 
         Raises:
-            InputError: an argument out of range, a target that the model does not have, or a model that has
-                an adapter already.
+            InputError: an argument out of range or that PEFT does not know, a target that the model does not
+                have, or a model that has an adapter already.
         """
         if not isinstance(model, nn.Module):
             raise InputError(f"model is {model!r}; give what from_pretrained returned first")
-        if isinstance(model, PeftModel):
-            raise InputError("the model has an adapter already; train it as it is, or merge it first")
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise InputError(
+                "the model has an adapter already; train it as it is, merge it first, or load the model anew"
+            )
         if any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError(
-                "full_finetuning=True trains every weight; leave out get_peft_model, or that flag"
+                "full_finetuning=True, or transformers' own loading, trains every weight; leave out "
+                "get_peft_model, or load by FastLanguageModel without that flag"
             )
+        loaded_with = getattr(model, "max_seq_length", None)
+        if max_seq_length not in (None, loaded_with):
+            raise InputError(
+                f"max_seq_length is {max_seq_length}, the model was loaded with {loaded_with}; give it to "
+                "from_pretrained"
+            )
+        check_mode(use_gradient_checkpointing)
         require_whole("r", r, 1, 2**31 - 1)
         require_real("lora_dropout", lora_dropout, 0, 1)
         require_real("lora_alpha", lora_alpha, torch.finfo(torch.float32).tiny, 1e9)
@@ -205,22 +220,21 @@ class FastLanguageModel:
         targets = _targets(model, target_modules)
         _check_parts(model, bias, layers_to_transform, modules_to_save)
         set_seed(random_state)
-        config = LoraConfig(
-            r=r,
-            target_modules=targets,
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            bias=bias,
-            layers_to_transform=layers_to_transform,
-            modules_to_save=modules_to_save,
-            use_rslora=use_rslora,
-            use_dora=use_dora,
-            task_type="CAUSAL_LM",
-            **loftq,
-        )
         patch = patch_of(model)
         attn_backend = "auto" if patch is None else patch.attn_backend
         try:
+            config = LoraConfig(
+                r=r,
+                target_modules=targets,
+                lora_alpha=lora_alpha,
+                lora_dropout=lora_dropout,
+                bias=bias,
+                layers_to_transform=layers_to_transform,
+                modules_to_save=modules_to_save,
+                use_rslora=use_rslora,
+                use_dora=use_dora,
+                **{"task_type": "CAUSAL_LM", **loftq, **lora_kwargs},
+            )
             adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
@@ -326,7 +340,7 @@ def _quantization(in_4bit: bool, in_8bit: bool, dtype: torch.dtype) -> BitsAndBy
     return BitsAndBytesConfig(load_in_8bit=True) if in_8bit else None
 
 
-def _targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> str | list[str]:
+def _targets(model: nn.Module, target_modules: str | Collection[str] | None) -> str | list[str]:
     linear_names = {
         path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)
     }
@@ -345,13 +359,13 @@ def _targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> st
                 "names, or a regular expression of whole paths"
             )
         return target_modules
-    if not isinstance(target_modules, Sequence) or not target_modules:
+    if not isinstance(target_modules, Sequence | Set) or not target_modules:
         raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
     _check_names(model, "target_modules", target_modules)
     return list(target_modules)
 
 
-def _check_names(model: nn.Module, name: str, wanted: Sequence[str]) -> None:
+def _check_names(model: nn.Module, name: str, wanted: Collection[str]) -> None:
     """Refuse names of modules that the model does not have."""
     paths = [path for path, _ in model.named_modules()]
     for one in wanted:
@@ -376,9 +390,16 @@ def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_
 
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
-    model.save_pretrained_merged = MethodType(save_pretrained_merged, model)
+    model.save_pretrained_merged = _bound(save_pretrained_merged, model)
     if isinstance(model, PeftModel) and model.get_base_model().name_or_path == "demo":
-        model.save_pretrained = MethodType(save_demo_adapter, model)
+        model.save_pretrained = _bound(save_demo_adapter, model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what loading and quantising took for a moment
     return model
+
+
+def _bound(function: Any, model: nn.Module) -> Any:
+    """A method of this one model. A bound one would be pickled by a name that the class does not have."""
+    method = partial(function, model)
+    method.__doc__ = function.__doc__
+    return method
