@@ -23,6 +23,7 @@ from unsloth_pack.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [9, 1, 20, 14]
+NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,24 @@ def test_every_kind_of_adapter_trains_is_saved_and_comes_back(folder, tmp_path, 
 
 def _frozen(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}], ids=str)
+def test_tokens_that_were_added_come_back_with_the_adapter(folder, tmp_path, options):
+    model, tokenizer = load(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "<result>"]})
+    model.resize_token_embeddings(len(tokenizer))
+    model = FastLanguageModel.get_peft_model(model, r=4, **options)
+    train(model)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match="size mismatch"):  # another tokenizer's tokens would be meaningless
+        load(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    again, with_tokens = load(tmp_path / "adapter")
+    assert with_tokens.convert_tokens_to_ids("<result>") == again.config.vocab_size - 1 == 259
+    ids = torch.tensor([[258, 5, 259, 7]], device=DEVICE)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
 
 
 def test_the_seed_decides_the_adapter(folder):
@@ -293,6 +312,10 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
         ({"quantization_config": {}}, "decided here; give load_in_4bit, load_in_8bit or load_in_fp8"),
         ({"attn_implementation": "eager"}, "decided here; give attn_backend"),
         ({"config": None}, "decided here; give the attributes that differ"),
+        *(
+            pytest.param({"device_map": place}, "device_map is .*, but there is no GPU", marks=NEEDS_NO_GPU)
+            for place in ("cuda", {"": 0}, {"": "cuda:0"})
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_describe import every_description, positions_of
 from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
 from transformers import AutoModelForCausalLM
@@ -315,6 +316,16 @@ def test_inputs_embeds_may_be_packed_too():
     with torch.no_grad():
         out = model(inputs_embeds=embeds, position_ids=positions_of(LENGTHS).to(DEVICE)[None]).logits[0]
     assert torch.equal(out, logits_of(model, documents))
+
+
+def test_an_adapter_put_on_after_the_patch_is_reported():
+    model = tiny_model("llama", DTYPE).unload()
+    patch = patch_model(model)
+    assert "LoRA" not in patch.report.not_fused
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"]))
+    assert patch.report.not_fused["LoRA"] == "4 layers: put on after the patch; call patch_model again"
+    assert "LoRA" not in patch_model(adapted).report.not_fused
+    patch_of(adapted).undo()
 
 
 def test_the_report_says_what_was_done():

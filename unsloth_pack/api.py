@@ -27,6 +27,7 @@ from unsloth_pack.loading import (
     load_adapter,
     load_model,
     load_tokenizer,
+    match_vocabulary,
     resolve,
     split_config,
     take_file_options,
@@ -117,12 +118,13 @@ class FastLanguageModel:
         text_config = config.get_text_config()
         spec_of(text_config.model_type)
         check_positions(max_seq_length, model_name, text_config)
-        tokenizer = load_tokenizer(adapter if adapter and _has_tokenizer(adapter) else source, **hub)
+        has_own_tokenizer = adapter is not None and _has_tokenizer(adapter)
+        tokenizer = load_tokenizer(adapter if adapter and has_own_tokenizer else source, **hub)
         model = load_model(
             source,
             config=config,
             dtype=_dtype(dtype, full_finetuning),
-            device_map=device_map if device_map is not None else _own_device(),
+            device_map=_device_map(device_map),
             quantization_config=_quantization(load_in_4bit, load_in_8bit, _dtype(dtype, full_finetuning)),
             **hub,
             **files,
@@ -140,6 +142,8 @@ class FastLanguageModel:
             quantize_to_fp8(model)
         model.max_seq_length = max_seq_length
         if adapter is not None:
+            if has_own_tokenizer:
+                match_vocabulary(model, adapter)
             model = load_adapter(model, adapter, **files)
         elif not full_finetuning:
             model.requires_grad_(False)
@@ -323,6 +327,14 @@ def _dtype(dtype: torch.dtype | str | None, full_finetuning: bool) -> torch.dtyp
     if full_finetuning or not torch.cuda.is_available():
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+def _device_map(device_map: Any) -> Any:
+    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    names_gpu = any(isinstance(place, int) or str(place).startswith("cuda") for place in places)
+    if names_gpu and not torch.cuda.is_available():
+        raise InputError(f"device_map is {device_map!r}, but there is no GPU; leave it out")
+    return _own_device() if device_map is None else device_map
 
 
 def _own_device() -> dict[str, Any]:

@@ -6,7 +6,7 @@ of hidden states and deep copies go on as they were, before and after PEFT.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -76,10 +76,19 @@ class Patch:
 
     def __init__(self, model: PreTrainedModel, attn_backend: str, report: PatchReport):
         self.attn_backend = attn_backend
-        self.report = report
+        self._report = report
         self._model = model
         self._swapped: list[tuple[nn.Module, type, tuple[str, ...]]] = []
         self._attn_implementation = model.config._attn_implementation
+
+    @property
+    def report(self) -> PatchReport:
+        """What the patch did. LoRA layers that were put on since run as PEFT's own, and it says so."""
+        since = sum(type(module) in LORA_TYPES for module in self._model.base_model.modules())
+        if not since or not self._swapped:
+            return self._report
+        why = f"{since} layers: put on after the patch; call patch_model again"
+        return replace(self._report, not_fused=self._report.not_fused | {"LoRA": why})
 
     def swap(self, module: nn.Module, fast: type, **attributes: Any) -> None:
         """Make `module` an instance of `fast` over its own class, with these instance attributes."""
@@ -112,19 +121,19 @@ class Patch:
         """
         decoder = self._model.base_model
         decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
-        _report_step(self.report, decoder.step_graphs)
+        _report_step(self._report, decoder.step_graphs)
         loras = [module for module in decoder.modules() if isinstance(module, LoraLayer)]
         _report_loras(
-            self.report,
+            self._report,
             [lora for lora in loras if isinstance(lora, FastLoraLinear)],
             [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
         )
-        _report_loss(self.report, self._model)
+        _report_loss(self._report, self._model)
         if (
-            "QK norm" in self.report.fused
+            "QK norm" in self._report.fused
             and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
         ):
-            _say(self.report, "QK norm", None, f"{how} gathers it by itself")
+            _say(self._report, "QK norm", None, f"{how} gathers it by itself")
 
     def __enter__(self) -> "Patch":
         return self
@@ -193,7 +202,13 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     _report_step(patch.report, graphs)
     own_probe = OwnProbe(patch.report.attn_backend)
     patch.swap(
-        decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs, leak_probe=own_probe
+        decoder,
+        FastDecoder,
+        spec=spec,
+        rotary_tables=tables,
+        step_graphs=graphs,
+        leak_probe=own_probe,
+        trained_weights_sought=False,
     )
     if base is not decoder and base.get_output_embeddings() is not None:
         patch.swap(base, FastCausalLM, spec=spec, boundary_labels_seen=False, module_walk=ModuleWalk())
