@@ -23,6 +23,7 @@ from unsloth_pack.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [9, 1, 20, 14]
+NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,24 @@ def test_every_kind_of_adapter_trains_is_saved_and_comes_back(folder, tmp_path, 
 
 def _frozen(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}], ids=str)
+def test_tokens_that_were_added_come_back_with_the_adapter(folder, tmp_path, options):
+    model, tokenizer = load(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "<result>"]})
+    model.resize_token_embeddings(len(tokenizer))
+    model = FastLanguageModel.get_peft_model(model, r=4, **options)
+    train(model)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match="size mismatch"):  # another tokenizer's tokens would be meaningless
+        load(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    again, with_tokens = load(tmp_path / "adapter")
+    assert with_tokens.convert_tokens_to_ids("<result>") == again.config.vocab_size - 1 == 259
+    ids = torch.tensor([[258, 5, 259, 7]], device=DEVICE)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
 
 
 def test_the_seed_decides_the_adapter(folder):
@@ -293,6 +312,10 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
         ({"quantization_config": {}}, "decided here; give load_in_4bit, load_in_8bit or load_in_fp8"),
         ({"attn_implementation": "eager"}, "decided here; give attn_backend"),
         ({"config": None}, "decided here; give the attributes that differ"),
+        *(
+            pytest.param({"device_map": place}, "device_map is .*, but there is no GPU", marks=NEEDS_NO_GPU)
+            for place in ("cuda", {"": 0}, {"": "cuda:0"})
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -356,12 +379,41 @@ def test_models_that_are_not_there(folder, tmp_path):
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; give a number of at least 0 and below 1"),
         ({"target_modules": ["w_proj"]}, "target_modules names 'w_proj'; the model has down_proj"),
         ({"use_gradient_checkpointing": "always"}, "use_gradient_checkpointing is 'always'"),
+        ({"max_seq_length": 32}, "max_seq_length is 32, the model was loaded with 64; give it to from_pret"),
+        ({"rank": 8}, "unexpected keyword argument 'rank'; correct its arguments"),
     ],
     ids=str,
 )
 def test_adapters_that_cannot_be(folder, options, message):
+    model, _ = load(folder)
     with pytest.raises(InputError, match=message):
-        FastLanguageModel.get_peft_model(load(folder)[0], **options)
+        FastLanguageModel.get_peft_model(model, **options)
+    FastLanguageModel.get_peft_model(model, r=4)  # as when a notebook's cell is corrected and run again
+
+
+def test_arguments_of_peft_reach_it(folder):
+    options = {"rank_pattern": {"q_proj": 2}, "init_lora_weights": "gaussian", "task_type": "CAUSAL_LM"}
+    targets = {"q_proj", "v_proj"}
+    model = FastLanguageModel.get_peft_model(
+        load(folder)[0], r=4, target_modules=targets, max_seq_length=64, **options
+    )
+    ranks = {name.split(".")[-4]: len(p) for name, p in model.named_parameters() if "lora_A.default" in name}
+    assert ranks == {"q_proj": 2, "v_proj": 4}
+    assert model.peft_config["default"].init_lora_weights == "gaussian"
+
+
+@pytest.mark.parametrize("name", ["demo", "folder"])
+def test_a_pickled_model_saves_itself(name, folder, tmp_path):
+    model, tokenizer = load(folder if name == "folder" else name)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    train(model)
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    again.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(load(tmp_path / "adapter")[0]), logits(model))
+    again.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    assert error(alone(plain(tmp_path / "merged")), logits(model)) < 0.02
+    assert "save_method" in again.save_pretrained_merged.__doc__
 
 
 def test_one_adapter_at_a_time(folder, tmp_path):
@@ -369,7 +421,8 @@ def test_one_adapter_at_a_time(folder, tmp_path):
     moe, _ = load(save_model(tmp_path / "moe", "qwen3_moe"))
     with pytest.raises(InputError, match=r"cannot put an adapter on the model: .*ParamWrapper does not work"):
         FastLanguageModel.get_peft_model(moe, lora_dropout=0.1)
-    with pytest.raises(InputError, match="has an adapter already"):
-        FastLanguageModel.get_peft_model(model)
+    for adapted in (model, model.get_base_model()):
+        with pytest.raises(InputError, match="has an adapter already"):
+            FastLanguageModel.get_peft_model(adapted)
     with pytest.raises(InputError, match="trains every weight; leave out get_peft_model"):
         FastLanguageModel.get_peft_model(load(folder, full_finetuning=True)[0])

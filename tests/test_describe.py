@@ -260,6 +260,15 @@ def test_cumulative_lengths_describe_a_single_row():
         describe_row((2, 7), CPU, cu_seq_lens_q=[0, 7, 14])
 
 
+def test_what_is_left_of_a_running_sum_that_was_cut_to_the_number_of_rows():
+    """As accelerate's dispatcher of streamed rows cuts it; the other descriptions come whole."""
+    cut = {"cu_seq_lens_q": torch.tensor([0]), "cu_seq_lens_k": torch.tensor([0])}
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    assert describe_row((1, 7), CPU, **cut, position_ids=positions).lengths == (3, 4)
+    with pytest.raises(InputError, match=r"cu_seq_lens_q is \[0\] for 7 tokens"):
+        describe_row((1, 7), CPU, **cut)
+
+
 def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
     labels = torch.tensor([[1, 2, 3, -100, 5, 6, -100]])
     row = describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=labels, labels_counted=True)

@@ -122,16 +122,17 @@ def arguments(tmp_path, **options):
     return given | options
 
 
-def sft(folder, tmp_path, kind, **options):
+def sft(folder, tmp_path, kind, streamed_eval=False, **options):
     model, tokenizer = adapted(folder)
     options = {"max_length": 80, "assistant_only_loss": kind == "assistant", **options}
     config = SFTConfig(**arguments(tmp_path, **options))
     gradients = Gradients()
+    rows = Dataset.from_list(ROWS[kind])
     trainer = SFTTrainer(
         model,
         config,
-        train_dataset=Dataset.from_list(ROWS[kind]),
-        eval_dataset=Dataset.from_list(ROWS[kind]),
+        train_dataset=rows,
+        eval_dataset=rows.to_iterable_dataset() if streamed_eval else rows,
         processing_class=tokenizer,
         callbacks=[gradients],
     )
@@ -224,12 +225,24 @@ def test_rows_that_were_packed_before_under_a_plain_trainer(folder, tmp_path, tr
     assert_the_update_is(truth["completion"], gradients.seen, loss)
 
 
+@pytest.mark.parametrize("streamed_eval", [False, True])
 @pytest.mark.parametrize("eval_packing", [True, False, None])
-def test_evaluation(folder, tmp_path, truth, eval_packing):
+def test_evaluation(folder, tmp_path, truth, eval_packing, streamed_eval):
     """All documents in one row, or one batch, so that the mean over batches is the mean over tokens."""
     options = PACKING | {"eval_packing": eval_packing, "per_device_eval_batch_size": len(PAIRS)}
-    trainer, _ = sft(folder, tmp_path, "completion", **options)
+    trainer, _ = sft(folder, tmp_path, "completion", streamed_eval, **options)
     assert abs(trainer.evaluate()["eval_loss"] / truth["completion"][0] - 1) < BOUND
+
+
+@pytest.mark.parametrize("how", [{"full_finetuning": True}, {}], ids=str)
+def test_a_model_of_which_nothing_is_trained_is_noticed(folder, tmp_path, caplog, how):
+    """As when `get_peft_model` was left out: checkpointing lets the backward pass run all the same."""
+    model, tokenizer = FastLanguageModel.from_pretrained(folder, 256, torch.float32, **how)
+    config = SFTConfig(**arguments(tmp_path, gradient_checkpointing=True))
+    rows = Dataset.from_list(ROWS["text"])
+    SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer).train()
+    said = [record.message for record in caplog.records if "no weight of the decoder" in record.message]
+    assert len(said) == (0 if how else 1)
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,26 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal
 
 import torch
 from peft import LoftQConfig, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import is_bitsandbytes_available
 
-from unsloth_pack.checkpointing import CheckpointingMode, enable_checkpointing
+from unsloth_pack.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
 from unsloth_pack.loading import (
     load_adapter,
     load_model,
     load_tokenizer,
+    match_vocabulary,
     own_device,
     quantization,
     resolve,
@@ -113,12 +115,13 @@ class FastLanguageModel:
         text_config = config.get_text_config()
         spec_of(text_config.model_type)
         check_positions(max_seq_length, model_name, text_config)
-        tokenizer = load_tokenizer(adapter if adapter and _has_tokenizer(adapter) else source, **hub)
+        has_own_tokenizer = adapter is not None and _has_tokenizer(adapter)
+        tokenizer = load_tokenizer(adapter if adapter and has_own_tokenizer else source, **hub)
         model = load_model(
             source,
             config=config,
             dtype=dtype,
-            device_map=device_map if device_map is not None else own_device(),
+            device_map=_device_map(device_map),
             quantization_config=quantization(load_in_4bit, load_in_8bit, dtype),
             **hub,
             **files,
@@ -135,6 +138,8 @@ class FastLanguageModel:
             quantize_to_fp8(model)
         model.max_seq_length = max_seq_length
         if adapter is not None:
+            if has_own_tokenizer:
+                match_vocabulary(model, adapter)
             model = load_adapter(model, adapter, **files)
         elif not full_finetuning:
             model.requires_grad_(False)
@@ -145,7 +150,7 @@ class FastLanguageModel:
     def get_peft_model(
         model: Any,
         r: int = 16,
-        target_modules: str | Sequence[str] | None = None,
+        target_modules: str | Collection[str] | None = None,
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
         bias: Literal["none", "all", "lora_only"] = "none",
@@ -156,6 +161,8 @@ class FastLanguageModel:
         use_rslora: bool = False,
         use_dora: bool = False,
         loftq_config: dict[str, Any] | None = None,
+        max_seq_length: int | None = None,
+        **lora_kwargs: Any,
     ) -> Any:
         """The model with a LoRA adapter (Hu et al. 2021), through PEFT, ready to train.
 
@@ -170,19 +177,31 @@ class FastLanguageModel:
                 in host memory; or "auto" to recompute as few layers as the GPU's free memory allows.
             random_state: seed of the adapter's initial weights.
             loftq_config: arguments of PEFT's `LoftQConfig`; the adapter then starts from LoftQ.
+            max_seq_length: of `from_pretrained`, which has set it; another one is refused.
+            lora_kwargs: further arguments of PEFT's `LoraConfig`, such as `rank_pattern`.
 
         Raises:
-            InputError: an argument out of range, a target that the model does not have, or a model that has
-                an adapter already.
+            InputError: an argument out of range or that PEFT does not know, a target that the model does not
+                have, or a model that has an adapter already.
         """
         if not isinstance(model, nn.Module):
             raise InputError(f"model is {model!r}; give what from_pretrained returned first")
-        if isinstance(model, PeftModel):
-            raise InputError("the model has an adapter already; train it as it is, or merge it first")
+        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+            raise InputError(
+                "the model has an adapter already; train it as it is, merge it first, or load the model anew"
+            )
         if any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError(
-                "full_finetuning=True trains every weight; leave out get_peft_model, or that flag"
+                "full_finetuning=True, or transformers' own loading, trains every weight; leave out "
+                "get_peft_model, or load by FastLanguageModel without that flag"
             )
+        loaded_with = getattr(model, "max_seq_length", None)
+        if max_seq_length not in (None, loaded_with):
+            raise InputError(
+                f"max_seq_length is {max_seq_length}, the model was loaded with {loaded_with}; give it to "
+                "from_pretrained"
+            )
+        check_mode(use_gradient_checkpointing)
         require_whole("r", r, 1, 2**31 - 1)
         require_real("lora_dropout", lora_dropout, 0, 1)
         require_real("lora_alpha", lora_alpha, torch.finfo(torch.float32).tiny, 1e9)
@@ -201,22 +220,21 @@ class FastLanguageModel:
         targets = lora_targets(model, target_modules)
         _check_parts(model, bias, layers_to_transform, modules_to_save)
         set_seed(random_state)
-        config = LoraConfig(
-            r=r,
-            target_modules=targets,
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            bias=bias,
-            layers_to_transform=layers_to_transform,
-            modules_to_save=modules_to_save,
-            use_rslora=use_rslora,
-            use_dora=use_dora,
-            task_type="CAUSAL_LM",
-            **loftq,
-        )
         patch = patch_of(model)
         attn_backend = "auto" if patch is None else patch.attn_backend
         try:
+            config = LoraConfig(
+                r=r,
+                target_modules=targets,
+                lora_alpha=lora_alpha,
+                lora_dropout=lora_dropout,
+                bias=bias,
+                layers_to_transform=layers_to_transform,
+                modules_to_save=modules_to_save,
+                use_rslora=use_rslora,
+                use_dora=use_dora,
+                **{"task_type": "CAUSAL_LM", **loftq, **lora_kwargs},
+            )
             adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
@@ -295,6 +313,14 @@ def _has_tokenizer(folder: str) -> bool:
     return (Path(folder) / "tokenizer_config.json").is_file()
 
 
+def _device_map(device_map: Any) -> Any:
+    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    names_gpu = any(isinstance(place, int) or str(place).startswith("cuda") for place in places)
+    if names_gpu and not torch.cuda.is_available():
+        raise InputError(f"device_map is {device_map!r}, but there is no GPU; leave it out")
+    return own_device() if device_map is None else device_map
+
+
 def lora_targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> str | list[str]:
     """What `LoraConfig` takes as `target_modules`; for None those of `PROJECTIONS` that the model has.
 
@@ -319,13 +345,13 @@ def lora_targets(model: nn.Module, target_modules: str | Sequence[str] | None) -
                 "names, or a regular expression of whole paths"
             )
         return target_modules
-    if not isinstance(target_modules, Sequence) or not target_modules:
+    if not isinstance(target_modules, Sequence | Set) or not target_modules:
         raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
     _check_names(model, "target_modules", target_modules)
     return list(target_modules)
 
 
-def _check_names(model: nn.Module, name: str, wanted: Sequence[str]) -> None:
+def _check_names(model: nn.Module, name: str, wanted: Collection[str]) -> None:
     """Refuse names of modules that the model does not have."""
     paths = [path for path, _ in model.named_modules()]
     for one in wanted:
@@ -350,9 +376,16 @@ def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_
 
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
-    model.save_pretrained_merged = MethodType(save_pretrained_merged, model)
+    model.save_pretrained_merged = _bound(save_pretrained_merged, model)
     if isinstance(model, PeftModel) and model.get_base_model().name_or_path == "demo":
-        model.save_pretrained = MethodType(save_demo_adapter, model)
+        model.save_pretrained = _bound(save_demo_adapter, model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what loading and quantising took for a moment
     return model
+
+
+def _bound(function: Any, model: nn.Module) -> Any:
+    """A method of this one model. A bound one would be pickled by a name that the class does not have."""
+    method = partial(function, model)
+    method.__doc__ = function.__doc__
+    return method

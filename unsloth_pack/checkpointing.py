@@ -14,6 +14,18 @@ from unsloth_pack.recompute import RecomputePlan
 CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
 
 
+def check_mode(mode: Any) -> None:
+    """Refuse what is no `CheckpointingMode`.
+
+    Raises:
+        InputError: it is not.
+    """
+    if mode is not False and mode not in (True, "offload", "unsloth", "auto"):
+        raise InputError(
+            f"use_gradient_checkpointing is {mode!r}; use False, True, 'offload' (or 'unsloth') or 'auto'"
+        )
+
+
 def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
     """Turn gradient checkpointing on, as `use_gradient_checkpointing` asks.
 
@@ -26,12 +38,9 @@ def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
     Raises:
         InputError: any other mode.
     """
+    check_mode(mode)
     if mode is False:
         return
-    if mode not in (True, "offload", "unsloth", "auto"):
-        raise InputError(
-            f"use_gradient_checkpointing is {mode!r}; use False, True, 'offload' (or 'unsloth') or 'auto'"
-        )
     decoder = model.get_decoder()
     if decoder.layers[0].gradient_checkpointing:  # in another mode, perhaps
         model.gradient_checkpointing_disable()

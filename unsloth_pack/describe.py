@@ -70,6 +70,9 @@ def describe_row(
     given |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
     given |= {"position_ids": position_ids}
     given = {name: value for name, value in given.items() if value is not None}
+    cut = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if _is_cut(given.get(name))]
+    if len(cut) < len(given):
+        given = {name: value for name, value in given.items() if name not in cut}
     max_lengths = {"max_length_q": max_length_q, "max_length_k": max_length_k}
     max_lengths = {name: value for name, value in max_lengths.items() if value is not None}
     if max_lengths and not given:
@@ -140,6 +143,11 @@ def refuse_counted_labels(row: PackedRow, unscored: np.ndarray) -> None:
             "labels at document starts are counted in num_items_in_batch but carry no loss; set them to "
             f"{IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
         )
+
+
+def _is_cut(cu_seqlens: Any) -> bool:
+    """Whether accelerate's dispatcher of streamed rows has taken as many numbers as there are rows: one."""
+    return isinstance(cu_seqlens, Tensor) and cu_seqlens.shape == (1,)
 
 
 def _form_of(mask: Any) -> str:

@@ -29,6 +29,7 @@ from unsloth_pack.errors import InputError
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_EMBEDDING = re.compile(r"\.embed_tokens\.(.*\.)?weight$")
 _WHERE_FILES_LIE = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder")
 _DECIDED_HERE = {
     "torch_dtype": "give dtype",
@@ -238,7 +239,10 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
         ) from error
     faults = {
         "lacks {} weights": found.missing_keys,
-        "holds {} weights without a place": found.unexpected_keys,
+        # PEFT saves the end of a model with added tokens that `modules_to_save` names twice, once so:
+        "holds {} weights without a place": [
+            k for k in found.unexpected_keys if ".modules_to_save." not in k
+        ],
     }
     for fault, keys in faults.items():
         if keys:
@@ -248,6 +252,21 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
             )
     _refuse_not_finite(adapted, complaint)
     return adapted
+
+
+def match_vocabulary(model: PreTrainedModel, adapter: str) -> None:
+    """Give the model as many tokens as an adapter's embedding has: some may have been added to train it."""
+    path = os.path.join(adapter, "adapter_model.safetensors")
+    if not os.path.isfile(path):
+        return
+    try:
+        with safe_open(path, "pt") as file:
+            names = [*filter(_EMBEDDING.search, file.keys())]
+            sizes = {file.get_slice(name).get_shape()[0] for name in names}
+    except (SafetensorError, OSError):  # `load_adapter` says so
+        return
+    if len(sizes) == 1 and sizes != {model.get_input_embeddings().num_embeddings}:
+        model.resize_token_embeddings(sizes.pop(), mean_resizing=False)  # the adapter holds the new rows
 
 
 def _load(auto_class: Any, source: str, **options: Any) -> Any:

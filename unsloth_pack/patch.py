@@ -127,10 +127,10 @@ class Patch:
         decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
         _report_step(self.report, decoder.step_graphs)
         if (
-            "QK norm" in self.report.fused
+            "QK norm" in self._report.fused
             and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
         ):
-            _say(self.report, "QK norm", None, f"{how} gathers it by itself")
+            _say(self._report, "QK norm", None, f"{how} gathers it by itself")
 
     def __enter__(self) -> "Patch":
         return self
@@ -199,7 +199,13 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     _report_step(patch.report, graphs)
     own_probe = OwnProbe(patch.report.attn_backend)
     patch.swap(
-        decoder, FastDecoder, spec=spec, rotary_tables=tables, step_graphs=graphs, leak_probe=own_probe
+        decoder,
+        FastDecoder,
+        spec=spec,
+        rotary_tables=tables,
+        step_graphs=graphs,
+        leak_probe=own_probe,
+        trained_weights_sought=False,
     )
     if base is not decoder and base.get_output_embeddings() is not None:
         patch.swap(base, FastCausalLM, spec=spec, boundary_labels_seen=False, module_walk=ModuleWalk())
@@ -354,7 +360,7 @@ def _report_loss(report: PatchReport, model: Any) -> None:
 def _report_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
     reasons = Counter(why_not_fused(lora) for lora in loras)
     reasons.update(
-        "put on after the patch; patch the model anew"
+        "put on after the patch; call patch_model again"
         if type(lora) in LORA_TYPES
         else f"on a {type(lora.get_base_layer()).__name__}"
         for lora in other_loras

@@ -3,6 +3,7 @@
 An ordinary batch goes through transformers' own forward, masks and cache included.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ from unsloth_pack.models.module_walk import CountedParameters
 from unsloth_pack.models.rotary import RotaryTables
 from unsloth_pack.models.spec import ArchSpec
 
+logger = logging.getLogger("unsloth_pack")
+# Under checkpointing the backward pass runs all the same, and a trainer goes on without a word.
+_NOTHING_TRAINS = (
+    "no weight of the decoder is trained; put an adapter on the model with FastLanguageModel.get_peft_model, "
+    "or load it with full_finetuning=True"
+)
+
 
 class FastDecoder(nn.Module):
     """Takes the place of a transformers decoder's class (`LlamaModel`, ...)."""
@@ -28,6 +36,7 @@ class FastDecoder(nn.Module):
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs
     leak_probe: OwnProbe | None  # until it has passed, or is not wanted
+    trained_weights_sought: bool
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
 
     def forward(
@@ -54,6 +63,10 @@ class FastDecoder(nn.Module):
         if self.leak_probe is not None and row is not None and self.leak_probe.is_due(self, row):
             self.leak_probe.look(self)
             self.leak_probe = None
+        if not self.trained_weights_sought and self.training and torch.is_grad_enabled():
+            self.trained_weights_sought = True
+            if inputs_embeds is None and not any(p.requires_grad for p in self.parameters()):
+                logger.warning(_NOTHING_TRAINS)
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is None:
             if self.config._attn_implementation != "sdpa":  # the masks of another would be misread
