@@ -77,12 +77,13 @@ def test_trls_description_passes_and_so_do_real_documents():
     assert verify(model, documents=[[5], [6], [7]]).passed  # no label at all
 
 
-def test_a_model_without_an_adapter_passes():
+def test_a_model_without_an_adapter_passes(caplog):
     base = AutoModelForCausalLM.from_config(supported_architectures()["olmo2"].tiny_config())
     base.requires_grad_(False)
     patch_model(base)
     report = verify(base)
     assert report.passed, str(report)
+    assert not caplog.records  # it is not warned of as one that was to be trained
     assert "trained gradients against alone" not in [check.name for check in report.checks]
 
 
