@@ -24,10 +24,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from unsloth_pack.data.sources import HUB_NAME
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
 
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EMBEDDING = re.compile(r"\.embed_tokens\.(.*\.)?weight$")
 _WHERE_FILES_LIE = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder")
@@ -66,7 +66,7 @@ def resolve(model_name: str) -> tuple[str, str | None]:
             )
     elif os.path.exists(name):
         raise InputError(f"{name} is a file; name the folder of a model")
-    elif not _HUB_NAME.fullmatch(name):
+    elif not HUB_NAME.fullmatch(name):
         raise InputError(f"cannot load {name}: no such folder; check the path, relative to {Path.cwd()}")
     return name, None
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import datasets
 
 _DEMO_FILES = {"train": TRAIN_FILE, "test": HELDOUT_FILE}
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set or a model
 _SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -58,7 +58,7 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
 
 def _looks_like_path(dataset: str) -> bool:
     # "teknium/OpenHermes-2.5" is a hub name, "data/rows.jsnl" is not
-    return not _HUB_NAME.fullmatch(dataset) or Path(dataset).suffix[1:].isalpha()
+    return not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix[1:].isalpha()
 
 
 def _load_hub(name: str, split: str) -> datasets.Dataset:
