@@ -56,6 +56,8 @@ class FastDecoder(nn.Module):
             self.leak_probe = None
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is None:
+            if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
+                position_ids = position_ids[None]
             return super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -100,20 +102,18 @@ class FastDecoder(nn.Module):
         hidden_BTC = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.spec.embedding_multiplier:
             hidden_BTC = hidden_BTC * getattr(self.config, self.spec.embedding_multiplier)
-        shape = hidden_BTC.shape
-        hidden_1NC = hidden_BTC.reshape(1, row.n_tokens, shape[-1])
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
-            hidden_1NC = layer(
-                hidden_1NC,
+            hidden_BTC = layer(
+                hidden_BTC,
                 attention_mask=None,
                 position_embeddings=rotations[kind],
                 packed_row=row,
                 **kwargs,
             )
-        hidden_BTC = self.norm(hidden_1NC).view(shape)
-        return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)  # router_logits stay None without experts
+        # router_logits stay None without experts
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_BTC))
 
 
 class FastCausalLM(CountedParameters):
@@ -231,6 +231,8 @@ def row_of_call(
     is_explicit = any(value is not None for value in given.values())
     if inputs is None or (not is_explicit and (position_ids is None or inputs.shape[1] == 1)):
         return None
+    if past_key_values is not None and not is_explicit and _is_made(attention_mask):
+        return None  # `generate` with a static cache: the mask says what its position_ids mean
     if past_key_values is not None and past_key_values.get_seq_length() > 0:
         if is_explicit:
             raise InputError("packed documents cannot continue a cache; pass past_key_values=None")
@@ -244,3 +246,8 @@ def row_of_call(
         labels_counted=kwargs.get("num_items_in_batch") is not None,
         **given,
     )
+
+
+def _is_made(attention_mask: Any) -> bool:
+    """Whether a mask says of every query what it sees, for all layers or for each kind of layer."""
+    return isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.dim() == 4)
