@@ -316,7 +316,7 @@ def test_hidden_states_and_router_logits_are_recorded():
 
 
 def test_what_cannot_be_patched_is_refused():
-    from peft import PromptTuningConfig, get_peft_model
+    from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model
     from transformers import GPT2Config
 
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32))
@@ -330,6 +330,16 @@ def test_what_cannot_be_patched_is_refused():
     prompted = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(InputError, match="virtual tokens shift the documents; use LoRA"):
         patch_model(prompted)
+    for config, why in (
+        (
+            AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1),
+            "it wraps the attention",
+        ),
+        (LoraConfig(alora_invocation_tokens=[5], target_modules=["q_proj"]), "looks for them once a row"),
+    ):
+        adapted = get_peft_model(tiny_model("llama").unload(), config)
+        with pytest.raises(InputError, match=why):
+            patch_model(adapted)
     both_ways = AutoModelForCausalLM.from_config(
         supported_architectures()["gemma3_text"].tiny_config(use_bidirectional_attention=True)
     )

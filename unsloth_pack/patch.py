@@ -232,6 +232,13 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
             raise InputError(
                 f"adapter {name!r} is {config.peft_type}: its virtual tokens shift the documents; use LoRA"
             )
+        if getattr(config, "is_adaption_prompt", False):
+            raise InputError(f"adapter {name!r} is {config.peft_type}: it wraps the attention; use LoRA")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise InputError(
+                f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
+                "document; leave them out"
+            )
     if getattr(decoder.config, "use_bidirectional_attention", False):
         raise InputError(
             "use_bidirectional_attention=True: only causal attention is patched; set it to False"

@@ -90,10 +90,12 @@ class FastAttention(nn.Module):
 def attention_options(attention: nn.Module, spec: ArchSpec) -> AttentionOptions:
     """What an attention module needs of a backend, read off the module where its spec declares it."""
     config = attention.config
-    windows = {"none": None, "config": getattr(config, "sliding_window", None)}
+    window = None
+    if spec.window != "none":
+        window = (attention if spec.window == "layer" else config).sliding_window
     return AttentionOptions(
         scale=attention.scaling,
-        window=attention.sliding_window if spec.window == "layer" else windows[spec.window],
+        window=window,
         softcap=getattr(config, spec.softcap) if spec.softcap else None,
         dropout=attention.attention_dropout if attention.training else 0.0,
     )
