@@ -12,11 +12,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_collection_modifyitems(config, items):
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "nightly" in item.keywords and "nightly" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="run with -m nightly"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import torch
 from peft import get_peft_model
 from test_describe import every_description, positions_of
 from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model, with_lora
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
@@ -82,6 +83,14 @@ def test_every_description_gives_the_same_bits(arch, use_cache):
         assert torch.equal(got, expected), name
 
 
+@pytest.mark.parametrize("lengths", [[20], [20, 7]])
+def test_positions_need_no_row(lengths):
+    model = patched("llama").eval()
+    documents = random_documents(lengths)
+    got = logits_of(model, documents, position_ids=positions_of(lengths).to(DEVICE))
+    assert error(got.double(), logits_of(model, documents).double()) < 4 * torch.finfo(DTYPE).eps
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("lengths", "tail"),
@@ -134,10 +143,13 @@ def test_several_rows_are_flattened_and_come_back_in_their_shape():
     filler = torch.zeros(3, dtype=torch.long)
     rows = torch.stack([torch.cat(documents[:2]), torch.cat([documents[2], filler])]).to(DEVICE)
     with torch.no_grad():
-        out = model(input_ids=rows, packed_seq_lengths=[[7, 5], [9]]).logits
-    assert out.shape[:2] == (2, 12)
-    expected = logits_of(model, documents)
-    assert error(torch.cat([out[0], out[1, :9]]).double(), expected.double()) < 4 * torch.finfo(DTYPE).eps
+        out = model(input_ids=rows, packed_seq_lengths=[[7, 5], [9]], output_hidden_states=True)
+        row = torch.cat(documents).to(DEVICE)[None]
+        expected = model(input_ids=row, packed_seq_lengths=[7, 5, 9], output_hidden_states=True)
+    pairs = [(out.logits, expected.logits), *zip(out.hidden_states, expected.hidden_states, strict=True)]
+    for got, alone in pairs:
+        assert got.shape[:2] == (2, 12)
+        assert error(torch.cat([got[0], got[1, :9]]).double(), alone[0].double()) < 4 * torch.finfo(DTYPE).eps
 
 
 def test_the_first_label_of_each_document_carries_no_loss():
@@ -202,6 +214,18 @@ def test_undo_restores_every_bit(arch):
     assert torch.equal(before.logits, after.logits)
     for name, grad in before.grads.items():
         assert torch.equal(after.grads[name], grad), name
+
+
+def test_undo_finds_what_peft_has_copied():
+    model = tiny_model("qwen3", DTYPE).unload()
+    patch_model(model)
+    adapted = with_lora(model, {"modules_to_save": ["mlp", "norm", "q_norm"]})
+    patch_model(adapted)
+    run_packed(adapted, random_documents(LENGTHS))
+    patch_of(adapted).undo()
+    for name, module in adapted.named_modules():
+        assert not any(kind.__module__.startswith("unsloth_pack") for kind in type(module).__mro__), name
+        assert "decoder_layer" not in module.__dict__, name
 
 
 def test_a_patch_is_a_context_and_can_be_laid_anew():
@@ -276,19 +300,21 @@ def test_ordinary_batches_and_generation_are_as_in_transformers(arch):
     assert torch.allclose(*out, atol=1e-5)
 
 
-@pytest.mark.parametrize("n_padding", [0, 13])
+@pytest.mark.parametrize("lengths", [[20], [40, 9, 27]], ids=["one", "padded"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3_text"])
-def test_generation_with_a_static_cache_is_as_in_transformers(arch, n_padding):
-    """Its keys reach behind the last query from the start, and its masks are made before the call."""
+def test_generation_with_a_static_cache_is_as_in_transformers(arch, lengths):
+    """Whose masks come to the model ready made, or as None where they leave out later slots alone."""
     plain, model = tiny_model(arch, torch.float32).eval(), tiny_model(arch, torch.float32).eval()
     patch_model(model)
-    ids = torch.stack(random_documents([40, 40])).to(DEVICE)
-    mask = torch.ones_like(ids)
-    mask[0, :n_padding] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    options |= {"cache_implementation": "static", "disable_compile": True}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    expected, got = plain.generate(ids, **options), model.generate(ids, **options)
+    prompts = random_documents(lengths)
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(DEVICE)
+    mask = pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left").to(
+        DEVICE
+    )
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
+    with torch.no_grad():
+        expected, got = (m.generate(ids, attention_mask=mask, **options) for m in (plain, model))
     assert torch.equal(expected.sequences, got.sequences)
     assert torch.allclose(torch.stack(expected.logits), torch.stack(got.logits), atol=1e-4, rtol=1e-4)
 
@@ -320,7 +346,7 @@ def test_hidden_states_and_router_logits_are_recorded():
 
 
 def test_what_cannot_be_patched_is_refused():
-    from peft import PromptTuningConfig
+    from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig
     from transformers import GPT2Config
 
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32))
@@ -334,11 +360,25 @@ def test_what_cannot_be_patched_is_refused():
     prompted = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(InputError, match="virtual tokens shift the documents; use LoRA"):
         patch_model(prompted)
+    for config, why in (
+        (
+            AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1),
+            "it wraps the attention",
+        ),
+        (LoraConfig(alora_invocation_tokens=[5], target_modules=["q_proj"]), "looks for them once a row"),
+    ):
+        adapted = get_peft_model(tiny_model("llama").unload(), config)
+        with pytest.raises(InputError, match=why):
+            patch_model(adapted)
     both_ways = AutoModelForCausalLM.from_config(
         supported_architectures()["gemma3_text"].tiny_config(use_bidirectional_attention=True)
     )
     with pytest.raises(InputError, match="use_bidirectional_attention=True"):
         patch_model(both_ways)
+    base = tiny_model("llama").unload()
+    base.config.is_causal = False
+    with pytest.raises(InputError, match="is_causal=False"):
+        patch_model(base)
 
 
 def test_calls_that_cannot_be_are_refused():
@@ -346,6 +386,12 @@ def test_calls_that_cannot_be_are_refused():
     ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
     with pytest.raises(InputError, match="attention weights"):
         model(input_ids=ids, packed_seq_lengths=[4, 6], output_attentions=True)
+    weights_wanted = tiny_model("llama", DTYPE)
+    weights_wanted.set_attn_implementation("eager")  # without which transformers refuses the option
+    weights_wanted.config.output_attentions = True
+    patch_model(weights_wanted)
+    with pytest.raises(InputError, match="attention weights"):
+        weights_wanted(input_ids=ids)
     cache = model(input_ids=ids, use_cache=True).past_key_values
     with pytest.raises(InputError, match="cannot continue a cache"):
         model(input_ids=ids, packed_seq_lengths=[4, 6], past_key_values=cache)

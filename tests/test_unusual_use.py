@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -174,6 +175,30 @@ def test_the_plan_may_change_between_forward_and_recomputation(plans):
     assert_same_gradients(models)
 
 
+@pytest.mark.parametrize("way", ["trained", "disabled", "merged"])
+def test_an_attention_that_is_trained_whole(way):
+    """PEFT's `modules_to_save` wraps it: the frozen one runs where the adapter is disabled."""
+    models = [
+        tiny_model("qwen3", torch.float64, device="cpu", lora={"modules_to_save": ["self_attn"]})
+        for _ in "ab"
+    ]
+    for model in models:
+        for name, p in model.named_parameters():
+            if "modules_to_save" in name:
+                p.data.mul_(1.5)
+    patch_model(models[1])
+    logits = []
+    for model, more in zip(models, ({}, {"packed_seq_lengths": [IDS.shape[1]]}), strict=True):
+        if way == "merged":
+            model.merge_adapter()
+        with model.disable_adapter() if way == "disabled" else nullcontext():
+            logits.append(model(input_ids=IDS, use_cache=False, **more).logits)
+        if way == "trained":
+            logits[-1].square().sum().backward()
+    assert error(logits[1], logits[0]) < SLACK
+    assert_same_gradients(models)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_two_backward_passes_over_one_graph(checkpointed):
     models = pair()
@@ -318,11 +343,20 @@ def test_an_input_changed_in_place_is_not_computed_again():
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_without_a_mask_the_first_query_faces_the_first_key(softcap):
+def test_slots_of_a_static_cache_that_hold_no_key_yet_are_not_looked_at(softcap):
     q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (3, 5, 5))
     options = AttentionOptions(0.3, softcap=softcap)
     expected = attend_dense(q, k[:, :, :3], v[:, :, :3], causal_mask(3, 3, None, q.device), options)
+    k[:, :, 3:], v[:, :, 3:] = torch.nan, torch.nan
     assert error(attend_dense(q, k, v, None, options), expected) < 1e-12
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_mask_may_be_added(softcap):
+    q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (3, 5, 5))
+    mask, options = causal_mask(3, 5, 2, q.device), AttentionOptions(0.3, softcap=softcap)
+    added = torch.zeros(3, 5, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    assert error(attend_dense(q, k, v, added, options), attend_dense(q, k, v, mask, options)) < 1e-12
 
 
 def test_labels_come_to_the_device_of_the_row():

@@ -107,9 +107,13 @@ class Patch:
         self._model.base_model.leak_probe = None
 
     def undo(self) -> None:
-        """Restore the model that came in, bit for bit. Undoing twice is harmless."""
-        for module, original, attributes in self._swapped:
-            module.__class__ = original
+        """Restore the model that came in, bit for bit, and what PEFT has copied of it since for
+        `modules_to_save`. Undoing twice is harmless."""
+        kinds = {type(module): (original, attributes) for module, original, attributes in self._swapped}
+        for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
+            if type(module) not in kinds:
+                continue
+            module.__class__, attributes = kinds[type(module)]
             for name in attributes:
                 module.__dict__.pop(name, None)
         self._swapped.clear()
@@ -240,10 +244,19 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
             raise InputError(
                 f"adapter {name!r} is {config.peft_type}: its virtual tokens shift the documents; use LoRA"
             )
+        if getattr(config, "is_adaption_prompt", False):
+            raise InputError(f"adapter {name!r} is {config.peft_type}: it wraps the attention; use LoRA")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise InputError(
+                f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
+                "document; leave them out"
+            )
     if getattr(decoder.config, "use_bidirectional_attention", False):
         raise InputError(
             "use_bidirectional_attention=True: only causal attention is patched; set it to False"
         )
+    if not getattr(decoder.config, "is_causal", True):
+        raise InputError("is_causal=False: only causal attention is patched; set it to True")
     devices = {str(parameter.device) for parameter in decoder.parameters()}
     if len(devices) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
@@ -261,10 +274,9 @@ class _Parts:
 
     @classmethod
     def of(cls, decoder: Any) -> "_Parts":
-        norm_kind = type(getattr(decoder.norm, "original_module", decoder.norm))  # `modules_to_save` wraps it
         return cls(
-            attentions=[layer.self_attn for layer in decoder.layers],
-            norms=[module for module in decoder.modules() if type(module) is norm_kind],
+            attentions=_alike(decoder, decoder.layers[0].self_attn),
+            norms=_alike(decoder, decoder.norm),
             mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
             loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
             other_loras=[
@@ -273,6 +285,12 @@ class _Parts:
                 if isinstance(module, LoraLayer) and type(module) not in LORA_TYPES
             ],
         )
+
+
+def _alike(decoder: nn.Module, one: nn.Module) -> list[Any]:
+    """All modules of the kind of this one, which `modules_to_save` may wrap with a copy."""
+    kind = type(getattr(one, "original_module", one))
+    return [module for module in decoder.modules() if type(module) is kind]
 
 
 def _why_never_captured(
@@ -329,7 +347,7 @@ def _report(spec: ArchSpec, base: Any, parts: _Parts, chosen: dict[str, str]) ->
         fused["base"] = f"{n_nf4} frozen linear layers in 4 bits, dequantised at each use"
     report = PatchReport(
         model_type=spec.model_type,
-        n_layers=len(parts.attentions),
+        n_layers=len(decoder.layers),
         attn_backend=" and ".join(chosen),
         attn_reason="; ".join(dict.fromkeys(chosen.values())),
         fused=fused,

@@ -15,9 +15,9 @@ def attend_dense(
     Args:
         q_BHTD: `[B, H, T, D]`.
         k_BKSD, v_BKSD: `[B, K, S, D]`, K dividing H.
-        mask: `[B, 1, T, S]` (or broadcastable), True where a query may look; window and padding are in it.
-            None means that one query sees all keys, and that several are causal, the first facing the first
-            key, as transformers means it: keys behind the last query are empty places of a static cache.
+        mask: `[B, 1, T, S]` (or broadcastable), True where a query may look, or added to the logits; window
+            and padding are in it. None means that one query sees all keys and several are causal, the first
+            facing the first key: keys past the queries are slots of a static cache that hold none yet.
 
     Returns:
         `[B, T, H, D]` in the dtype of `q_BHTD`.
@@ -26,8 +26,6 @@ def attend_dense(
     is_causal = mask is None and n_queries > 1
     if is_causal:
         k_BKSD, v_BKSD = k_BKSD[:, :, :n_queries], v_BKSD[:, :, :n_queries]
-    if is_causal and options.softcap is not None:
-        mask, is_causal = causal_mask(n_queries, n_queries, None, q_BHTD.device), False
     if options.softcap is None:
         out_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
@@ -40,6 +38,8 @@ def attend_dense(
             enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
         )
     else:
+        if is_causal:
+            mask = causal_mask(n_queries, n_queries, None, q_BHTD.device)
         out_BHTD = _softcapped(q_BHTD, k_BKSD, v_BKSD, mask, options)
     return out_BHTD.transpose(1, 2)
 
@@ -62,7 +62,9 @@ def _softcapped(
         torch.promote_types(q_BHTD.dtype, torch.float32)
     ) * options.scale
     logits = options.softcap * torch.tanh(logits / options.softcap)
-    if mask is not None:
+    if mask is not None and mask.dtype == torch.bool:
         logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    elif mask is not None:
+        logits = logits + mask
     weights = F.dropout(logits.softmax(-1), options.dropout).to(q_BHTD.dtype)
     return weights @ v_BHSD

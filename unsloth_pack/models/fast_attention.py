@@ -1,6 +1,6 @@
 """The attention forward that all architectures share.
 
-Shapes: B rows, T tokens, H query heads, K key and value heads, D head size.
+Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
 """
 
 from typing import Any
@@ -40,12 +40,13 @@ class FastAttention(nn.Module):
                 `[B, T, R]` from transformers' rotary module.
             attention_mask: `[B, 1, T, S]` bool of an ordinary batch.
             past_key_values: transformers' cache, for an ordinary batch.
-            packed_row: the documents of the row; B is then 1.
+            packed_row: the documents of the rows, which are one flattened row to attention.
 
         Returns:
             `[B, T, hidden]`, and None in place of attention weights, which are never built.
         """
-        if kwargs.get("output_attentions"):
+        asked = kwargs.get("output_attentions")
+        if self.config.output_attentions if asked is None else asked:
             raise InputError(
                 "output_attentions=True: a patched model builds no attention weights; undo the patch"
             )
@@ -55,8 +56,9 @@ class FastAttention(nn.Module):
         assert position_embeddings is not None
         if packed_row is not None:
             cos, sin, table_rows = position_embeddings
-            q_THD, k_TKD = rope_qk(q_BTHD[0], k_BTKD[0], cos, sin, table_rows, qk_norm=qk_norm)
-            out = attend(q_THD, k_TKD, v_BTKD[0], packed_row, options, self.attn_backend)
+            q_NHD, k_NKD, v_NKD = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
+            q_NHD, k_NKD = rope_qk(q_NHD, k_NKD, cos, sin, table_rows, qk_norm=qk_norm)
+            out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend)
         else:
             q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
             q_BHTD, k_BKTD = rope_qk(q_BHTD, k_BKTD, *position_embeddings, qk_norm=qk_norm)
@@ -88,10 +90,12 @@ class FastAttention(nn.Module):
 def attention_options(attention: nn.Module, spec: ArchSpec) -> AttentionOptions:
     """What an attention module needs of a backend, read off the module where its spec declares it."""
     config = attention.config
-    windows = {"none": None, "config": getattr(config, "sliding_window", None)}
+    window = None
+    if spec.window != "none":
+        window = (attention if spec.window == "layer" else config).sliding_window
     return AttentionOptions(
         scale=attention.scaling,
-        window=attention.sliding_window if spec.window == "layer" else windows[spec.window],
+        window=window,
         softcap=getattr(config, spec.softcap) if spec.softcap else None,
         dropout=attention.attention_dropout if attention.training else 0.0,
     )

@@ -74,6 +74,8 @@ class FastDecoder(nn.Module):
                     f"attn_implementation is {self.config._attn_implementation!r}, changed after the patch; "
                     "undo the patch first, or set it back to 'sdpa'"
                 )
+            if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
+                position_ids = position_ids[None]
             return super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -118,20 +120,18 @@ class FastDecoder(nn.Module):
         hidden_BTC = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.spec.embedding_multiplier:
             hidden_BTC = hidden_BTC * getattr(self.config, self.spec.embedding_multiplier)
-        shape = hidden_BTC.shape
-        hidden_1NC = hidden_BTC.reshape(1, row.n_tokens, shape[-1])
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
-            hidden_1NC = layer(
-                hidden_1NC,
+            hidden_BTC = layer(
+                hidden_BTC,
                 attention_mask=None,
                 position_embeddings=rotations[kind],
                 packed_row=row,
                 **kwargs,
             )
-        hidden_BTC = self.norm(hidden_1NC).view(shape)
-        return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)  # router_logits stay None without experts
+        # router_logits stay None without experts
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_BTC))
 
 
 class FastCausalLM(CountedParameters):

@@ -5,7 +5,6 @@ SPEC = ArchSpec(
     window="layer",
     qk_norm="head",
     norm_offset=1.0,
-    softcap="attn_logit_softcapping",
     rotary_per_layer_type=True,
     logit_softcap="final_logit_softcapping",
     tiny=dict(
