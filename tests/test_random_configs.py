@@ -22,8 +22,8 @@ def assert_packed_is_alone(arch, seed):
     alone = run_alone(model, documents)
     with patch_model(model):
         packed = run_packed(model, documents, tail=rng.choice([0, 5]))
-    assert error(packed.logits, alone.logits) < 2e-5, said  # norms and angles are float32's in any dtype
-    assert abs(packed.loss / alone.loss - 1) < 2e-5, said
+    assert error(packed.logits, alone.logits) < 1e-4, said  # norms and angles are float32's in any dtype
+    assert abs(packed.loss / alone.loss - 1) < 1e-4, said
     greatest = max(grad.norm() for grad in alone.grads.values())
     for name, grad in alone.grads.items():
         assert (packed.grads[name] - grad).norm() < 1e-3 * max(grad.norm(), 1e-2 * greatest), (name, said)
