@@ -8,7 +8,11 @@ from peft import get_peft_model
 from test_describe import every_description, positions_of
 from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model, with_lora
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+)
 
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
@@ -343,6 +347,19 @@ def test_hidden_states_and_router_logits_are_recorded():
     assert [tuple(h.shape) for h in out.hidden_states] == [(1, 10, 64)] * 3
     assert [tuple(r.shape) for r in out.router_logits] == [(10, 4)]
     assert out.aux_loss > 0
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForQuestionAnswering])
+def test_a_head_that_gives_one_answer_a_row_takes_one_document_a_row(auto_class):
+    plain = auto_class.from_config(tiny_model("llama", DTYPE).config).to(DEVICE).eval()
+    model = copy.deepcopy(plain)
+    patch_model(model)
+    ids = torch.stack(random_documents([12, 12])).to(DEVICE)
+    with pytest.raises(InputError, match=r"gives one answer a row, 2 hold 3 documents; give every document"):
+        model(input_ids=ids, packed_seq_lengths=[[5, 7], [12]])
+    expected = plain(input_ids=ids)[0]
+    assert torch.allclose(model(input_ids=ids)[0], expected, atol=1e-5)
+    assert torch.allclose(model(input_ids=ids, packed_seq_lengths=[[12], [12]])[0], expected, atol=1e-5)
 
 
 def test_what_cannot_be_patched_is_refused():

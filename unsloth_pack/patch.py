@@ -13,6 +13,7 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForQuestionAnswering, GenericForSequenceClassification
 
 from unsloth_pack.attention import choose_backend
 from unsloth_pack.attention.backends import requested_backend
@@ -33,6 +34,7 @@ from unsloth_pack.models.rotary import RotaryTables, rotary_tables
 from unsloth_pack.models.spec import ArchSpec
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
+_ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         step_graphs=graphs,
         leak_probe=own_probe,
         trained_weights_sought=False,
+        answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
     )
     if base is not decoder and base.get_output_embeddings() is not None:
         patch.swap(base, FastCausalLM, spec=spec, boundary_labels_seen=False, module_walk=ModuleWalk())

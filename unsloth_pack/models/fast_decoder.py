@@ -37,6 +37,7 @@ class FastDecoder(nn.Module):
     step_graphs: StepGraphs
     leak_probe: OwnProbe | None  # until it has passed, or is not wanted
     trained_weights_sought: bool
+    answers_by_row: str | None  # the model around it, where that makes one answer of all tokens of a row
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
 
     def forward(
@@ -60,6 +61,13 @@ class FastDecoder(nn.Module):
         for name in (*ROW_KEYWORDS, *LOSS_KEYWORDS):
             kwargs.pop(name, None)
         row = kwargs.pop("packed_row")
+        if self.answers_by_row is not None and row is not None:
+            n_rows, n_documents = row.shape[0], row.is_padding.count(False)
+            if n_documents > n_rows:
+                raise InputError(
+                    f"{self.answers_by_row} gives one answer a row, {n_rows} hold {n_documents} documents; "
+                    "give every document a row of its own, padded"
+                )
         if self.leak_probe is not None and row is not None and self.leak_probe.is_due(self, row):
             self.leak_probe.look(self)
             self.leak_probe = None
