@@ -66,45 +66,26 @@ def describe_row(
             that do not fit a packed row.
     """
     has_row_mask = isinstance(attention_mask, Tensor) and attention_mask.shape == shape
-    given = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k, "seq_idx": seq_idx}
-    given |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
-    given |= {"position_ids": position_ids}
-    given = {name: value for name, value in given.items() if value is not None}
-    cut = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if _is_cut(given.get(name))]
-    if len(cut) < len(given):
-        given = {name: value for name, value in given.items() if name not in cut}
-    max_lengths = {"max_length_q": max_length_q, "max_length_k": max_length_k}
-    max_lengths = {name: value for name, value in max_lengths.items() if value is not None}
+    given = _present(
+        cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k,
+        seq_idx=seq_idx,
+        packed_seq_lengths=packed_seq_lengths,
+        seq_lengths=seq_lengths,
+        position_ids=position_ids,
+    )
+    given = {name: value for name, value in given.items() if not _is_cut(name, value)} or given
+    max_lengths = _present(max_length_q=max_length_q, max_length_k=max_length_k)
     if max_lengths and not given:
         (name, value), *_ = max_lengths.items()
         raise InputError(f"{name} is {value} and nothing says where documents end; give cu_seq_lens_q too")
     if not given:
         return None
-    for name, value in given.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            raise InputError(f"{name} is a tensor of {value.dtype}; give whole numbers")
     if has_row_mask:
         given["attention_mask"] = attention_mask
     host = _to_host(given, along={"labels": labels} if labels is not None and labels_counted else {})
-
-    documents: dict[str, list[list[int]]] = {}
-    if "packed_seq_lengths" in host:
-        documents["packed_seq_lengths"] = _rows_of_lengths(
-            "packed_seq_lengths", host["packed_seq_lengths"], shape
-        )
-    if "seq_lengths" in host:
-        rows = _nested("seq_lengths", host["seq_lengths"])
-        joined = [[length for row in rows for length in row]] if shape[0] == 1 else rows
-        documents["seq_lengths"] = _rows_of_lengths("seq_lengths", joined, shape)
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if name in host:
-            documents[name] = [_lengths_of_cu(name, host[name], shape)]
-    if "seq_idx" in host:
-        documents["seq_idx"] = _runs(_as_rows("seq_idx", host["seq_idx"], shape), step=0)
-    positions = None
-    if "position_ids" in host:
-        positions = _as_rows("position_ids", host["position_ids"], shape)
-        documents["position_ids"] = _runs(positions, step=1)
+    documents = _documents(host, shape)
+    positions = _as_rows("position_ids", host["position_ids"], shape) if "position_ids" in host else None
 
     real = host.get("attention_mask")
     if real is not None and real.all():
@@ -145,9 +126,42 @@ def refuse_counted_labels(row: PackedRow, unscored: np.ndarray) -> None:
         )
 
 
-def _is_cut(cu_seqlens: Any) -> bool:
+def _present(**values: Any) -> dict[str, Any]:
+    """Those that are given.
+
+    Raises:
+        InputError: a tensor of something else than whole numbers.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            raise InputError(f"{name} is a tensor of {value.dtype}; give whole numbers")
+    return given
+
+
+def _is_cut(name: str, value: Any) -> bool:
     """Whether accelerate's dispatcher of streamed rows has taken as many numbers as there are rows: one."""
-    return isinstance(cu_seqlens, Tensor) and cu_seqlens.shape == (1,)
+    return name.startswith("cu_seq_lens") and isinstance(value, Tensor) and value.shape == (1,)
+
+
+def _documents(host: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, list[list[int]]]:
+    """The lengths of the documents, row by row, as each description has them."""
+    documents: dict[str, list[list[int]]] = {}
+    if "packed_seq_lengths" in host:
+        documents["packed_seq_lengths"] = _rows_of_lengths(
+            "packed_seq_lengths", host["packed_seq_lengths"], shape
+        )
+    if "seq_lengths" in host:
+        rows = _nested("seq_lengths", host["seq_lengths"])
+        joined = [[length for row in rows for length in row]] if shape[0] == 1 else rows
+        documents["seq_lengths"] = _rows_of_lengths("seq_lengths", joined, shape)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in host:
+            documents[name] = [_lengths_of_cu(name, host[name], shape)]
+    for name, step in (("seq_idx", 0), ("position_ids", 1)):
+        if name in host:
+            documents[name] = _runs(_as_rows(name, host[name], shape), step)
+    return documents
 
 
 def _form_of(mask: Any) -> str:
