@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from largest import Largest
 from tiny import DEVICE, error, tiny_model
 from torch.nn import functional as F
 
@@ -133,6 +134,23 @@ def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
     assert "dropout_p" not in kernel.options
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_softcapped_logits_of_a_long_document_exist_by_blocks(window, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.attention.sdpa._SOFTCAPPED_BLOCK", 32)
+    lengths, options = (500, 3, 33), AttentionOptions(0.5, window=window, softcap=2.0)
+    row = PackedRow.of_lengths(lengths, torch.device("cpu"))
+    torch.manual_seed(0)
+    tensors = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    grad = torch.randn(sum(lengths), 4, 8, dtype=torch.float64)
+    truth = output_and_gradients(lambda *x: written_out(*x, lengths, options), tensors, grad)
+    with Largest() as largest:
+        got = output_and_gradients(lambda *x: attend(*x, row, options, "sdpa"), tensors, grad)
+    for g, t in zip(got, truth, strict=True):
+        assert error(g, t) < 1e-12
+    of_logits = 4 * 32 * (500 if window is None else 32 + window)
+    assert largest.elements <= max(of_logits, tensors[0].numel())
+
+
 def fast(q, k, v, *cu_seqlens_and_longest, softmax_scale, causal, window_size):
     """As flash-attn 3 takes its options: no softcap, no dropout."""
 
@@ -210,7 +228,7 @@ def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
         assert reached.all(), name
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_no_gradient_crosses_a_boundary(options, head_dim):
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32

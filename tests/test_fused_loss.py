@@ -7,11 +7,10 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
+from largest import Largest
 from peft import LoraConfig, get_peft_model
 from tiny import DEVICE, error, random_documents, tiny_model
-from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -129,18 +128,6 @@ def test_autocast(arch):
 
 
 # The memory
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            self.elements = max(self.elements, x.numel() if isinstance(x, Tensor) else 0)
-        return out
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "granite"])

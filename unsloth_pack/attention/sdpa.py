@@ -2,19 +2,23 @@
 
 No mask over the whole row is ever built. A stack is padded on the right, where a causal mask hides the
 padding by itself. Where a sliding window is shorter than the stack, blocks of queries look at the keys they
-can reach, under one mask of at most 2 * max(window, 256) keys a side.
+can reach, under one mask of at most 2 * max(window, 256) keys a side. A softcap has its logits written out:
+those of long documents by blocks of queries too, computed again in the backward pass.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from unsloth_pack.attention.dense import attend_dense, causal_mask
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.layout import PackedRow
 
 _SHORTEST_BLOCK = 256
+_SOFTCAPPED_BLOCK = 1024  # queries whose logits exist at a time
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:
@@ -25,10 +29,14 @@ def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options:
     outs = []
     for stack_SL in row.stacks:
         q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
-        if options.window is None or options.window >= stack_SL.shape[1]:
-            out_SLHD = attend_dense(q_SHLD, k_SKLD, v_SKLD, None, options)
+        length = stack_SL.shape[1]
+        window = None if options.window is None or options.window >= length else options.window
+        if options.softcap is not None and length > _SOFTCAPPED_BLOCK:
+            out_SLHD = _attend_softcapped(q_SHLD, k_SKLD, v_SKLD, window, options)
+        elif window is not None:
+            out_SLHD = _attend_window(q_SHLD, k_SKLD, v_SKLD, window, row, options)
         else:
-            out_SLHD = _attend_window(q_SHLD, k_SKLD, v_SKLD, options.window, row, options)
+            out_SLHD = attend_dense(q_SHLD, k_SKLD, v_SKLD, None, options)
         outs.append(out_SLHD.flatten(0, 1))
     return torch.cat(outs)[row.unstack]
 
@@ -36,14 +44,31 @@ def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options:
 def _attend_window(
     q_SHLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, window: int, row: PackedRow, options: AttentionOptions
 ) -> Tensor:
-    length, block = q_SHLD.shape[2], max(window, _SHORTEST_BLOCK)
     outs = []
-    for start in range(0, length, block):
-        end, first_key = min(start + block, length), max(0, start - window + 1)
-        sizes = (end - start, end - first_key)
+    for queries, keys in _blocks(q_SHLD.shape[2], max(window, _SHORTEST_BLOCK), window):
+        sizes = (queries.stop - queries.start, keys.stop - keys.start)
         mask = row.once(("window mask", window, sizes), partial(causal_mask, *sizes, window, row.device))
-        keys = slice(first_key, end)
-        outs.append(
-            attend_dense(q_SHLD[:, :, start:end], k_SKLD[:, :, keys], v_SKLD[:, :, keys], mask, options)
-        )
+        qkv = q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys]
+        outs.append(attend_dense(*qkv, mask, options))
     return torch.cat(outs, dim=1)
+
+
+def _attend_softcapped(
+    q_SHLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, window: int | None, options: AttentionOptions
+) -> Tensor:
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
+        return attend_dense(q, k, v, mask, options)
+
+    outs = []
+    for queries, keys in _blocks(q_SHLD.shape[2], _SOFTCAPPED_BLOCK, window):
+        qkv = q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys]
+        outs.append(checkpoint(block, *qkv, use_reentrant=False, preserve_rng_state=options.dropout > 0))
+    return torch.cat(outs, dim=1)
+
+
+def _blocks(length: int, size: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Queries, and the keys that they can reach."""
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        yield slice(start, end), slice(0 if window is None else max(0, start - window + 1), end)
