@@ -12,7 +12,7 @@ class DocumentMeans(Trainer):
     """A trainer of TRL's loss that evaluates by token and by document; TRL's own mean is over batches.
 
     `eval_loss` is the mean over all counted tokens, `eval_sample_loss` the mean over documents of their
-    means: the same however the documents are batched or packed.
+    means: the same however the documents are batched, packed or dealt out to ranks.
     """
 
     def evaluation_loop(
@@ -27,8 +27,10 @@ class DocumentMeans(Trainer):
         outcome: Any = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-        here = torch.cat(self._document_losses, dim=1).cpu()
-        sums, counts = torch.cat(gather_object([here]), dim=1)
+        by_rank = gather_object([[batch.cpu() for batch in self._document_losses]])
+        as_dealt_out = [batch for turn in zip(*by_rank, strict=True) for batch in turn]
+        # The first rows come again at the end where the ranks cannot share them out evenly.
+        sums, counts = torch.cat(as_dealt_out, dim=1)[:, : _count_documents(dataloader.dataset)]
         by_token, by_document = sums.sum() / counts.sum(), (sums / counts)[counts > 0].mean()
         outcome.metrics[f"{metric_key_prefix}_loss"] = float(by_token)
         outcome.metrics[f"{metric_key_prefix}_sample_loss"] = float(by_document)
@@ -42,6 +44,11 @@ class DocumentMeans(Trainer):
             loss, *_ = super().prediction_step(model, inputs, prediction_loss_only=True)
         self._document_losses.append(_document_losses(caught[0], inputs.get("position_ids")))
         return loss, None, None
+
+
+def _count_documents(rows: Any) -> int:
+    packed = "seq_lengths" in rows.column_names
+    return sum(map(len, rows.with_format(None)["seq_lengths"])) if packed else len(rows)
 
 
 def _document_losses(outputs: Any, position_ids: Tensor | None) -> Tensor:

@@ -33,6 +33,13 @@ class RunTrainer(
     def _send_telemetry(self) -> None:
         """TRL's own reports its use over the network; this one keeps it to itself."""
 
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log the tokens trained on. TRL's count leaves out rows that come again to fill all ranks."""
+        for metrics in self._metrics.values():
+            if "num_tokens" in metrics:
+                metrics["num_tokens"] = [self.trained.tokens]
+        super().log(*args, **kwargs)
+
 
 def sft_config(
     output_dir: str,

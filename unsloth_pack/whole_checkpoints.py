@@ -80,12 +80,12 @@ class WholeCheckpoints(Trainer):
 
     _aside: str | None = None
     _started: float | None = None
-    _total_train_tokens = 0  # TRL's own count
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._before = Trained()  # by processes that were ended
-        self._slots: Any = 0  # tensors on the device, perhaps, which are read when they are asked for
+        self._seen: Any = 0  # tensors on the device, perhaps, which are read when they are asked for
+        self._slots: Any = 0
         self._counted: Any = 0
 
     @property
@@ -93,7 +93,7 @@ class WholeCheckpoints(Trainer):
         """What this run has trained on, in all the processes that it took."""
         return Trained(
             self._seconds(),
-            self._total_train_tokens,
+            self._before.tokens + int(self._seen),
             self._before.slots + int(self._slots),
             self._before.counted + int(self._counted),
         )
@@ -103,10 +103,15 @@ class WholeCheckpoints(Trainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, counted = super().get_batch_samples(*args, **kwargs)
-        slots: Any = sum(batch["input_ids"].numel() for batch in batches)
+        slots: Any = [batch["input_ids"].numel() for batch in batches]
+        tokens: Any = [
+            batch["attention_mask"].sum() if "attention_mask" in batch else of_batch
+            for batch, of_batch in zip(batches, slots, strict=True)
+        ]
+        held: Any = (sum(tokens), sum(slots))
         if self.args.world_size > 1:
-            slots = self.accelerator.reduce(torch.tensor(slots, device=self.args.device))
-        self._slots = self._slots + slots
+            held = self.accelerator.reduce(torch.tensor(held, device=self.args.device))
+        self._seen, self._slots = self._seen + held[0], self._slots + held[1]
         self._counted = self._counted + (0 if counted is None else counted)
         return batches, counted
 
@@ -132,7 +137,6 @@ class WholeCheckpoints(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         counts = (Path(resume_from_checkpoint) / _COUNTS).read_text(encoding="utf-8")
         self._before = Trained(**json.loads(counts))
-        self._total_train_tokens = self._before.tokens
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self._aside or super()._get_output_dir(trial)

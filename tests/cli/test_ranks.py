@@ -35,8 +35,17 @@ def assert_same_adapter(folder, other):
         torch.testing.assert_close(adapters[1][name], weight, msg=name)
 
 
-def test_two_processes_make_the_update_of_one(train, model, data, tmp_path):
+def assert_same_evaluations(folder, other):
+    lines = [line for path in (folder, other) for line in read_metrics(path)["log"] if "eval_loss" in line]
+    seen = torch.tensor([[line["eval_loss"], line["eval_sample_loss"]] for line in lines])
+    torch.testing.assert_close(*seen.chunk(2))
+
+
+def test_two_processes_make_the_update_of_one(train, model, data, rows, tmp_path):
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps(rows[:8]))
     flags = {"max_seq_length": 128, "max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
+    flags |= {"eval_dataset": few, "per_device_eval_batch_size": 4}  # no whole batch for each
     done = torchrun(
         *(2, "--sample_packing"),
         **flags | {"model_name": model, "dataset": data, "output_dir": tmp_path / "two"},
@@ -49,6 +58,7 @@ def test_two_processes_make_the_update_of_one(train, model, data, tmp_path):
     one, two = losses(tmp_path / "out"), losses(tmp_path / "two")
     assert one.keys() == two.keys()
     torch.testing.assert_close(torch.tensor([*two.values()]), torch.tensor([*one.values()]))
+    assert_same_evaluations(tmp_path / "out", tmp_path / "two")
     assert_same_adapter(tmp_path / "out", tmp_path / "two")
 
 
@@ -63,8 +73,11 @@ DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs dee
         pytest.param("--deepspeed=zero3", "14 layers: ZeRO-3 gathers the weights", marks=DEEPSPEED),
     ],
 )
-def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model, data, tmp_path):
+def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model, data, rows, tmp_path):
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps(rows[:7]))
     flags = {"max_seq_length": 128, "max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
+    flags |= {"eval_dataset": few, "eval_packing": False}  # a row alone with one of the processes
     sharded = {"model_name": model, "dataset": data, "gradient_accumulation_steps": 2, **flags}
     sharded = ["--sample_packing", flag, *(f"--{name}={value}" for name, value in sharded.items())]
     whole, two, resumed, recomputed = (tmp_path / name for name in ("out", "two", "resumed", "recomputed"))
@@ -91,6 +104,7 @@ def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model
         assert losses(folder).keys() == losses_of_one.keys()
         of_two = torch.tensor([*losses(folder).values()])
         torch.testing.assert_close(of_two, torch.tensor([*losses_of_one.values()]))
+        assert_same_evaluations(whole, folder)
         assert_same_adapter(whole, folder)
     merged = [load_file(folder / "merged" / "model.safetensors") for folder in (whole, two)]
     assert merged[0].keys() == merged[1].keys()

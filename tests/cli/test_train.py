@@ -201,7 +201,9 @@ def test_a_second_signal_aborts_at_once(train, monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(train, tmp_path, capsys):
+def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(
+    train, tmp_path, capsys, monkeypatch
+):
     assert train(save_steps=2, max_steps=5) == 0
     out = str(tmp_path / "out")
     assert main(["--resume", "--output_dir", out, "--learning_rate", "1"]) == 2
@@ -209,6 +211,10 @@ def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(train, 
     assert main(["--resume", "--output_dir", out]) == 2
     assert "complete after 5 updates" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    with monkeypatch.context() as patched:
+        patched.setenv("WORLD_SIZE", "2")
+        assert main(["--resume", "--output_dir", out]) == 2
+    assert "has processes 1 and this one 2" in capsys.readouterr().err
     assert main(["--resume", "--output_dir", out]) == 0
     assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5]
 

@@ -51,7 +51,7 @@ def _check_folders(options: TrainOptions) -> None:
     folder = options.folder
     check_writable("output_dir", folder)
     _check_apart(options, folder)
-    if os.environ.get("WORLD_SIZE", "1") != "1" and str(options.output_dir).startswith("outputs/"):
+    if count_processes() > 1 and str(options.output_dir).startswith("outputs/"):
         raise InputError(
             "several processes need one output_dir, and its default holds the time; give --output_dir"
         )
@@ -86,7 +86,7 @@ def _check_apart(options: TrainOptions, folder: Path) -> None:
 
 
 def _check_resumable(folder: Path) -> None:
-    from unsloth_pack.report.metrics import has_ended
+    from unsloth_pack.report.metrics import has_ended, read_processes
     from unsloth_pack.whole_checkpoints import last_checkpoint, state_of
 
     checkpoint = last_checkpoint(folder)
@@ -108,6 +108,12 @@ def _check_resumable(folder: Path) -> None:
         raise InputError(
             f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
             "merge its adapter with `unsloth-pack merge`, or start a new run in another folder"
+        )
+    was, now = read_processes(folder), count_processes()
+    if was not in (None, now):
+        raise InputError(
+            f"--resume: the run in {str(folder)!r} has processes {was} and this one {now}, so that updates "
+            f"would see other rows; go on with {was}, or start a new run"
         )
 
 
@@ -168,6 +174,11 @@ def check_writable(name: str, folder: Path) -> None:
 def run_files(folder: Path) -> list[Path]:
     """What a run has left in `folder`."""
     return [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
+
+
+def count_processes() -> int:
+    """How many processes train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:

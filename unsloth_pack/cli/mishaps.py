@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unsloth_pack.cli.checks import count_processes
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.errors import RunStopped
 
@@ -83,4 +84,6 @@ def way_on(folder: Path) -> str:
 
     checkpoint = last_checkpoint(folder)
     kept = f"{checkpoint.name} is whole, go on" if checkpoint else "there is no checkpoint yet, start over"
-    return f"{kept} with: unsloth-pack --resume --output_dir {shlex.quote(str(folder))}"
+    processes = count_processes()
+    program = f"torchrun --nproc_per_node {processes} cli.py" if processes > 1 else "unsloth-pack"
+    return f"{kept} with: {program} --resume --output_dir {shlex.quote(str(folder))}"

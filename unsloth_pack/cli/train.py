@@ -153,7 +153,7 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
     if checkpoint is not None:
         metrics.rewind(step_of(checkpoint))
         return metrics
-    metrics.write("config", options=asdict(options), versions=versions())
+    metrics.write("config", options=asdict(options), versions=versions(), processes=checks.count_processes())
     return metrics
 
 

@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one JSON object a line, each with its `kind`.
 
-config    the options of the run and the versions it ran with; the first line
+config    the options of the run, the versions it ran with, and on how many processes; the first line
 data      the token ledger and the fill of the rows, one line each for the training and evaluation data; the
           fingerprint of training data that was packed on disk; how uneven several ranks' work is
 log       what the trainer logs, with `step`, and the `seconds` since this process began to train
@@ -72,6 +72,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{path}: no configuration of a run to resume; check --output_dir, or start anew"
         ) from None
+
+
+def read_processes(folder: Path) -> int | None:
+    """On how many processes the run in `folder` was started; None where its configuration does not say."""
+    return _read(folder / FILE_NAME)[0].get("processes")
 
 
 def read_data(folder: Path, use: str) -> dict[str, Any] | None:
