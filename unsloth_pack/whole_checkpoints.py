@@ -50,6 +50,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+def lost_a_process(error: BaseException) -> bool:
+    """Whether `error` is of waiting for another process, which has ended."""
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     """By updates made, whole or not."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
@@ -152,6 +157,8 @@ class WholeCheckpoints(Trainer):
                 put_in_place(aside / name, folder / name)
         except Exception as error:  # a full disk: OSError, or whatever torch and safetensors make of it
             shutil.rmtree(aside, ignore_errors=True)
+            if lost_a_process(error):
+                raise
             raise RunStopped(
                 f"{name} could not be saved: {_first_line(error)} ({_free(folder)} free in {str(folder)!r})"
             ) from error

@@ -62,6 +62,35 @@ def test_two_processes_make_the_update_of_one(train, model, data, rows, tmp_path
     assert_same_adapter(tmp_path / "out", tmp_path / "two")
 
 
+def test_rows_that_come_again_to_fill_all_ranks_are_counted(model, rows, tmp_path):
+    """As trained on, in what the loss is a mean of and in all tokens alike; not in the evaluation."""
+    (tmp_path / "row.json").write_text(json.dumps(rows[:1]))
+    flags = {"model_name": model, "dataset": tmp_path / "row.json", "output_dir": tmp_path / "out"}
+    flags |= {"max_seq_length": 128, "max_steps": 3, "gradient_accumulation_steps": 1}
+    done = torchrun(2, "--sample_packing", **flags)
+    assert done.returncode == 0, done.stderr
+    metrics = read_metrics(tmp_path / "out")
+    (data,), (summary,) = metrics["data"], metrics["summary"]
+    assert summary["tokens_trained"] == 3 * 2 * data["fill"]["tokens"]
+    assert summary["tokens_counted"] == 3 * 2 * data["ledger"]["tokens_counted"]
+    assert summary["tokens_padded"] == 0
+    logged = [line["num_tokens"] for line in metrics["log"] if "num_tokens" in line]
+    assert logged[-1] == summary["tokens_trained"]
+
+
+def test_a_process_that_is_killed_ends_the_run_with_the_way_on(model, data, tmp_path):
+    flags = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out"}
+    flags |= {"max_seq_length": 128, "max_steps": 6, "save_steps": 2}
+    program = Path(__file__).with_name("killed_rank.py")
+    done = torchrun(2, "--sample_packing", program=program, **flags)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("unsloth-pack: ")]
+    assert said == [
+        "unsloth-pack: another process of this run has ended; checkpoint-2 is whole, go on with: "
+        f"torchrun --nproc_per_node 2 cli.py --resume --output_dir {tmp_path / 'out'}"
+    ]
+
+
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, line = _exit_of(error)
         if "--debug" in arguments:
             traceback.print_exc()
-    print(f"unsloth-pack: {line}", file=sys.stderr)
+    sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: several processes may share the terminal
     return code
 
 

@@ -24,10 +24,12 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
     """Inside this context, what stops the training is raised with what is left on the disk and how to go on.
 
     Raises:
-        RunStopped: the disk is full, the GPU's memory is, or the training itself stopped.
+        RunStopped: the disk or the GPU's memory is full, another process ended, or the training stopped.
         KeyboardInterrupt: a second Ctrl-C; with a message.
     """
     import torch
+
+    from unsloth_pack.whole_checkpoints import lost_a_process
 
     folder = options.folder
     try:
@@ -37,6 +39,10 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
         raise RunStopped(f"{said}; {way_on(folder)}") from error
     except (RunStopped, OSError) as error:
         raise RunStopped(f"{error}; {way_on(folder)}") from error
+    except RuntimeError as error:
+        if not lost_a_process(error):
+            raise
+        raise RunStopped(f"another process of this run has ended; {way_on(folder)}") from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; {way_on(folder)}") from None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.cli import checks
 from unsloth_pack.cli.mishaps import check_finite, explained, report_nonfinite, way_on
 from unsloth_pack.cli.options import TrainOptions, read_options
+from unsloth_pack.errors import RunStopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     checks.check_same_data(options, "train", prepared.ledger, prepared.packs)
     if prepared.eval_ledger:
         checks.check_same_data(options, "eval", prepared.eval_ledger)
+    _begin_together()
     return _train(prepared, RunConsole(quiet=not checks.is_main_process()))
 
 
@@ -105,6 +107,20 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         _show_scores(console, before, after, metrics)
     _show_summary(console, summary, prepared.ledger, metrics)
     return 0
+
+
+def _begin_together() -> None:
+    """Wait until no process has anything to refuse: the main one replaces files that the others check.
+
+    Raises:
+        RunStopped: another process has ended, with a line of its own.
+    """
+    from accelerate import PartialState
+
+    try:
+        PartialState().wait_for_everyone()
+    except RuntimeError as error:
+        raise RunStopped("another process has ended before the training began; see its line") from error
 
 
 def _end_together() -> None:
