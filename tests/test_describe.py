@@ -57,6 +57,8 @@ def test_all_descriptions_mean_the_same_row(lengths):
         assert row.cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
         assert row.token_mask is None
         assert row.longest == max(lengths)
+        written = PackedRow.of_lengths(tuple(lengths), CPU)
+        assert (row.is_padding, row.shape) == (written.is_padding, written.shape)
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,6 +73,12 @@ def test_stacks_hold_every_token_once_and_never_mix_documents(lengths):
     tokens = torch.arange(sum(lengths))
     assert torch.equal(torch.cat([tokens[stack].flatten() for stack in row.stacks])[row.unstack], tokens)
     assert sum(stack.numel() for stack in row.stacks) <= 4 / 3 * sum(lengths) + len(lengths)
+
+
+def test_documents_of_similar_length_share_a_stack():
+    row = PackedRow.of_lengths((3, 8, 5, 6, 3, 4, 8), CPU)
+    assert [stack[:, 0].tolist() for stack in row.stacks] == [[3, 29, 16], [11, 25], [0, 22]]
+    assert [stack.shape[1] for stack in row.stacks] == [8, 5, 3]
 
 
 def test_a_short_sum_leaves_a_padded_tail():
