@@ -121,6 +121,10 @@ def test_several_rows_become_one():
     assert padded.lengths == row.lengths
 
 
+def test_an_empty_document_in_a_running_sum_is_none():
+    assert describe_row((1, 7), CPU, cu_seq_lens_q=[0, 3, 3, 7]).lengths == (3, 4)
+
+
 def test_trl_s_column_has_a_list_for_each_of_several_rows():
     row = describe_row((2, 6), CPU, seq_lengths=[[2, 4], [3]])
     assert (row.lengths, row.is_padding) == ((2, 4, 3, 3), (False, False, False, True))
@@ -174,6 +178,9 @@ def test_a_document_may_start_above_position_0():
         ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
         ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
         ({"cu_seq_lens_q": [0, 3, 9]}, "cu_seq_lens_q", "[0, 3, 9]", "running sum"),
+        ({"cu_seq_lens_q": [0, 0]}, "cu_seq_lens_q", "[0, 0]", "running sum"),
+        ({"cu_seq_lens_q": [0.0, 3.5, 7.0]}, "cu_seq_lens_q", "[0.0, 3.5, 7.0]", "running sum"),
+        ({"packed_seq_lengths": [3.5, 3.5]}, "row 0", "[3.5, 3.5]", "whole numbers"),
         ({"cu_seq_lens_q": [1, 3, 7]}, "cu_seq_lens_q", "[1, 3, 7]", "running sum"),
         ({"cu_seq_lens_q": [0, 5, 3, 7]}, "cu_seq_lens_q", "[0, 5, 3, 7]", "running sum"),
         ({"cu_seq_lens_q": [0, 3, 7], "cu_seq_lens_k": [0, 4, 7]}, "disagree", "[3, 4]", "make them agree"),
@@ -293,6 +300,12 @@ def test_a_document_may_start_above_position_0():
         (
             {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])},
             "attention_mask keeps 6",
+            "[3, 4]",
+            "leave it out",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[0, 0, 0, 0, 1, 1, 1]])},
+            "attention_mask keeps 3",
             "[3, 4]",
             "leave it out",
         ),
