@@ -57,6 +57,17 @@ def test_all_descriptions_mean_the_same_row(lengths):
         assert row.cu_seqlens.tolist() == [0, *np.cumsum(lengths)]
         assert row.token_mask is None
         assert row.longest == max(lengths)
+        written = PackedRow.of_lengths(tuple(lengths), CPU)
+        assert (row.is_padding, row.shape) == (written.is_padding, written.shape)
+
+
+def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatch):
+    monkeypatch.setattr("unsloth_pack.describe._is_remote", lambda x: isinstance(x, torch.Tensor))
+    lengths = [3, 1, 4, 2]
+    for name, description in every_description(lengths).items():
+        row = describe_row((1, 10), CPU, **description)
+        assert row.lengths == tuple(lengths), name
+        assert row.positions.tolist() == positions_of(lengths).tolist(), name
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,6 +82,12 @@ def test_stacks_hold_every_token_once_and_never_mix_documents(lengths):
     tokens = torch.arange(sum(lengths))
     assert torch.equal(torch.cat([tokens[stack].flatten() for stack in row.stacks])[row.unstack], tokens)
     assert sum(stack.numel() for stack in row.stacks) <= 4 / 3 * sum(lengths) + len(lengths)
+
+
+def test_documents_of_similar_length_share_a_stack():
+    row = PackedRow.of_lengths((3, 8, 5, 6, 3, 4, 8), CPU)
+    assert [stack[:, 0].tolist() for stack in row.stacks] == [[3, 29, 16], [11, 25], [0, 22]]
+    assert [stack.shape[1] for stack in row.stacks] == [8, 5, 3]
 
 
 def test_a_short_sum_leaves_a_padded_tail():
@@ -90,6 +107,11 @@ def test_a_mask_at_the_end_is_the_padded_tail():
     assert (row.lengths, row.is_padding) == ((3, 4, 3), (False, False, True))
 
 
+def test_a_mask_of_ones_says_nothing_of_the_padded_tail():
+    row = describe_row((1, 10), CPU, packed_seq_lengths=[3, 4], attention_mask=torch.ones(1, 10))
+    assert (row.lengths, row.is_padding) == ((3, 4, 3), (False, False, True))
+
+
 def test_several_rows_become_one():
     row = describe_row((2, 6), CPU, packed_seq_lengths=[[2, 4], [3]])
     assert row.lengths == (2, 4, 3, 3)
@@ -97,6 +119,27 @@ def test_several_rows_become_one():
     assert row.token_mask.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
     padded = describe_row((2, 6), CPU, packed_seq_lengths=torch.tensor([[2, 4], [3, 0]]))
     assert padded.lengths == row.lengths
+
+
+def test_an_empty_document_in_a_running_sum_is_none():
+    assert describe_row((1, 7), CPU, cu_seq_lens_q=[0, 3, 3, 7]).lengths == (3, 4)
+
+
+def test_trl_s_column_has_a_list_for_each_of_several_rows():
+    row = describe_row((2, 6), CPU, seq_lengths=[[2, 4], [3]])
+    assert (row.lengths, row.is_padding) == ((2, 4, 3, 3), (False, False, False, True))
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (1, 6), (6,)])
+def test_position_ids_of_several_rows(shape):
+    positions = positions_of([2, 4]).expand(shape)
+    assert describe_row((3, 6), CPU, position_ids=positions).lengths == (2, 4) * 3
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 6), (6, 3), (4, 6), (9,), (18,)])
+def test_position_ids_that_are_not_one_a_token(shape):
+    with pytest.raises(InputError, match=r"position_ids has shape .* \[3, 6\]; give one number"):
+        describe_row((3, 6), CPU, position_ids=torch.zeros(shape, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
@@ -131,12 +174,28 @@ def test_a_document_may_start_above_position_0():
     [
         ({"packed_seq_lengths": [3, 5]}, "sum to 8", "7 tokens", "give the lengths"),
         ({"packed_seq_lengths": [8, -1]}, "row 0", "[8, -1]", "whole numbers"),
+        ({"packed_seq_lengths": torch.tensor([3.0, 4.0])}, "packed_seq_lengths", "float32", "whole numbers"),
         ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
         ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
         ({"cu_seq_lens_q": [0, 3, 9]}, "cu_seq_lens_q", "[0, 3, 9]", "running sum"),
+        ({"cu_seq_lens_q": [0, 0]}, "cu_seq_lens_q", "[0, 0]", "running sum"),
+        ({"cu_seq_lens_q": [0.0, 3.5, 7.0]}, "cu_seq_lens_q", "[0.0, 3.5, 7.0]", "running sum"),
+        ({"packed_seq_lengths": [3.5, 3.5]}, "row 0", "[3.5, 3.5]", "whole numbers"),
         ({"cu_seq_lens_q": [1, 3, 7]}, "cu_seq_lens_q", "[1, 3, 7]", "running sum"),
         ({"cu_seq_lens_q": [0, 5, 3, 7]}, "cu_seq_lens_q", "[0, 5, 3, 7]", "running sum"),
         ({"cu_seq_lens_q": [0, 3, 7], "cu_seq_lens_k": [0, 4, 7]}, "disagree", "[3, 4]", "make them agree"),
+        (
+            {"packed_seq_lengths": [4, 3], "cu_seq_lens_q": torch.tensor([0, 3, 7])},
+            "disagree",
+            "[3, 4]",
+            "make them agree",
+        ),
+        (
+            {"packed_seq_lengths": torch.tensor([7]), "position_ids": torch.tensor([0, 1, 2, 0, 1, 2, 3])},
+            "disagree",
+            "[3, 4]",
+            "make them agree",
+        ),
         (
             {"max_length_q": 4, "max_length_k": 4},
             "max_length_q is 4",
@@ -244,6 +303,12 @@ def test_a_document_may_start_above_position_0():
             "[3, 4]",
             "leave it out",
         ),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[0, 0, 0, 0, 1, 1, 1]])},
+            "attention_mask keeps 3",
+            "[3, 4]",
+            "leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(description, what, value, remedy):
@@ -273,6 +338,7 @@ def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
     labels = torch.tensor([[1, 2, 3, -100, 5, 6, -100]])
     row = describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=labels, labels_counted=True)
     assert row.unscored_places.tolist() == [0, 3, 6]
+    assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels_counted=True).lengths == (3, 3, 1)
     uncounted = torch.arange(7)[None]  # nobody has counted them: they are masked
     assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=uncounted).lengths == (3, 3, 1)
 

@@ -5,6 +5,8 @@ import torch
 from tiny import error, random_documents, run_alone, run_packed, tiny_model
 
 from unsloth_pack import patch_model
+from unsloth_pack.layout import PackedRow
+from unsloth_pack.models.rotary import RotaryTables
 
 ROPES = {
     "longrope": (
@@ -74,3 +76,11 @@ def test_a_short_document_beside_a_long_one_turns_as_it_would_alone(arch, overri
         got = run_packed(model, documents).logits
         assert error(got, truth) <= 1.5 * error(plain, truth)
     assert error(run_packed(model, documents[:1]).logits, truth[:20]) <= 1.5 * error(plain[:20], truth[:20])
+
+
+def test_a_table_grows_to_the_last_position():
+    model = tiny_model("llama", torch.float32, device="cpu")
+    tables = RotaryTables(model.get_base_model().base_model.rotary_emb, None)
+    for longest in (5, 256, 257, 600):
+        cos, _, rows = tables.for_row(PackedRow.of_lengths((3, longest), torch.device("cpu")))
+        assert len(cos) > int(rows.max()) == longest - 1

@@ -59,6 +59,7 @@ def test_fewer_rows_than_ranks():
     assert set(taken) == {0, 1, 2}
     with pytest.raises(InputError, match="3 rows are no whole window of 8 ranks with 1 rows each"):
         PackedSampler([[1], [2], [3]], 8, drop_last=True)
+    assert len(PackedSampler([[1], [2], [3]], 3, drop_last=True)) == 1
 
 
 def test_the_global_order_is_the_same_for_any_number_of_ranks(rows):
@@ -123,6 +124,23 @@ def test_spread_by_hand():
 def test_equal_rows_have_no_spread():
     spread = PackedSampler([[3, 3]] * 8, 4).spread()
     assert (spread.attention, spread.tokens, spread.waiting) == (0.0, 0.0, 0.0)
+
+
+def test_a_rank_without_work_is_part_of_the_spread():
+    sampler = PackedSampler([[4], [0]], 2, shuffle=False)
+    spread = sampler.spread()
+    assert (spread.attention, spread.tokens, spread.waiting) == (2.0, 2.0, 0.5)
+    alone = PackedSampler([[4], [0]], shuffle=False)
+    alone.load_state_dict(alone.state_dict() | {"base": 1})  # what is left has no token
+    spread = alone.spread()
+    assert (spread.attention, spread.tokens, spread.waiting) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("attention_weight", [0, 0.25, 1])
+def test_the_share_of_attention_is_of_an_average_row(rows, attention_weight):
+    sampler = PackedSampler(rows, attention_weight=attention_weight)
+    squares, tokens = sampler.squares / sampler.squares.mean(), sampler.tokens / sampler.tokens.mean()
+    assert np.allclose(sampler.cost, attention_weight * squares + (1 - attention_weight) * tokens)
 
 
 # ---- going on
@@ -201,6 +219,13 @@ def test_accelerate_deals_out_the_same_rows(rows, world_size, batch_size):
         assert list(itertools.chain(*shard)) == list(sampler)
 
 
+def test_one_rank_has_a_short_last_batch():
+    sampler = PackedSampler([[n] for n in range(1, 6)], rows_per_rank=2, batch_size=2)
+    assert sampler.epoch == 0
+    assert sampler.dealt_in_turn().tolist() == list(sampler)
+    assert len(sampler) == 5
+
+
 # ---- bad input
 
 
@@ -213,6 +238,7 @@ def test_accelerate_deals_out_the_same_rows(rows, world_size, batch_size):
         ({"rows_per_rank": 0}, "rows_per_rank is 0"),
         ({"rows_per_rank": 3, "batch_size": 2}, "rows_per_rank is 3; give a multiple of batch_size 2"),
         ({"attention_weight": 1.5}, "attention_weight is 1.5"),
+        ({"attention_weight": -0.5}, "attention_weight is -0.5"),
         ({"seq_lengths": []}, "there are no rows"),
         ({"seq_lengths": [[1], []]}, "row 1 has no documents"),
         ({"seq_lengths": [[0], [0]]}, "no document has tokens"),

@@ -89,11 +89,14 @@ def test_numbers_of_a_plan():
     assert plan.efficiency == 15 / 16
     assert plan.histogram.tolist() == [2, 0, 0, 2, 1, 1]
     assert plan.bins == [[2, 0], [3, 4]]
+    assert plan.bins != [[2, 0], [4, 3]]
+    assert plan.bins != 2
     assert plan.bins[-1] == [3, 4]
     assert plan.bins[0:1] == [[2, 0]]
     assert repr(plan.bins) == "<2 bins: [2, 0], [3, 4]>"
     with pytest.raises(IndexError):
         plan.bins[2]
+    assert repr(plan_packs([1] * 4, 1).bins) == "<4 bins: [0], [1], [2], ...>"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -175,6 +175,18 @@ def test_empty_and_overlong(kind, overlong, rows, boundaries, counts):
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize("separator", [None, 99])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_sequence_is_no_document_where_all_fit(kind, separator):
+    sequences = [KINDS[kind](x) for x in ([1, 2], [], [3])]
+    rows, boundaries, counts = pack_sequences(
+        sequences, 4, 0, sep_token_id=separator, return_boundaries=True, return_counts=True
+    )
+    assert as_lists(rows) == ([[1, 2, 3, 0]] if separator is None else [[1, 2, 99, 3]])
+    assert boundaries == ([(0, 0, 2), (0, 2, 3)] if separator is None else [(0, 0, 2), (0, 3, 4)])
+    assert counts == CutCounts(empty=1)
+
+
 def test_overlong_is_an_error_unless_asked():
     message = error_of([[1], [1] * 9], 8, 0)
     assert message.startswith("sequences[1] has 9 tokens and a row holds 8; raise the length of a row")
@@ -287,8 +299,9 @@ def test_three_columns_cut_alike():
         [[1, 1, 1], [1, 1, 1], [1, 0, 0]],
         CutCounts(empty=1, split=1),
     )
-    with pytest.warns(PackingWarning, match="concatenate_and_pack: 1 over-long truncated"):
+    with pytest.warns(PackingWarning, match="concatenate_and_pack: 1 over-long truncated") as caught:
         concatenate_and_pack(IDS, LABELS, MASKS, max_length=3, pad_token_id=0, overlong="truncate")
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(
