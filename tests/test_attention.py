@@ -151,6 +151,18 @@ def test_softcapped_logits_of_a_long_document_exist_by_blocks(window, monkeypatc
     assert largest.elements <= max(of_logits, tensors[0].numel())
 
 
+def test_blocks_draw_the_same_dropout_in_the_backward_pass(monkeypatch):
+    """The output is linear in v: the gradient has the weights that the forward pass had."""
+    monkeypatch.setattr("unsloth_pack.attention.sdpa._SOFTCAPPED_BLOCK", 32)
+    options = AttentionOptions(0.5, softcap=2.0, dropout=0.3)
+    row = PackedRow.of_lengths((100, 7), torch.device("cpu"))
+    q, k, v, grad = (torch.randn(107, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    v.requires_grad_()
+    out = attend(q, k, v, row, options, "sdpa")
+    (dv,) = torch.autograd.grad(out, v, grad)
+    assert torch.allclose((out * grad).sum(), (v * dv).sum(), rtol=1e-12)
+
+
 def fast(q, k, v, *cu_seqlens_and_longest, softmax_scale, causal, window_size):
     """As flash-attn 3 takes its options: no softcap, no dropout."""
 
