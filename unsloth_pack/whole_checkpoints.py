@@ -115,7 +115,8 @@ class WholeCheckpoints(Trainer):
         ]
         held: Any = (sum(tokens), sum(slots))
         if self.args.world_size > 1:
-            held = self.accelerator.reduce(torch.tensor(held, device=self.args.device))
+            here = [torch.as_tensor(x, device=self.args.device) for x in held]  # which does not wait for it
+            held = self.accelerator.reduce(torch.stack(here))
         self._seen, self._slots = self._seen + held[0], self._slots + held[1]
         self._counted = self._counted + (0 if counted is None else counted)
         return batches, counted
