@@ -84,8 +84,9 @@ def describe_row(
     if has_row_mask:
         given["attention_mask"] = attention_mask
     host = _to_host(given, along={"labels": labels} if labels is not None and labels_counted else {})
+    host |= {name: _as_rows(name, host[name], shape) for name in ("seq_idx", "position_ids") if name in host}
     documents = _documents(host, shape)
-    positions = _as_rows("position_ids", host["position_ids"], shape) if "position_ids" in host else None
+    positions = host.get("position_ids")
 
     real = host.get("attention_mask")
     if real is not None and real.all():
@@ -145,7 +146,11 @@ def _is_cut(name: str, value: Any) -> bool:
 
 
 def _documents(host: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, list[list[int]]]:
-    """The lengths of the documents, row by row, as each description has them."""
+    """The lengths of the documents, row by row, as each description has them.
+
+    Args:
+        host: the descriptions; `seq_idx` and `position_ids` are `[B, T]`.
+    """
     documents: dict[str, list[list[int]]] = {}
     if "packed_seq_lengths" in host:
         documents["packed_seq_lengths"] = _rows_of_lengths(
@@ -160,7 +165,7 @@ def _documents(host: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, lis
             documents[name] = [_lengths_of_cu(name, host[name], shape)]
     for name, step in (("seq_idx", 0), ("position_ids", 1)):
         if name in host:
-            documents[name] = _runs(_as_rows(name, host[name], shape), step)
+            documents[name] = _runs(host[name], step)
     return documents
 
 
