@@ -114,7 +114,7 @@ class VarlenKernel:
 
 
 def flash_attn_4() -> VarlenKernel:
-    """It compiles itself in the first forward and the first backward pass of a kind, for about 3 s each."""
+    """It compiles itself in the first forward and backward pass of a kind, for about 5 s in all."""
     from flash_attn.cute import flash_attn_varlen_func
 
     def varlen(
