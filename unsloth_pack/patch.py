@@ -1,5 +1,7 @@
 """Patching a transformers model in place: on the instance, reported, undone exactly.
 
+Outside of it only trainers learn to give spare GPU memory back when they are done, see `spare_memory`.
+
 A patched module keeps its parameters, attributes, hooks and name; only its `__class__` becomes a subclass
 that puts a shared forward before transformers' own. So gradient checkpointing, `state_dict` keys, recording
 of hidden states and deep copies go on as they were, before and after PEFT.
@@ -32,6 +34,7 @@ from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
 from unsloth_pack.models.nf4 import is_linear_4bit
 from unsloth_pack.models.rotary import RotaryTables, rotary_tables
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.spare_memory import give_back_spare_memory
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
@@ -220,6 +223,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     base.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
     base.__dict__[_PATCH] = patch
+    give_back_spare_memory()
     return patch
 
 
