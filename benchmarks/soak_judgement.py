@@ -137,9 +137,14 @@ def figures_of(runs: list[Run]) -> dict[str, Any]:
     logs = [session.log for session in sessions]
     last = {run.number: run.metrics["log"] for run in runs}
     evaluations = {n: [line["eval_loss"] for line in log if "eval_loss" in line] for n, log in last.items()}
+    slices = [
+        [line["time"] for s in sessions if s.log["slice"] == number for line in s.updates]
+        for number in sorted({log["slice"] for log in logs})
+    ]
     return {
-        "minutes in updates": round(sum(u[-1]["time"] - u[0]["time"] for u in timed) / 60, 1),
-        "slices": len({log["slice"] for log in logs}),
+        "minutes": round(sum(max(times) - min(times) for times in slices if times) / 60, 1),
+        "minutes between starts and ends": round(sum(u[-1]["time"] - u[0]["time"] for u in timed) / 60, 1),
+        "slices": len(slices),
         "runs": len(runs),
         "runs completed": sum(bool(run.metrics["summary"]) for run in runs),
         "updates": sum(run.steps for run in runs),

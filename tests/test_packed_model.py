@@ -351,7 +351,7 @@ def test_hidden_states_and_router_logits_are_recorded():
 
 @pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForQuestionAnswering])
 def test_a_head_that_gives_one_answer_a_row_takes_one_document_a_row(auto_class):
-    plain = auto_class.from_config(tiny_model("llama", DTYPE).config).to(DEVICE).eval()
+    plain = auto_class.from_config(tiny_model("llama").config).to(DEVICE).eval()
     model = copy.deepcopy(plain)
     patch_model(model)
     ids = torch.stack(random_documents([12, 12])).to(DEVICE)
