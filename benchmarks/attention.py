@@ -1,6 +1,6 @@
 """Which varlen attention is fastest on packed rows, and which are right.
 
-    python benchmarks/attention.py [--kernels torch,fa4] [--seconds 175] [--json PATH]
+    python benchmarks/attention.py [--kernels torch,fa4] [--head_dims 64,128] [--seconds 175] [--json PATH]
 
 Rows of 32,768 tokens in bfloat16, cut into documents in several ways, causal, some with a sliding window.
 `captured` is the ragged row as a captured step has it: empty documents at its end, a longest document that
@@ -40,6 +40,8 @@ from unsloth_pack.attention import AttentionOptions, flash
 from unsloth_pack.attention.flash import VarlenKernel
 
 TOKENS = 32768
+# Query heads, key heads and their size: those of LAYOUTS, of Phi-3 and of Gemma 2.
+HEADS = {layout[-1]: layout for layout in (*LAYOUTS, (32, 32, 96), (16, 8, 256))}
 WINDOW = 1024
 SLACK = 3.0
 CHUNK = 2048  # queries at a time in float64
@@ -81,6 +83,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kernels", default=",".join(KERNELS), help="one or several (default: all)")
+    sizes = ",".join(str(size) for *_, size in LAYOUTS)
+    known = ", ".join(map(str, HEADS))
+    parser.add_argument("--head_dims", default=sizes, help=f"one or several of {known} (default: {sizes})")
     parser.add_argument("--seconds", type=float, default=175, help="start nothing after so long")
     parser.add_argument("--json", type=Path, help="also write every number here")
     parser.add_argument("--alone", choices=KERNELS, help=argparse.SUPPRESS)
@@ -88,11 +93,14 @@ def main() -> int:
     names = args.kernels.split(",")
     if unknown := [name for name in names if name not in KERNELS]:
         parser.error(f"--kernels: {unknown[0]!r} is none of {', '.join(KERNELS)}")
+    head_dims = args.head_dims.split(",")
+    if unknown := [size for size in head_dims if size not in map(str, HEADS)]:
+        parser.error(f"--head_dims: {unknown[0]!r} is none of {known}")
     if not torch.cuda.is_available():
         print("benchmarks/attention.py measures a CUDA device and this machine has none", file=sys.stderr)
         return 2
     if args.alone:
-        for row in measure_kernel(args.alone):
+        for row in measure_kernel(args.alone, [HEADS[int(size)] for size in head_dims]):
             print(json.dumps(row), flush=True)
         return 0
 
@@ -108,7 +116,7 @@ def main() -> int:
     print("{gpu}, torch {torch}, cuDNN {cudnn}\n".format(**report))
     deadline = time.monotonic() + args.seconds
     for name in names:
-        rows = in_a_process(name, min(KERNEL_SECONDS, deadline - time.monotonic()))
+        rows = in_a_process(name, args.head_dims, min(KERNEL_SECONDS, deadline - time.monotonic()))
         report["rows"] += rows
         judge(report["rows"])
         print_kernel(name, rows)
@@ -119,11 +127,11 @@ def main() -> int:
     return 0
 
 
-def in_a_process(name: str, seconds: float) -> list[dict[str, Any]]:
+def in_a_process(name: str, head_dims: str, seconds: float) -> list[dict[str, Any]]:
     """The rows that a kernel finished, then one more if it failed."""
     if seconds <= 0:
         return [{"kernel": name, "note": "not run, out of time"}]
-    command = [sys.executable, __file__, "--alone", name]
+    command = [sys.executable, __file__, "--alone", name, "--head_dims", head_dims]
     try:
         run = subprocess.run(command, capture_output=True, timeout=seconds)
         out, grief = run.stdout, ""
@@ -191,7 +199,7 @@ def print_fastest(rows: list[dict[str, Any]]) -> None:
 # One kernel
 
 
-def measure_kernel(name: str) -> Iterator[dict[str, Any]]:
+def measure_kernel(name: str, layouts: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
     start = time.perf_counter()
     try:
         kernel = KERNELS[name]()
@@ -200,7 +208,7 @@ def measure_kernel(name: str) -> Iterator[dict[str, Any]]:
         return
     loaded_s = time.perf_counter() - start
     yield {"kernel": name, "note": f"loaded in {loaded_s:.1f} s", "loaded_s": loaded_s}
-    for layout in LAYOUTS:
+    for layout in layouts:
         sets = input_sets(layout)
         for case in cases():
             row = {"kernel": name, "heads": name_of(layout), "case": case.name}

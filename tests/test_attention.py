@@ -105,6 +105,31 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
             assert error(g, t) <= 1.5 * error(p, t), (name, what)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [16, 24, 40, 64, 80, 96, 128, 160, 192, 256])
+def test_every_flash_kernel_is_right_with_the_heads_it_serves(head_dim):
+    """flash-attn 4 gives gradients across documents with some sizes, which it is therefore not taken for."""
+    torch.manual_seed(head_dim)
+    lengths, options = (*ROWS["mixed"], 500, *[7] * 20), AttentionOptions(head_dim**-0.5, window=100)
+    tensors = [torch.randn(sum(lengths), heads, head_dim).bfloat16() for heads in (4, 2, 2)]
+    grad = torch.randn(sum(lengths), 4, head_dim).bfloat16()
+    truth = output_and_gradients(
+        lambda *x: written_out(*x, lengths, options), [x.double() for x in tensors], grad.double()
+    )
+    on_device, grad = [x.to(DEVICE) for x in tensors], grad.to(DEVICE)
+    plain = output_and_gradients(lambda *x: as_transformers(*x, lengths, options), on_device, grad)
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+    here = torch.cuda.get_device_capability()
+    kernels = [k for k in flash._kernels() if k.capability <= here and k.serves(head_dim, options)]
+    assert kernels
+    for kernel in kernels:
+        got = output_and_gradients(
+            lambda *x, k=kernel: k.call(*x, row.cu_seqlens, row.longest, options), on_device, grad
+        )
+        for what, g, p, t in zip(["out", "q", "k", "v"], got, plain, truth, strict=True):
+            assert error(g, t) <= 1.5 * error(p, t), (kernel.name, what)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
     """Its fourth place is no `cu_seqlens`; a left bound of -1 hides every key where there is a right one."""

@@ -1,8 +1,8 @@
 """GPU memory that training took for a moment goes back to the device when a trainer is done.
 
-Torch keeps what its largest step needed. After `trainer.train()` a notebook merges, generates or starts another
-process, which want that memory. A model does not learn that its trainer is done, so trainers have to be told:
-this is the one thing that patching changes outside the model.
+Torch keeps what its largest step needed. After `trainer.train()` a notebook merges, generates or starts
+another process, which want that memory. A model does not learn that its trainer is done, so trainers have to
+be told: this is the one thing that patching changes outside the model.
 """
 
 from typing import Any
@@ -35,5 +35,6 @@ class GiveBackSpareMemory(TrainerCallback):
 
 def give_back_spare_memory() -> None:
     """Have every trainer that is made from now on do so."""
-    if GiveBackSpareMemory not in DEFAULT_CALLBACKS:
-        DEFAULT_CALLBACKS.append(GiveBackSpareMemory)
+    callbacks: Any = DEFAULT_CALLBACKS
+    if GiveBackSpareMemory not in callbacks:
+        callbacks.append(GiveBackSpareMemory)
