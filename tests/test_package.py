@@ -26,6 +26,7 @@ LAYERS = [
     {"checkpointing", "loading", "saving"},
     {"offload", "recompute"},
     {"patch"},
+    {"spare_memory"},
     {"models"},
     {"describe"},
     {"graph", "leak_probe"},
