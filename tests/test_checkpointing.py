@@ -1,11 +1,16 @@
 """Recomputing and offloading change no bit; the plan keeps what fits and learns from what a step took."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import DEVICE, random_documents, run_packed, tiny_model
 
 from unsloth_pack import patch_model, recompute
 from unsloth_pack.checkpointing import enable_checkpointing
+from unsloth_pack.errors import InputError
+from unsloth_pack.offload import HostStore
 from unsloth_pack.recompute import RecomputePlan
 
 LENGTHS = [33, 2, 64, 1]
@@ -142,6 +147,25 @@ def test_running_out_of_memory_lowers_the_plan(monkeypatch, plan):
         assert plan.n_recomputed >= before
         before = plan.n_recomputed
     assert not plan.lower()
+
+
+def test_a_host_without_memory_is_not_filled(monkeypatch):
+    """A tensor of 700 bytes takes 1,024; what a step has had is there for the next."""
+    free = {"available": 3500}
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(**free))
+    store, held = HostStore(), [torch.zeros(1) for _ in range(4)]
+    for step in range(2):
+        for x in held[:3]:
+            store._require_room(700)
+            store._stack.append(weakref.ref(x))
+            free["available"] -= 1024 * (step == 0)
+        assert free["available"] == 428
+        if step == 0:
+            store._stack.clear()
+    with pytest.raises(InputError, match=r"inputs of 4 layers take .* use_gradient_checkpointing=True"):
+        store._require_room(700)
+    del held[2], x  # a forward pass without its backward
+    store._require_room(700)
 
 
 @on_gpu

@@ -3,8 +3,11 @@
 import weakref
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
+
+from unsloth_pack.errors import InputError
 
 
 class HostStore:
@@ -20,6 +23,7 @@ class HostStore:
         self._stream: torch.cuda.Stream | None = None
         self._stack: list[weakref.ref[_OnHost]] = []  # the graph owns them, and may drop them untaken
         self._leaving: _OnHost | None = None
+        self._had_room_for = 0  # bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostStore":
         return HostStore()
@@ -30,6 +34,7 @@ class HostStore:
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
         self._let_go()
+        self._require_room(x.nbytes)
         self._leaving = held = _OnHost(x, self._stream)
         self._stack.append(weakref.ref(held))
         return held
@@ -46,6 +51,23 @@ class HostStore:
         if self._stack and (before := self._stack[-1]()) is not None:
             before.fetch()
         return x
+
+    def _require_room(self, n_bytes: int) -> None:
+        """Refuse one more tensor where the host lacks memory for it: the system would end the process."""
+        while self._stack and self._stack[-1]() is None:
+            self._stack.pop()
+        n_held = len(self._stack) + 1
+        needed = n_held * (1 << (n_bytes - 1).bit_length())  # torch rounds pinned memory up to a power of 2
+        if needed <= self._had_room_for:
+            return
+        free = psutil.virtual_memory().available
+        if needed - self._had_room_for > free:
+            raise InputError(
+                f"the inputs of {n_held} layers take {needed / 2**30:.1f} GiB of host memory, of which "
+                f"{free / 2**30:.1f} GiB are free; use_gradient_checkpointing=True keeps them on the GPU, a "
+                "smaller max_seq_length makes them smaller"
+            )
+        self._had_room_for = needed
 
     def _let_go(self) -> None:
         if self._leaving is not None:
