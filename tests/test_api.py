@@ -312,6 +312,10 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
         ({"quantization_config": {}}, "decided here; give load_in_4bit, load_in_8bit or load_in_fp8"),
         ({"attn_implementation": "eager"}, "decided here; give attn_backend"),
         ({"config": None}, "decided here; give the attributes that differ"),
+        (
+            {"rope_scaling": {"factor": 2}},
+            "takes within rope_parameters; give those whole, with rope_type",
+        ),
         *(
             pytest.param({"device_map": place}, "device_map is .*, but there is no GPU", marks=NEEDS_NO_GPU)
             for place in ("cuda", {"": 0}, {"": "cuda:0"})

@@ -111,6 +111,11 @@ def take_file_options(options: dict[str, Any]) -> dict[str, Any]:
     """
     for name in options.keys() & _DECIDED_HERE.keys():
         raise InputError(f"{name} is {options[name]!r}, and is decided here; {_DECIDED_HERE[name]}")
+    if (scaling := options.pop("rope_scaling", None)) is not None:
+        raise InputError(
+            f"rope_scaling is {scaling!r}, which transformers 5 takes within rope_parameters; give those "
+            "whole, with rope_type and rope_theta"
+        )
     return {name: options.pop(name) for name in _WHERE_FILES_LIE if name in options}
 
 
