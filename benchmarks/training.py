@@ -14,9 +14,9 @@ context   The longest document that trains, in bfloat16 and 4-bit with gradient 
           of layers on the host, in TRL's SFTTrainer; the same for Unsloth where it is installed. Only
           --layers of the layers are there, or one step would take an hour: memory for the weights, adapters,
           gradients and moments of the others is taken and left alone. Trials at --start and at twice that,
-          then around the end of the GPU's memory by the line through their peaks, until one fits and the
-          next longer one does not; each in a process of its own. `host GiB` is what the inputs of all layers
-          would take.
+          then around the end of the GPU's memory by the line through their peaks, until one fits and one
+          that is 1/64 longer does not; each in a process of its own. `host GiB` is what the inputs of all
+          layers would take.
 
 Models have random weights and are built once under --work.
 """
@@ -261,10 +261,7 @@ def context(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def search(args: argparse.Namespace, case: dict[str, Any], trials: list[dict[str, Any]]) -> int:
-    """The most tokens that train; 0 where not even --start does.
-
-    A trial that fails for want of anything but memory or time ends the search.
-    """
+    """The most tokens that train; 0 where not even --start does. What fails for any reason is too long."""
     most = args.most or SHAPES[args.shape].positions
 
     def fits(tokens: int) -> bool:
@@ -276,33 +273,25 @@ def search(args: argparse.Namespace, case: dict[str, Any], trials: list[dict[str
         )
         return "failed" not in trial
 
-    if not fits(args.start):
+    start = min(args.start, most)
+    if not fits(start):
         return 0
-    if not fits(2 * args.start):
-        return args.start
-    tokens = min(most, end_of_memory(*trials[-2:])) if trials[-1]["total"] else most
-    step = max(1, tokens // FINENESS // GRAIN) * GRAIN
-    if fits(tokens):
-        while tokens + step <= most and fits(tokens + step):
-            tokens += step
-        return tokens
-    while tokens - step > 2 * args.start and not is_broken(trials[-1]):
-        tokens -= step
-        if fits(tokens):
-            return tokens
-    return 2 * args.start
+    fit, too_many, guess, back = start, most + GRAIN, min(2 * start, most), 0
+    while too_many - fit > (step := max(1, fit // FINENESS // GRAIN) * GRAIN):
+        if fits(guess):
+            fit, expected = guess, end_of_memory(trials)
+        else:
+            too_many, expected, back = guess, guess, 2 * back or guess // FINENESS // GRAIN * GRAIN or GRAIN
+        middle = (fit + too_many) // 2 // GRAIN * GRAIN
+        guess = min(max(expected - back, middle if back else fit + step), too_many - step)
+    return fit
 
 
-def end_of_memory(*trials: dict[str, float]) -> int:
-    """Tokens at which the line through two trials' peaks meets the end of what a GPU lends to tensors."""
-    (t0, p0), (t1, p1) = ((trial["tokens"], trial["peak"]) for trial in trials)
-    usable = USABLE * trials[0]["total"]
-    return int((usable - p0) * (t1 - t0) / max(p1 - p0, 1e-3) + t0) // GRAIN * GRAIN
-
-
-def is_broken(trial: dict[str, Any]) -> bool:
-    why = trial.get("failed", "").lower()
-    return bool(why) and not any(limit in why for limit in ("memory", "more than", "32-bit index"))
+def end_of_memory(trials: list[dict[str, Any]]) -> int:
+    """Tokens at which the line through the last two peaks meets the end of what a GPU lends to tensors."""
+    (t0, p0), (t1, p1) = [(t["tokens"], t["peak"]) for t in trials if "failed" not in t][-2:]
+    usable = USABLE * (trials[0]["total"] or float("inf"))
+    return int(min((usable - p0) * (t1 - t0) / max(p1 - p0, 1e-3) + t0, 2**40)) // GRAIN * GRAIN
 
 
 def said(trial: dict[str, Any]) -> str:
