@@ -8,12 +8,19 @@ import torch
 from tiny import error, random_documents, tiny_model
 from torch import nn
 
-from unsloth_pack import patch_model
+from unsloth_pack import patch_model, supported_architectures
+from unsloth_pack.attention import BACKENDS
 from unsloth_pack.graph import RowForm, StepGraphs, _CapturedForm, _DecoderState, _Memory, _Replay
 from unsloth_pack.layout import PackedRow
+from unsloth_pack.patch import _Parts, _why_never_captured
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.gpu
+CAPTURED = [
+    name
+    for name, spec in supported_architectures().items()
+    if not (spec.softcap or "num_experts" in spec.tiny)
+]
 
 
 def lengths_of(step):
@@ -118,6 +125,46 @@ def test_nothing_is_captured_on_a_cpu():
     assert "CUDA graphs need CUDA" in patch_model(model).report.not_fused["step"]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_what_reads_the_row_on_the_device_is_captured(backend):
+    decoder = tiny_model("llama", device="cpu").get_base_model().model
+    parts = _Parts.of(decoder)
+    on_gpu = SimpleNamespace(weight=SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    decoder.get_input_embeddings = lambda: on_gpu
+    why = _why_never_captured(decoder, parts, {}, [backend])
+    assert why == (None if backend == "flash" else f"{backend} reads the row on the host")
+
+
+@pytest.mark.parametrize(
+    ("limit", "why"),
+    [("_PAYS_BELOW", "the GPU computes longer"), ("_MOST_TRAINED", "parameters are trained")],
+)
+def test_what_is_too_large_is_not_captured(limit, why, monkeypatch):
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    state, row = _DecoderState(model.get_base_model().model), PackedRow.of_lengths([64], CPU)
+    assert state.why_not_captured(row) is None
+    monkeypatch.setattr(f"unsloth_pack.graph.{limit}", 1000)
+    assert why in state.why_not_captured(row)
+
+
+def test_which_forms_are_captured(monkeypatch):
+    """The third row of a form, or any longer one once there are graphs; a little waste is none's reason."""
+    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", lambda decoder, form, *_: form.tokens)
+    monkeypatch.setattr("unsloth_pack.graph._MOST_FORMS", 3)
+    graphs = StepGraphs(None)
+
+    def graphs_for(*lengths):
+        return graphs._graphs_for(None, PackedRow.of_lengths(lengths, CPU))
+
+    assert [graphs_for(1000) for _ in range(3)] == [None, None, 1024]
+    assert [graphs_for(900) for _ in range(4)] == [1024] * 4
+    assert [graphs_for(200) for _ in range(3)] == [1024, 1024, 256]
+    assert graphs_for(5000) == 5120
+    assert [graphs_for(20) for _ in range(4)] == [256] * 4
+    assert graphs_for(6000) is None
+
+
 def scale(decoder):
     for module in decoder.modules():
         if hasattr(module, "scale_layer"):
@@ -216,9 +263,7 @@ def test_gradients_of_several_dtypes_are_not_rounded():
 
 @gpu
 @pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "arch", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "granite", "olmo2"]
-)
+@pytest.mark.parametrize("arch", CAPTURED)
 def test_captured_steps_are_uncaptured_steps(arch, adapter):
     models = pair(arch, adapter)
     capture(models)
