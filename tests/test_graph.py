@@ -12,6 +12,7 @@ from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.graph import RowForm, StepGraphs, _CapturedForm, _DecoderState, _Memory, _Replay
 from unsloth_pack.layout import PackedRow
+from unsloth_pack.leak_probe import left_alone
 from unsloth_pack.patch import _Parts, _why_never_captured
 
 CPU = torch.device("cpu")
@@ -183,13 +184,50 @@ def freeze(decoder):
     decoder.layers[0].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("change", [scale, replace, switch_off, freeze])
+def drop_less(decoder):
+    decoder.layers[0].mlp.up_proj.lora_dropout["default"].p = 0.1
+
+
+def drop_nothing(decoder):
+    decoder.layers[0].mlp.up_proj.lora_dropout["default"].eval()
+
+
+def drop_attention(decoder):
+    decoder.layers[1].self_attn.attention_dropout = 0.1
+
+
+@pytest.mark.parametrize(
+    "change", [scale, replace, switch_off, freeze, drop_less, drop_nothing, drop_attention]
+)
 def test_what_a_graph_takes_for_granted_is_looked_at(change):
-    decoder = tiny_model("llama", device="cpu").get_base_model().model
+    decoder = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5}).get_base_model().model
     state = _DecoderState(decoder)
     assert state.holds(decoder)
+    assert state.drops_alike()
     change(decoder)
-    assert not state.holds(decoder)
+    assert not (state.holds(decoder) and state.drops_alike())
+
+
+def test_graphs_outlive_evaluation_and_probes(monkeypatch):
+    anew = SimpleNamespace(replay=lambda row, ids: "captured anew")
+    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", lambda *_: anew)
+    model = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5})
+    patch_model(model)
+    decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
+    graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
+    graphs._state = _DecoderState(decoder)
+    graphs._graphs[RowForm.of(row)] = SimpleNamespace(replay=lambda row, ids: "replayed")
+    assert graphs.run(decoder, row, ids) == "replayed"
+    model.eval()
+    assert graphs.run(decoder, row, ids) is None
+    model.train()
+    with left_alone(model):
+        hook = decoder.embed_tokens.register_forward_hook(lambda *_: None)
+        assert graphs.run(decoder, row, ids) is None
+        hook.remove()
+    assert graphs.run(decoder, row, ids) == "replayed"
+    drop_less(decoder)
+    assert graphs.run(decoder, row, ids) == "captured anew"
 
 
 @pytest.mark.parametrize(
