@@ -29,7 +29,8 @@ from unsloth_pack.models.fast_attention import FastAttention, attention_options,
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
 from unsloth_pack.models.fast_lora import LORA_TYPES, FastLoraLinear, why_not_fused
 from unsloth_pack.models.fast_loss import why_loss_not_fused
-from unsloth_pack.models.fast_mlp import FastMLP, FastRMSNorm, activation_of
+from unsloth_pack.models.fast_mlp import FastMLP, activation_of
+from unsloth_pack.models.fast_norm import FastRMSNorm
 from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
 from unsloth_pack.models.nf4 import is_linear_4bit
