@@ -1,7 +1,9 @@
 """The captured step against the uncaptured one: the same losses and gradients whatever happens around it."""
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -285,6 +287,42 @@ def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory():
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
     assert "backward pass yet" in graphs.why_not
     loss.backward()
+
+
+class TinyDecoder(nn.Module):
+    """What a capture needs of a decoder."""
+
+    rotary_tables: ClassVar = {}
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(8, 4)
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def _packed_forward(self, row, input_ids, inputs_embeds):
+        return SimpleNamespace(last_hidden_state=self.embed_tokens(input_ids))
+
+
+def test_a_capture_restricts_no_other_thread(monkeypatch):
+    """Under torch's default a loader's thread that pins memory meanwhile fails, and takes the run with it."""
+    modes = []
+
+    def graph(graph, pool, capture_error_mode="global"):
+        modes.append(capture_error_mode)
+        return nullcontext()
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name in ("synchronize", "empty_cache", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, SimpleNamespace(pool=None))
+    assert modes == ["thread_local"] * 2
+    assert captured.sizes == [32]
 
 
 def test_gradients_of_several_dtypes_are_not_rounded():

@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -227,9 +227,11 @@ class _CapturedForm:
         torch.cuda.empty_cache()  # what uncaptured steps held: the graphs have memory of their own
 
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward_graph, pool=memory.pool):
+        # Other threads go on: a loader's that pins memory, or a process group's, would fail and end the run.
+        capturing = partial(torch.cuda.graph, pool=memory.pool, capture_error_mode="thread_local")
+        with capturing(self.forward_graph):
             hidden = forward()
-        with torch.cuda.graph(self.backward_graph, pool=memory.pool):
+        with capturing(self.backward_graph):
             grads = backward(hidden, self.grad)
             self.used = [grad is not None for grad in grads]
             self.flat_grads = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
