@@ -152,6 +152,15 @@ def test_everything_is_kept_where_it_fits_and_nothing_where_it_does_not(monkeypa
     assert plan.n_recomputed == plan.n_layers
 
 
+def test_what_is_decided_is_said_once(monkeypatch, plan, caplog):
+    for free in (10**9, 10**5):
+        FakeGpu(monkeypatch, free)
+        for _ in range(3):
+            plan.decide(1000, torch.device("cuda"))
+    said = [record.message.partition(" (")[0] for record in caplog.records]
+    assert said == [f"gradient checkpointing: {n} of 2 layers are recomputed at 1,000 tokens" for n in (0, 2)]
+
+
 @pytest.mark.parametrize(("layer_bytes", "beside"), [(500, 2000), (5000, 100), (900, 50_000)])
 def test_the_plan_fits_what_it_measured(monkeypatch, plan, layer_bytes, beside):
     plan.n_layers = 40
