@@ -13,7 +13,7 @@ device=cpu
 backends=(auto)
 if [ "${1:-}" = --gpu ]; then
   device=cuda
-  backends=(flash xformers sdpa)
+  backends=($("$python" -c 'from unsloth_pack.attention import BACKENDS; print(*BACKENDS)'))
 elif [ $# -gt 0 ]; then
   echo "unknown argument $1; the only one is --gpu" >&2
   exit 2

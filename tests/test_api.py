@@ -16,6 +16,7 @@ from unsloth_pack import (
     FastLanguageModel,
     InputError,
     UnsupportedArchitecture,
+    api,
     loading,
     supported_architectures,
 )
@@ -89,6 +90,24 @@ def test_the_demo_loads_and_answers():
     FastLanguageModel.for_inference(model)
     answer = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "fig cap car"
+
+
+@pytest.mark.parametrize(
+    ("variable", "reserved"),
+    [(None, 0), ("PYTORCH_ALLOC_CONF", 0), ("PYTORCH_CUDA_ALLOC_CONF", 0), (None, 1)],
+)
+def test_memory_is_reserved_in_segments_that_grow(variable, reserved, monkeypatch):
+    """Unless the user has set the allocator up, or it is too late."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", asked.append)
+    api._let_segments_grow()
+    assert asked == ([] if variable or reserved else ["expandable_segments:True"])
 
 
 def test_the_dtype_is_what_the_device_has(folder):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import DEVICE, random_documents, run_packed, tiny_model
 
-from unsloth_pack import patch_model, recompute
+from unsloth_pack import offload, patch_model, recompute
 from unsloth_pack.checkpointing import enable_checkpointing
 from unsloth_pack.errors import InputError
 from unsloth_pack.offload import HostStore
@@ -71,6 +71,40 @@ def test_a_trainer_that_turns_checkpointing_on_leaves_the_mode_as_it_is(mode):
     assert model.get_decoder().recompute_plan is None
 
 
+class FakeOnHost:
+    """What is held of a tensor in host memory, without a device."""
+
+    def __init__(self, x, stream):
+        self.x, self.is_let_go, self.is_fetched = x, False, False
+
+    def let_go(self):
+        self.is_let_go = True
+
+    def fetch(self):
+        self.is_fetched = True
+
+    def on_device(self):
+        self.fetch()
+        return self.x
+
+
+def test_the_next_input_is_fetched_while_one_is_used(monkeypatch):
+    monkeypatch.setattr(offload, "_OnHost", FakeOnHost)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    store = HostStore()
+    inputs = [SimpleNamespace(is_cuda=True, device=None, nbytes=8) for _ in range(5)]
+    held = [store.put(x) for x in inputs]
+    assert [h.is_let_go for h in held] == [True, True, True, True, False]  # by the one after it
+    assert store.take(held[4]) is inputs[4]
+    assert [h.is_fetched for h in held] == [False, False, False, True, True]
+    assert store.take(held[3]) is inputs[3]
+    assert [h.is_fetched for h in held] == [False, False, True, True, True]
+    held[1] = None  # a graph that was dropped, and never asks for its own
+    for number in (2, 0):
+        assert store.take(held[number]) is inputs[number]
+    assert store.take(inputs[0]) is inputs[0]  # it never was on a device
+
+
 def test_the_mode_of_the_last_call_counts():
     model = checkpointed("auto")
     enable_checkpointing(model, True)
@@ -116,6 +150,15 @@ def test_everything_is_kept_where_it_fits_and_nothing_where_it_does_not(monkeypa
     FakeGpu(monkeypatch, free=10**5)
     plan.decide(1000, torch.device("cuda"))
     assert plan.n_recomputed == plan.n_layers
+
+
+def test_what_is_decided_is_said_once(monkeypatch, plan, caplog):
+    for free in (10**9, 10**5):
+        FakeGpu(monkeypatch, free)
+        for _ in range(3):
+            plan.decide(1000, torch.device("cuda"))
+    said = [record.message.partition(" (")[0] for record in caplog.records]
+    assert said == [f"gradient checkpointing: {n} of 2 layers are recomputed at 1,000 tokens" for n in (0, 2)]
 
 
 @pytest.mark.parametrize(("layer_bytes", "beside"), [(500, 2000), (5000, 100), (900, 50_000)])

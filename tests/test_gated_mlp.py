@@ -2,6 +2,7 @@
 
 import weakref
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -177,6 +178,25 @@ def test_in_four_bits(monkeypatch, keep, tile):
 
     monkeypatch.setattr(module, "_TILE", tile)
     judge(make, torch.bfloat16, lambda model: fused(model, keep))
+
+
+@pytest.mark.parametrize(("width", "every"), [(64, 2), (4096, 9)])
+@pytest.mark.parametrize("mode", [False, True, "auto"])
+def test_which_layers_keep_gate_and_up(mode, width, every):
+    """Not those that are recomputed anyway; of long rows on a GPU not every second one, or ninth."""
+    model = tiny_model("llama", torch.float32, num_hidden_layers=10)
+    patch_model(model)
+    enable_checkpointing(model, mode)
+    mlps = [layer.mlp for layer in model.get_decoder().layers]
+
+    def kept(n_tokens, is_cuda):
+        x = torch.empty(n_tokens, width, device="meta")
+        x = SimpleNamespace(shape=x.shape, numel=x.numel, element_size=x.element_size, is_cuda=is_cuda)
+        return [mlp._keeps(x) for mlp in mlps]
+
+    assert kept(10, True) == kept(2**20, False) == [mode is not True] * 10
+    spared = [number % every > 0 for number in range(10)] if mode is False else [mode == "auto"] * 10
+    assert kept(2**20, True) == spared
 
 
 @pytest.mark.parametrize("mode", [False, True, "offload"])

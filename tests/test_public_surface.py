@@ -3,11 +3,13 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import unsloth_pack
 from unsloth_pack import FastLanguageModel, kernels, packing
+from unsloth_pack.attention import BACKENDS
 from unsloth_pack.cli import SUBCOMMANDS
 from unsloth_pack.cli.options import train_parser
 from unsloth_pack.patch import Patch
@@ -99,6 +101,12 @@ def test_everything_public_has_a_docstring():
             if inspect.isclass(thing):
                 methods = [value for key, value in vars(thing).items() if not key.startswith("_")]
                 assert all(inspect.getdoc(m) for m in methods if callable(m) or isinstance(m, property)), name
+
+
+def test_the_readme_lists_the_architectures_and_the_backends():
+    readme = (Path(unsloth_pack.__file__).parents[1] / "README.md").read_text()
+    for name in (*unsloth_pack.supported_architectures(), *BACKENDS):
+        assert f"`{name}`" in readme, name
 
 
 def test_planning_needs_no_torch():

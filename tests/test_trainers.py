@@ -22,6 +22,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import FastLanguageModel
+from unsloth_pack.graph import StepGraphs
 from unsloth_pack.packing import pack_dataset
 from unsloth_pack.trl import row_collator, sft_config
 
@@ -289,6 +290,34 @@ def test_in_a_bare_loop(folder, truth):
         total += out.loss.item()
     grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
     assert_the_update_is(truth["completion"], grads, total)
+
+
+def in_a_loop(folder, tmp_path):
+    model, _ = adapted(folder)
+    ids = torch.arange(3, 43, device=DEVICE)[None]
+    model(input_ids=ids, labels=ids, packed_seq_lengths=[30, 10]).loss.backward()
+
+
+def by_transformers(folder, tmp_path):
+    model, _ = adapted(folder)
+    documents = {"input_ids": [[3] * 30, [4] * 10], "labels": [[-100] + [3] * 29, [-100] + [4] * 9]}
+    rows = pack_dataset(Dataset.from_dict(documents), 40)
+    Trainer(model, TrainingArguments(**arguments(tmp_path)), train_dataset=rows).train()
+
+
+def by_trl(folder, tmp_path):
+    trainer, _ = sft(folder, tmp_path, "text", **PACKING)
+    trainer.train()
+
+
+@pytest.mark.parametrize("train_a_step", [in_a_loop, by_transformers, by_trl])
+def test_every_trainer_asks_for_the_captured_step(train_a_step, folder, tmp_path, monkeypatch):
+    """Nothing that a trainer passes to the model stands against it."""
+    asked = []
+    monkeypatch.setattr(StepGraphs, "run", lambda self, decoder, row, ids: asked.append((row, ids)))
+    train_a_step(folder, tmp_path)
+    assert asked
+    assert all(ids is not None and len(row.lengths) > 1 for row, ids in asked)
 
 
 def test_one_process_takes_one_of_several_gpus(monkeypatch, tmp_path):

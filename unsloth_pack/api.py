@@ -184,23 +184,7 @@ class FastLanguageModel:
             InputError: an argument out of range or that PEFT does not know, a target that the model does not
                 have, or a model that has an adapter already.
         """
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model is {model!r}; give what from_pretrained returned first")
-        if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-            raise InputError(
-                "the model has an adapter already; train it as it is, merge it first, or load the model anew"
-            )
-        if any(parameter.requires_grad for parameter in model.parameters()):
-            raise InputError(
-                "full_finetuning=True, or transformers' own loading, trains every weight; leave out "
-                "get_peft_model, or load by FastLanguageModel without that flag"
-            )
-        loaded_with = getattr(model, "max_seq_length", None)
-        if max_seq_length not in (None, loaded_with):
-            raise InputError(
-                f"max_seq_length is {max_seq_length}, the model was loaded with {loaded_with}; give it to "
-                "from_pretrained"
-            )
+        _check_adaptable(model, max_seq_length)
         check_mode(use_gradient_checkpointing)
         require_whole("r", r, 1, 2**31 - 1)
         require_real("lora_dropout", lora_dropout, 0, 1)
@@ -297,6 +281,27 @@ def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bo
         )
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
         raise InputError("load_in_4bit and load_in_8bit need bitsandbytes; pip install 'unsloth-pack[cuda]'")
+
+
+def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
+    """Refuse what no adapter can be put on, and rows of another length than the model was loaded for."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {model!r}; give what from_pretrained returned first")
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise InputError(
+            "the model has an adapter already; train it as it is, merge it first, or load the model anew"
+        )
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            "full_finetuning=True, or transformers' own loading, trains every weight; leave out "
+            "get_peft_model, or load by FastLanguageModel without that flag"
+        )
+    loaded_with = getattr(model, "max_seq_length", None)
+    if max_seq_length not in (None, loaded_with):
+        raise InputError(
+            f"max_seq_length is {max_seq_length}, the model was loaded with {loaded_with}; give it to "
+            "from_pretrained"
+        )
 
 
 def _let_segments_grow() -> None:

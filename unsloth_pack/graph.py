@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -31,6 +31,7 @@ _MOST_FORMS = 12
 _WASTE_ALLOWED = 1.25  # tokens computed for a token of a common form, before that form is captured too
 _PAYS_BELOW = 5e11  # tokens x parameters of a layer: above, the GPU computes longer than Python launches
 _MOST_TRAINED = 200_000_000  # parameters whose gradients are held once more
+_DROPOUTS = ("p", "attention_dropout")  # where modules hold the probability that they draw with
 
 logger = logging.getLogger("unsloth_pack")
 
@@ -106,17 +107,24 @@ class StepGraphs:
         """
         if self._why_never is not None or input_ids is None or not torch.is_grad_enabled():
             return None
-        if self._state is None or not self._state.holds(decoder):
-            self._graphs.clear()
-            self._state = _DecoderState(decoder)
-        self.why_not = self._state.why_not_captured(row)
+        state = self._state
+        if state is None or not state.holds(decoder):
+            state = self._renewed(decoder)
+        self.why_not = state.why_not_captured(row)
         if self.why_not is not None:
             return None
+        if not state.drops_alike():  # asked only now: evaluation and probes turn dropout off for a while
+            self._renewed(decoder)
         if self._memory.is_awaited:
             self.why_not = "the row before has not been through its backward pass yet"
             return None
         captured = self._graphs_for(decoder, row)
         return None if captured is None else captured.replay(row, input_ids)
+
+    def _renewed(self, decoder: Any) -> "_DecoderState":
+        self._graphs.clear()
+        self._state = _DecoderState(decoder)
+        return self._state
 
     def _graphs_for(self, decoder: Any, row: PackedRow) -> "_CapturedForm | None":
         """Graphs of the row's own form, else of any that holds it: waste costs less than launches."""
@@ -219,9 +227,11 @@ class _CapturedForm:
         torch.cuda.empty_cache()  # what uncaptured steps held: the graphs have memory of their own
 
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward_graph, pool=memory.pool):
+        # Other threads go on: a loader's that pins memory, or a process group's, would fail and end the run.
+        capturing = partial(torch.cuda.graph, pool=memory.pool, capture_error_mode="thread_local")
+        with capturing(self.forward_graph):
             hidden = forward()
-        with torch.cuda.graph(self.backward_graph, pool=memory.pool):
+        with capturing(self.backward_graph):
             grads = backward(hidden, self.grad)
             self.used = [grad is not None for grad in grads]
             self.flat_grads = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
@@ -320,13 +330,18 @@ class _DecoderState:
         self._parameters = [(m._parameters, name) for m in modules for name in m._parameters]
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
         self._scalings = [m.scaling for m in self._adapted if hasattr(m, "scaling")]
+        self._dropouts = [(vars(m), name) for m in modules for name in _DROPOUTS if name in vars(m)]
         self._layer_size = sum(p.numel() for p in decoder.layers[0].parameters())
         self._n_trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
-        self._seen = self._look()
+        self._seen, self._dropped = self._look(), self._look_at_dropouts()
 
     def holds(self, decoder: Any) -> bool:
         """Whether nothing has changed. Called every step, so it compares little of each module."""
         return self._decoder is decoder and self._look() == self._seen
+
+    def drops_alike(self) -> bool:
+        """Whether dropout is as it was."""
+        return self._look_at_dropouts() == self._dropped
 
     def why_not_captured(self, row: PackedRow) -> str | None:
         if not self._decoder.training:
@@ -351,6 +366,9 @@ class _DecoderState:
             list(chain.from_iterable(map(dict.values, dicts))) for dicts in (self._scalings, self._children)
         )
         return [look, adapters, scalings, children]
+
+    def _look_at_dropouts(self) -> list[tuple[float, bool]]:
+        return [(held[name], held["training"]) for held, name in self._dropouts]
 
 
 def _longest(row: PackedRow) -> int:

@@ -98,7 +98,7 @@ def remedy(
     max_seq_length: int,
     batch_size: int,
     accumulation: int,
-    checkpointing: bool,
+    recomputes_all: bool,
     quantised: bool,
 ) -> str:
     """What to change, in flags with their values; the first that helps is named first."""
@@ -111,7 +111,7 @@ def remedy(
     if fits >= use.failed_tokens:
         way = "set PYTORCH_ALLOC_CONF=expandable_segments:True"
         return f"{said}, which would fit: memory is in fragments; {way}"
-    ways = [] if checkpointing else ["give --use_gradient_checkpointing (works with --resume)"]
+    ways = [] if recomputes_all else ["give --use_gradient_checkpointing (works with --resume)"]
     if rows := fits * batch_size // use.failed_tokens:
         steps = -(-batch_size * accumulation // rows)
         ways.append(

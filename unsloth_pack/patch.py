@@ -8,6 +8,7 @@ of hidden states and deep copies go on as they were, before and after PEFT.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForQuestionAnswering, GenericForSequenceClassification
 
-from unsloth_pack.attention import choose_backend
+from unsloth_pack.attention import BACKENDS, choose_backend
 from unsloth_pack.attention.backends import requested_backend
 from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
@@ -28,7 +29,8 @@ from unsloth_pack.models.fast_attention import FastAttention, attention_options,
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
 from unsloth_pack.models.fast_lora import LORA_TYPES, FastLoraLinear, why_not_fused
 from unsloth_pack.models.fast_loss import why_loss_not_fused
-from unsloth_pack.models.fast_mlp import FastMLP, FastRMSNorm, activation_of
+from unsloth_pack.models.fast_mlp import FastMLP, activation_of
+from unsloth_pack.models.fast_norm import FastRMSNorm
 from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
 from unsloth_pack.models.nf4 import is_linear_4bit
@@ -204,7 +206,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
-    graphs = StepGraphs(_why_never_captured(decoder, parts, tables, patch.report))
+    graphs = StepGraphs(_why_never_captured(decoder, parts, tables, chosen))
     _report_step(patch.report, graphs)
     own_probe = OwnProbe(patch.report.attn_backend)
     patch.swap(
@@ -301,13 +303,13 @@ def _alike(decoder: nn.Module, one: nn.Module) -> list[Any]:
 
 
 def _why_never_captured(
-    decoder: Any, parts: _Parts, tables: dict[str | None, RotaryTables], report: PatchReport
+    decoder: Any, parts: _Parts, tables: dict[str | None, RotaryTables], backends: Iterable[str]
 ) -> str | None:
     """Why no step of the model can be replayed from CUDA graphs, or None."""
     if decoder.get_input_embeddings().weight.device.type != "cuda":
         return "CUDA graphs need CUDA"
-    if report.attn_backend != "flash":
-        return f"{report.attn_backend} reads the row on the host"
+    if on_host := [name for name in backends if not BACKENDS[name].can_be_captured]:
+        return f"{on_host[0]} reads the row on the host"
     if any(activation is None for _, activation in parts.mlps):
         return "routed experts depend on the tokens"
     if parts.other_loras:

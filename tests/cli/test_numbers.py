@@ -168,7 +168,7 @@ def use(**known):
 
 def advice(use, **flags):
     settings = {"max_seq_length": 8192, "batch_size": 1, "accumulation": 4}
-    return remedy(use, **(settings | {"checkpointing": True, "quantised": False} | flags))
+    return remedy(use, **(settings | {"recomputes_all": True, "quantised": False} | flags))
 
 
 def test_the_remedy_is_computed():
@@ -178,7 +178,9 @@ def test_the_remedy_is_computed():
     )
     assert "--max_seq_length 7360 (was 8192) --per_device_train_batch_size 1" in advice(use())
     assert "--use_gradient_checkpointing" not in advice(use())
-    assert "give --use_gradient_checkpointing (works with --resume), or" in advice(use(), checkpointing=False)
+    assert "give --use_gradient_checkpointing (works with --resume), or" in advice(
+        use(), recomputes_all=False
+    )
     several = advice(use(), batch_size=8)
     assert "--per_device_train_batch_size 3 --gradient_accumulation_steps 11" in several
     assert "--load_in_4bit" in advice(use(at_rest=63 * 2**28, peak=2**34))
@@ -186,8 +188,8 @@ def test_the_remedy_is_computed():
     assert "fragments" in advice(use(failed_tokens=4096))
 
 
-@pytest.mark.parametrize("fails_at", [1, 3])
-def test_out_of_memory(fails_at, train, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("fails_at", "checkpointing"), [(1, "false"), (3, "auto")])
+def test_out_of_memory(fails_at, checkpointing, train, tmp_path, monkeypatch, capsys):
     from unsloth_pack.trl import RunTrainer
 
     compute = RunTrainer.compute_loss
@@ -202,7 +204,8 @@ def test_out_of_memory(fails_at, train, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("unsloth_pack.out_of_memory.most_held", lambda: 8 * gib)
     with monkeypatch.context() as patch:
         patch.setattr(RunTrainer, "compute_loss", failing)
-        assert train("--sample_packing", max_seq_length=256, save_steps=1) == 1
+        flags = {"max_seq_length": 256, "save_steps": 1, "use_gradient_checkpointing": checkpointing}
+        assert train("--sample_packing", **flags) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"out of memory in update {fails_at}: a step of" in error

@@ -109,14 +109,15 @@ def test_ledger_accounts_for_every_token(tokenizer):
     assert before.tokens_read == sum(map(len, whole["input_ids"]))
     assert (before.tokens_truncated, before.rows_fully_masked) == (0, 0)
     assert ledger.tokens_read == before.tokens_read
+    masked = ledger.tokens_masked_by_template + ledger.tokens_masked_at_boundaries
     assert ledger.tokens_read == (
-        ledger.tokens_truncated + ledger.tokens_dropped + ledger.tokens_masked + ledger.tokens_counted
+        ledger.tokens_truncated + ledger.tokens_dropped + masked + ledger.tokens_counted
     )
     assert ledger.rows_fully_masked == 1  # the long prompt fills the row
     assert ledger.tokens_dropped == 30
     assert ledger.rows_truncated == sum(len(ids) > 30 for ids in whole["input_ids"])
     assert ledger.tokens_counted == sum(len(row) - row.count(IGNORE_INDEX) for row in cut["labels"])
-    assert ledger.tokens_masked == sum(map(len, cut["labels"])) - ledger.tokens_counted
+    assert masked == sum(map(len, cut["labels"])) - ledger.tokens_counted
 
 
 rows_of_text = st.lists(st.text("ab", max_size=30), min_size=1, max_size=8).map(
@@ -153,11 +154,12 @@ def test_the_ledger_adds_up_over_any_rows(tokenizer, rows, max_length, responses
     )
     labels = cut["labels"][:]
     assert ledger.rows_fully_masked == len(rows) - len(labels)
-    assert ledger.tokens_kept == sum(map(len, labels))
+    kept = sum(map(len, labels))
+    assert masked + ledger.tokens_counted == kept
     assert ledger.tokens_counted == sum(label != IGNORE_INDEX for row in labels for label in row[1:])
     assert ledger.tokens_masked_at_boundaries == sum(row[0] != IGNORE_INDEX for row in labels)
     assert ledger.tokens_masked_by_template == sum(row.count(IGNORE_INDEX) for row in labels)
-    assert ledger.discarded == pytest.approx(1 - ledger.tokens_kept / ledger.tokens_read)
+    assert ledger.discarded == pytest.approx(1 - kept / ledger.tokens_read)
     assert (ledger.longest > max_length) == (ledger.tokens_truncated > 0)
     if ledger.discarded:
         with pytest.raises(InputError, match=r"of its [0-9,]+ tokens, and --max_token_loss allows 0.00%"):
@@ -167,7 +169,7 @@ def test_the_ledger_adds_up_over_any_rows(tokenizer, rows, max_length, responses
 
 def test_the_first_token_of_plain_text_never_counts(tokenizer):
     _, ledger = tokenize(to_dataset([{"text": "abc"}, {"text": "de"}]), tokenizer, max_length=64)
-    assert (ledger.tokens_read, ledger.tokens_counted, ledger.tokens_masked) == (9, 7, 2)
+    assert (ledger.tokens_read, ledger.tokens_counted, ledger.tokens_masked_at_boundaries) == (9, 7, 2)
 
 
 def test_a_prompt_that_the_template_renders_otherwise_is_counted(tokenizer):

@@ -25,15 +25,17 @@ class Backend:
         why_unavailable: one clause saying why it cannot serve a need, or None when it can.
         attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row and the options.
         name_of_kernel: which of its kernels serves a need, where it has several.
+        can_be_captured: whether CUDA graphs can hold it: it reads the row on the device alone.
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
     attend: Callable[[Tensor, Tensor, Tensor, PackedRow, AttentionOptions], Tensor]
     name_of_kernel: Callable[[AttentionNeed], str | None] = lambda need: None
+    can_be_captured: bool = False
 
 
 BACKENDS = {  # fastest first
-    "flash": Backend(flash.why_unavailable, flash.attend, flash.name_of_kernel),
+    "flash": Backend(flash.why_unavailable, flash.attend, flash.name_of_kernel, can_be_captured=True),
     "xformers": Backend(xformers.why_unavailable, xformers.attend),
     "sdpa": Backend(sdpa.why_unavailable, sdpa.attend),
 }

@@ -21,7 +21,7 @@ def attend(
         q_NHD: `[N, H, D]`, any strides with a contiguous last dimension.
         k_NKD, v_NKD: `[N, K, D]`, K dividing H.
         row: the segments of the N tokens.
-        backend: "auto", "flash", "xformers" or "sdpa".
+        backend: "auto", or a name in `BACKENDS`.
 
     Returns:
         `[N, H, D]` in the dtype of `q_NHD`.

@@ -103,15 +103,14 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     from unsloth_pack.api import check_positions
     from unsloth_pack.bench import Case
     from unsloth_pack.cli.checks import check_backend
-    from unsloth_pack.cli.options import TrainOptions
     from unsloth_pack.loading import load_config, resolve, weight_dtype
     from unsloth_pack.packing import pack_dataset
 
     name = given.get("model_name", "demo")
-    base = name if name == "demo" else resolve(name)[0]
-    config = load_config(resolve(name)[0]).get_text_config()
-    options = TrainOptions(attn_backend=given.get("attn_backend", "auto"))
-    check_backend(options, config, weight_dtype(None), device_type())
+    base = resolve(name)[0]
+    config = load_config(base).get_text_config()
+    attn_backend = given.get("attn_backend", "auto")
+    check_backend(attn_backend, config, weight_dtype(None), device_type())
     length = given.get("max_seq_length", min(2048, config.max_position_embeddings))
     check_positions(length, name, config)
     documents = _documents(given.get("dataset", "demo"), name, length, config.vocab_size)
@@ -121,7 +120,7 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
 
     rows = given.get("per_device_train_batch_size", 1)
     first = Case(
-        model_name=base,
+        model_name="demo" if name == "demo" else base,
         rows=str(folder / "packed"),
         is_packed=True,
         is_patched=True,
@@ -129,7 +128,7 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
         rows_per_step=rows,
         steps=given.get("steps", 10),
         load_in_4bit=given.get("load_in_4bit", False),
-        attn_backend=options.attn_backend,
+        attn_backend=attn_backend,
         use_gradient_checkpointing=given.get("use_gradient_checkpointing", False),
     )
     batch = min(_MOST_PADDED, max(1, round(rows * len(documents) / len(packed))))

@@ -259,10 +259,11 @@ def _check_tracker(report_to: str) -> None:
     )
 
 
-def check_backend(options: TrainOptions, config: Any, dtype: Any, device_type: str) -> None:
+def check_backend(attn_backend: str, config: Any, dtype: Any, device_type: str) -> None:
     """Refuse an attention backend that cannot run the model on this device.
 
     Args:
+        attn_backend: as for `patch_model`.
         config: of the text model, as transformers loads it.
         dtype, device_type: of the weights.
 
@@ -277,5 +278,5 @@ def check_backend(options: TrainOptions, config: Any, dtype: Any, device_type: s
     spec = spec_of(config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = AttentionOptions(scale=1.0, softcap=getattr(config, spec.softcap) if spec.softcap else None)
-    backend, source = requested_backend(options.attn_backend)
+    backend, source = requested_backend(attn_backend)
     choose_backend(backend, AttentionNeed(device_type, dtype, head_dim, attention), source)

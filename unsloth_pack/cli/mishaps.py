@@ -58,7 +58,7 @@ def _remedy(trainer: "RunTrainer", options: TrainOptions, error: BaseException) 
         max_seq_length=options.max_seq_length,
         batch_size=trainer.args.per_device_train_batch_size,
         accumulation=trainer.args.gradient_accumulation_steps,
-        checkpointing=bool(options.use_gradient_checkpointing),
+        recomputes_all=options.use_gradient_checkpointing not in (False, "auto"),
         quantised=options.load_in_4bit,
     )
 

@@ -11,6 +11,7 @@ from trl import SFTConfig
 
 from unsloth_pack.cli import checks
 from unsloth_pack.cli.documents import load_tokenizer, to_documents
+from unsloth_pack.cli.machine import device_type
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.cli.sharding import sharding_arguments
@@ -51,9 +52,9 @@ def prepare(options: TrainOptions) -> Prepared:
         InputError: the data, the model's architecture, or something the options ask for cannot be used here.
     """
     quieten(show_bars=checks.is_main_process())
-    on_gpu = torch.cuda.is_available()
+    device = device_type()
     if options.optim is None:
-        options = replace(options, optim="adamw_torch_fused" if on_gpu else "adamw_torch")
+        options = replace(options, optim="adamw_torch_fused" if device == "cuda" else "adamw_torch")
     checks.check_trainer(options)
     source = find_packs(options.dataset) or load_rows(options.dataset)
     eval_source = None
@@ -75,7 +76,7 @@ def prepare(options: TrainOptions) -> Prepared:
             "`unsloth-pack merge`, and give the merged model"
         )
     model_config = load_config(base).get_text_config()
-    checks.check_backend(options, model_config, dtype, "cuda" if on_gpu else "cpu")
+    checks.check_backend(options.attn_backend, model_config, dtype, device)
     tokenizer = load_tokenizer(options.model_name)
 
     rows, ledger, packs = _rows_of(

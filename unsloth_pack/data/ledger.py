@@ -45,16 +45,6 @@ class TokenLedger:
     tokens_split: int = 0
 
     @property
-    def tokens_masked(self) -> int:
-        """Tokens without loss in the rows that stay."""
-        return self.tokens_masked_by_template + self.tokens_masked_at_boundaries
-
-    @property
-    def tokens_kept(self) -> int:
-        """Tokens that one pass over the data trains on."""
-        return self.tokens_masked + self.tokens_counted
-
-    @property
     def discarded(self) -> float:
         """The share of the tokens read that is truncated or dropped, 0 to 1."""
         return (self.tokens_truncated + self.tokens_dropped) / self.tokens_read if self.tokens_read else 0.0

@@ -39,7 +39,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         A fresh contiguous tensor of x's shape, computed in float32 and rounded once. Its dtype is the one
         transformers returns: with offset 0, `promote_types(x.dtype, weight.dtype)`, because llama's norm ends
         in `weight * x_hat.to(x.dtype)`, so that a float32 weight lifts a bfloat16 row to float32; with any
-        other offset x's dtype, because gemma's norm ends in `.type_as(x)`.
+        other offset x's dtype, because gemma's norm ends in `.type_as(x)`. Olmo 2 alone returns x's dtype
+        with offset 0; under a float32 weight the wider one is the more exact.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.

@@ -13,7 +13,7 @@ from unsloth_pack.hooks import has_hooks
 from unsloth_pack.kernels import QKNorm, rope_qk
 from unsloth_pack.layout import PackedRow
 from unsloth_pack.models.fast_lora import is_gathered_by_module, project
-from unsloth_pack.models.fast_mlp import norm_eps
+from unsloth_pack.models.fast_norm import norm_eps
 from unsloth_pack.models.spec import ArchSpec
 
 

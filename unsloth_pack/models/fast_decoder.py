@@ -61,20 +61,13 @@ class FastDecoder(nn.Module):
         for name in (*ROW_KEYWORDS, *LOSS_KEYWORDS):
             kwargs.pop(name, None)
         row = kwargs.pop("packed_row")
-        if self.answers_by_row is not None and row is not None:
-            n_rows, n_documents = row.shape[0], row.is_padding.count(False)
-            if n_documents > n_rows:
-                raise InputError(
-                    f"{self.answers_by_row} gives one answer a row, {n_rows} hold {n_documents} documents; "
-                    "give every document a row of its own, padded"
-                )
-        if self.leak_probe is not None and row is not None and self.leak_probe.is_due(self, row):
-            self.leak_probe.look(self)
-            self.leak_probe = None
-        if not self.trained_weights_sought and self.training and torch.is_grad_enabled():
-            self.trained_weights_sought = True
-            if inputs_embeds is None and not any(p.requires_grad for p in self.parameters()):
-                logger.warning(_NOTHING_TRAINS)
+        if row is not None:
+            self._refuse_joined_answers(row)
+            if self.leak_probe is not None and self.leak_probe.is_due(self, row):
+                self.leak_probe.look(self)
+                self.leak_probe = None
+        if self.training and torch.is_grad_enabled():
+            self._seek_trained_weights(inputs_embeds)
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is None:
             if self.config._attn_implementation != "sdpa":  # the masks of another would be misread
@@ -106,6 +99,22 @@ class FastDecoder(nn.Module):
                 raise
         torch.cuda.empty_cache()
         return self(input_ids, inputs_embeds=inputs_embeds, packed_row=row, **kwargs)
+
+    def _refuse_joined_answers(self, row: PackedRow) -> None:
+        n_rows, n_documents = row.shape[0], row.is_padding.count(False)
+        if self.answers_by_row is not None and n_documents > n_rows:
+            raise InputError(
+                f"{self.answers_by_row} gives one answer a row, {n_rows} hold {n_documents} documents; "
+                "give every document a row of its own, padded"
+            )
+
+    def _seek_trained_weights(self, inputs_embeds: Tensor | None) -> None:
+        """Once: warn of a model of which nothing is trained, unless its embeddings come from outside."""
+        if self.trained_weights_sought:
+            return
+        self.trained_weights_sought = True
+        if inputs_embeds is None and not any(p.requires_grad for p in self.parameters()):
+            logger.warning(_NOTHING_TRAINS)
 
     def _asks_for_more(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call is to return more than the last hidden state, or its layers take more."""

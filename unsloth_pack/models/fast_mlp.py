@@ -1,4 +1,4 @@
-"""The norm and MLP forwards that all architectures share."""
+"""The MLP forward that all architectures share."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from unsloth_pack.hooks import has_hooks
-from unsloth_pack.kernels import gated, rms_norm
-from unsloth_pack.models.fast_lora import Recipe, project, run_fused
+from unsloth_pack.kernels import gated
+from unsloth_pack.models.fast_lora import project, run_fused
 from unsloth_pack.models.gated_mlp import gated_mlp
 
 ACTIVATIONS = {  # the kernel's name of a module's class
@@ -17,25 +17,6 @@ ACTIVATIONS = {  # the kernel's name of a module's class
 }
 _MANY_BYTES = 2**27  # of gate and up in a layer
 _SPARING = 448  # width for which every layer would compute them again; fewer do, the wider they are
-
-
-class FastRMSNorm(nn.Module):
-    """Takes the place of a transformers RMS norm's class."""
-
-    norm_offset: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., C]` normalised over the last dimension.
-
-        On a GPU it carries a `recipe`, so that a projection need not keep it beside the norm's input.
-        """
-        eps, offset = norm_eps(self), self.norm_offset
-        normed = rms_norm(hidden_states, self.weight, eps, offset)
-        if normed.is_cuda and normed.requires_grad:
-            normed.recipe = Recipe(
-                lambda x, weight: rms_norm(x, weight, eps, offset), (hidden_states, self.weight)
-            )
-        return normed
 
 
 class FastMLP(nn.Module):
@@ -75,11 +56,6 @@ class FastMLP(nn.Module):
         width = x.shape[-1]
         n_bytes: int = 2 * self.down_proj.in_features * x.element_size() * (x.numel() // width)
         return not x.is_cuda or n_bytes < _MANY_BYTES or self.number % max(2, width // _SPARING) > 0
-
-
-def norm_eps(norm: Any) -> float:
-    """The epsilon of a transformers RMS norm, whichever name it has there."""
-    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
 
 
 def activation_of(mlp: nn.Module) -> str | None:
