@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -26,6 +27,7 @@ from killed_runs import (
 )
 from safetensors.torch import load_file
 
+import unsloth_pack.cli.train
 from unsloth_pack.cli import main
 from unsloth_pack.report.metrics import has_ended
 from unsloth_pack.whole_checkpoints import last_checkpoint
@@ -197,6 +199,60 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(flags, whole, tmp_path):
     assert not (out / ".saving").exists()
     go_on(flags, tmp_path)
     assert_same_run(tmp_path, whole[0])
+
+
+def full(file_size):
+    """What a call meets where no file may grow beyond so many bytes."""
+
+    def limited(call):
+        def limited_call(*arguments):
+            kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, kept[1]))
+            try:
+                return call(*arguments)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+
+        return limited_call
+
+    return limited
+
+
+def interrupted(call):
+    def interrupted_call(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        call(*arguments)
+
+    return interrupted_call
+
+
+@pytest.mark.parametrize("save_steps", [2, None])
+@pytest.mark.parametrize(
+    ("fault", "code", "says"), [(full(5000), 1, "File too large"), (interrupted, 130, "interrupted; ")]
+)
+@pytest.mark.parametrize("at", ["_save_adapter", "_save_merged_and_plot"])
+def test_what_goes_wrong_after_the_training(
+    at, fault, code, says, save_steps, train, monkeypatch, capsys, tmp_path
+):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(unsloth_pack.cli.train, at, fault(getattr(unsloth_pack.cli.train, at)))
+        assert train("--save_model", save_steps=save_steps) == code
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert not (out / "merged").exists()
+    assert not list(tmp_path.rglob("*.aside"))
+    if save_steps:
+        assert "checkpoint-4 is whole, go on with: unsloth-pack --resume" in said
+    elif at == "_save_adapter":
+        assert "there is no checkpoint yet, start over with: unsloth-pack --resume" in said
+    else:
+        assert f"the adapter is saved, merge it with: unsloth-pack merge --model_name {out}" in said
+        assert main(["merge", "--model_name", str(out), "--save_path", str(out / "merged")]) == 0
+        return
+    assert main(["--resume", f"--output_dir={out}"]) == 0
+    assert (out / "merged" / "model.safetensors").is_file()
 
 
 def test_a_full_disk_while_the_metrics_are_written(train, monkeypatch, capsys, tmp_path):

@@ -282,6 +282,18 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(train, tmp_path):
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
+def test_overwriting_removes_links_and_not_what_they_point_to(train, tmp_path):
+    assert train(save_steps=1, max_steps=2) == 0
+    out = tmp_path / "out"
+    (out / "checkpoint-1").rename(tmp_path / "moved")
+    (out / "checkpoint-1").symlink_to(tmp_path / "moved")
+    (out / "checkpoint-latest").symlink_to("checkpoint-2")
+    assert train("--overwrite_output_dir", max_steps=1) == 0
+    assert list(losses(out)) == [1]
+    assert not list(out.glob("checkpoint-*"))
+    assert (tmp_path / "moved" / "trainer_state.json").is_file()
+
+
 def test_flags_from_a_file_and_the_command_line_wins(train, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("learning_rate: 3e-3\npacking: true\nr: 4\nuse_rslora: false\nmax_steps: 2\n")
