@@ -135,6 +135,26 @@ def test_a_half_written_checkpoint_is_never_taken(flags, whole, tmp_path):
     assert last_checkpoint(out) == before
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(train, monkeypatch):
+    flushed, named = set(), []
+    flush, rename = os.fsync, os.replace
+
+    def noting_flush(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    def noting_rename(source, target):
+        if source.name == target.name and source.parent.name == ".saving":
+            assert {path.stat().st_ino for path in (source, *source.rglob("*"))} <= flushed
+            named.append(target.name)
+        rename(source, target)
+
+    monkeypatch.setattr("unsloth_pack.whole_folders.os.fsync", noting_flush)
+    monkeypatch.setattr("unsloth_pack.whole_folders.os.replace", noting_rename)
+    assert train(save_steps=2) == 0
+    assert named == ["checkpoint-2", "checkpoint-4"]
+
+
 def test_killed_between_the_last_update_and_the_end(flags, whole, tmp_path):
     run = start([*flags, f"--output_dir={tmp_path / 'out'}"], tmp_path, die_before_the_adapter_is_saved)
     assert ended(run) == -signal.SIGKILL

@@ -17,6 +17,7 @@ from unsloth_pack.cli import main
 from unsloth_pack.cli.options import read_options
 from unsloth_pack.report.callbacks import MetricsCallback
 from unsloth_pack.report.fill import document_lengths
+from unsloth_pack.whole_checkpoints import state_of
 
 
 def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
@@ -183,6 +184,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
     assert f"--resume --output_dir {out}" in capsys.readouterr().out
     assert max(losses(out)) == 3
     assert read_metrics(out)["stopped"][0]["step"] == 3
+    assert state_of(out / "checkpoint-3")["global_step"] == 3  # starting over would give the same losses
 
     assert main(["--resume", "--output_dir", str(out)]) == 0
     assert losses(out) == losses(tmp_path / "whole")
