@@ -112,7 +112,8 @@ def documents_of(path: Path) -> list[dict[str, str]]:
     if path.suffix not in SUFFIXES:
         return []
     source = load_rows(str(path))
-    rows = to_trl(source, chat_template="conversations" in source.column_names).to_list()
+    has_turns = not {"conversations", "messages"}.isdisjoint(source.column_names)
+    rows = to_trl(source, chat_template=has_turns).to_list()
     if "text" in rows[0]:
         texts = [row["text"] for row in rows]
         pieces = [text[i : i + LONGEST_TEXT] for text in texts for i in range(0, len(text), LONGEST_TEXT)]

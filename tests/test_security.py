@@ -224,13 +224,15 @@ def test_a_token_given_to_the_api_is_not_saved(folder):
     assert token not in repr(model.config) + repr(tokenizer)
 
 
-def test_the_message_of_a_failed_download_holds_no_token(folder, capsys, monkeypatch):
+def test_no_message_holds_a_token(folder, capsys, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     for arguments in (
         ["--model_name=no/such-model"],
         ["--dataset=no/such-data"],
         ["--model_name=x", "--debug"],
+        [f"--token={SECRETS['HF_TOKEN']}"],
+        ["--hub_token", SECRETS["HF_TOKEN"]],
     ):
         assert main([*arguments, "--output_dir=out"]) == 2
         written = capsys.readouterr()

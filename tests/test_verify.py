@@ -291,6 +291,16 @@ def test_the_model_is_left_as_it_was(look):
         assert look(model).passed
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_looks_in_any_mode_of_autograd(mode):
+    model = patched()
+    with mode():
+        assert verify(model).passed
+        probe(model)
+        assert not torch.is_grad_enabled()
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+
+
 def test_the_probe_takes_two_short_steps():
     model = patched()
     calls = []
@@ -326,6 +336,14 @@ def test_graphs_of_the_step_take_no_notice(look):
         ({"documents": [[1, 2]]}, r"documents have \[2\] tokens; give two or more"),
         ({"documents": [[1, 2], []]}, r"\[2, 0\] tokens; give two or more, none of them empty"),
         ({"documents": ["a", "b"]}, "give the tokenizer too"),
+        ({"documents": "ab"}, "give the tokenizer too"),
+        ({"documents": [[1, 2], [3, 256]]}, "token ids from 3 to 256, the model knows 0 to 255"),
+        ({"documents": [[1, 2], [-1]]}, "token ids from -1 to -1, the model knows 0 to 255"),
+        ({"documents": [[1, 2], [1.5, 2]]}, r"documents hold \[1.5, 2\]; give texts, or lists of token ids"),
+        ({"documents": [["a"], ["b"]]}, r"documents hold \['a'\]; give texts"),
+        ({"documents": [None, None]}, "documents hold None; give texts"),
+        ({"max_seq_length": "x"}, "max_seq_length is 'x'; give a whole number"),
+        ({"seed": -1}, "seed is -1; give a whole number"),
         ({"documents": [[1] * 30, [2] * 30], "max_seq_length": 50}, "60 tokens, the row 50; give fewer"),
         ({"max_seq_length": 50}, "max_seq_length is 50"),
         ({"describe": "lengths"}, "describe is 'lengths'; choose packed_seq_lengths"),

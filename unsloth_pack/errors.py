@@ -1,4 +1,5 @@
-"""The errors a user may meet, each one line: what is wrong, the value, the remedy; and checks of numbers."""
+"""The errors a user may meet, each one line: what is wrong, the value, the remedy; and checks of numbers
+and names."""
 
 import numbers
 import reprlib
@@ -25,6 +26,11 @@ class LeakFound(RuntimeError):
 
 class RunStopped(RuntimeError):
     """Something ended a run that had begun. The command line prints what, how to go on, and exits with 1."""
+
+
+def printable(text: str) -> str:
+    """`text` with whatever may steer a terminal escaped: names and documents may hold it."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> None:

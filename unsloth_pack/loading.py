@@ -140,6 +140,9 @@ def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
         size = getattr(text_config, name, 1)
         if not isinstance(size, int) or size < 1:
             raise InputError(f"cannot load {source}: {name} is {size!r}; correct it in config.json")
+    dropout = getattr(text_config, "attention_dropout", None) or 0.0
+    if not 0 <= dropout < 1:
+        raise InputError(f"cannot load {source}: attention_dropout is {dropout!r}; correct it in config.json")
     return config, others
 
 
@@ -278,7 +281,9 @@ def _load(auto_class: Any, source: str, **options: Any) -> Any:
     try:
         with _without_reports():
             return auto_class.from_pretrained(source, **options)
-    except _UNREADABLE as error:
+    except (*_UNREADABLE, AssertionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:  # of the device
+            raise
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown and unknown[1] in options:
             given = f"{unknown[1]}={options[unknown[1]]!r}"

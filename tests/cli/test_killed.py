@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -26,6 +27,7 @@ from killed_runs import (
 )
 from safetensors.torch import load_file
 
+import unsloth_pack.cli.train
 from unsloth_pack.cli import main
 from unsloth_pack.report.metrics import has_ended
 from unsloth_pack.whole_checkpoints import last_checkpoint
@@ -133,6 +135,26 @@ def test_a_half_written_checkpoint_is_never_taken(flags, whole, tmp_path):
     assert last_checkpoint(out) == before
 
 
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(train, monkeypatch):
+    flushed, named = set(), []
+    flush, rename = os.fsync, os.replace
+
+    def noting_flush(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    def noting_rename(source, target):
+        if source.name == target.name and source.parent.name == ".saving":
+            assert {path.stat().st_ino for path in (source, *source.rglob("*"))} <= flushed
+            named.append(target.name)
+        rename(source, target)
+
+    monkeypatch.setattr("unsloth_pack.whole_folders.os.fsync", noting_flush)
+    monkeypatch.setattr("unsloth_pack.whole_folders.os.replace", noting_rename)
+    assert train(save_steps=2) == 0
+    assert named == ["checkpoint-2", "checkpoint-4"]
+
+
 def test_killed_between_the_last_update_and_the_end(flags, whole, tmp_path):
     run = start([*flags, f"--output_dir={tmp_path / 'out'}"], tmp_path, die_before_the_adapter_is_saved)
     assert ended(run) == -signal.SIGKILL
@@ -197,6 +219,60 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(flags, whole, tmp_path):
     assert not (out / ".saving").exists()
     go_on(flags, tmp_path)
     assert_same_run(tmp_path, whole[0])
+
+
+def full(file_size):
+    """What a call meets where no file may grow beyond so many bytes."""
+
+    def limited(call):
+        def limited_call(*arguments):
+            kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, kept[1]))
+            try:
+                return call(*arguments)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+
+        return limited_call
+
+    return limited
+
+
+def interrupted(call):
+    def interrupted_call(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        call(*arguments)
+
+    return interrupted_call
+
+
+@pytest.mark.parametrize("save_steps", [2, None])
+@pytest.mark.parametrize(
+    ("fault", "code", "says"), [(full(5000), 1, "File too large"), (interrupted, 130, "interrupted; ")]
+)
+@pytest.mark.parametrize("at", ["_save_adapter", "_save_merged_and_plot"])
+def test_what_goes_wrong_after_the_training(
+    at, fault, code, says, save_steps, train, monkeypatch, capsys, tmp_path
+):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(unsloth_pack.cli.train, at, fault(getattr(unsloth_pack.cli.train, at)))
+        assert train("--save_model", save_steps=save_steps) == code
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert not (out / "merged").exists()
+    assert not list(tmp_path.rglob("*.aside"))
+    if save_steps:
+        assert "checkpoint-4 is whole, go on with: unsloth-pack --resume" in said
+    elif at == "_save_adapter":
+        assert "there is no checkpoint yet, start over with: unsloth-pack --resume" in said
+    else:
+        assert f"the adapter is saved, merge it with: unsloth-pack merge --model_name {out}" in said
+        assert main(["merge", "--model_name", str(out), "--save_path", str(out / "merged")]) == 0
+        return
+    assert main(["--resume", f"--output_dir={out}"]) == 0
+    assert (out / "merged" / "model.safetensors").is_file()
 
 
 def test_a_full_disk_while_the_metrics_are_written(train, monkeypatch, capsys, tmp_path):

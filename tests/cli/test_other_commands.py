@@ -126,21 +126,38 @@ def test_doctor_finds_nothing(fine, capsys):
     [
         ("UNSLOTH_PACK_ATN", "sdpa", "unknown", "known is UNSLOTH_PACK_ATTN"),
         ("UNSLOTH_PACK_ATTN", "fsat", "fsat", "choose one of auto, flash, xformers, sdpa"),
+        ("UNSLOTH_PACK_ATTN", "broken", "and cannot run here: not on this machine", "unset it"),
         ("OFFLINE_PACKING_VQA", "1", "nothing here reads", "unset it"),
         ("UNSLOTH_COMPILE_DISABLE", "1", "Unsloth's variable", "unset it"),
     ],
 )
 def test_doctor_on_variables(name, value, found, remedy, fine, monkeypatch, capsys):
     monkeypatch.setenv(name, value)
+    nowhere = replace(BACKENDS["sdpa"], why_unavailable=lambda need: "not on this machine")
+    if value == "broken":
+        monkeypatch.setitem(BACKENDS, "broken", nowhere)
     code, lines = doctor(capsys)
     assert code == 1
     assert found in lines[name][0]
     assert remedy in lines[name][1]
 
 
-def test_doctor_on_a_variable_that_is_read(fine, monkeypatch, capsys):
-    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")
-    assert doctor(capsys)[0] == 0
+@pytest.mark.parametrize(
+    ("value", "found"), [("sdpa", "sdpa: overrides"), ("auto", "auto: overrides"), ("", "overrides nothing")]
+)
+def test_doctor_on_a_variable_that_is_read(value, found, fine, monkeypatch, capsys):
+    monkeypatch.setenv("UNSLOTH_PACK_ATTN", value)
+    code, lines = doctor(capsys)
+    assert code == 0
+    assert found in lines["UNSLOTH_PACK_ATTN"][0]
+
+
+def test_doctor_shows_a_value_that_steers_the_terminal(fine, monkeypatch, capsys):
+    monkeypatch.setenv("UNSLOTH_PACK_ATTN", "\x1b[31msdpa")
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "x1b[31msdpa" in shown
 
 
 def test_doctor_on_versions(fine, monkeypatch, capsys):

@@ -31,6 +31,8 @@ def files(tmp_path_factory):
     ]
     (folder / "alpaca.json").write_text(json.dumps(short))
     (folder / "calls.json").write_text(json.dumps([{"conversations": turns, "tools": "[]"}] * 6))
+    chat = [{"role": "user", "content": "What is an eel?"}, {"role": "assistant", "content": "A fish."}]
+    (folder / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 6)
     (folder / "plain.jsonl").write_text(
         "".join(json.dumps({"text": "word " * i}) + "\n" for i in range(1, 9))
     )

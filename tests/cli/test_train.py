@@ -17,6 +17,7 @@ from unsloth_pack.cli import main
 from unsloth_pack.cli.options import read_options
 from unsloth_pack.report.callbacks import MetricsCallback
 from unsloth_pack.report.fill import document_lengths
+from unsloth_pack.whole_checkpoints import state_of
 
 
 def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
@@ -183,6 +184,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
     assert f"--resume --output_dir {out}" in capsys.readouterr().out
     assert max(losses(out)) == 3
     assert read_metrics(out)["stopped"][0]["step"] == 3
+    assert state_of(out / "checkpoint-3")["global_step"] == 3  # starting over would give the same losses
 
     assert main(["--resume", "--output_dir", str(out)]) == 0
     assert losses(out) == losses(tmp_path / "whole")
@@ -280,6 +282,18 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(train, tmp_path):
     assert train("--overwrite_output_dir", max_steps=1) == 0
     assert list(losses(tmp_path / "out")) == [1]
     assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_overwriting_removes_links_and_not_what_they_point_to(train, tmp_path):
+    assert train(save_steps=1, max_steps=2) == 0
+    out = tmp_path / "out"
+    (out / "checkpoint-1").rename(tmp_path / "moved")
+    (out / "checkpoint-1").symlink_to(tmp_path / "moved")
+    (out / "checkpoint-latest").symlink_to("checkpoint-2")
+    assert train("--overwrite_output_dir", max_steps=1) == 0
+    assert list(losses(out)) == [1]
+    assert not list(out.glob("checkpoint-*"))
+    assert (tmp_path / "moved" / "trainer_state.json").is_file()
 
 
 def test_flags_from_a_file_and_the_command_line_wins(train, tmp_path):

@@ -29,6 +29,13 @@ def test_json_and_the_flags_reach_the_model(mode, model, capsys):
     assert all(check["passed"] for check in report["checks"])
 
 
+def test_eight_bits_are_not_told_of_at_every_layer(model, caplog, capsys):
+    pytest.importorskip("bitsandbytes")
+    assert main(["verify", "--model_name", model, "--load_in_8bit"]) == 0
+    assert "all checks passed" in capsys.readouterr().out
+    assert not [record for record in caplog.records if record.name.startswith("bitsandbytes")]
+
+
 def test_a_saved_adapter_is_what_is_verified(model, train, tmp_path, capsys):
     assert train("--sample_packing", max_steps=1, r=3) == 0
     ranks = []
@@ -63,6 +70,7 @@ def test_bad_input(model, tmp_path, capsys):
             "attn_backend 'flash' cannot run",
         ),
         (["--model_name", model, "--dtype", "float8"], "give one of bfloat16"),
+        (["--model_name", model, "--load_in_4bit", "--load_in_fp8"], "load_in_4bit and load_in_fp8 are set"),
     ]:
         assert main(["verify", *flags]) == 2, flags
         error = capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Flags, their combinations, config files and folders that cannot be written to."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +102,17 @@ TOGETHER = [
     Case("a misspelt flag", "did you mean --learning_rate", ["--lerning_rate", "1"]),
     Case("a shortened flag", "unknown argument '--learn=1'; did you mean", ["--learn=1"]),
     Case("a single dash", "unknown argument '-r'", ["-r", "4"]),
+    Case(
+        "bytes that are no text",
+        r"caf\\udce9.* is not UTF-8; rename",
+        train(output_dir=os.fsdecode(b"caf\xe9")),
+    ),
+    Case(
+        "data of a name that is no text",
+        r"caf\\udce9.* is not UTF-8; rename",
+        train(dataset=os.fsdecode(b"caf\xe9.jsonl")),
+        lambda folder: (folder / "few.jsonl").rename(folder / os.fsdecode(b"caf\xe9.jsonl")),
+    ),
     Case("words without a flag", "unknown argument 'rows.json'", ["train", "rows.json"]),
     Case("an unknown subcommand", "unknown subcommand 'trian'", ["trian"]),
     Case("a subcommand of letters", "unknown subcommand '../train'", ["../train"]),
@@ -221,7 +233,7 @@ CONFIGS = [
     config("python's own types", "seed: !!python/object/apply:os.system ['touch written']", "not yaml"),
     config("python's names", "dtype: !!python/name:os.system", "not yaml"),
     config("an unknown type", "r: !frob 4", "not yaml"),
-    config("an unknown flag", "rr: 4\n", "unknown argument '--rr=4'"),
+    config("an unknown flag", "rr: 4\n", "unknown argument '--rr'; did you mean --r"),
     config("a number as a name", "4: r\n", "unknown argument '--4=r'"),
     config("a value out of range", "r: 0\n", "--r: got '0'"),
     config("a list as a value", "r: [4]\n", "run.yaml.*r is"),

@@ -252,6 +252,13 @@ CONFIGS = {
     "more layers than weights": ("lack", edited("config.json", num_hidden_layers=9)),
     "layers -1": ("cannot load own", edited("config.json", num_hidden_layers=-1)),
     "no layers": ("cannot load own", edited("config.json", num_hidden_layers=0)),
+    "key heads -2": ("cannot load own: .*negative", edited("config.json", num_key_value_heads=-2)),
+    "intermediate_size -1": ("cannot load own: .*negative", edited("config.json", intermediate_size=-1)),
+    "a pad token beyond the embedding": ("cannot load own: ", edited("config.json", pad_token_id=10**9)),
+    "dropout of more than all": (
+        "attention_dropout is 2; correct",
+        edited("config.json", attention_dropout=2),
+    ),
     "no positions": (
         "max_position_embeddings is 0; correct",
         edited("config.json", max_position_embeddings=0),
@@ -274,6 +281,10 @@ TOKENIZERS = {
     "tokenizer of nothing": ("cannot load own", written("tokenizer.json", "{}")),
     "tokenizer_config cut": ("cannot load own", cut("tokenizer_config.json", 0.5)),
     "tokenizer_config a list": ("cannot load own", written("tokenizer_config.json", "[]")),
+    "a tokenizer without an end": (
+        "the tokenizer of own has neither pad_token nor eos_token; name",
+        removed("tokenizer_config.json"),
+    ),
     "a tokenizer class that is not there": (
         "cannot load own",
         lambda folder: (

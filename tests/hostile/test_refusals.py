@@ -35,8 +35,8 @@ def test_how_many_there_are():
     assert {kind: len(cases) for kind, cases in KINDS.items()} == {
         "files": 220,
         "rows": 139,
-        "models": 131,
-        "flags": 424,
+        "models": 136,
+        "flags": 426,
         "calls": 161,
     }
 
@@ -90,6 +90,14 @@ def test_names_of_any_length_make_a_folder_that_can_be(place, monkeypatch):
     assert len(made.name) < 130
     assert (made / "adapter_model.safetensors").is_file()
     assert {path.split("/")[0] for path in _relative(place)} == {"data", "model", "outputs"}
+
+
+def test_the_name_of_a_model_does_not_steer_the_terminal(place, capsys):
+    (place / "model").rename(place / "mo\x1b[31mdel")
+    assert main(train(model_name="mo\x1b[31mdel")) == 0
+    shown = capsys.readouterr().out
+    assert r"mo\x1b[31mdel (llama, 2 layers)" in shown
+    assert "\x1b" not in shown
 
 
 def _relative(folder):

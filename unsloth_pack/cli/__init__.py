@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from unsloth_pack.errors import InputError, LeakFound, RunStopped
+from unsloth_pack.errors import InputError, LeakFound, RunStopped, printable
 
 # Each a module here with `run(argv) -> exit code`
 SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor")
@@ -53,8 +53,7 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
 
 def _one_line(error: BaseException) -> str:
     """The message, without line breaks, what else may steer a terminal, and a middle of any length."""
-    line = " ".join(str(error).split())
-    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+    line = printable(" ".join(str(error).split()))
     return (
         line
         if len(line) <= _LONGEST_LINE

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
 from unsloth_pack.cli.machine import device_type
 from unsloth_pack.cli.parser import Parser
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from unsloth_pack.attention.options import AttentionNeed
 
 _PREFIX = "UNSLOTH_PACK_"
 
@@ -107,20 +111,26 @@ def _devices(device_type: str) -> Iterator[Line]:
 
 def _attention(device_type: str) -> Iterator[Line]:
     """Every backend runs one tiny forward and backward for each dtype and head size."""
+    from unsloth_pack.attention import BACKENDS, choose_backend, why_unavailable
+
+    for need in _needs(device_type):
+        title = f"{str(need.dtype).removeprefix('torch.')}, {need.head_dim}"
+        for name in BACKENDS:
+            why = why_unavailable(name, need)
+            yield Line("attention", f"{title}: {name}", why or "runs", _remedy(name, why))
+        chosen, why = choose_backend("auto", need)
+        yield Line("attention", f"{title}: auto", f"{chosen}: {why}")
+
+
+def _needs(device_type: str) -> Iterator["AttentionNeed"]:
     import torch
 
-    from unsloth_pack.attention import BACKENDS, AttentionOptions, choose_backend, why_unavailable
+    from unsloth_pack.attention import AttentionOptions
     from unsloth_pack.attention.options import AttentionNeed
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (64, 128):
-            need = AttentionNeed(device_type, dtype, head_dim, AttentionOptions(scale=head_dim**-0.5))
-            title = f"{str(dtype).removeprefix('torch.')}, {head_dim}"
-            for name in BACKENDS:
-                why = why_unavailable(name, need)
-                yield Line("attention", f"{title}: {name}", why or "runs", _remedy(name, why))
-            chosen, why = choose_backend("auto", need)
-            yield Line("attention", f"{title}: auto", f"{chosen}: {why}")
+            yield AttentionNeed(device_type, dtype, head_dim, AttentionOptions(scale=head_dim**-0.5))
 
 
 def _remedy(backend: str, why: str | None) -> str:
@@ -145,20 +155,34 @@ def _breakages(device_type: str) -> Iterator[Line]:
 
 
 def _variables(device_type: str) -> Iterator[Line]:
-    from unsloth_pack.attention.backends import ENVIRONMENT_VARIABLE, requested_backend
+    from unsloth_pack.attention.backends import ENVIRONMENT_VARIABLE
 
     for name, value in sorted(os.environ.items()):
         owner = next((STALE_VARIABLES[start] for start in STALE_VARIABLES if name.startswith(start)), None)
         if name == ENVIRONMENT_VARIABLE:
-            try:
-                requested_backend("auto")
-                yield Line("environment", name, f"{value}: overrides --attn_backend")
-            except InputError as error:
-                yield Line("environment", name, value, str(error).partition("; ")[2])
+            yield Line("environment", name, *_asked_for(value, device_type))
         elif name.startswith(_PREFIX):
             yield Line("environment", name, "unknown", f"unset it; known is {ENVIRONMENT_VARIABLE}")
         elif owner is not None:
             yield Line("environment", name, f"{owner} variable, which nothing here reads", "unset it")
+
+
+def _asked_for(value: str, device_type: str) -> tuple[str, str]:
+    """What the variable that overrides --attn_backend does here, and what to do about it."""
+    from unsloth_pack.attention import why_unavailable
+    from unsloth_pack.attention.backends import requested_backend
+
+    try:
+        backend, _ = requested_backend("auto")
+    except InputError as error:
+        return value, str(error).partition("; ")[2]
+    if not value:
+        return "empty, which overrides nothing", ""
+    found = f"{value}: overrides --attn_backend"
+    reasons = [backend != "auto" and why_unavailable(backend, need) for need in _needs(device_type)]
+    if all(reasons):
+        return f"{found}, and cannot run here: {reasons[0]}", "unset it, or set it to auto"
+    return found, ""
 
 
 def _print(lines: Sequence[Line]) -> None:
@@ -170,7 +194,8 @@ def _print(lines: Sequence[Line]) -> None:
     for section, members in groupby(lines, key=lambda line: line.section):
         table = Table("", "found", "remedy", title=section, title_justify="left", title_style="bold")
         for line in members:
-            table.add_row(Text(line.name), Text(line.found), Text(line.remedy, style="yellow"))
+            name, found, remedy = map(printable, (line.name, line.found, line.remedy))
+            table.add_row(Text(name), Text(found), Text(remedy, style="yellow"))
         console.print(table)
     remedies = sum(bool(line.remedy) for line in lines)
     console.print(f"not fine: {remedies}" if remedies else "all is fine")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from unsloth_pack.cli.checks import check_new_folder
 from unsloth_pack.cli.parser import SAVE_METHODS, Parser
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, printable
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1)
     method = given.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, tokenizer, save_method=method)
-    print(f"saved {source} as {method} in {target}")
+    print(printable(f"saved {source} as {method} in {target}"))
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.checks import count_processes
 from unsloth_pack.cli.options import TrainOptions
-from unsloth_pack.errors import RunStopped
+from unsloth_pack.errors import InputError, RunStopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,6 +43,22 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
         if not lost_a_process(error):
             raise
         raise RunStopped(f"another process of this run has ended; {way_on(folder)}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {way_on(folder)}") from None
+
+
+@contextmanager
+def kept(folder: Path) -> Iterator[None]:
+    """As `explained`, once the training is done and what it gave is saved and shown.
+
+    Raises:
+        RunStopped: the disk is full, or what was trained cannot be saved.
+        KeyboardInterrupt: Ctrl-C; with a message.
+    """
+    try:
+        yield
+    except (InputError, OSError) as error:
+        raise RunStopped(f"{error}; {way_on(folder)}") from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; {way_on(folder)}") from None
 
@@ -88,8 +104,11 @@ def way_on(folder: Path) -> str:
     """How to go on with the run in `folder`, and from where."""
     from unsloth_pack.whole_checkpoints import last_checkpoint
 
-    checkpoint = last_checkpoint(folder)
+    checkpoint, quoted = last_checkpoint(folder), shlex.quote(str(folder))
+    if checkpoint is None and (folder / "adapter_config.json").exists():  # it is saved after the training
+        merge = f"unsloth-pack merge --model_name {quoted} --save_path FOLDER"
+        return f"the adapter is saved, merge it with: {merge}"
     kept = f"{checkpoint.name} is whole, go on" if checkpoint else "there is no checkpoint yet, start over"
     processes = count_processes()
     program = f"torchrun --nproc_per_node {processes} cli.py" if processes > 1 else "unsloth-pack"
-    return f"{kept} with: {program} --resume --output_dir {shlex.quote(str(folder))}"
+    return f"{kept} with: {program} --resume --output_dir {quoted}"

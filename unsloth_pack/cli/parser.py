@@ -40,9 +40,13 @@ class Parser(argparse.ArgumentParser):
         """The flags that were given, by name.
 
         Raises:
-            InputError: an unknown flag, or a value that its flag does not take.
+            InputError: an unknown flag, or a value that its flag does not take or that is no text.
         """
         for argument in arguments:
+            try:
+                argument.encode()
+            except UnicodeEncodeError:  # Python's way to hold the bytes of such a name
+                raise InputError(f"argument {argument!r} is not UTF-8; rename what it names") from None
             if argument.startswith("--") and argument.endswith("=--"):  # argparse makes a list of it
                 raise InputError(f"argument {argument[:-3]}: got '--'; see `{self.prog} --help`")
         given, unknown = self.parse_known_args(arguments)
@@ -50,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
             remedy = f"did you mean {close[0]}?" if close else f"see `{self.prog} --help`"
-            raise InputError(f"unknown argument {unknown[0]!r}; {remedy}")
+            raise InputError(f"unknown argument {flag!r}; {remedy}")  # without its value: some are secret
         return vars(given)
 
 

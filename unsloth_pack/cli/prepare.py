@@ -78,6 +78,11 @@ def prepare(options: TrainOptions) -> Prepared:
     model_config = load_config(base).get_text_config()
     checks.check_backend(options.attn_backend, model_config, dtype, device)
     tokenizer = load_tokenizer(options.model_name)
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise InputError(
+            f"the tokenizer of {options.model_name} has neither pad_token nor eos_token; name one of its "
+            "tokens in tokenizer_config.json"
+        )
 
     rows, ledger, packs = _rows_of(
         options.dataset, source, tokenizer, options, options.sample_packing, model_config.vocab_size

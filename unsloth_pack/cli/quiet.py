@@ -1,5 +1,6 @@
 """What other libraries write to the terminal, kept to what a user can act on."""
 
+import logging
 import sys
 import warnings
 
@@ -11,6 +12,7 @@ def quieten(show_bars: bool = True) -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # int8: a line a layer and step
     if not (show_bars and sys.stderr.isatty()):
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()

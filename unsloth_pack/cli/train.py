@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.cli import checks
-from unsloth_pack.cli.mishaps import check_finite, explained, report_nonfinite, way_on
+from unsloth_pack.cli.mishaps import check_finite, explained, kept, report_nonfinite, way_on
 from unsloth_pack.cli.options import TrainOptions, read_options
 from unsloth_pack.errors import RunStopped
 
@@ -95,17 +95,18 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         _end_together()
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
 
-    summary = _summarise(trainer, fill)
-    weights = trainer.trained_weights() if trainer.is_sharded else None
-    if checks.is_main_process():
-        _save_adapter(model, prepared, folder, weights)
-    _end_together()
-    if checks.is_main_process():
-        _save_merged_and_plot(model, prepared, trainer, folder)
-    after = _score(model, prepared, heldout)
-    if before and after:
-        _show_scores(console, before, after, metrics)
-    _show_summary(console, summary, prepared.ledger, metrics)
+    with kept(folder):
+        summary = _summarise(trainer, fill)
+        weights = trainer.trained_weights() if trainer.is_sharded else None
+        if checks.is_main_process():
+            _save_adapter(model, prepared, folder, weights)
+        _end_together()
+        if checks.is_main_process():
+            _save_merged_and_plot(model, prepared, trainer, folder)
+        after = _score(model, prepared, heldout)
+        if before and after:
+            _show_scores(console, before, after, metrics)
+        _show_summary(console, summary, prepared.ledger, metrics)
     return 0
 
 
@@ -164,7 +165,7 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
         shutil.rmtree(folder / ASIDE, ignore_errors=True)
     if is_main and checkpoint is None and (options.overwrite_output_dir or options.resume):
         for path in checks.run_files(folder):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     metrics = MetricsFile(folder, enabled=is_main)
     if checkpoint is not None:
         metrics.rewind(step_of(checkpoint))

@@ -66,6 +66,7 @@ def _parser() -> Parser:
     parser.add_choice("--dtype", DTYPES, DTYPE_HELP)
     parser.add_switch("--load_in_4bit", "hold the frozen weights in NF4")
     parser.add_switch("--load_in_8bit", "hold the frozen weights in int8")
+    parser.add_switch("--load_in_fp8", "hold the frozen weights in fp8, on GPUs that have it")
     add("--attn_backend", help="of packed attention (default: auto)")
     parser.add_switch("--use_gradient_checkpointing", "as for training", ("offload", "unsloth", "auto"))
     add("--seed", type=whole(0, LAST_SEED), help="of the random tokens and the adapter (default: 3407)")
@@ -88,7 +89,7 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.checkpointing import enable_checkpointing
 
-    names = ("model_name", "dtype", "load_in_4bit", "load_in_8bit", "attn_backend")
+    names = ("model_name", "dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8", "attn_backend")
     chosen = {name: given[name] for name in names if name in given}
     model, tokenizer = FastLanguageModel.from_pretrained(**chosen, max_seq_length=room, random_state=seed)
     checkpointing = given.get("use_gradient_checkpointing", False)

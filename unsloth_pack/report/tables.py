@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.errors import printable
 from unsloth_pack.packing import PackManifest
 from unsloth_pack.patch import PatchReport
 from unsloth_pack.report.fill import RowFill
@@ -178,7 +179,9 @@ def _print_facts(console: Console, title: str, rows: Sequence[tuple[str, str]]) 
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(name), Text(value))  # as text: a path may hold what rich takes for markup
+        table.add_row(
+            Text(name), Text(printable(value))
+        )  # as text: a path may hold what rich takes for markup
     console.print(table)
 
 

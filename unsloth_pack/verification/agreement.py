@@ -2,7 +2,8 @@
 
 Packed and alone differ by rounding at least. How much that is on this model and dtype is measured, not
 assumed: the document runs alone once more, the input of every layer moved at random by up to one unit in the
-last place. On dense models in float32 and bfloat16, packed differs from alone by 0 to 1.5 times as much.
+last place. On dense models in float32 and bfloat16, the logits and gradients of packed differ from alone by 0
+to 1.5 times as much.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -35,6 +35,8 @@ _LONGER = 7  # tokens by which a neighbour in an ordinary batch is longer, so th
 Found = tuple[float, int, int]  # how much, of which document, reaches which other
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # whatever mode the caller is in
 def probe(model: Any, describe: Description | Describe | None = None) -> None:
     """Refuse a model whose documents reach each other in a packed row; takes two short steps.
 

@@ -1,12 +1,14 @@
 """`verify`: every check on one model."""
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import LAST_SEED, InputError, require_whole
 from unsloth_pack.leak_probe import left_alone, random_documents
 from unsloth_pack.verification import agreement, leaks
 from unsloth_pack.verification.report import VerifyReport
@@ -17,6 +19,8 @@ _BEYOND_WINDOW = 9  # tokens by which a document is longer than the sliding wind
 _DEFAULT_ROW = 8192
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # whatever mode the caller is in
 def verify(
     model: Any,
     tokenizer: Any = None,
@@ -48,15 +52,19 @@ def verify(
         The report; `report.passed` is the verdict.
 
     Raises:
-        InputError: documents that are too few, empty or too long, or texts without a tokenizer.
+        InputError: documents that are too few, empty, too long, or neither texts nor token ids of this model;
+            texts without a tokenizer; a `max_seq_length` or `seed` that cannot be.
     """
+    require_whole("seed", seed, 0, LAST_SEED)
+    if max_seq_length is not None:
+        require_whole("max_seq_length", max_seq_length, 1)
     subject = Subject(model, describe)
     room = max_seq_length or getattr(model, "max_seq_length", None) or _DEFAULT_ROW
     generator = torch.Generator().manual_seed(seed)
     if documents is None:
         row = random_documents(_lengths(subject, room), subject.vocab_size, generator)
     else:
-        row = _encoded(documents, tokenizer, room)
+        row = _encoded(documents, tokenizer, room, subject.vocab_size)
     if collate is None:
         from unsloth_pack.trl import row_collator
 
@@ -92,14 +100,24 @@ def _lengths(subject: Subject, room: int) -> list[int]:
     return lengths
 
 
-def _encoded(documents: Sequence[str | Sequence[int]], tokenizer: Any, room: int) -> list[Tensor]:
+def _encoded(
+    documents: Sequence[str | Sequence[int]], tokenizer: Any, room: int, vocab_size: int
+) -> list[Tensor]:
     encoded = []
-    for document in documents:
+    for document in [documents] if isinstance(documents, str) else documents:
         if isinstance(document, str):
             if tokenizer is None:
                 raise InputError("documents hold texts; give the tokenizer too, or token ids")
             document = tokenizer(document)["input_ids"]
-        encoded.append(torch.as_tensor(document, dtype=torch.int64))
+        ids = np.asarray(document)
+        if ids.ndim != 1 or not (ids.dtype.kind in "iu" or not len(ids)):
+            raise InputError(f"documents hold {reprlib.repr(document)}; give texts, or lists of token ids")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:  # on a GPU an assert would say less
+            raise InputError(
+                f"documents hold token ids from {ids.min()} to {ids.max()}, the model knows 0 to "
+                f"{vocab_size - 1}; give the tokenizer's of this model"
+            )
+        encoded.append(torch.as_tensor(ids, dtype=torch.int64))
     lengths = [len(document) for document in encoded]
     if len(lengths) < 2 or min(lengths) == 0:
         raise InputError(f"documents have {lengths[:8]} tokens; give two or more, none of them empty")
