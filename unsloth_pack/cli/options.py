@@ -106,12 +106,11 @@ class TrainOptions:
     eval_packing: bool | None = _flag(
         DATA, None, boolean, "pack the evaluation data; default: as the training data"
     )
-    max_token_loss: float | None = _flag(
+    max_token_loss: float = _flag(
         DATA,
-        None,
+        0.01,
         real(0),
-        "stop where truncation and dropping discard a greater share of the tokens; default: 0.01, or any "
-        "share where max_seq_length is given or the data is packed already",
+        "stop where truncation and dropping discard a greater share of the tokens",
         "SHARE",
     )
     train_on_responses_only: bool = _flag(
@@ -232,9 +231,6 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
         packs = given.get("sample_packing", DEMO_DEFAULTS.get("sample_packing"))
         values |= DEMO_DEFAULTS | ({} if packs else _DEMO_UNPACKED)
     values |= given
-    if values["max_token_loss"] is None:  # who says how long documents are to be means them to be cut
-        says = "max_seq_length" in given or find_packs(values["dataset"])
-        values["max_token_loss"] = 1.0 if says else 0.01
     return _fill_in(values | _decided_by_packs(values, saved | given))
 
 

@@ -117,15 +117,14 @@ def _rows_of(
     vocab_size: int,
 ) -> tuple[Dataset, TokenLedger, PackManifest | None]:
     """Rows for the trainer, from a folder of packs or from data to tokenise, and where their tokens went."""
-    loss_allowed = float(options.max_token_loss or 0)
     if isinstance(source, Path):
         packs, rows = read_packs(source, tokenizer_hash(tokenizer))
         check_token_ids(rows, vocab_size)
-        check_token_loss(name, packs.ledger, loss_allowed, packs.capacity, are_packed=True)
+        check_token_loss(name, packs.ledger, options.max_token_loss, packs.capacity, are_packed=True)
         return rows, packs.ledger, packs
     rows, ledger = to_documents(source, tokenizer, options.max_seq_length, options.train_on_responses_only)
     check_token_ids(rows, vocab_size)
-    check_token_loss(name, ledger, loss_allowed, options.max_seq_length)
+    check_token_loss(name, ledger, options.max_token_loss, options.max_seq_length)
     return (pack_dataset(rows, options.max_seq_length) if packing else rows), ledger, None
 
 
