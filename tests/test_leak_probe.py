@@ -197,6 +197,15 @@ def test_what_says_nothing_is_no_leak(tokens, caplog):
     )
 
 
+def test_a_document_that_no_loss_reaches_says_nothing():
+    model = patched()
+    model.get_decoder().norm.register_forward_hook(
+        lambda module, args, out: out * (torch.arange(37) > 7)[:, None]
+    )
+    with pytest.raises(LeakFound, match="no gradient reaches a document's own embeddings; nothing can be"):
+        probe(model)
+
+
 @pytest.fixture
 def process_group(tmp_path):
     torch.distributed.init_process_group(
