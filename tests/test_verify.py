@@ -278,12 +278,19 @@ def test_the_model_is_left_as_it_was(look):
     patch_model(model)
     model.train()
     model.get_base_model().model.layers[0].eval()
-    model.register_forward_pre_hook(lambda *_: np.random.shuffle([random.random(), 0.5]))
+    modes = []
+
+    def note(module, args):
+        modes.append(module.training)
+        np.random.shuffle([random.random(), 0.5])
+
+    model.register_forward_pre_hook(note)
     model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
     weights = copy.deepcopy(model.state_dict())
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     before = state_of(model)
     report = look(model)
+    assert {*modes} == ({True, False} if look is verify else {True})
     assert state_of(model) == before
     assert gradients
     assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters() if p.grad is not None)
