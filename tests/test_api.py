@@ -312,6 +312,21 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+def test_a_save_replaces_files_of_the_same_names_and_leaves_others(folder, tmp_path):
+    """A second chat template lies in a folder of its own."""
+    model, tokenizer = load(folder)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    target = tmp_path / "saved"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    for word in ("old", "new"):
+        tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": word}
+        model.save_pretrained_merged(target, tokenizer, save_method="lora")
+    assert (target / "notes.txt").read_text() == "mine"
+    assert AutoTokenizer.from_pretrained(target).chat_template["tool_use"] == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

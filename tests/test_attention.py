@@ -1,5 +1,6 @@
 """Every backend that runs here against attention written out document by document in float64."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from unsloth_pack.attention import (
     choose_backend,
     flash,
     why_unavailable,
+    xformers,
 )
 from unsloth_pack.attention.flash import VarlenKernel, flash_attn_4, refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
@@ -130,7 +132,7 @@ def test_every_flash_kernel_is_right_with_the_heads_it_serves(head_dim):
             assert error(g, t) <= 1.5 * error(p, t), (kernel.name, what)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS.values(), AttentionOptions(0.2, window=1)], ids=str)
 def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
     """Its fourth place is no `cu_seqlens`; a left bound of -1 hides every key where there is a right one."""
     lengths = (5, 33, 20)
@@ -140,6 +142,7 @@ def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
         assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, 5, 38, 58]
         assert given["max_seqlen_q"] == given["max_seqlen_k"] == 33
         assert given["causal"]
+        assert isinstance(given["softcap"], float)  # flash-attn 2 takes no None
         before, after = given["window_size"]
         assert (before, after) == (None, None) or (before >= 0 and after == 0)
         window = None if before is None else before + 1
@@ -157,6 +160,41 @@ def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
     assert torch.equal(out, written_out(*tensors, lengths, options))
     assert "softcap" in kernel.options
     assert "dropout_p" not in kernel.options
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["window"], AttentionOptions(0.3, dropout=0.1)])
+def test_xformers_is_told_what_the_options_mean(options, monkeypatch):
+    class Mask:
+        def __init__(self, lengths, window=None):
+            self.lengths, self.window = lengths, window
+
+        @classmethod
+        def from_seqlens(cls, lengths, device):
+            return cls(lengths)
+
+        def make_local_attention(self, window):
+            assert window is not None
+            return Mask(self.lengths, window)
+
+    def memory_efficient_attention(q, k, v, attn_bias, p, scale):
+        assert q.shape == k.shape == v.shape  # its backward pass takes no grouped heads
+        assert p == options.dropout
+        meant = AttentionOptions(scale, attn_bias.window)
+        return written_out(q[0], k[0], v[0], attn_bias.lengths, meant)[None]
+
+    bias = SimpleNamespace(BlockDiagonalCausalMask=Mask)
+    ops = SimpleNamespace(memory_efficient_attention=memory_efficient_attention)
+    modules = {"": SimpleNamespace(ops=ops), ".ops": ops, ".ops.fmha": bias, ".ops.fmha.attn_bias": bias}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"xformers{name}", module)
+    lengths = (5, 33, 20)
+    torch.manual_seed(0)
+    tensors = [torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2)]
+    row = PackedRow.of_lengths(lengths, torch.device("cpu"))
+    assert torch.equal(xformers.attend(*tensors, row, options), written_out(*tensors, lengths, options))
+    huge = torch.empty(2**17, 128, 256, device="meta")
+    with pytest.raises(InputError, match="32-bit index"):
+        xformers.attend(huge, huge, huge, row, options)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -240,6 +278,38 @@ def test_a_layer_that_no_flash_kernel_serves_is_refused(kernels, monkeypatch):
     for options, missing in (({"softcap": 2.0}, "softcap"), ({"dropout": 0.1}, "attention dropout")):
         need = AttentionNeed("cuda", torch.bfloat16, 64, AttentionOptions(0.1, **options))
         assert flash.why_unavailable(need) == f"new has no {missing}; install flash-attn"
+        assert flash.name_of_kernel(need) is None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "capability", "why"),
+    [
+        (256, torch.float16, (8, 0), None),
+        (64, torch.float32, (9, 0), "float16 and bfloat16, not torch.float32"),
+        (60, torch.float16, (9, 0), "multiple of 8 up to 256, not 60"),
+        (264, torch.float16, (9, 0), "multiple of 8 up to 256, not 264"),
+        (64, torch.bfloat16, (7, 5), r"needs compute capability 8.0, this GPU has \(7, 5\)"),
+    ],
+)
+def test_flash_says_what_it_cannot_serve(kernels, head_dim, dtype, capability, why):
+    kernels[0] = capability
+    found = flash.why_unavailable(AttentionNeed("cuda", dtype, head_dim, AttentionOptions(0.1)))
+    assert found is None if why is None else re.search(why, found)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "softcap", "why"),
+    [
+        ("cpu", torch.bfloat16, None, "needs CUDA, the model is on cpu"),
+        ("cuda", torch.float32, None, "float16 and bfloat16, not torch.float32"),
+        ("cuda", torch.bfloat16, 2.0, "no softcap"),
+        ("cuda", torch.bfloat16, None, "xformers does not import .*; pip install xformers"),
+    ],
+)
+def test_xformers_says_what_it_cannot_serve(device, dtype, softcap, why, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xformers", None)
+    need = AttentionNeed(device, dtype, 64, AttentionOptions(0.1, softcap=softcap))
+    assert re.search(why, xformers.why_unavailable(need))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

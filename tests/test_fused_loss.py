@@ -107,7 +107,7 @@ def test_num_items_in_batch(items):
 def test_labels_that_are_shifted_already_or_marked_otherwise():
     inputs = batch()
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
-    for more in ({"shift_labels": shifted}, {"ignore_index": 7}):
+    for more in ({"shift_labels": shifted, "labels": shifted}, {"ignore_index": 7}):
         given = {**inputs, **more}
         if "ignore_index" in more:
             del given["packed_seq_lengths"]
@@ -193,6 +193,29 @@ def test_calls_that_want_more_go_through_transformers(change):
         assert out[1].shape[1] == sum(LENGTHS)
     if "output_router_logits" in change:
         assert out.aux_loss > 0
+
+
+def test_the_configuration_may_ask_for_router_logits():
+    """From the first row on, before which the model looks for leaks."""
+    model = patched("qwen3_moe", output_router_logits=True)
+    for _ in range(2):
+        out = model(**batch())
+        assert not is_fused(out)
+        assert len(out.router_logits) == 1
+        assert out.aux_loss > 0
+
+
+@pytest.mark.parametrize("keep", [5, torch.tensor([0, 7, 30])], ids=str)
+def test_labels_of_the_logits_that_are_kept(keep):
+    inputs = ordinary_batch()
+    places = torch.arange(inputs["labels"].shape[1])[-keep:] if isinstance(keep, int) else keep
+    inputs["labels"] = inputs["input_ids"][:, places]
+    theirs, ours = (
+        model(**inputs, logits_to_keep=keep) for model in (tiny_model("qwen3", torch.float32), patched())
+    )
+    assert not is_fused(ours)
+    assert ours.logits.shape == theirs.logits.shape
+    assert torch.allclose(ours.loss, theirs.loss, rtol=BOUND)
 
 
 def test_hidden_states_are_recorded():

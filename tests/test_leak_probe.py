@@ -71,6 +71,29 @@ def test_nor_in_a_bare_loop(leak):
     model(**ROW).loss.backward()
 
 
+@pytest.mark.parametrize(("source", "victim"), [(0, 3), (3, 0), (1, 2)])
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [
+        ("layers.0", r"layer 0 \(LlamaDecoderLayer\)"),
+        ("layers.1", r"layer 1 \(LlamaDecoderLayer\)"),
+        ("norm", "what lies behind the layers"),
+    ],
+)
+def test_the_first_layer_that_lets_one_through_is_named(place, where, source, victim):
+    """The last token of a document is added to that of another, before or behind it."""
+    model = patched()
+    last = torch.tensor(leak_probe._LENGTHS).cumsum(0) - 1
+
+    def mix(module, args):
+        return args[0].index_add(1, last[[victim]], args[0][:, last[[source]]])
+
+    model.get_decoder().get_submodule(place).register_forward_pre_hook(mix)
+    with pytest.raises(LeakFound, match=f"with attention sdpa first in {where};"):
+        probe(model)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 on_a_cpu_alone = pytest.mark.skipif(torch.cuda.is_available(), reason="TRL's loss then wants the model on it")
 
 
@@ -130,7 +153,7 @@ def test_nothing_tells(checkpointing, autocast, looks):
     assert states == states_without
 
 
-def test_it_looks_once_and_only_at_packed_rows_in_training(looks):
+def test_it_looks_once_and_only_at_packed_rows_in_training(looks, caplog):
     model = patched()
     one = {"input_ids": ROW["input_ids"], "packed_seq_lengths": [28]}
     model(**one)
@@ -151,6 +174,7 @@ def test_it_looks_once_and_only_at_packed_rows_in_training(looks):
     patch_model(model)
     model(**ROW)
     assert len(looks) == 2
+    assert not caplog.records
 
 
 def test_a_model_that_was_probed_does_not_look_again(looks):
@@ -160,16 +184,26 @@ def test_a_model_that_was_probed_does_not_look_again(looks):
     assert not looks
 
 
-def test_what_says_nothing_is_no_leak(caplog):
-    """Numbers that are not finite are what the training itself reports."""
+@pytest.mark.parametrize("tokens", [slice(None), slice(64)])
+def test_what_says_nothing_is_no_leak(tokens, caplog):
+    """Numbers that are not finite, in some document or all, are what the training itself reports."""
     model = patched()
     with torch.no_grad():
-        model.get_input_embeddings().weight.fill_(torch.nan)
+        model.get_input_embeddings().weight[tokens] = torch.nan
     with caplog.at_level(logging.WARNING, "unsloth_pack"):
         model(**ROW)
     assert (
         "not probed for leaks between documents: the gradients of a short packed row are not" in caplog.text
     )
+
+
+def test_a_document_that_no_loss_reaches_says_nothing():
+    model = patched()
+    model.get_decoder().norm.register_forward_hook(
+        lambda module, args, out: out * (torch.arange(37) > 7)[:, None]
+    )
+    with pytest.raises(LeakFound, match="no gradient reaches a document's own embeddings; nothing can be"):
+        probe(model)
 
 
 @pytest.fixture

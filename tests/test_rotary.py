@@ -31,6 +31,16 @@ ROPES = {
             "max_position_embeddings": 32,
         },
     ),
+    "dynamic in one type of layer": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+            "max_position_embeddings": 32,
+        },
+    ),
     "yarn": (
         "llama",
         {
@@ -84,3 +94,15 @@ def test_a_table_grows_to_the_last_position():
     for longest in (5, 256, 257, 600):
         cos, _, rows = tables.for_row(PackedRow.of_lengths((3, longest), torch.device("cpu")))
         assert len(cos) > int(rows.max()) == longest - 1
+        assert len(cos) < longest + 256
+    assert tables.for_row(PackedRow.of_lengths((3, 5), torch.device("cpu")))[0] is cos
+    assert tables.for_row(PackedRow.of_lengths((3, 5), torch.device("meta")))[0].is_meta
+
+
+@pytest.mark.parametrize(("name", "is_static"), zip(ROPES, (False, False, False, True, True), strict=True))
+def test_whether_documents_of_all_lengths_turn_alike(name, is_static):
+    arch, overrides = ROPES[name]
+    model = tiny_model(arch, device="cpu", **overrides)
+    patch_model(model)
+    tables = model.get_base_model().base_model.rotary_tables
+    assert all(table.is_static for table in tables.values()) == is_static

@@ -71,6 +71,7 @@ def checkpoint(model):
         ("phi3", "activation_fn"),
         ("qwen3", "q_norm"),
         ("gemma3_text", "k_norm"),
+        ("olmo2", "q_norm"),
     ],
 )
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -137,6 +138,19 @@ def test_an_activation_that_was_replaced_is_used(when):
     assert_same_gradients(models)
 
 
+@pytest.mark.parametrize("describe", [{}, {"packed_seq_lengths": [10, 30]}], ids=str)
+def test_attention_weights_are_dropped_in_training_alone(describe):
+    outs = []
+    for dropout in (0.5, 0.0):
+        model = tiny_model("llama", device="cpu", attention_dropout=dropout)
+        patch_model(model)
+        with torch.no_grad():
+            twice = [model(input_ids=IDS, use_cache=False, **describe).logits for _ in "ab"]
+            assert torch.equal(*twice) == (dropout == 0)
+            outs.append(model.eval()(input_ids=IDS, use_cache=False, **describe).logits)
+    assert torch.equal(*outs)
+
+
 # In between
 
 
@@ -175,12 +189,12 @@ def test_the_plan_may_change_between_forward_and_recomputation(plans):
     assert_same_gradients(models)
 
 
+@pytest.mark.parametrize("part", ["self_attn", "q_norm", "k_norm"])
 @pytest.mark.parametrize("way", ["trained", "disabled", "merged"])
-def test_an_attention_that_is_trained_whole(way):
+def test_a_part_of_the_attention_that_is_trained_whole(way, part):
     """PEFT's `modules_to_save` wraps it: the frozen one runs where the adapter is disabled."""
     models = [
-        tiny_model("qwen3", torch.float64, device="cpu", lora={"modules_to_save": ["self_attn"]})
-        for _ in "ab"
+        tiny_model("qwen3", torch.float64, device="cpu", lora={"modules_to_save": [part]}) for _ in "ab"
     ]
     for model in models:
         for name, p in model.named_parameters():

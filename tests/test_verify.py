@@ -278,17 +278,26 @@ def test_the_model_is_left_as_it_was(look):
     patch_model(model)
     model.train()
     model.get_base_model().model.layers[0].eval()
+    modes = []
+
+    def note(module, args):
+        modes.append(module.training)
+        np.random.shuffle([random.random(), 0.5])
+
+    model.register_forward_pre_hook(note)
     model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
     weights = copy.deepcopy(model.state_dict())
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     before = state_of(model)
-    look(model)  # and dropout, which would change every logit, is off
+    report = look(model)
+    assert {*modes} == ({True, False} if look is verify else {True})
     assert state_of(model) == before
     assert gradients
     assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters() if p.grad is not None)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     if look is verify:
-        assert look(model).passed
+        assert report.passed
+        assert {check.allowed for check in report.checks if check.name in LEAKS[:2]} == {0}  # no dropout
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

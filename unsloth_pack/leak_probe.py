@@ -6,6 +6,7 @@ no hook runs, no gradient is accumulated, no random number is drawn, no step is 
 Shapes: T tokens of a row or L of a document, C channels.
 """
 
+import inspect
 import logging
 import math
 import random
@@ -227,7 +228,9 @@ class _Decoder(Probed):
     def _outputs(self, embeddings_1TC: Tensor, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         lengths = [len(document) for document in documents]
         row = PackedRow.of_lengths(tuple(lengths), embeddings_1TC.device)
-        hidden_1TC = self._decoder._packed_forward(row, None, embeddings_1TC).last_hidden_state
+        # Not through transformers' recording of outputs: it would lose its hooks to `_without_hooks`
+        forward = inspect.unwrap(type(self._decoder)._packed_forward)
+        hidden_1TC = forward(self._decoder, row, None, embeddings_1TC).last_hidden_state
         return hidden_1TC[0].split(lengths)
 
 

@@ -31,9 +31,7 @@ def write_whole(target: Path) -> Iterator[Path]:
             yield aside
             if target.exists() and any(target.iterdir()):
                 _flush_all(aside)
-                for file in aside.iterdir():
-                    os.replace(file, target / file.name)
-                _flush(target)
+                _move_files(aside, target)
             else:
                 put_in_place(aside, target)
     except (OSError, SafetensorError) as error:
@@ -64,6 +62,15 @@ def put_in_place(aside: Path, target: Path) -> None:
     _flush_all(aside)
     os.replace(aside, target)
     _flush(target.parent)
+
+
+def _move_files(source: Path, target: Path) -> None:
+    for place, _, names in os.walk(source, topdown=False):  # a folder's name is flushed after what it holds
+        inside = target / Path(place).relative_to(source)
+        inside.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            os.replace(Path(place, name), inside / name)
+        _flush(inside)
 
 
 def _flush_all(folder: Path) -> None:
