@@ -168,7 +168,7 @@ def arguments_of(args: argparse.Namespace, out: Path) -> list[str]:
     given |= {"dataset": "data/train.jsonl", "eval_dataset": "data/eval.jsonl", "save_steps": args.save_steps}
     given |= {"max_seq_length": args.tokens or (512 if demo else SHAPES[args.shape].tokens)}
     given |= {"num_train_epochs": args.epochs, "seed": args.seed + int(out.name), "r": 4}
-    given["gradient_accumulation_steps"] = 2
+    given |= {"gradient_accumulation_steps": 2, "max_token_loss": 1}
     return ["--sample_packing", *(f"--{name}={value}" for name, value in given.items())]
 
 

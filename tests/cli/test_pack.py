@@ -207,15 +207,14 @@ def test_packs_that_have_lost_more_than_allowed(model, rows, train, refused, tmp
     (tmp_path / "long.json").write_text(json.dumps([*rows, {**rows[0], "output": "b" * 200}]))
     command = ["pack", f"--model_name={model}", "--dataset=long.json", f"--max_seq_length={CAPACITY}"]
     assert main([*command, "--out=long"]) == 0
-    says = refused("--max_token_loss=0.01", dataset="long", max_seq_length=None)
+    says = refused(dataset="long", max_seq_length=None)
     longest, share = re.fullmatch(
         r".*: long has lost .* pack it anew with --max_seq_length (\d+) .*--max_token_loss (\S+)\n", says
     ).groups()
     assert train(f"--max_token_loss={share}", dataset="long", max_seq_length=None, max_steps=1) == 0
-    assert train("--overwrite_output_dir", dataset="long", max_seq_length=None, max_steps=1) == 0  # as packed
     assert main([*command[:3], f"--max_seq_length={longest}", "--out=whole"]) == 0
     assert read_manifest(tmp_path / "whole").ledger.discarded == 0
-    flags = {"eval_dataset": "long", "output_dir": "other", "max_token_loss": 0.01}
+    flags = {"eval_dataset": "long", "output_dir": "other"}
     assert "long has lost" in refused("--sample_packing", **flags)
 
 
