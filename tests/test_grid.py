@@ -66,7 +66,7 @@ def test_a_wrong_scaling(monkeypatch):
     frozen = fast_lora.FastLoraLinear.frozen
 
     def scaled_as_plain(layer):
-        return frozen(layer)[0], 8 / layer.r["default"]
+        return frozen(layer)._replace(scaling=8 / layer.r["default"])
 
     monkeypatch.setattr(fast_lora.FastLoraLinear, "frozen", scaled_as_plain)
     assert any(text.startswith("logits: ") for text in failures("rslora"))
@@ -89,14 +89,20 @@ def test_a_bias_whose_gradient_is_lost(monkeypatch):
 
 
 def test_dropout_that_is_left_out(monkeypatch):
-    why_not_fused = fast_lora.why_not_fused
-
-    def overlooks_dropout(layer):
-        reason = why_not_fused(layer)
-        return None if reason == "LoRA dropout" else reason
-
-    monkeypatch.setattr(fast_lora, "why_not_fused", overlooks_dropout)
+    monkeypatch.setattr(lora_math, "_drop", lambda layers: False)
     assert any(text.startswith("logits: ") for text in failures("dropout", "bfloat16"))
+
+
+def test_dropout_that_gradients_pass_by(monkeypatch):
+    dropped = lora_math.Layer.dropped
+
+    def not_of_gradients(layer, x, first_row, add_to=None):
+        return dropped(layer, x, first_row) if add_to is None else add_to.add_(x)
+
+    monkeypatch.setattr(lora_math.Layer, "dropped", not_of_gradients)
+    failed = failures("dropout", "bfloat16")
+    assert failed
+    assert not any(text.startswith("logits: ") for text in failed)
 
 
 def test_a_gradient_that_is_missing_or_not_finite(monkeypatch):

@@ -14,7 +14,7 @@ from unsloth_pack.errors import BackendUnavailable
 
 from .cases import CHECKPOINTING, DTYPES
 from .judge import QUANTITIES, Draw, holds, judge
-from .models import NotApplicable, build, build_exact
+from .models import NotApplicable, build, build_exact, drawing_dropout
 
 _MORE_DRAWS = (4, 16)  # of documents, where fewer are above what is allowed
 _STEPS_BEFORE_REPLAY = 3  # two rows of a form run uncaptured, the third is captured
@@ -45,6 +45,11 @@ def _uncaptured_and_captured(case):
     references = _references(case.arch, case.window, case.variant, case.dtype)
     model = copy.deepcopy(references.model)
     patch = patch_model(model, case.backend)
+    with drawing_dropout(model):
+        yield from _in_turn(case, references, model, patch)
+
+
+def _in_turn(case, references, model, patch):
     enable_checkpointing(model, CHECKPOINTING[case.checkpointing])
     decoder = model.get_decoder()
     about = {"unfused": patch.report.not_fused["LoRA"]} if "LoRA" in patch.report.not_fused else {}

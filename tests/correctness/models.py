@@ -1,6 +1,8 @@
 """The untouched model of a case, and the same in float64 on the CPU."""
 
 import copy
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -9,6 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from unsloth_pack import supported_architectures
+from unsloth_pack.kernels import reference
+from unsloth_pack.models import fast_lora
+from unsloth_pack.models.fast_lora import FastLoraLinear
 
 from .cases import DTYPES, VARIANTS, WINDOWS
 
@@ -94,13 +99,13 @@ class _TokenDropout(nn.Dropout):
     """Drops by token and not at random, so that all runs over the same documents drop the same.
 
     Calls see the tokens of all documents in order: all at once in a packed row, perhaps with padding behind
-    them, or document after document.
+    them, or document after document. What is dropped is what a fused layer drops with the same seed.
     """
 
     def __init__(self, p, n_features, seed):
         super().__init__(p)
-        generator = torch.Generator().manual_seed(seed)
-        keep = torch.rand(sum(MIXED_LENGTHS), n_features, generator=generator) >= p
+        self.register_buffer("seed", torch.tensor([seed]), persistent=False)
+        keep = reference.dropout(torch.ones(sum(MIXED_LENGTHS), n_features), self.seed, p) != 0
         self.register_buffer("keep", keep, persistent=False)
         self.seen = 0
 
@@ -112,6 +117,22 @@ class _TokenDropout(nn.Dropout):
             keep = self.keep[self.seen : self.seen + n_tokens]
             self.seen = (self.seen + n_tokens) % n_all
         return x.masked_fill(~keep.view(x.shape), 0) / (1 - self.p)
+
+
+@contextmanager
+def drawing_dropout(model):
+    """Fused layers of a patched model draw what they drop, as in training, but from the seeds of the case."""
+    for layer in model.modules():
+        if isinstance(layer, FastLoraLinear):
+            by_token = dict(layer.lora_dropout)
+            for name, dropout in by_token.items():
+                if isinstance(dropout, _TokenDropout):
+                    layer.lora_dropout[name] = nn.Dropout(dropout.p)
+                    layer.lora_dropout[name].seed = dropout.seed
+            if fast_lora.why_not_fused(layer) is not None:
+                layer.lora_dropout.update(by_token)
+    with mock.patch.object(fast_lora, "new_seed", lambda dropout, device: dropout.seed):
+        yield
 
 
 def _with_token_dropout(model):

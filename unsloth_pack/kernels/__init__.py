@@ -1,10 +1,11 @@
 """Fused kernels: plain functions, each with a torch oracle of the same name and arguments in `reference`.
 
-They have autograd, but for those of fp8 and `gated_backward_`, which stand inside of autograd nodes. CUDA
-tensors run on Triton, or on torch's own GEMMs. CPU tensors run on the oracle, or on Triton's interpreter when
-TRITON_INTERPRET=1 is set before the first import. Triton itself is optional.
+They have autograd, but for those of fp8, `dropout` and `gated_backward_`, which stand inside of autograd
+nodes. CUDA tensors run on Triton, or on torch's own GEMMs. CPU tensors run on the oracle, or on Triton's
+interpreter when TRITON_INTERPRET=1 is set before the first import. Triton itself is optional.
 """
 
+from .dropout import dropout
 from .fp8 import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
 from .gated import gated, gated_backward_
 from .linear_cross_entropy import LabelledRows, linear_cross_entropy
@@ -16,6 +17,7 @@ __all__ = [
     "Fp8Rows",
     "LabelledRows",
     "QKNorm",
+    "dropout",
     "fp8_linear",
     "fp8_linear_backward",
     "gated",

@@ -56,18 +56,30 @@ class FastLoraLinear(nn.Module):
     def _is_plain(self) -> bool:
         return not self.disable_adapters and not self.merged and why_not_fused(self) is None
 
-    def frozen(self) -> tuple[lora_math.Frozen, float]:
-        """The weight and the scaling."""
+    def frozen(self) -> lora_math.Frozen:
+        """The weight, the scaling, and dropout with a seed of its own at every call."""
         base: Any = self.base_layer
-        scaling: Any = self.scaling[self.active_adapters[0]]
+        adapter = self.active_adapters[0]
+        scaling: Any = self.scaling[adapter]
+        weight: Any = base.weight
         if isinstance(base, Fp8Linear):
-            return base.rows, scaling
-        return (nf4_weight(base) if is_linear_4bit(base) else base.weight), scaling
+            weight = base.rows
+        elif is_linear_4bit(base):
+            weight = nf4_weight(base)
+        dropout: Any = self.lora_dropout[adapter]
+        if not (dropout.training and getattr(dropout, "p", 0)):
+            return lora_math.Frozen(weight, scaling)
+        return lora_math.Frozen(weight, scaling, dropout.p, new_seed(dropout, base.weight.device))
 
     def tensors(self) -> tuple[Any, ...]:
         """What may be trained: the bias or None, A and B."""
         adapter = self.active_adapters[0]
         return self.base_layer.bias, self.lora_A[adapter].weight, self.lora_B[adapter].weight
+
+
+def new_seed(dropout: nn.Dropout, device: torch.device) -> Tensor:
+    """Of what is dropped in one call, from the generator of the device, which is not waited for."""
+    return torch.randint(2**62, (1,), device=device)
 
 
 def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -104,8 +116,8 @@ def why_not_fused(layer: Any) -> str | None:
         return type(layer.lora_variant[adapter]).__name__.removesuffix("LinearVariant")
     lora_a, lora_b = layer.lora_A[adapter], layer.lora_B[adapter]
     dropout = layer.lora_dropout[adapter]
-    if layer.training and not isinstance(dropout, nn.Identity):
-        return "LoRA dropout"
+    if dropout.training and type(dropout) not in (nn.Identity, nn.Dropout):
+        return f"LoRA dropout by a {type(dropout).__name__}"
     if lora_b.bias is not None:
         return "LoRA bias"
     if isinstance(lora_a, FSDPModule) or isinstance(lora_b, FSDPModule):
@@ -153,7 +165,8 @@ class _LoraLinears(torch.autograd.Function):
         x_NI = x.reshape(-1, x.shape[-1])
         a_RI, layers = lora_math.stack(x.dtype, frozen, tensors)
         outputs, h_NR = lora_math.forward(x_NI, a_RI, layers)
-        ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *recipe.inputs)
+        seeds = [p.frozen.seed for p in layers]
+        ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *seeds, *recipe.inputs)
         ctx.compute, ctx.shape = recipe.compute, x.shape
         ctx.versions = lora_math.versions(frozen)
         ctx.layers = [replace(p, bias=None, b_Or=None) for p in layers]
@@ -164,8 +177,12 @@ class _LoraLinears(torch.autograd.Function):
     def backward(ctx, *grads):
         lora_math.unchanged(ctx.versions)
         a_RI, h_NR, *saved = ctx.saved_tensors
-        b_Ors, inputs = saved[: len(ctx.layers)], saved[len(ctx.layers) :]
-        layers = [replace(p, b_Or=b_Or) for p, b_Or in zip(ctx.layers, b_Ors, strict=True)]
+        n = len(ctx.layers)
+        b_Ors, seeds, inputs = saved[:n], saved[n : 2 * n], saved[2 * n :]
+        layers = [
+            replace(p, b_Or=b_Or, frozen=p.frozen._replace(seed=seed))
+            for p, b_Or, seed in zip(ctx.layers, b_Ors, seeds, strict=True)
+        ]
         x_NI = ctx.compute(*inputs).reshape(-1, ctx.shape[-1])
         g_NOs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         gh_NR = lora_math.backward_to_ranks(g_NOs, a_RI, layers)

@@ -49,7 +49,7 @@ def gated_mlp(
 @dataclass
 class _Plan:
     activation: str
-    frozen: list[Any]
+    frozen: list[lora_math.Frozen]
     compute: Callable[..., Tensor]  # x, from so many inputs
     n_inputs: int
     keep: bool
@@ -86,9 +86,9 @@ class _GatedMLP(torch.autograd.Function):
         kept = lora_math.forward(x_NI, a_RI, inner)[0] if plan.keep else []
         parts = []
         for tile in _tiles(len(x_NI), a_rF.shape[1]):
-            outputs = [y[tile] for y in kept] or lora_math.forward(x_NI[tile], a_RI, inner)[0]
+            outputs = [y[tile] for y in kept] or lora_math.forward(x_NI[tile], a_RI, inner, tile.start)[0]
             product_tF = gated(*_gate_and_up(outputs), plan.activation)
-            parts += lora_math.forward(product_tF, a_rF, down)[0]
+            parts += lora_math.forward(product_tF, a_rF, down, tile.start)[0]
         if plan.start is None:
             ctx.save_for_backward(*inputs, *kept)
         ctx.plan, ctx.shape = plan, x.shape
@@ -108,28 +108,30 @@ class _GatedMLP(torch.autograd.Function):
         grad_xs: list[Tensor] = []
         sums: list[Tensor] = []
         for tile in _tiles(len(x_NI), a_rF.shape[1]):
-            x_tI, g_tO = x_NI[tile], g_NO[tile]
+            x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
             if plan.keep:
-                outputs, h_tR = [y[tile] for y in kept], x_tI @ a_RI.t()
+                outputs, h_tR = [y[tile] for y in kept], lora_math.to_ranks(x_tI, a_RI, inner, row)
                 grads = [torch.empty_like(y) for y in outputs]
             else:
-                outputs, h_tR = lora_math.forward(x_tI, a_RI, inner)
+                outputs, h_tR = lora_math.forward(x_tI, a_RI, inner, row)
                 grads = outputs
             gh_tr = lora_math.backward_to_ranks([g_tO], a_rF, down)
-            product_tF = lora_math.backward_to_input([g_tO], gh_tr, a_rF, down)  # its gradient, until it is
+            product_tF = lora_math.backward_to_input(
+                [g_tO], gh_tr, a_rF, down, row
+            )  # its gradient, until it is
             gated_backward_(product_tF, *_gate_and_up(outputs), plan.activation, *_gate_and_up(grads))
-            h_tr = product_tF @ a_rF.t()
-            of_down = lora_math.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down)
+            h_tr = lora_math.to_ranks(product_tF, a_rF, down, row)
+            of_down = lora_math.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down, row)
             del product_tF
             gh_tR = lora_math.backward_to_ranks(grads, a_RI, inner)
-            of_inner = lora_math.backward_to_factors(grads, gh_tR, x_tI, h_tR, inner)
+            of_inner = lora_math.backward_to_factors(grads, gh_tR, x_tI, h_tR, inner, row)
             biases = [
                 g.sum(0, dtype=_wide(g.dtype)) if trained else g.new_zeros(())
                 for g, trained in zip([*grads, g_tO], ctx.needs_input_grad[3::3], strict=True)
             ]
             sums = _added(sums, [*of_inner, *of_down, *biases])
             if ctx.needs_input_grad[0]:
-                grad_xs.append(lora_math.backward_to_input(grads, gh_tR, a_RI, inner))
+                grad_xs.append(lora_math.backward_to_input(grads, gh_tR, a_RI, inner, row))
         grad_x = _joined(grad_xs).view(ctx.shape) if grad_xs else None
         return grad_x, None, None, *_by_layer(sums, ctx.needs_input_grad[3::3], inner, down)
 

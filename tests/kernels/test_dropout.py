@@ -1,0 +1,98 @@
+"""dropout: the same bits as its oracle, and what it keeps is as random as it should be."""
+
+import pytest
+import torch
+from exactness import DEVICE
+
+from unsloth_pack.kernels import dropout, reference
+
+pytest.importorskip("triton")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(5, 64), (3, 37), (1, 1), (2, 5000), (9, 3)]
+
+
+def seeded(seed):
+    return torch.tensor([seed], device=DEVICE)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_the_oracles_bits(dtype, p):
+    for shape in SHAPES:
+        x, before = torch.randn(2, *shape, device=DEVICE).to(dtype)
+        for seed in (0, 1, 2**40 + 7, 2**62 - 1):
+            expected = reference.dropout(x, seeded(seed), p, 3)
+            assert torch.equal(dropout(x, seeded(seed), p, 3), expected)
+            added, expected = before.clone(), reference.dropout(x, seeded(seed), p, 3, before.clone())
+            assert dropout(x, seeded(seed), p, 3, added) is added
+            assert torch.equal(added, expected)
+
+
+def test_philox_is_the_published_one():
+    """The known answers of Random123 for the counters and keys that are drawn from here."""
+    words = reference._philox(torch.tensor(0), torch.tensor([0]), torch.tensor([0]))
+    assert [word.item() for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_what_is_kept_is_scaled_and_rounded_once():
+    x = torch.randn(40, 300, device=DEVICE).to(BF16)
+    out = dropout(x, seeded(5), 0.3)
+    kept = out != 0
+    assert torch.equal(out[kept], (x.double() / 0.7).to(BF16)[kept])
+    wide = torch.randn(40, 300, device=DEVICE).to(BF16)
+    added = dropout(x, seeded(5), 0.3, add_to=wide.clone())
+    assert torch.equal(added, (wide.double() + kept * x.double() / 0.7).to(BF16))
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_as_many_are_kept_as_asked_for_wherever_they_lie(p):
+    n_rows, n_columns = 400, 257
+    kept = dropout(torch.ones(n_rows, n_columns, device=DEVICE), seeded(11), p).cpu() != 0
+    for axis, n in ((None, kept.numel()), (0, n_rows), (1, n_columns)):
+        share = kept.double().mean() if axis is None else kept.double().mean(axis)
+        assert ((share - (1 - p)).abs() < 5 * (p * (1 - p) / n) ** 0.5).all()
+
+
+def test_seeds_rows_and_columns_are_independent():
+    ones = torch.ones(64, 1024, device=DEVICE)
+    masks = [(dropout(ones, seeded(seed), 0.5) != 0).double().cpu() * 2 - 1 for seed in (1, 2, 2**32 + 1)]
+    pairs = [(masks[0], masks[1]), (masks[0], masks[2]), (masks[0][1:], masks[0][:-1])]
+    pairs += [(masks[0][:, shift:], masks[0][:, :-shift]) for shift in (1, 256, 512)]
+    for one, other in pairs:
+        assert (one * other).mean().abs() < 5 / one.numel() ** 0.5
+
+
+def test_tiles_and_strided_rows_are_the_whole():
+    x = torch.randn(50, 130, device=DEVICE)
+    whole = dropout(x, seeded(3), 0.4)
+    for start, stop in ((0, 7), (7, 8), (8, 50)):
+        assert torch.equal(dropout(x[start:stop], seeded(3), 0.4, start), whole[start:stop])
+    half = torch.randn(50, 260, device=DEVICE)[:, 130:]
+    assert torch.equal(dropout(half, seeded(3), 0.4), dropout(half.contiguous(), seeded(3), 0.4))
+
+
+def test_float64_takes_the_reference():
+    x = torch.randn(4, 9, dtype=torch.float64, device=DEVICE)
+    assert torch.equal(dropout(x, seeded(8), 0.5), reference.dropout(x, seeded(8), 0.5))
+
+
+def test_no_rows():
+    assert dropout(torch.empty(0, 8, device=DEVICE), seeded(1), 0.5).shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(3)}, "pass rows"),
+        ({"x": torch.ones(2, 4, dtype=torch.int64)}, "of a floating dtype"),
+        ({"seed": torch.tensor([1], dtype=torch.int32)}, "pass one int64"),
+        ({"seed": torch.tensor([1, 2])}, "pass one int64"),
+        ({"p": 1.5}, "p is 1.5: pass a probability"),
+        ({"add_to": torch.ones(2, 3)}, "pass one like x"),
+        ({"add_to": torch.ones(4, 2).t()}, "not contiguous"),
+    ],
+)
+def test_what_does_not_fit(change, message):
+    given = {"x": torch.ones(2, 4), "seed": torch.tensor([1]), "p": 0.5} | change
+    with pytest.raises(ValueError, match=message):
+        dropout(**given)
