@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ from torch.nn import functional as F
 
 EPS = 1e-6
 RANK = 16
+DEVICE = "cuda"
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 CUBE = 8192
 
 Tensors = tuple[Tensor, ...]
@@ -219,7 +223,7 @@ def rotary(shape: Shape) -> Iterator[Subject]:
 
 
 def elementwise(shape: Shape) -> Iterator[Subject]:
-    from unsloth_pack.kernels import gated, reference, rms_norm
+    from unsloth_pack.kernels import dropout, gated, gated_backward_, reference, rms_norm
 
     T = shape.tokens
     hidden, inner = 2.0 * T * shape.hidden, 2.0 * T * shape.intermediate
@@ -242,6 +246,23 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
         ),
         ours=lambda gate, up: gated(gate, up, "silu"),
         plain=lambda gate, up: F.silu(gate) * up,
+    )
+    yield Subject(
+        name="gated_backward_",
+        ceiling="copy",
+        work=(6 * inner, None),
+        inputs=lambda: (tuple(randn(T, shape.intermediate, grad=False) for _ in range(3)), ()),
+        ours=lambda g, gate, up: gated_backward_(g, gate, up, "silu", gate, up),
+        plain=lambda g, gate, up: reference.gated_backward_(g, gate, up, "silu", gate, up),
+    )
+    seed = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    yield Subject(
+        name="dropout",
+        ceiling="copy",
+        work=(2 * hidden, None),
+        inputs=lambda: ((randn(T, shape.hidden, grad=False),), ()),
+        ours=lambda x: dropout(x, seed, 0.1),
+        plain=lambda x: F.dropout(x, 0.1),
     )
 
 
@@ -287,38 +308,95 @@ def fp8(shape: Shape) -> Iterator[Subject]:
 
 
 def lora(shape: Shape) -> Iterator[Subject]:
-    """The projections of a decoder layer that read the same input, as one node, against PEFT's layers."""
+    """The projections of a decoder layer as the nodes that models run, against PEFT's layers."""
+    layer, dropping = adapted_layer(shape), adapted_layer(shape, lora_dropout=0.1)
+    yield over_one_input("LoRA q, k, v", shape, layer.self_attn, ATTENTION[:3])
+    yield over_one_input("same, dropout", shape, dropping.self_attn, ATTENTION[:3])
+    yield over_one_input("LoRA o", shape, layer.self_attn, ATTENTION[3:])
+    yield whole_mlp("LoRA MLP", shape, layer.mlp)
+    yield whole_mlp("same, dropout", shape, dropping.mlp)
+    if find_spec("bitsandbytes") is not None:
+        yield whole_mlp("same, NF4", shape, adapted_layer(shape, in_nf4=True).mlp)
+
+
+def adapted_layer(shape: Shape, lora_dropout: float = 0.0, in_nf4: bool = False) -> Any:
+    """A patched decoder layer with an adapter on every projection."""
     from peft import LoraConfig, get_peft_model
-    from peft.tuners.lora import Linear
     from transformers import AutoModelForCausalLM
 
     from unsloth_pack import patch_model
-    from unsloth_pack.models.fast_lora import project
 
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         one_layer = shape.config(num_hidden_layers=1, vocab_size=256)
         model = AutoModelForCausalLM.from_config(one_layer, dtype=torch.bfloat16)
-    groups = {"self_attn": ["q_proj", "k_proj", "v_proj"], "mlp": ["gate_proj", "up_proj"]}
+    if in_nf4:
+        for name in MLP:
+            setattr(model.model.layers[0].mlp, name, nf4(getattr(model.model.layers[0].mlp, name)))
+        model.is_loaded_in_4bit = True
     adapter = LoraConfig(
-        r=RANK, target_modules=[name for names in groups.values() for name in names], task_type="CAUSAL_LM"
+        r=RANK, target_modules=[*ATTENTION, *MLP], lora_dropout=lora_dropout, task_type="CAUSAL_LM"
     )
     model = get_peft_model(model, adapter, autocast_adapter_dtype=False).train()
     patch_model(model)
-    decoder_layer = model.get_base_model().model.layers[0]
-    for part, names in groups.items():
-        layers = [getattr(getattr(decoder_layer, part), name) for name in names]
-        factors = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-        widths = [layer.out_features for layer in layers]
-        frozen = shape.hidden * sum(widths)
-        a, b = shape.hidden * RANK * len(layers), RANK * sum(widths)
-        yield Subject(
-            name="LoRA " + ", ".join(name.removesuffix("_proj") for name in names),
-            ceiling="bf16",
-            work=(2.0 * shape.tokens * (frozen + a + b), 2.0 * shape.tokens * (frozen + 2 * a + 2 * b)),
-            inputs=partial(lora_inputs, shape, factors, widths),
-            ours=lambda x, *_, layers=layers: project(x, layers),
-            plain=lambda x, *_, layers=layers: [Linear.forward(layer, x) for layer in layers],
-        )
+    return model.get_base_model().model.layers[0]
+
+
+def nf4(linear: torch.nn.Linear) -> torch.nn.Module:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    options = {"quant_type": "nf4", "compress_statistics": True}
+    size = linear.in_features, linear.out_features
+    quantised = Linear4bit(*size, bias=False, compute_dtype=linear.weight.dtype, **options)
+    quantised.weight = Params4bit(linear.weight.data.cpu(), requires_grad=False, **options)
+    return quantised.to(DEVICE)
+
+
+def over_one_input(name: str, shape: Shape, attention: Any, names: tuple[str, ...]) -> Subject:
+    from unsloth_pack.models.fast_lora import project
+
+    layers = [getattr(attention, name) for name in names]
+    return Subject(
+        name=name,
+        ceiling="bf16",
+        work=lora_work(shape, layers),
+        inputs=partial(lora_inputs, shape, layers, [layer.out_features for layer in layers]),
+        ours=lambda x, *_: project(x, layers),
+        plain=lambda x, *_: [peft_forward(layer, x) for layer in layers],
+    )
+
+
+def whole_mlp(name: str, shape: Shape, mlp: Any) -> Subject:
+    gate, up, down = layers = [getattr(mlp, name) for name in MLP]
+
+    def plain(x: Tensor, *_: Tensor) -> Tensor:
+        return peft_forward(down, F.silu(peft_forward(gate, x)) * peft_forward(up, x))
+
+    return Subject(
+        name=name,
+        ceiling="bf16",
+        work=lora_work(shape, layers),
+        inputs=partial(lora_inputs, shape, layers, [down.out_features]),
+        ours=lambda x, *_: mlp(x),
+        plain=plain,
+    )
+
+
+def peft_forward(layer: Any, x: Tensor) -> Tensor:
+    """Of the class that the patch has put its own before."""
+    return type(layer).__bases__[-1].forward(layer, x)
+
+
+def lora_work(shape: Shape, layers: list[Any]) -> tuple[float, float]:
+    """FLOP forward and backward: frozen weights once each, factors once and twice."""
+    frozen = sum(layer.in_features * layer.out_features for layer in layers)
+    factors = sum(RANK * (layer.in_features + layer.out_features) for layer in layers)
+    return 2.0 * shape.tokens * (frozen + factors), 2.0 * shape.tokens * (frozen + 2 * factors)
+
+
+def lora_inputs(shape: Shape, layers: list[Any], widths: list[int]) -> tuple[Tensors, Tensors]:
+    gradients = tuple(randn(1, shape.tokens, width, grad=False) for width in widths)
+    factors = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    return (randn(1, shape.tokens, layers[0].in_features), *factors), gradients
 
 
 def loss(shape: Shape) -> Subject:
@@ -347,13 +425,8 @@ def loss(shape: Shape) -> Subject:
     )
 
 
-def lora_inputs(shape: Shape, factors: list[Tensor], widths: list[int]) -> tuple[Tensors, Tensors]:
-    gradients = tuple(randn(1, shape.tokens, width, grad=False) for width in widths)
-    return (randn(1, shape.tokens, shape.hidden), *factors), gradients
-
-
 def randn(*size: int, grad: bool = True) -> Tensor:
-    return torch.randn(*size, dtype=torch.bfloat16, device="cuda", requires_grad=grad)
+    return torch.randn(*size, dtype=torch.bfloat16, device=DEVICE, requires_grad=grad)
 
 
 # The ceilings
