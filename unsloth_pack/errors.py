@@ -28,6 +28,10 @@ class RunStopped(RuntimeError):
     """Something ended a run that had begun. The command line prints what, how to go on, and exits with 1."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came where nothing waits for it."""
+
+
 def printable(text: str) -> str:
     """`text` with whatever may steer a terminal escaped: names and documents may hold it."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -238,17 +238,27 @@ def full(file_size):
     return limited
 
 
-def interrupted(call):
-    def interrupted_call(*arguments):
-        signal.raise_signal(signal.SIGINT)
-        call(*arguments)
+def sent(number):
+    """The call, and a signal as it begins."""
 
-    return interrupted_call
+    def interrupted(call):
+        def interrupted_call(*arguments):
+            signal.raise_signal(number)
+            call(*arguments)
+
+        return interrupted_call
+
+    return interrupted
 
 
 @pytest.mark.parametrize("save_steps", [2, None])
 @pytest.mark.parametrize(
-    ("fault", "code", "says"), [(full(5000), 1, "File too large"), (interrupted, 130, "interrupted; ")]
+    ("fault", "code", "says"),
+    [
+        (full(5000), 1, "File too large"),
+        (sent(signal.SIGINT), 130, "interrupted; "),
+        (sent(signal.SIGTERM), 143, "interrupted; "),
+    ],
 )
 @pytest.mark.parametrize("at", ["_save_adapter", "_save_merged_and_plot"])
 def test_what_goes_wrong_after_the_training(

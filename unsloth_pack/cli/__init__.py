@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from unsloth_pack.errors import InputError, LeakFound, RunStopped, printable
+from unsloth_pack.errors import InputError, LeakFound, RunStopped, Terminated, printable
 
 # Each a module here with `run(argv) -> exit code`
 SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor")
@@ -44,7 +44,8 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, LeakFound):
         return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 130, str(error) or "interrupted before there was anything to save"
+        code = 143 if isinstance(error, Terminated) else 130
+        return code, str(error) or "interrupted before there was anything to save"
     if isinstance(error, RunStopped):
         return 1, _one_line(error)
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
