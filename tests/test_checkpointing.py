@@ -1,6 +1,7 @@
 """Recomputing and offloading change no bit; the plan keeps what fits and learns from what a step took."""
 
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -209,6 +210,35 @@ def test_a_host_without_memory_is_not_filled(monkeypatch):
         store._require_room(700)
     del held[2], x  # a forward pass without its backward
     store._require_room(700)
+
+
+def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):
+    """Its layers kept more than was expected: the loss or the backward pass would run out of memory."""
+    documents = random_documents(LENGTHS)
+    expected = run_packed(checkpointed(False), documents)
+    model = checkpointed("auto")
+    plan, tried = model.get_decoder().recompute_plan, []
+
+    def decide(tokens, device):
+        plan.n_recomputed, plan._tokens, plan._before = len(tried), tokens, (0, 0)
+
+    def free(device):
+        tried.append(plan.n_recomputed)
+        return plan._beside * plan._tokens * (0.9 if len(tried) < 2 else 1.0)
+
+    monkeypatch.setattr(plan, "decide", decide)
+    monkeypatch.setattr(plan, "measured", nullcontext)
+    monkeypatch.setattr(recompute, "_free", free)
+    monkeypatch.setattr(plan, "lower", lambda: len(tried) < plan.n_layers)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    got = run_packed(model, documents)
+    assert tried == [0, 1]
+    assert all(torch.equal(got.grads[name], grad) for name, grad in expected.grads.items())
+    model.eval()
+    with torch.no_grad():
+        run = model(input_ids=torch.cat(documents)[None].to(DEVICE), packed_seq_lengths=LENGTHS)
+    assert run.logits is not None
+    assert tried == [0, 1]  # there is no backward pass to leave room for
 
 
 @on_gpu

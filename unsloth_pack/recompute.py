@@ -61,6 +61,12 @@ class RecomputePlan:
                 *(self, f"{tokens:,}", free / 2**30, self._per_token * tokens / 2**30),
             )
 
+    def leaves_room(self, device: torch.device) -> bool:
+        """Whether the forward pass that has ended left what the loss and the backward pass need."""
+        if self._before is None or self.n_recomputed == self.n_layers:
+            return True
+        return _free(device) >= self._beside * self._tokens
+
     def lower(self) -> bool:
         """After running out of memory: expect a fifth more of every layer. False where all is recomputed."""
         self._before = None

@@ -92,10 +92,14 @@ class FastDecoder(nn.Module):
             hidden_BTC = self.step_graphs.run(self, row, input_ids)
             if hidden_BTC is not None:
                 return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)
+        plan = self.recompute_plan if self.training and torch.is_grad_enabled() else None
         try:
-            return self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
+            outputs = self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
+            if plan is None or plan.leaves_room(row.device) or not plan.lower():
+                return outputs
+            del outputs
         except torch.OutOfMemoryError:
-            if self.recompute_plan is None or not self.recompute_plan.lower():
+            if plan is None or not plan.lower():
                 raise
         torch.cuda.empty_cache()
         return self(input_ids, inputs_embeds=inputs_embeds, packed_row=row, **kwargs)
