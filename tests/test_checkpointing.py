@@ -210,6 +210,8 @@ def test_a_host_without_memory_is_not_filled(monkeypatch):
         store._require_room(700)
     del held[2], x  # a forward pass without its backward
     store._require_room(700)
+    with pytest.raises(InputError, match="inputs of 3 layers"):  # smaller, and yet blocks of their own
+        store._require_room(500)
 
 
 def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):

@@ -23,7 +23,7 @@ class HostStore:
         self._stream: torch.cuda.Stream | None = None
         self._stack: list[weakref.ref[_OnHost]] = []  # the graph owns them, and may drop them untaken
         self._leaving: _OnHost | None = None
-        self._had_room_for = 0  # bytes
+        self._had_room_for: dict[int, int] = {}  # how many blocks of so many bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostStore":
         return HostStore()
@@ -57,17 +57,18 @@ class HostStore:
         while self._stack and self._stack[-1]() is None:
             self._stack.pop()
         n_held = len(self._stack) + 1
-        needed = n_held * (1 << (n_bytes - 1).bit_length())  # torch rounds pinned memory up to a power of 2
-        if needed <= self._had_room_for:
+        block = 1 << (n_bytes - 1).bit_length()  # torch rounds pinned memory up, and keeps it for such blocks
+        n_new = n_held - self._had_room_for.get(block, 0)
+        if n_new <= 0:
             return
         free = psutil.virtual_memory().available
-        if needed - self._had_room_for > free:
+        if n_new * block > free:
             raise InputError(
-                f"the inputs of {n_held} layers take {needed / 2**30:.1f} GiB of host memory, of which "
-                f"{free / 2**30:.1f} GiB are free; use_gradient_checkpointing=True keeps them on the GPU, a "
-                "smaller max_seq_length makes them smaller"
+                f"the inputs of {n_held} layers take {n_held * block / 2**30:.1f} GiB of host memory, of "
+                f"which {free / 2**30:.1f} GiB are free; use_gradient_checkpointing=True keeps them on the "
+                "GPU, a smaller max_seq_length makes them smaller"
             )
-        self._had_room_for = needed
+        self._had_room_for[block] = n_held
 
     def _let_go(self) -> None:
         if self._leaving is not None:

@@ -18,6 +18,8 @@ from unsloth_pack.cli import sharding
 from unsloth_pack.cli.options import TrainOptions
 
 ROOT = Path(__file__).parents[2]
+CUT = {"max_seq_length": 128, "max_token_loss": 1}
+SIX_UPDATES = CUT | {"max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
 
 
 def torchrun(processes, *arguments, program=ROOT / "cli.py", **flags):
@@ -44,14 +46,7 @@ def assert_same_evaluations(folder, other):
 def test_two_processes_make_the_update_of_one(train, model, data, rows, tmp_path):
     few = tmp_path / "few.json"
     few.write_text(json.dumps(rows[:8]))
-    flags = {
-        "max_seq_length": 128,
-        "max_token_loss": 1,
-        "max_steps": 6,
-        "learning_rate": 0.01,
-        "logging_steps": 1,
-    }
-    flags |= {"eval_dataset": few, "per_device_eval_batch_size": 4}  # no whole batch for each
+    flags = SIX_UPDATES | {"eval_dataset": few, "per_device_eval_batch_size": 4}  # no whole batch for each
     done = torchrun(
         *(2, "--sample_packing"),
         **flags | {"model_name": model, "dataset": data, "output_dir": tmp_path / "two"},
@@ -72,7 +67,7 @@ def test_rows_that_come_again_to_fill_all_ranks_are_counted(model, rows, tmp_pat
     """As trained on, in what the loss is a mean of and in all tokens alike; not in the evaluation."""
     (tmp_path / "row.json").write_text(json.dumps(rows[:1]))
     flags = {"model_name": model, "dataset": tmp_path / "row.json", "output_dir": tmp_path / "out"}
-    flags |= {"max_seq_length": 128, "max_token_loss": 1, "max_steps": 3, "gradient_accumulation_steps": 1}
+    flags |= CUT | {"max_steps": 3, "gradient_accumulation_steps": 1}
     done = torchrun(2, "--sample_packing", **flags)
     assert done.returncode == 0, done.stderr
     metrics = read_metrics(tmp_path / "out")
@@ -86,7 +81,7 @@ def test_rows_that_come_again_to_fill_all_ranks_are_counted(model, rows, tmp_pat
 
 def test_a_process_that_is_killed_ends_the_run_with_the_way_on(model, data, tmp_path):
     flags = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out"}
-    flags |= {"max_seq_length": 128, "max_token_loss": 1, "max_steps": 6, "save_steps": 2}
+    flags |= CUT | {"max_steps": 6, "save_steps": 2}
     program = Path(__file__).with_name("killed_rank.py")
     done = torchrun(2, "--sample_packing", program=program, **flags)
     assert done.returncode == 1
@@ -111,14 +106,10 @@ DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs dee
 def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model, data, rows, tmp_path):
     few = tmp_path / "few.json"
     few.write_text(json.dumps(rows[:7]))
-    flags = {
-        "max_seq_length": 128,
-        "max_token_loss": 1,
-        "max_steps": 6,
-        "learning_rate": 0.01,
-        "logging_steps": 1,
-    }
-    flags |= {"eval_dataset": few, "eval_packing": False}  # a row alone with one of the processes
+    flags = SIX_UPDATES | {
+        "eval_dataset": few,
+        "eval_packing": False,
+    }  # a row alone with one of the processes
     sharded = {"model_name": model, "dataset": data, "gradient_accumulation_steps": 2, **flags}
     sharded = ["--sample_packing", flag, *(f"--{name}={value}" for name, value in sharded.items())]
     whole, two, resumed, recomputed = (tmp_path / name for name in ("out", "two", "resumed", "recomputed"))

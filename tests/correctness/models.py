@@ -131,7 +131,13 @@ def drawing_dropout(model):
                     layer.lora_dropout[name].seed = dropout.seed
             if fast_lora.why_not_fused(layer) is not None:
                 layer.lora_dropout.update(by_token)
-    with mock.patch.object(fast_lora, "new_seed", lambda dropout, device: dropout.seed):
+    frozen = FastLoraLinear.frozen
+
+    def seeded(layer):
+        own = frozen(layer)
+        return own if own.seed is None else own._replace(seed=layer.lora_dropout["default"].seed)
+
+    with mock.patch.object(FastLoraLinear, "frozen", seeded):
         yield
 
 

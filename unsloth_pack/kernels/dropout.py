@@ -66,9 +66,7 @@ def _check(x: Tensor, seed: Tensor, p: float, add_to: Tensor | None) -> None:
 
 
 @jit
-def _dropout_kernel(
-    x, seed, add_to, out, C, x_sr, first_row, threshold, scale, BLOCK: tl.constexpr
-):  # fmt: skip
+def _dropout_kernel(x, seed, add_to, out, C, x_sr, first_row, threshold, scale, BLOCK: tl.constexpr):
     """out `[N, C]`: x where it is kept, times scale, plus add_to where not None.
 
     Grid: for each row in turn, the blocks of BLOCK of its C / 4 counters.

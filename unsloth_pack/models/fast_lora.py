@@ -69,17 +69,13 @@ class FastLoraLinear(nn.Module):
         dropout: Any = self.lora_dropout[adapter]
         if not (dropout.training and getattr(dropout, "p", 0)):
             return lora_math.Frozen(weight, scaling)
-        return lora_math.Frozen(weight, scaling, dropout.p, new_seed(dropout, base.weight.device))
+        seed = torch.randint(2**62, (1,), device=base.weight.device)  # drawn there, and not waited for
+        return lora_math.Frozen(weight, scaling, dropout.p, seed)
 
     def tensors(self) -> tuple[Any, ...]:
         """What may be trained: the bias or None, A and B."""
         adapter = self.active_adapters[0]
         return self.base_layer.bias, self.lora_A[adapter].weight, self.lora_B[adapter].weight
-
-
-def new_seed(dropout: nn.Dropout, device: torch.device) -> Tensor:
-    """Of what is dropped in one call, from the generator of the device, which is not waited for."""
-    return torch.randint(2**62, (1,), device=device)
 
 
 def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:

@@ -116,9 +116,8 @@ class _GatedMLP(torch.autograd.Function):
                 outputs, h_tR = lora_math.forward(x_tI, a_RI, inner, row)
                 grads = outputs
             gh_tr = lora_math.backward_to_ranks([g_tO], a_rF, down)
-            product_tF = lora_math.backward_to_input(
-                [g_tO], gh_tr, a_rF, down, row
-            )  # its gradient, until it is
+            # Its gradient, until `gated_backward_` has made it the product
+            product_tF = lora_math.backward_to_input([g_tO], gh_tr, a_rF, down, row)
             gated_backward_(product_tF, *_gate_and_up(outputs), plan.activation, *_gate_and_up(grads))
             h_tr = lora_math.to_ranks(product_tF, a_rF, down, row)
             of_down = lora_math.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down, row)
