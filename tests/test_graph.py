@@ -1,6 +1,7 @@
 """The captured step against the uncaptured one: the same losses and gradients whatever happens around it."""
 
 import copy
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
@@ -309,19 +310,22 @@ def test_a_capture_restricts_no_other_thread(monkeypatch):
     """Under torch's default a loader's thread that pins memory meanwhile fails, and takes the run with it."""
     modes = []
 
-    def graph(graph, pool, capture_error_mode="global"):
+    def graph(graph, pool, stream, capture_error_mode="global"):
         modes.append(capture_error_mode)
         return nullcontext()
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name in ("synchronize", "empty_cache", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **at: zeros(*shape, **(at | {"device": CPU})))
+    for name in ("empty_cache", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: SimpleNamespace(pool=lambda: (0, 1)))
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    for name in ("stream", "set_stream", "use_mem_pool"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, SimpleNamespace(pool=None))
-    assert modes == ["thread_local"] * 2
+    captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, _Memory())
+    assert modes == ["thread_local"] * 3
     assert captured.sizes == [32]
 
 
@@ -526,6 +530,30 @@ def test_a_capture_before_any_backward():
 
 
 @gpu
+def test_a_capture_while_another_thread_pins_memory():
+    """As a loader's pinning thread does: CUDA calls that a capture forbids in its own thread."""
+    models = pair()
+    is_over, n_pinned = threading.Event(), 0
+
+    def pin():
+        nonlocal n_pinned
+        while not is_over.is_set():
+            torch.empty(1 << n_pinned % 24, dtype=torch.uint8).pin_memory()
+            torch.cuda.Event().query()
+            n_pinned += 1
+
+    pinning = threading.Thread(target=pin)
+    pinning.start()
+    try:
+        capture(models)
+    finally:
+        is_over.set()
+        pinning.join()
+    assert n_pinned
+    assert_alike(models, step_both(models, 1))
+
+
+@gpu
 def test_a_capture_that_breaks(monkeypatch):
     """The device is waited for while capturing, which CUDA forbids: training goes on, dropout included."""
     model, _ = pair()
@@ -542,7 +570,28 @@ def test_a_capture_that_breaks(monkeypatch):
     for step in range(5):
         loss_of(model, step).backward()
     assert "capture failed" in str(graphs_of(model))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert nn.functional.dropout(torch.ones(1000, device="cuda"), 0.5).count_nonzero() < 700
+
+
+@gpu
+def test_other_forms_are_captured_in_the_memory_of_the_first():
+    model, _ = pair()
+
+    def reserved_by(*forms):
+        for lengths in forms:
+            ids = torch.cat(random_documents(lengths)).cuda()[None]
+            for _ in range(4):
+                model(input_ids=ids, labels=ids, packed_seq_lengths=lengths).loss.backward()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    before = reserved_by()
+    one = reserved_by([2000] * 8)
+    torch.cuda.reset_peak_memory_stats()
+    reserved_by([100] * 160, [16000])
+    assert "captured for 3 forms" in str(graphs_of(model))
+    assert torch.cuda.max_memory_reserved() - one < 0.5 * (one - before)
 
 
 @gpu

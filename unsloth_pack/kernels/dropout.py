@@ -48,6 +48,7 @@ def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tenso
         _dropout_kernel[(n_rows * blocks,)](
             rows, seed, add_to, out, n_columns, stride, first_row,
             reference.dropout_threshold(p), 1 / (1 - p) if p < 1 else 0.0, _BLOCK, num_warps=_WARPS,
+            enable_fp_fusion=False,  # the oracle's bits: it rounds what is kept before it adds
         )  # fmt: skip
     return out
 
