@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -150,7 +149,6 @@ class StepGraphs:
             captured = _CapturedForm(decoder, form, device, self._memory)
         except RuntimeError as error:  # out of memory among them
             self._graphs.clear()
-            self._memory = _Memory()
             torch.cuda.empty_cache()
             generator = torch.cuda.default_generators[device.index or 0]
             generator.graphsafe_set_state(generator.clone_state())  # a broken capture leaves it capturing
@@ -166,35 +164,14 @@ class _Memory:
     """The memory pool that all forms share: what one row computes is used up before another is replayed."""
 
     def __init__(self) -> None:
-        self._holder: torch.cuda.CUDAGraph | None = None  # keeps the pool while forms come and go
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None  # of all captures: a pool serves every stream apart
         self._holds: weakref.ref[_Token] | None = None
 
-    @contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Allocate from the pool, where the capture that follows allocates the same again."""
-        if self._holder is None:
-            self._holder, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            with self.capturing(self._holder):
-                torch.zeros(1, device="cuda")
-            # Not a `torch.cuda.MemPool`, which frees memory when collected: that aborts where a capture runs.
-            self._pool = SimpleNamespace(id=self._holder.pool())
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-    @contextmanager
-    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Other threads go on: a loader's that pins memory, or a process group's, would else end the run."""
-        pool = self._pool and self._pool.id
-        stream = torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
-                yield
-        finally:
-            torch.cuda.set_stream(stream)  # a capture that breaks leaves its own
+    @property
+    def pool(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     @property
     def is_awaited(self) -> bool:
@@ -240,16 +217,22 @@ class _CapturedForm:
             return list(torch.autograd.grad(hidden, leaves, grad, allow_unused=True))
 
         torch.cuda.empty_cache()  # what uncaptured steps held: the graphs have memory of their own
-        with memory.warming_up():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 hidden = forward()
                 self.grad = torch.zeros_like(hidden)
                 backward(hidden, self.grad)
             del hidden
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the warm-ups held
+
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with memory.capturing(self.forward_graph):
+        with _capturing(self.forward_graph, memory.pool):
             hidden = forward()
-        with memory.capturing(self.backward_graph):
+        with _capturing(self.backward_graph, memory.pool):
             grads = backward(hidden, self.grad)
             self.used = [grad is not None for grad in grads]
             self.flat_grads = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
@@ -387,6 +370,17 @@ class _DecoderState:
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:
         return [(held[name], held["training"]) for held, name in self._dropouts]
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Other threads go on: a loader's that pins memory, or a process group's, would else end the run."""
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        torch.cuda.set_stream(stream)  # a capture that breaks leaves its own
 
 
 def _longest(row: PackedRow) -> int:
