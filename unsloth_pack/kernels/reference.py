@@ -167,27 +167,32 @@ def fp8_linear_backward(g: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
 def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:
     """x / (1 - p) where an element is kept, else 0. The contract is `unsloth_pack.kernels.dropout`'s."""
     (n_rows, n_columns), wide = x.shape, torch.promote_types(x.dtype, torch.float32)
-    quarter = -(-n_columns // 4)
-    counters = torch.arange(quarter, device=x.device)[None]
+    counters = torch.arange(-(-n_columns // 8), device=x.device)[None]
     rows = first_row + torch.arange(n_rows, device=x.device)[:, None]
-    words = torch.cat(_philox(seed.view(()), counters, rows), dim=1)[:, :n_columns]
-    scale = 1 / (1 - p) if p < 1 else 0.0
-    out = torch.where(words >= dropout_threshold(p), x.to(wide) * scale, 0.0)
+    words = torch.cat(_philox(seed.view(()), counters, rows), dim=1)
+    numbers = torch.cat([words & 0xFFFF, words >> 16], dim=1)[:, :n_columns]
+    out = torch.where(numbers >= dropout_threshold(p), x.to(wide) * dropout_scale(p), 0.0)
     return out.to(x.dtype) if add_to is None else add_to.copy_(add_to.to(wide) + out)
 
 
 def dropout_threshold(p: float) -> int:
-    """The least of 2³² words that keeps an element."""
-    return round(p * 2**32)
+    """The least of 2¹⁶ numbers that keeps an element."""
+    return round(p * 2**16)
+
+
+def dropout_scale(p: float) -> float:
+    """What is kept is multiplied by it, so that the mean stays: 1 by the probability as rounded."""
+    n_keeping = 2**16 - dropout_threshold(p)
+    return 2**16 / n_keeping if n_keeping else 0.0
 
 
 def _philox(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10 of the counters (c0, c1, 0, 0): four words of 32 bits, in int64."""
+    """Philox 4x32-7 of the counters (c0, c1, 0, 0): four words of 32 bits, in int64."""
     low = 2**32 - 1
     k0, k1 = key & low, key >> 32 & low
     c0, c1 = torch.broadcast_tensors(c0, c1)
     c2 = c3 = torch.zeros_like(c0)
-    for _ in range(10):
+    for _ in range(7):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (b >> 32 & low) ^ c1 ^ k0, b & low, (a >> 32 & low) ^ c3 ^ k1, a & low
         k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
