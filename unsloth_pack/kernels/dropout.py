@@ -1,8 +1,8 @@
 """Dropout whose mask is never stored: it is drawn again from its seed, forward and backward.
 
-Element (n, c) of C columns takes number c // Q, with Q = ⌈C / 8⌉, of the eight of 16 bits that Philox makes of
-the counter (c mod Q, n) and the seed; it is kept where that number is at least p · 2¹⁶. So one call draws for
-eight runs of columns, each contiguous, and rows may be computed in tiles.
+Element (n, c) of C columns takes number c // Q, with Q = ⌈C / 8⌉, of the eight of 16 bits that Philox makes
+of the counter (c mod Q, n) and the seed; it is kept where that number is at least p · 2¹⁶. So one call draws
+for eight runs of columns, each contiguous, and rows may be computed in tiles.
 """
 
 from __future__ import annotations
