@@ -308,19 +308,29 @@ def fp8(shape: Shape) -> Iterator[Subject]:
 
 
 def lora(shape: Shape) -> Iterator[Subject]:
-    """The projections of a decoder layer as the nodes that models run, against PEFT's layers."""
+    """The projections of a decoder layer as the nodes that models run, against PEFT's layers.
+
+    Gate and up are kept for the backward pass, and in a row of its own computed again there, where the row is
+    so long that some layers do. Torch keeps them always.
+    """
     layer, dropping = adapted_layer(shape), adapted_layer(shape, lora_dropout=0.1)
+    sparing = adapted_layer(shape, number=0)
     yield over_one_input("LoRA q, k, v", shape, layer.self_attn, ATTENTION[:3])
     yield over_one_input("same, dropout", shape, dropping.self_attn, ATTENTION[:3])
     yield over_one_input("LoRA o", shape, layer.self_attn, ATTENTION[3:])
     yield whole_mlp("LoRA MLP", shape, layer.mlp)
     yield whole_mlp("same, dropout", shape, dropping.mlp)
+    yield whole_mlp("same, computed again", shape, sparing.mlp)
     if find_spec("bitsandbytes") is not None:
         yield whole_mlp("same, NF4", shape, adapted_layer(shape, in_nf4=True).mlp)
 
 
-def adapted_layer(shape: Shape, lora_dropout: float = 0.0, in_nf4: bool = False) -> Any:
-    """A patched decoder layer with an adapter on every projection."""
+def adapted_layer(shape: Shape, lora_dropout: float = 0.0, in_nf4: bool = False, number: int = 1) -> Any:
+    """A patched decoder layer with an adapter on every projection.
+
+    Args:
+        number: that it takes itself to have among the layers of its model.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -338,7 +348,9 @@ def adapted_layer(shape: Shape, lora_dropout: float = 0.0, in_nf4: bool = False)
     )
     model = get_peft_model(model, adapter, autocast_adapter_dtype=False).train()
     patch_model(model)
-    return model.get_base_model().model.layers[0]
+    layer = model.get_base_model().model.layers[0]
+    layer.mlp.number = number
+    return layer
 
 
 def nf4(linear: torch.nn.Linear) -> torch.nn.Module:
