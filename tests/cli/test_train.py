@@ -193,13 +193,24 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
     assert all((finished[name] == whole[name]).all() for name in whole)
 
 
-def test_a_second_signal_aborts_at_once(train, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_there_is_anything_to_save(number, train, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("unsloth_pack.cli.prepare.prepare", lambda options: signal.raise_signal(number))
+    before = signal.getsignal(number)
+    assert train() == 128 + number
+    assert signal.getsignal(number) is before
+    assert capsys.readouterr().err == "unsloth-pack: interrupted before there was anything to save\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_aborts_at_once(number, train, monkeypatch, capsys):
     def interrupt(self, args, state, control, **more):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
+        signal.raise_signal(number)
 
     monkeypatch.setattr(MetricsCallback, "on_log", interrupt)
-    assert train() == 130
+    assert train() == 128 + number
     assert capsys.readouterr().err.count("\n") == 1
 
 

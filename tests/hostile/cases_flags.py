@@ -226,6 +226,7 @@ CONFIGS = [
     config("a list", "- r\n- 4\n", "holds no `name: value` lines"),
     config("a word", "text", "holds no `name: value` lines"),
     config("an open bracket", "r: [", "not yaml"),
+    config("an open quote before a secret", 'hub_token: "hf_secret\n', r"not yaml \(line 2\); correct it$"),
     config("tabs", "r:\t4\n\tseed: 1", "not yaml"),
     config("not UTF-8", b"r: \xff\xfe", "not yaml"),
     config("UTF-16", "r: 4\n".encode("utf-16"), "not yaml"),

@@ -1,10 +1,14 @@
 """The command line: `unsloth-pack [train] ...` and its other subcommands."""
 
 import io
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 
 from unsloth_pack.errors import InputError, LeakFound, RunStopped, Terminated, printable
 
@@ -27,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that it cannot show ends no run
         sys.stdout.reconfigure(errors="replace")
     try:
-        return _run(arguments)
+        with _terminated_as_interrupted():
+            return _run(arguments)
     except SystemExit as help_was_shown:
         return int(help_was_shown.code or 0)
     except (KeyboardInterrupt, Exception) as error:
@@ -36,6 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
     sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: several processes may share the terminal
     return code
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM raises `Terminated` as Ctrl-C does `KeyboardInterrupt`; a second one ends the process."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main one alone
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _exit_of(error: BaseException) -> tuple[int, str]:

@@ -1,17 +1,15 @@
 """What ends a run early, said in one line, with the way to go on."""
 
 import shlex
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.checks import count_processes
 from unsloth_pack.cli.options import TrainOptions
-from unsloth_pack.errors import InputError, RunStopped, Terminated
+from unsloth_pack.errors import InputError, RunStopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +25,7 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
 
     Raises:
         RunStopped: the disk or the GPU's memory is full, another process ended, or the training stopped.
-        KeyboardInterrupt: a second Ctrl-C; with a message.
+        KeyboardInterrupt: a second Ctrl-C, or SIGTERM as a `Terminated`; with a message.
     """
     import torch
 
@@ -45,8 +43,8 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
         if not lost_a_process(error):
             raise
         raise RunStopped(f"another process of this run has ended; {way_on(folder)}") from error
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; {way_on(folder)}") from None
+    except KeyboardInterrupt as error:
+        raise type(error)(f"interrupted; {way_on(folder)}") from None
 
 
 @contextmanager
@@ -57,20 +55,12 @@ def kept(folder: Path) -> Iterator[None]:
         RunStopped: the disk is full, or what was trained cannot be saved.
         KeyboardInterrupt: Ctrl-C, or SIGTERM as a `Terminated`; with a message.
     """
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, before)  # a second one ends the process
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except (InputError, OSError) as error:
         raise RunStopped(f"{error}; {way_on(folder)}") from error
     except KeyboardInterrupt as error:
         raise type(error)(f"interrupted; {way_on(folder)}") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _remedy(trainer: "RunTrainer", options: TrainOptions, error: BaseException) -> str:

@@ -275,9 +275,9 @@ def _config_arguments(path: Path) -> list[str]:
     except OSError as error:
         raise InputError(f"config is {str(path)!r}: {error.strerror}; check the path") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"config is {str(path)!r}: not yaml ({' '.join(str(error).split())}); correct it"
-        ) from None
+        mark = getattr(error, "problem_mark", None)  # what stands there may be a secret
+        place = f" (line {mark.line + 1})" if mark else ""
+        raise InputError(f"config is {str(path)!r}: not yaml{place}; correct it") from None
     if node is None or not isinstance(values, dict):
         raise InputError(f"config is {str(path)!r}: it holds no `name: value` lines; write one a flag")
     names = [name.value for name, _ in node.value]
