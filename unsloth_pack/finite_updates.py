@@ -45,21 +45,30 @@ class NonFinite:
         step: its number, from 1.
         rows: of the training data, that it saw.
         culprits: None where nobody searched.
+        searched: documents of these rows that were looked at.
     """
 
     step: int
     rows: list[int]
     culprits: list[Culprit] | None
+    searched: int = 0
+
+    @property
+    def names_documents(self) -> bool:
+        """Whether some documents are to blame, and not the weights, which make all of them so."""
+        return bool(self.culprits) and (self.searched == 1 or len(self.culprits or ()) < self.searched)
 
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.rows))
         said = f"update {self.step} was left out: its loss or gradient is not finite (rows {rows})"
-        if self.culprits:
+        if self.culprits is None:
+            return said
+        if self.names_documents:
             found = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
             return f"{said}, which comes from {', '.join(found)}"
-        if self.culprits is not None:
-            return f"{said}, and none of their documents is so by itself; lower --learning_rate"
-        return said
+        if self.culprits:
+            return f"{said}, as is each of its {self.searched} documents by itself: the weights have diverged"
+        return f"{said}, and none of its {self.searched} documents is so by itself"
 
 
 class FiniteUpdates(ShardedWeights):
@@ -127,7 +136,7 @@ class FiniteUpdates(ShardedWeights):
     def _handle(self, step: int) -> None:
         rows = rows_of_update(self, step)
         searches = self.left_out < _MOST_SEARCHES and not self.is_sharded  # else no gradient is whole
-        found = NonFinite(step, rows, list(_culprits(self, rows)) if searches else None)
+        found = NonFinite(step, rows, *(_search(self, rows) if searches else (None, 0)))
         self.left_out += 1
         if self.report_nonfinite is not None:
             self.report_nonfinite(found)
@@ -168,18 +177,22 @@ def rows_of_update(trainer: Trainer, step: int) -> list[int]:
     return [row for batch in of_epoch[update * size : (update + 1) * size] for row in batch]
 
 
-def _culprits(trainer: Any, rows: list[int]) -> Iterator[Culprit]:
+def _search(trainer: Any, rows: list[int]) -> tuple[list[Culprit], int]:
+    """The documents of these rows that are not finite, and how many there are in all."""
     model = trainer.model
     was_training = model.training
     model.eval()
+    found, searched = [], 0
     try:
         for row in rows:
             for number, document in enumerate(_documents(trainer.train_dataset[row])):
+                searched += 1
                 if not _is_finite(trainer, model, document):
                     text = trainer.processing_class.decode(document["input_ids"][:_SHOWN])
-                    yield Culprit(row, number, text)
+                    found.append(Culprit(row, number, text))
     finally:
         model.train(was_training)
+    return found, searched
 
 
 def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:

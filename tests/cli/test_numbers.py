@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -62,6 +63,25 @@ def test_an_update_that_is_not_finite_stops_the_run(optim, poisoned, train, tmp_
     assert list(losses(out)) == list(range(1, 9))
     assert len(read_metrics(out)["nonfinite"]) == 1
     assert finite_weights(out)
+
+
+def test_weights_that_have_diverged_blame_no_document(train, monkeypatch, capsys):
+    from unsloth_pack.trl import RunTrainer
+
+    step = RunTrainer.training_step
+
+    def diverging(self, model, *more):
+        if self.state.global_step == 2:
+            with torch.no_grad():
+                next(p for p in model.parameters() if p.requires_grad).fill_(math.inf)
+        return step(self, model, *more)
+
+    monkeypatch.setattr(RunTrainer, "training_step", diverging)
+    assert train("--sample_packing", max_seq_length=256) == 1
+    error = capsys.readouterr().err
+    assert "update 3 was left out" in error
+    assert re.search(r"as is each of its \d+ documents by itself: the weights have diverged; lower", error)
+    assert error.count("\n") == 1
 
 
 def test_the_rows_named_are_the_rows_seen(poisoned, train, tmp_path, monkeypatch):

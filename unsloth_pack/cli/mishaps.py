@@ -93,10 +93,11 @@ def report_nonfinite(
 
 def check_finite(trainer: "RunTrainer") -> None:
     """Raise where an update that was not finite stopped the training."""
-    if trainer.stopped_by is not None:
+    found = trainer.stopped_by
+    if found is not None:
+        cause = "correct the data" if found.names_documents else "lower --learning_rate"
         raise RunStopped(
-            f"{trainer.stopped_by}; correct the data and start anew, or go on without it "
-            "(--on_nonfinite skip does so by itself)"
+            f"{found}; {cause} and start anew, or go on without it (--on_nonfinite skip does so by itself)"
         )
 
 
