@@ -71,6 +71,35 @@ def test_nor_in_a_bare_loop(leak):
     model(**ROW).loss.backward()
 
 
+@pytest.mark.parametrize("apart", [1, 2])
+def test_every_pair_of_lengths_side_by_side_or_with_one_between_is_seen(apart, monkeypatch):
+    """One document of this length reaches one of that, in this direction, and no other reaches any."""
+
+    class Leaking:
+        attn_backend, vocab_size = "none", 9
+        pair = None
+
+        def reached_embeddings(self, documents, scored):
+            own = [float(i in scored) for i in range(len(documents))]
+            lengths = [len(document) for document in documents]
+            for start in range(len(lengths) - apart):
+                ends = (start, start + apart)[:: self.direction]
+                if (lengths[ends[0]], lengths[ends[1]]) == self.pair and ends[0] in scored:
+                    own[ends[1]] += 1
+            return own
+
+    monkeypatch.setattr(leak_probe, "leaking_layer", lambda *_: "layer 0")
+    probed = Leaking()
+    probed.direction = 1
+    assert leak_probe.look_for_leaks(probed) is None
+    lengths = leak_probe._LENGTHS[: len(leak_probe._LENGTHS) // 2]
+    for start in range(len(lengths) - apart):
+        for probed.direction in (1, -1):
+            probed.pair = (lengths[start], lengths[start + apart])[:: probed.direction]
+            with pytest.raises(LeakFound):
+                leak_probe.look_for_leaks(probed)
+
+
 @pytest.mark.parametrize(("source", "victim"), [(0, 3), (3, 0), (1, 2)])
 @pytest.mark.parametrize(
     ("place", "where"),
@@ -200,7 +229,7 @@ def test_what_says_nothing_is_no_leak(tokens, caplog):
 def test_a_document_that_no_loss_reaches_says_nothing():
     model = patched()
     model.get_decoder().norm.register_forward_hook(
-        lambda module, args, out: out * (torch.arange(37) > 7)[:, None]
+        lambda module, args, out: out * (torch.arange(64) > 5)[:, None]
     )
     with pytest.raises(LeakFound, match="no gradient reaches a document's own embeddings; nothing can be"):
         probe(model)

@@ -23,7 +23,8 @@ from unsloth_pack.errors import LeakFound
 from unsloth_pack.hooks import HOOKS
 from unsloth_pack.layout import PackedRow
 
-_LENGTHS = (7, 1, 16, 2, 11)
+_LENGTHS = 2 * (5, 1, 16, 2, 8)
+_SCORED = (0, 2, 4, 7, 8)  # neighbours are apart in the first half, documents with one between in the second
 
 logger = logging.getLogger("unsloth_pack")
 
@@ -51,7 +52,7 @@ class Probed(Protocol):
 
 
 def look_for_leaks(probed: Probed) -> str | None:
-    """The loss of every second document is sent back to the embeddings of all, then that of the others.
+    """The loss of half of the documents is sent back to the embeddings of all, then that of the others.
 
     Returns:
         Why that says nothing of this model, or None.
@@ -61,8 +62,8 @@ def look_for_leaks(probed: Probed) -> str | None:
     """
     generator = torch.Generator().manual_seed(0)
     documents = random_documents(_LENGTHS, probed.vocab_size, generator)
-    for parity in (0, 1):
-        scored = range(parity, len(documents), 2)
+    for is_scored in (True, False):
+        scored = [i for i in range(len(documents)) if (i in _SCORED) == is_scored]
         reached = probed.reached_embeddings(documents, scored)
         found = [(reached[j], j) for j in range(len(documents)) if j not in scored and reached[j] > 0]
         if found:

@@ -40,7 +40,7 @@ Found = tuple[float, int, int]  # how much, of which document, reaches which oth
 def probe(model: Any, describe: Description | Describe | None = None) -> None:
     """Refuse a model whose documents reach each other in a packed row; takes two short steps.
 
-    The loss of every second document is sent back to the input embeddings of all, then that of the others.
+    The loss of half of the documents is sent back to the input embeddings of all, then that of the others.
     Mode, gradients, random states and captured graphs of the model stay as they are. A patched model that
     passes does not look again by itself before its first packed row in training.
 
