@@ -54,21 +54,21 @@ class NonFinite:
     searched: int = 0
 
     @property
-    def names_documents(self) -> bool:
-        """Whether some documents are to blame, and not the weights, which make all of them so."""
-        return bool(self.culprits) and (self.searched == 1 or len(self.culprits or ()) < self.searched)
+    def has_diverged(self) -> bool:
+        """Whether the weights are to blame: they make every document so."""
+        return self.culprits is not None and 1 < self.searched == len(self.culprits)
 
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.rows))
         said = f"update {self.step} was left out: its loss or gradient is not finite (rows {rows})"
         if self.culprits is None:
             return said
-        if self.names_documents:
-            found = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
-            return f"{said}, which comes from {', '.join(found)}"
-        if self.culprits:
+        if self.has_diverged:
             return f"{said}, as is each of its {self.searched} documents by itself: the weights have diverged"
-        return f"{said}, and none of its {self.searched} documents is so by itself"
+        if not self.culprits:
+            return f"{said}, and none of its {self.searched} documents is so by itself"
+        found = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
+        return f"{said}, which comes from {', '.join(found)}"
 
 
 class FiniteUpdates(ShardedWeights):

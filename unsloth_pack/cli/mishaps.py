@@ -94,11 +94,14 @@ def report_nonfinite(
 def check_finite(trainer: "RunTrainer") -> None:
     """Raise where an update that was not finite stopped the training."""
     found = trainer.stopped_by
-    if found is not None:
-        cause = "correct the data" if found.names_documents else "lower --learning_rate"
-        raise RunStopped(
-            f"{found}; {cause} and start anew, or go on without it (--on_nonfinite skip does so by itself)"
-        )
+    if found is None:
+        return
+    if found.has_diverged:
+        raise RunStopped(f"{found}; start anew with a lower --learning_rate")
+    cause = "correct the data" if found.culprits else "lower --learning_rate, or correct the data,"
+    raise RunStopped(
+        f"{found}; {cause} and start anew, or go on without it (--on_nonfinite skip does so by itself)"
+    )
 
 
 def way_on(folder: Path) -> str:
