@@ -236,6 +236,12 @@ def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):
     got = run_packed(model, documents)
     assert tried == [0, 1]
     assert all(torch.equal(got.grads[name], grad) for name, grad in expected.grads.items())
+    tried.clear()
+    embeddings = model.get_input_embeddings()(torch.cat(documents)[None].to(DEVICE)).detach()
+    run = model(inputs_embeds=embeddings, packed_seq_lengths=LENGTHS, output_hidden_states=True)
+    assert torch.equal(run.hidden_states[0], embeddings)
+    assert len(run.hidden_states) == 3
+    assert tried == [0, 1]
     model.eval()
     with torch.no_grad():
         run = model(input_ids=torch.cat(documents)[None].to(DEVICE), packed_seq_lengths=LENGTHS)

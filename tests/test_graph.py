@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from peft import IA3Config, get_peft_model
 from tiny import error, random_documents, tiny_model
 from torch import nn
 
@@ -233,7 +234,8 @@ def test_graphs_say_what_they_hold_and_stay_behind():
             assert str(twin) == str(StepGraphs(other.why_not))
 
 
-def test_a_capture_that_fails_is_the_last(monkeypatch, caplog):
+@pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
+def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     def fail(*_):
         try:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
@@ -241,12 +243,12 @@ def test_a_capture_that_fails_is_the_last(monkeypatch, caplog):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     states = []
-    generators = [None, SimpleNamespace(clone_state=lambda: "its state", graphsafe_set_state=states.append)]
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    generator = SimpleNamespace(clone_state=lambda: "its state", graphsafe_set_state=states.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", {number: generator})
     monkeypatch.setattr("unsloth_pack.graph._CapturedForm", fail)
     graphs, form = StepGraphs(None), RowForm(64, 64, 64, None)
     graphs._graphs = {form: "from before"}
-    assert graphs._capture(None, form, torch.device("cuda", 1)) is None
+    assert graphs._capture(None, form, torch.device(device)) is None
     assert states == ["its state"]
     why = "capture failed (OutOfMemoryError: CUDA out of memory.)"
     assert str(graphs) == f"not captured: {why}"
@@ -294,6 +296,17 @@ def test_what_a_graph_takes_for_granted_is_looked_at(change):
     assert state.drops_alike()
     change(decoder)
     assert not (state.holds(decoder) and state.drops_alike())
+
+
+def test_adapters_of_other_kinds_are_looked_at_too():
+    """They have no scaling."""
+    base = tiny_model("llama", device="cpu").unload()
+    config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
+    decoder = get_peft_model(base, config).get_base_model().model
+    state = _DecoderState(decoder)
+    assert state.holds(decoder)
+    decoder.layers[1].self_attn.q_proj.enable_adapters(False)
+    assert not state.holds(decoder)
 
 
 def test_graphs_outlive_evaluation_and_probes(monkeypatch):
@@ -374,15 +387,19 @@ def test_activations_are_used_once_and_by_their_own_row():
     assert not memory.is_awaited
 
 
-def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory():
+def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
+    captured = SimpleNamespace(replay=lambda *_: "replayed")
+    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, weight = StepGraphs(None), nn.Parameter(torch.ones(2))
+    graphs._rows_seen[RowForm.of(row)] = 2
     loss = _Replay.apply(without_kernels(graphs._memory, weight), 3, weight).sum()
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
     assert "backward pass yet" in graphs.why_not
     loss.backward()
+    assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) == "replayed"
 
 
 class TinyDecoder(nn.Module):
