@@ -72,6 +72,18 @@ def test_a_trainer_that_turns_checkpointing_on_leaves_the_mode_as_it_is(mode):
     assert model.get_decoder().recompute_plan is None
 
 
+def test_a_plan_is_made_for_all_tokens_of_a_step_in_training(monkeypatch):
+    model, planned = checkpointed("auto"), []
+    monkeypatch.setattr(model.get_decoder().recompute_plan, "decide", lambda *given: planned.append(given))
+    ids = torch.stack(random_documents([12, 12])).to(DEVICE)
+    model(input_ids=ids)
+    model(inputs_embeds=model.get_input_embeddings()(ids), packed_seq_lengths=[[12], [5, 7]])
+    with torch.no_grad():
+        model(input_ids=ids)
+    model.eval()(input_ids=ids)
+    assert planned == [(24, ids.device)] * 2
+
+
 class FakeOnHost:
     """What is held of a tensor in host memory, without a device."""
 

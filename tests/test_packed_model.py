@@ -426,6 +426,35 @@ def test_inputs_embeds_may_be_packed_too():
     assert torch.equal(out, logits_of(model, documents))
 
 
+def test_nothing_trained_is_no_mistake_where_embeddings_are_given(caplog):
+    ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
+    model = patched("llama").requires_grad_(False)
+    embeds = model.get_input_embeddings()(ids).requires_grad_()
+    model(inputs_embeds=embeds, labels=ids, packed_seq_lengths=[4, 6]).loss.backward()
+    assert embeds.grad.any()
+    assert not caplog.messages
+    model = patched("llama").requires_grad_(False)
+    for _ in range(2):
+        model(input_ids=ids, packed_seq_lengths=[4, 6])
+    (said,) = caplog.messages
+    assert "no weight of the decoder is trained" in said
+
+
+def test_graphs_are_replayed_for_the_last_hidden_state_alone(monkeypatch):
+    decoder = patched("llama").get_decoder()
+    ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
+    monkeypatch.setattr(decoder.step_graphs, "run", lambda *_: torch.zeros(1, 10, 64))
+
+    def is_replayed(**more):
+        return not decoder(input_ids=ids, packed_seq_lengths=[4, 6], **more).last_hidden_state.any()
+
+    assert is_replayed()
+    assert is_replayed(output_hidden_states=False, output_attentions=None)
+    assert not is_replayed(output_hidden_states=True, output_attentions=None)
+    decoder.config.output_hidden_states = True
+    assert not is_replayed()
+
+
 def test_the_report_says_what_was_done():
     model = tiny_model("qwen3_moe", DTYPE)
     report = patch_model(model).report
