@@ -70,6 +70,9 @@ def test_a_trainer_that_turns_checkpointing_on_leaves_the_mode_as_it_is(mode):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert all(layer.gradient_checkpointing for layer in layers)
     assert model.get_decoder().recompute_plan is None
+    for options in ({"use_reentrant": False}, {"use_reentrant": True}):
+        model.gradient_checkpointing_enable(options)
+        assert all(layer._gradient_checkpointing_func.keywords == options for layer in layers)
 
 
 def test_a_plan_is_made_for_all_tokens_of_a_step_in_training(monkeypatch):
