@@ -70,6 +70,21 @@ def test_a_trainer_that_turns_checkpointing_on_leaves_the_mode_as_it_is(mode):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert all(layer.gradient_checkpointing for layer in layers)
     assert model.get_decoder().recompute_plan is None
+    for options in ({"use_reentrant": False}, {"use_reentrant": True}):
+        model.gradient_checkpointing_enable(options)
+        assert all(layer._gradient_checkpointing_func.keywords == options for layer in layers)
+
+
+def test_a_plan_is_made_for_all_tokens_of_a_step_in_training(monkeypatch):
+    model, planned = checkpointed("auto"), []
+    monkeypatch.setattr(model.get_decoder().recompute_plan, "decide", lambda *given: planned.append(given))
+    ids = torch.stack(random_documents([12, 12])).to(DEVICE)
+    model(input_ids=ids)
+    model(inputs_embeds=model.get_input_embeddings()(ids), packed_seq_lengths=[[12], [5, 7]])
+    with torch.no_grad():
+        model(input_ids=ids)
+    model.eval()(input_ids=ids)
+    assert planned == [(24, ids.device)] * 2
 
 
 class FakeOnHost:
@@ -236,6 +251,12 @@ def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):
     got = run_packed(model, documents)
     assert tried == [0, 1]
     assert all(torch.equal(got.grads[name], grad) for name, grad in expected.grads.items())
+    tried.clear()
+    embeddings = model.get_input_embeddings()(torch.cat(documents)[None].to(DEVICE)).detach()
+    run = model(inputs_embeds=embeddings, packed_seq_lengths=LENGTHS, output_hidden_states=True)
+    assert torch.equal(run.hidden_states[0], embeddings)
+    assert len(run.hidden_states) == 3
+    assert tried == [0, 1]
     model.eval()
     with torch.no_grad():
         run = model(input_ids=torch.cat(documents)[None].to(DEVICE), packed_seq_lengths=LENGTHS)

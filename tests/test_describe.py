@@ -68,6 +68,9 @@ def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatc
         row = describe_row((1, 10), CPU, **description)
         assert row.lengths == tuple(lengths), name
         assert row.positions.tolist() == positions_of(lengths).tolist(), name
+    rows = {"packed_seq_lengths": torch.tensor([[2, 2], [3, 0]]), "attention_mask": torch.ones(2, 6)}
+    rows["attention_mask"][0, 4:] = rows["attention_mask"][1, 3:] = 0
+    assert describe_row((2, 6), CPU, **rows).lengths == (2, 2, 2, 3, 3)
 
 
 @settings(max_examples=100, deadline=None)
@@ -112,6 +115,20 @@ def test_a_mask_of_ones_says_nothing_of_the_padded_tail():
     assert (row.lengths, row.is_padding) == ((3, 4, 3), (False, False, True))
 
 
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 0], [5, 6, 7, 8], [9, 9, 1, 1]])
+def test_what_numbers_every_token_numbers_the_padding_too(numbers):
+    padding = torch.tensor(numbers)
+    row = describe_row(
+        (1, 11),
+        CPU,
+        packed_seq_lengths=[3, 4],
+        position_ids=torch.cat([positions_of([3, 4]), padding])[None],
+        seq_idx=torch.cat([torch.tensor([6] * 3 + [8] * 4), padding])[None],
+    )
+    assert (row.lengths, row.is_padding) == ((3, 4, 4), (False, False, True))
+    assert row.positions.tolist() == positions_of([3, 4, 4]).tolist()
+
+
 def test_several_rows_become_one():
     row = describe_row((2, 6), CPU, packed_seq_lengths=[[2, 4], [3]])
     assert row.lengths == (2, 4, 3, 3)
@@ -119,6 +136,30 @@ def test_several_rows_become_one():
     assert row.token_mask.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
     padded = describe_row((2, 6), CPU, packed_seq_lengths=torch.tensor([[2, 4], [3, 0]]))
     assert padded.lengths == row.lengths
+    empty = describe_row((2, 6), CPU, packed_seq_lengths=[[6], []])
+    assert (empty.lengths, empty.is_padding) == ((6, 6), (False, True))
+    with pytest.raises(InputError, match="max_length_q is 5 but packed_seq_lengths holds a document of 6"):
+        describe_row((2, 6), CPU, packed_seq_lengths=[[6], [5]], max_length_q=5)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[3.0, 4.0], [torch.tensor(3), torch.tensor(4)], (np.int32(3), np.int32(4)), np.array([3, 4])]
+)
+def test_lengths_may_be_any_whole_numbers(lengths):
+    row = describe_row((1, 7), CPU, packed_seq_lengths=lengths)
+    assert row.lengths == (3, 4)
+    assert {*map(type, row.lengths)} == {int}
+
+
+@pytest.mark.parametrize("longest", [4, np.int64(5), torch.tensor(4), torch.tensor([9])])
+def test_a_greatest_length_may_be_any_number(longest):
+    cu = torch.tensor([[0, 3, 7]])
+    assert describe_row((1, 7), CPU, cu_seq_lens_q=cu, max_length_q=longest).lengths == (3, 4)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7])
+def test_a_running_sum_of_one_document(n_tokens):
+    assert describe_row((1, n_tokens), CPU, cu_seq_lens_q=[0, n_tokens]).lengths == (n_tokens,)
 
 
 def test_an_empty_document_in_a_running_sum_is_none():
@@ -136,7 +177,7 @@ def test_position_ids_of_several_rows(shape):
     assert describe_row((3, 6), CPU, position_ids=positions).lengths == (2, 4) * 3
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (2, 6), (6, 3), (4, 6), (9,), (18,)])
+@pytest.mark.parametrize("shape", [(3, 2), (2, 6), (3, 1, 6), (6, 3), (4, 6), (9,), (18,)])
 def test_position_ids_that_are_not_one_a_token(shape):
     with pytest.raises(InputError, match=r"position_ids has shape .* \[3, 6\]; give one number"):
         describe_row((3, 6), CPU, position_ids=torch.zeros(shape, dtype=torch.long))
@@ -182,7 +223,14 @@ def test_a_document_may_start_above_position_0():
         ({"cu_seq_lens_q": [0.0, 3.5, 7.0]}, "cu_seq_lens_q", "[0.0, 3.5, 7.0]", "running sum"),
         ({"packed_seq_lengths": [3.5, 3.5]}, "row 0", "[3.5, 3.5]", "whole numbers"),
         ({"cu_seq_lens_q": [1, 3, 7]}, "cu_seq_lens_q", "[1, 3, 7]", "running sum"),
-        ({"cu_seq_lens_q": [0, 5, 3, 7]}, "cu_seq_lens_q", "[0, 5, 3, 7]", "running sum"),
+        ({"cu_seq_lens_q": [0, 4, 3, 7]}, "cu_seq_lens_q", "[0, 4, 3, 7]", "running sum"),
+        ({"cu_seq_lens_q": 7}, "cu_seq_lens_q", "[7]", "running sum"),
+        ({"cu_seq_lens_q": [0, [3, 7]]}, "cu_seq_lens_q", "[0, [3, 7]]", "running sum"),
+        ({"cu_seq_lens_q": torch.zeros(0, dtype=torch.int32)}, "cu_seq_lens_q", "[]", "running sum"),
+        ({"packed_seq_lengths": torch.tensor(7)}, "packed_seq_lengths is", "7", "give the length"),
+        ({"packed_seq_lengths": [3, [4]]}, "packed_seq_lengths is", "[3, [4]]", "give the length"),
+        ({"packed_seq_lengths": [[3, [4]]]}, "packed_seq_lengths is", "[[3, [4]]]", "give the length"),
+        ({"seq_lengths": 7}, "seq_lengths is", "7", "give the length"),
         ({"cu_seq_lens_q": [0, 3, 7], "cu_seq_lens_k": [0, 4, 7]}, "disagree", "[3, 4]", "make them agree"),
         (
             {"packed_seq_lengths": [4, 3], "cu_seq_lens_q": torch.tensor([0, 3, 7])},
@@ -203,8 +251,8 @@ def test_a_document_may_start_above_position_0():
             "give cu_seq_lens_q too",
         ),
         (
-            {"cu_seq_lens_q": [0, 3, 7], "max_length_q": 3},
-            "max_length_q is 3",
+            {"cu_seq_lens_q": [0, 3, 7], "max_length_q": 4, "max_length_k": 3},
+            "max_length_k is 3",
             "4 tokens",
             "longest document",
         ),
@@ -218,6 +266,12 @@ def test_a_document_may_start_above_position_0():
             {"packed_seq_lengths": [3, 4], "position_ids": torch.tensor([0, 1, 2, 0, 1, 5, 6])},
             "disagree",
             "[3, 2, 2]",
+            "make them agree",
+        ),
+        (
+            {"packed_seq_lengths": [3, 3], "position_ids": positions_of([3, 4])},
+            "disagree",
+            "[3, 4]",
             "make them agree",
         ),
         ({"seq_lengths": [[3, 5]]}, "seq_lengths of row 0 sum to 8", "7 tokens", "give the lengths"),
@@ -304,6 +358,12 @@ def test_a_document_may_start_above_position_0():
             "leave it out",
         ),
         (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1, 1, 0, 1, 0, 0, 0]])},
+            "attention_mask keeps 3",
+            "[3, 4]",
+            "leave it out",
+        ),
+        (
             {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[0, 0, 0, 0, 1, 1, 1]])},
             "attention_mask keeps 3",
             "[3, 4]",
@@ -339,6 +399,9 @@ def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
     row = describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=labels, labels_counted=True)
     assert row.unscored_places.tolist() == [0, 3, 6]
     assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels_counted=True).lengths == (3, 3, 1)
+    rows = torch.tensor([[1, 2, -100, 4], [5, 6, 7, 8]])  # nothing predicts the first label of a row
+    counted = {"labels": rows, "labels_counted": True}
+    assert describe_row((2, 4), CPU, packed_seq_lengths=[[2, 2], [4]], **counted).lengths == (2, 2, 4)
     uncounted = torch.arange(7)[None]  # nobody has counted them: they are masked
     assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=uncounted).lengths == (3, 3, 1)
 

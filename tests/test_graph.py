@@ -1,6 +1,7 @@
 """The captured step against the uncaptured one: the same losses and gradients whatever happens around it."""
 
 import copy
+import pickle
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from peft import IA3Config, get_peft_model
 from tiny import error, random_documents, tiny_model
 from torch import nn
 
@@ -114,6 +116,48 @@ def test_a_form_holds_every_row_that_it_is_of():
         assert static.positions.max() + 1 >= max(expected) + 1
 
 
+@pytest.mark.parametrize(
+    ("lengths", "form"),
+    [
+        ([1], (64, 64, 64)),
+        ([70], (128, 64, 128)),
+        ([1] * 300, (320, 512, 256)),
+        ([600, 600], (1280, 64, 1024)),
+        ([5000], (5120, 64, 8192)),
+    ],
+)
+def test_forms_are_few(lengths, form):
+    """Sizes are rounded so far up that rows alike in length share one."""
+    assert RowForm.of(PackedRow.of_lengths(lengths, CPU)) == RowForm(*form, None)
+
+
+@pytest.fixture
+def autocast_on_a_gpu():
+    """As `torch.autocast("cuda", torch.bfloat16)`, which goes without where there is none."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    yield
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])
+
+
+def test_what_a_form_holds():
+    form = RowForm(tokens=400, segments=4, longest=128, autocast=None)
+    held = {"full": [128, 128, 128, 16], "its tail split": [128, 16]}
+    too_much = {"documents": [80] * 5, "tail": [20, 30, 40], "length": [129, 64], "tokens": [101] * 4}
+    for name, lengths in (held | too_much).items():
+        assert form.holds(PackedRow.of_lengths(lengths, CPU)) == (name in held), name
+
+
+def test_a_form_is_of_one_autocast(autocast_on_a_gpu):
+    row = PackedRow.of_lengths([9], CPU)
+    assert RowForm.of(row) == RowForm(64, 64, 64, torch.bfloat16)
+    assert RowForm(64, 64, 64, torch.bfloat16).holds(row)
+    assert not RowForm(64, 64, 64, torch.float16).holds(row)
+    assert not RowForm(64, 64, 64, None).holds(row)
+
+
 def test_a_static_row_forgets_the_row_before():
     static = PackedRow.static(64, 64, 64, CPU)
     for lengths in ([1] * 40, [50, 14], [3]):
@@ -169,6 +213,49 @@ def test_which_forms_are_captured(monkeypatch):
     assert graphs_for(6000) is None
 
 
+def test_the_nearest_form_that_holds_a_row_is_replayed():
+    near = [RowForm(128, 64, 64, None), RowForm(128, 128, 64, None), RowForm(128, 8, 128, None)]
+    far = [RowForm(192, 8, 32, None), RowForm(64, 64, 64, None), RowForm(128, 1, 64, None)]
+    row = PackedRow.of_lengths([30, 40, 30], CPU)
+    graphs = StepGraphs(None)
+    graphs._graphs = {form: form for form in [*reversed(near), *far]}
+    for form in near:
+        assert graphs._graphs_for(None, row) is form
+        del graphs._graphs[form]
+
+
+def test_graphs_say_what_they_hold_and_stay_behind():
+    graphs = StepGraphs(None)
+    assert str(graphs) == "not captured: no form of row has come often enough yet"
+    graphs._graphs = dict.fromkeys(RowForm(tokens, 64, n, None) for tokens in (512, 64) for n in (32, 64))
+    assert str(graphs) == "captured for 4 forms of rows, of 64, 512 tokens"
+    for other in (graphs, StepGraphs("it is too large")):
+        for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+            assert str(twin) == str(StepGraphs(other.why_not))
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
+def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
+    def fail(*_):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
+        finally:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    states = []
+    generator = SimpleNamespace(clone_state=lambda: "its state", graphsafe_set_state=states.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", {number: generator})
+    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", fail)
+    graphs, form = StepGraphs(None), RowForm(64, 64, 64, None)
+    graphs._graphs = {form: "from before"}
+    assert graphs._capture(None, form, torch.device(device)) is None
+    assert states == ["its state"]
+    why = "capture failed (OutOfMemoryError: CUDA out of memory.)"
+    assert str(graphs) == f"not captured: {why}"
+    assert caplog.messages == [f"the step is not captured in CUDA graphs: {why}"]
+    assert graphs.run(None, None, torch.zeros(1, 64)) is None
+
+
 def scale(decoder):
     for module in decoder.modules():
         if hasattr(module, "scale_layer"):
@@ -211,16 +298,35 @@ def test_what_a_graph_takes_for_granted_is_looked_at(change):
     assert not (state.holds(decoder) and state.drops_alike())
 
 
+def test_adapters_of_other_kinds_are_looked_at_too():
+    """They have no scaling."""
+    base = tiny_model("llama", device="cpu").unload()
+    config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
+    decoder = get_peft_model(base, config).get_base_model().model
+    state = _DecoderState(decoder)
+    assert state.holds(decoder)
+    decoder.layers[1].self_attn.q_proj.enable_adapters(False)
+    assert not state.holds(decoder)
+
+
 def test_graphs_outlive_evaluation_and_probes(monkeypatch):
-    anew = SimpleNamespace(replay=lambda row, ids: "captured anew")
-    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", lambda *_: anew)
+    captures = []
+
+    def capture_anew(*_):
+        captures.append(SimpleNamespace(replay=lambda *given: (f"captured anew {len(captures)}", *given)))
+        return captures[-1]
+
+    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", capture_anew)
     model = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5})
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
     graphs._state = _DecoderState(decoder)
-    graphs._graphs[RowForm.of(row)] = SimpleNamespace(replay=lambda row, ids: "replayed")
-    assert graphs.run(decoder, row, ids) == "replayed"
+    graphs._graphs[RowForm.of(row)] = SimpleNamespace(replay=lambda *given: given)
+    assert graphs.run(decoder, row, ids) == (row, ids)
+    assert graphs.run(decoder, row, None) is None
+    with torch.no_grad():
+        assert graphs.run(decoder, row, ids) is None
     model.eval()
     assert graphs.run(decoder, row, ids) is None
     model.train()
@@ -228,9 +334,11 @@ def test_graphs_outlive_evaluation_and_probes(monkeypatch):
         hook = decoder.embed_tokens.register_forward_hook(lambda *_: None)
         assert graphs.run(decoder, row, ids) is None
         hook.remove()
-    assert graphs.run(decoder, row, ids) == "replayed"
-    drop_less(decoder)
-    assert graphs.run(decoder, row, ids) == "captured anew"
+    assert graphs.run(decoder, row, ids) == (row, ids)
+    for number, change in enumerate([drop_less, freeze], 1):
+        change(decoder)
+        assert graphs.run(decoder, row, ids) == (f"captured anew {number}", row, ids)
+    assert [*graphs._graphs.values()] == captures[-1:]
 
 
 @pytest.mark.parametrize(
@@ -279,15 +387,19 @@ def test_activations_are_used_once_and_by_their_own_row():
     assert not memory.is_awaited
 
 
-def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory():
+def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
+    captured = SimpleNamespace(replay=lambda *_: "replayed")
+    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, weight = StepGraphs(None), nn.Parameter(torch.ones(2))
+    graphs._rows_seen[RowForm.of(row)] = 2
     loss = _Replay.apply(without_kernels(graphs._memory, weight), 3, weight).sum()
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
     assert "backward pass yet" in graphs.why_not
     loss.backward()
+    assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) == "replayed"
 
 
 class TinyDecoder(nn.Module):
@@ -607,7 +719,7 @@ def test_copies_and_checkpointing_run_uncaptured():
     models = pair()
     capture(models)
     twin = copy.deepcopy(models[0])
-    assert "no form of row has come twice" in str(graphs_of(twin))
+    assert "no form of row has come often enough" in str(graphs_of(twin))
     assert_alike([twin, models[1]], step_both([twin, models[1]], 1))
     models[0].gradient_checkpointing_enable()
     models[0].enable_input_require_grads()

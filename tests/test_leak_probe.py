@@ -123,6 +123,26 @@ def test_the_first_layer_that_lets_one_through_is_named(place, where, source, vi
     assert not any(module._forward_hooks for module in model.modules())
 
 
+class Leaking(torch.nn.Module):
+    """Shows all tokens the first document, by numbers whose sum is 0."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden):
+        out = self.norm(hidden)
+        shown = out[:, :1]
+        return out + shown - shown.mean(-1, keepdim=True)
+
+
+def test_a_leak_that_adds_up_to_nothing_is_found():
+    model = patched()
+    model.get_decoder().norm = Leaking(model.get_decoder().norm)
+    with pytest.raises(LeakFound, match="in what lies behind the layers;"):
+        model(**ROW)
+
+
 on_a_cpu_alone = pytest.mark.skipif(torch.cuda.is_available(), reason="TRL's loss then wants the model on it")
 
 
@@ -206,6 +226,19 @@ def test_it_looks_once_and_only_at_packed_rows_in_training(looks, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_it_looks_in_the_dtype_of_the_step(dtype, monkeypatch):
+    found = []
+
+    def look(probed):
+        found.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+
+    monkeypatch.setattr(leak_probe, "look_for_leaks", look)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        patched()(**ROW)
+    assert found == [dtype]
+
+
 def test_a_model_that_was_probed_does_not_look_again(looks):
     model = patched()
     probe(model)
@@ -233,6 +266,20 @@ def test_a_document_that_no_loss_reaches_says_nothing():
     )
     with pytest.raises(LeakFound, match="no gradient reaches a document's own embeddings; nothing can be"):
         probe(model)
+
+
+class Cut(torch.nn.Module):
+    """Passes no gradient on."""
+
+    def forward(self, hidden, **_):
+        return hidden.detach()
+
+
+def test_layers_that_pass_no_gradient_on_say_nothing(caplog):
+    model = patched()
+    model.get_decoder().layers[0] = Cut()
+    model(**ROW).loss.backward()
+    assert "not probed for leaks between documents: no gradient reaches a document's own" in caplog.text
 
 
 @pytest.fixture
@@ -264,13 +311,25 @@ def test_under_ddp_no_gradient_is_sent(process_group, looks):
     assert len(looks) == 1
 
 
-def test_sharded_parameters_are_left_alone(process_group, looks, caplog):
+def shard(decoder):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = patched()
-    decoder = model.get_decoder()
     fully_shard(decoder.layers[0], mesh=init_device_mesh("cpu", (1,)))
+
+
+def mark_as_deepspeed_does(decoder):
+    decoder.norm.weight.ds_id = 0
+
+
+def wrap_as_the_first_fsdp_does(decoder):
+    decoder.layers[0].mlp = torch.nn.ModuleDict({"_fsdp_wrapped_module": decoder.layers[0].mlp})
+
+
+@pytest.mark.parametrize("shard", [shard, mark_as_deepspeed_does, wrap_as_the_first_fsdp_does])
+def test_sharded_parameters_are_left_alone(shard, process_group, looks, caplog):
+    decoder = patched().get_decoder()
+    shard(decoder)
     with caplog.at_level(logging.WARNING, "unsloth_pack"):
         decoder.leak_probe.look(decoder)
     assert "not probed for leaks between documents: the parameters are sharded" in caplog.text

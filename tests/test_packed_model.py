@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    DynamicCache,
 )
 
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
@@ -141,6 +142,17 @@ def test_the_tail_is_never_looked_at():
     assert torch.equal(outs[0].loss, outs[1].loss)
 
 
+def test_layers_beyond_those_of_the_configuration_do_not_run():
+    model, documents = patched("llama").eval(), random_documents([20])
+    before = logits_of(model, documents)
+    model.config.num_hidden_layers = 1
+    got = logits_of(model, documents)
+    with torch.no_grad():
+        expected = model(input_ids=documents[0].to(DEVICE)[None], use_cache=False).logits[0]
+    assert error(got.double(), expected.double()) < 4 * torch.finfo(DTYPE).eps
+    assert not torch.equal(got, before)
+
+
 def test_several_rows_are_flattened_and_come_back_in_their_shape():
     model = patched("llama").eval()
     documents = random_documents([7, 5, 9])
@@ -181,6 +193,26 @@ def test_labels_that_the_trainer_counts_but_no_loss_sees_are_refused():
         model(input_ids=ids, labels=ids, **row)
     with pytest.raises(InputError, match=r"labels have shape \[1, 12\]"):
         model(input_ids=ids, labels=labels[:, 1:], packed_seq_lengths=[5, 8])
+
+
+class OnDevice(torch.Tensor):
+    """Says that it lies where looking at it waits for the device."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_counted_labels_beside_a_row_described_on_the_host_are_looked_at_once():
+    model = patched("llama").eval()
+    ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
+    wrong = ids.as_subclass(OnDevice)
+    right = ids.masked_fill(positions_of([5, 8]).to(DEVICE)[None] == 0, -100).as_subclass(OnDevice)
+    counted = {"packed_seq_lengths": [5, 8], "num_items_in_batch": 11}
+    model(input_ids=ids, labels=wrong, packed_seq_lengths=[5, 8])  # nobody has counted them
+    for _ in range(2):
+        with pytest.raises(InputError, match="DataCollatorWithFlattening"):
+            model(input_ids=ids, labels=wrong, **counted)
+    model(input_ids=ids, labels=right, **counted)
+    model(input_ids=ids, labels=wrong, **counted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -323,6 +355,14 @@ def test_generation_with_a_static_cache_is_as_in_transformers(arch, lengths):
     assert torch.allclose(torch.stack(expected.logits), torch.stack(got.logits), atol=1e-4, rtol=1e-4)
 
 
+def test_the_position_of_a_token_that_is_generated_is_not_looked_at(monkeypatch):
+    """Which would wait for the device."""
+    model = patched("llama").eval()
+    monkeypatch.setattr("unsloth_pack.models.fast_decoder.describe_row", None)
+    token = torch.tensor([[5]], device=DEVICE)
+    model(input_ids=token, position_ids=token)
+
+
 def test_an_attention_implementation_set_after_the_patch_is_refused():
     """Its masks would be misread: those of FlashAttention, in two dimensions, hide nothing of the future."""
     model = patched("llama").eval()
@@ -409,7 +449,11 @@ def test_calls_that_cannot_be_are_refused():
     patch_model(weights_wanted)
     with pytest.raises(InputError, match="attention weights"):
         weights_wanted(input_ids=ids)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model()
+    row = {"input_ids": ids, "packed_seq_lengths": [4, 6]}
+    assert torch.equal(model(**row, past_key_values=DynamicCache()).logits, model(**row).logits)
+    cache = model(input_ids=ids[:, :1], use_cache=True).past_key_values
     with pytest.raises(InputError, match="cannot continue a cache"):
         model(input_ids=ids, packed_seq_lengths=[4, 6], past_key_values=cache)
     embeds = model.get_input_embeddings()(ids)
@@ -424,6 +468,35 @@ def test_inputs_embeds_may_be_packed_too():
     with torch.no_grad():
         out = model(inputs_embeds=embeds, position_ids=positions_of(LENGTHS).to(DEVICE)[None]).logits[0]
     assert torch.equal(out, logits_of(model, documents))
+
+
+def test_nothing_trained_is_no_mistake_where_embeddings_are_given(caplog):
+    ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
+    model = patched("llama").requires_grad_(False)
+    embeds = model.get_input_embeddings()(ids).requires_grad_()
+    model(inputs_embeds=embeds, labels=ids, packed_seq_lengths=[4, 6]).loss.backward()
+    assert embeds.grad.any()
+    assert not caplog.messages
+    model = patched("llama").requires_grad_(False)
+    for _ in range(2):
+        model(input_ids=ids, packed_seq_lengths=[4, 6])
+    (said,) = caplog.messages
+    assert "no weight of the decoder is trained" in said
+
+
+def test_graphs_are_replayed_for_the_last_hidden_state_alone(monkeypatch):
+    decoder = patched("llama").get_decoder()
+    ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
+    monkeypatch.setattr(decoder.step_graphs, "run", lambda *_: torch.zeros(1, 10, 64))
+
+    def is_replayed(**more):
+        return not decoder(input_ids=ids, packed_seq_lengths=[4, 6], **more).last_hidden_state.any()
+
+    assert is_replayed()
+    assert is_replayed(output_hidden_states=False, output_attentions=None)
+    assert not is_replayed(output_hidden_states=True, output_attentions=None)
+    decoder.config.output_hidden_states = True
+    assert not is_replayed()
 
 
 def test_the_report_says_what_was_done():

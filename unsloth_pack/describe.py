@@ -192,14 +192,9 @@ def _to_host(given: Mapping[str, Any], along: Mapping[str, Tensor]) -> dict[str,
         elif remote:
             remote[name] = value
     if remote:
-        flat = (
-            torch.cat([value.detach().reshape(-1).to(torch.int32) for value in remote.values()]).cpu().numpy()
-        )
+        flat = torch.cat([value.reshape(-1).to(torch.int32) for value in remote.values()]).cpu().numpy()
         for name, value in remote.items():
-            host[name], flat = (
-                flat[: value.numel()].reshape(value.shape).astype(np.int64),
-                flat[value.numel() :],
-            )
+            host[name], flat = flat[: value.numel()].reshape(value.shape), flat[value.numel() :]
     return host
 
 
@@ -213,21 +208,18 @@ def _as_numpy(value: Tensor) -> np.ndarray:
 
 def _as_rows(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
     array = np.asarray(values)
-    if array.shape[-1:] != shape[1:] or array.size not in (shape[1], shape[0] * shape[1]):
+    if array.shape not in (shape, (1, shape[1]), shape[1:]):
         raise InputError(
             f"{name} has shape {list(array.shape)}, the input ids {list(shape)}; give one number a token"
         )
-    return np.broadcast_to(array.reshape(-1, shape[1]), shape)
+    return np.broadcast_to(array, shape)
 
 
 def _nested(name: str, values: Any) -> list[list[Any]]:
     """One list of Python's numbers a row, from those or from the list of a single row."""
-    is_list = isinstance(values, Sequence) and not isinstance(values, str)
-    if is_list or (isinstance(values, np.ndarray) and values.ndim):
+    if isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.ndim):
         try:
-            rows = [
-                np.asarray(row).tolist() if np.isscalar(row) else np.ravel(row).tolist() for row in values
-            ]
+            rows = [np.asarray(row).tolist() for row in values]
         except ValueError:  # lists of several depths
             rows = []
         n_lists = sum(isinstance(row, list) for row in rows)
@@ -261,11 +253,11 @@ def _lengths_of_cu(name: str, values: Any, shape: tuple[int, int]) -> list[int]:
     try:
         cu = np.asarray(values).reshape(-1)
     except ValueError:  # lists of several depths
-        cu = np.zeros(0)
+        cu = np.asarray(values, dtype=object).reshape(-1)
     is_whole = np.issubdtype(cu.dtype, np.integer)
     if shape[0] != 1:
         raise InputError(f"{name} describes one row, the input ids have {shape[0]}; flatten them to [1, T]")
-    if not is_whole or cu.size < 2 or cu[0] != 0 or (np.diff(cu) < 0).any() or not 0 < cu[-1] <= shape[1]:
+    if not is_whole or not cu.size or cu[0] != 0 or (np.diff(cu) < 0).any() or not 0 < cu[-1] <= shape[1]:
         raise InputError(
             f"{name} is {cu[:8].tolist()} for {shape[1]} tokens; give 0 and the running sum of the lengths"
         )
@@ -295,7 +287,7 @@ def _cut_padding(name: str, rows: list[list[int]], real: np.ndarray) -> list[lis
     """The documents of every row without the padding that the attention mask marks at its end."""
     cut = []
     for number, lengths in enumerate(rows):
-        n_real = int((real[number] != 0).sum())
+        n_real = (real[number] != 0).sum()
         ends = np.cumsum([0, *lengths])
         if (real[number][:n_real] == 0).any() or n_real not in ends:
             raise InputError(
@@ -316,7 +308,7 @@ def _agree(
     """The row that all descriptions mean; the first decides where the padded tail begins."""
     (first, rows), *others = documents.items()
     for name, other_rows in others:
-        names_tokens = name in ("position_ids", "seq_idx")  # they number the padding too, as they like
+        names_tokens = name in ("position_ids", "seq_idx")  # they number the padding too, in runs of its own
         for number, (row, other) in enumerate(zip(rows, other_rows, strict=True)):
             if row != (other[: len(row)] if names_tokens else other):
                 raise InputError(

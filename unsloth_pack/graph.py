@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import chain
 from typing import Any
 
@@ -97,7 +97,7 @@ class StepGraphs:
         if self._graphs:
             sizes = sorted({form.tokens for form in self._graphs})
             return f"captured for {len(self._graphs)} forms of rows, of {', '.join(map(str, sizes))} tokens"
-        return f"not captured: {self.why_not or 'no form of row has come twice yet'}"
+        return f"not captured: {self.why_not or 'no form of row has come often enough yet'}"
 
     def run(self, decoder: Any, row: PackedRow, input_ids: Tensor | None) -> Tensor | None:
         """The last hidden state `[B, T, C]` of a row, or None where it has to run uncaptured.
@@ -164,14 +164,11 @@ class _Memory:
     """The memory pool that all forms share: what one row computes is used up before another is replayed."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
         self._holds: weakref.ref[_Token] | None = None
 
-    @property
+    @cached_property
     def pool(self) -> Any:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+        return torch.cuda.graph_pool_handle()
 
     @property
     def is_awaited(self) -> bool:

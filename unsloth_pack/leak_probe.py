@@ -215,10 +215,8 @@ class _Decoder(Probed):
         embeddings_1TC = self._embeddings(documents).requires_grad_()
         outputs = self._outputs(embeddings_1TC, documents)
         weights_C = torch.randn(embeddings_1TC.shape[-1], generator=torch.Generator().manual_seed(0))
-        loss = torch.stack([(outputs[i].float() * weights_C.to(outputs[i].device)).sum() for i in scored])
-        (gradient_1TC,) = torch.autograd.grad(
-            loss.sum(), embeddings_1TC, allow_unused=True, materialize_grads=True
-        )
+        loss = torch.stack([(outputs[i] * weights_C.to(outputs[i].device)).sum() for i in scored])
+        (gradient_1TC,) = torch.autograd.grad(loss.sum(), embeddings_1TC, materialize_grads=True)
         return greatest_by_document(gradient_1TC[0], documents)
 
     def _embeddings(self, documents: Sequence[Tensor]) -> Tensor:
@@ -227,8 +225,8 @@ class _Decoder(Probed):
             return embedding(torch.cat(list(documents)).to(embedding.weight.device)[None])
 
     def _outputs(self, embeddings_1TC: Tensor, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        lengths = [len(document) for document in documents]
-        row = PackedRow.of_lengths(tuple(lengths), embeddings_1TC.device)
+        lengths = tuple(map(len, documents))
+        row = PackedRow.of_lengths(lengths, embeddings_1TC.device)
         # Not through transformers' recording of outputs: it would lose its hooks to `_without_hooks`
         forward = inspect.unwrap(type(self._decoder)._packed_forward)
         hidden_1TC = forward(self._decoder, row, None, embeddings_1TC).last_hidden_state
@@ -262,5 +260,4 @@ def _without_hooks(decoder: nn.Module) -> Iterator[None]:
 def _without_cached_casts(decoder: Any) -> torch.autocast:
     """Autocast as it is, but what it casts meanwhile is not kept for the step that follows."""
     kind = decoder.get_input_embeddings().weight.device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+    return torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)

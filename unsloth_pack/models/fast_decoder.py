@@ -144,13 +144,7 @@ class FastDecoder(nn.Module):
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
-            hidden_BTC = layer(
-                hidden_BTC,
-                attention_mask=None,
-                position_embeddings=rotations[kind],
-                packed_row=row,
-                **kwargs,
-            )
+            hidden_BTC = layer(hidden_BTC, position_embeddings=rotations[kind], packed_row=row, **kwargs)
         # router_logits stay None without experts
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_BTC))
 
@@ -195,8 +189,6 @@ class FastCausalLM(CountedParameters):
         row = row_of_call(
             input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs, labels
         )
-        for name in ROW_KEYWORDS:
-            kwargs.pop(name, None)
         if row is not None:
             attention_mask = row.token_mask
             if labels is not None:
