@@ -68,6 +68,7 @@ def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatc
         row = describe_row((1, 10), CPU, **description)
         assert row.lengths == tuple(lengths), name
         assert row.positions.tolist() == positions_of(lengths).tolist(), name
+        assert row.positions.dtype == np.int64, name
     rows = {"packed_seq_lengths": torch.tensor([[2, 2], [3, 0]]), "attention_mask": torch.ones(2, 6)}
     rows["attention_mask"][0, 4:] = rows["attention_mask"][1, 3:] = 0
     assert describe_row((2, 6), CPU, **rows).lengths == (2, 2, 2, 3, 3)
