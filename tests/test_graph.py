@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from contextlib import nullcontext
+from dataclasses import replace as replace_fields
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
+from unsloth_pack.checkpointing import enable_checkpointing
 from unsloth_pack.graph import RowForm, StepGraphs, _CapturedForm, _DecoderState, _Memory, _Replay
 from unsloth_pack.layout import PackedRow
 from unsloth_pack.leak_probe import left_alone
@@ -150,6 +152,14 @@ def test_what_a_form_holds():
         assert form.holds(PackedRow.of_lengths(lengths, CPU)) == (name in held), name
 
 
+def test_a_form_reaches_as_far_as_the_positions_of_its_rows():
+    row = PackedRow.of_lengths([5, 20], CPU)
+    row = replace_fields(row, positions=row.positions + 237)
+    assert RowForm.of(row) == RowForm(64, 64, 512, None)
+    assert RowForm(64, 64, 257, None).holds(row)
+    assert not RowForm(64, 64, 256, None).holds(row)
+
+
 def test_a_form_is_of_one_autocast(autocast_on_a_gpu):
     row = PackedRow.of_lengths([9], CPU)
     assert RowForm.of(row) == RowForm(64, 64, 64, torch.bfloat16)
@@ -192,8 +202,29 @@ def test_what_is_too_large_is_not_captured(limit, why, monkeypatch):
     patch_model(model)
     state, row = _DecoderState(model.get_base_model().model), PackedRow.of_lengths([64], CPU)
     assert state.why_not_captured(row) is None
-    monkeypatch.setattr(f"unsloth_pack.graph.{limit}", 1000)
+    layer, decoder = state._decoder.layers[0], state._decoder
+    most = {
+        "_PAYS_BELOW": 64 * sum(p.numel() for p in layer.parameters()),
+        "_MOST_TRAINED": sum(p.numel() for p in decoder.parameters() if p.requires_grad),
+    }[limit]
+    monkeypatch.setattr(f"unsloth_pack.graph.{limit}", most)
+    assert state.why_not_captured(row) is None
+    monkeypatch.setattr(f"unsloth_pack.graph.{limit}", most - 1)
     assert why in state.why_not_captured(row)
+
+
+@pytest.mark.parametrize(("mode", "n_recomputed"), [(True, 0), ("auto", 0), ("auto", 1)])
+def test_a_step_that_recomputes_is_not_captured(mode, n_recomputed):
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    enable_checkpointing(model, mode)
+    decoder = model.get_decoder()
+    if mode == "auto":
+        decoder.recompute_plan.n_recomputed = n_recomputed
+    else:  # a hook is reason enough
+        model.disable_input_require_grads()
+    why = _DecoderState(decoder).why_not_captured(PackedRow.of_lengths([64], CPU))
+    assert why == (None if (mode, n_recomputed) == ("auto", 0) else "gradient checkpointing")
 
 
 def test_which_forms_are_captured(monkeypatch):
@@ -215,7 +246,7 @@ def test_which_forms_are_captured(monkeypatch):
 
 def test_the_nearest_form_that_holds_a_row_is_replayed():
     near = [RowForm(128, 64, 64, None), RowForm(128, 128, 64, None), RowForm(128, 8, 128, None)]
-    far = [RowForm(192, 8, 32, None), RowForm(64, 64, 64, None), RowForm(128, 1, 64, None)]
+    far = [RowForm(192, 8, 48, None), RowForm(64, 64, 64, None), RowForm(128, 1, 64, None)]
     row = PackedRow.of_lengths([30, 40, 30], CPU)
     graphs = StepGraphs(None)
     graphs._graphs = {form: form for form in [*reversed(near), *far]}
@@ -286,16 +317,41 @@ def drop_attention(decoder):
     decoder.layers[1].self_attn.attention_dropout = 0.1
 
 
+def move(decoder):
+    weight = decoder.layers[1].mlp.up_proj.base_layer.weight
+    weight.data = weight.data.clone()
+
+
+def merge(decoder):
+    decoder.layers[0].mlp.up_proj.merge()
+
+
 @pytest.mark.parametrize(
-    "change", [scale, replace, switch_off, freeze, drop_less, drop_nothing, drop_attention]
+    "change", [scale, replace, switch_off, freeze, move, merge, drop_less, drop_nothing, drop_attention]
 )
 def test_what_a_graph_takes_for_granted_is_looked_at(change):
     decoder = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5}).get_base_model().model
     state = _DecoderState(decoder)
     assert state.holds(decoder)
     assert state.drops_alike()
+    assert not state.holds(copy.copy(decoder))
     change(decoder)
     assert not (state.holds(decoder) and state.drops_alike())
+
+
+@pytest.mark.parametrize(
+    "change", [lambda layer: layer.enable_adapters(False), lambda layer: layer.set_adapter("other", True)]
+)
+def test_frozen_adapters_are_looked_at_too(change):
+    model = tiny_model("llama", device="cpu")
+    model.add_adapter("other", model.peft_config["default"])
+    decoder = model.requires_grad_(False).get_base_model().model
+    layer = decoder.layers[0].mlp.up_proj
+    state = _DecoderState(decoder)
+    assert state.holds(decoder)
+    change(layer)
+    assert not any(p.requires_grad for p in decoder.parameters())
+    assert not state.holds(decoder)
 
 
 def test_adapters_of_other_kinds_are_looked_at_too():

@@ -183,6 +183,30 @@ def test_the_first_label_of_each_document_carries_no_loss():
     assert torch.allclose(summed, loss / 2)
 
 
+@pytest.mark.parametrize("what", ["padding in front", "embeddings", "a cache"])
+def test_the_loss_of_a_training_step_is_that_of_the_same_call(what):
+    """It is computed with the head, past transformers' own forward."""
+    model = patched("llama")
+    ids = torch.stack(random_documents([12, 12])).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    losses = []
+    for training in (True, False):
+        call = {"input_ids": ids, "use_cache": False}
+        if what == "padding in front":
+            call["attention_mask"] = mask
+        elif what == "embeddings":
+            call = {"inputs_embeds": 2 * model.get_input_embeddings()(ids), "use_cache": False}
+        else:
+            cache = DynamicCache()
+            model.eval()(input_ids=ids.flip(1), past_key_values=cache)
+            call |= {"past_key_values": cache, "position_ids": torch.arange(20, 32, device=DEVICE)[None]}
+        out = model.train(training)(**call, labels=ids.masked_fill(mask == 0, -100))
+        assert (out.past_key_values is None) == (what != "a cache")
+        losses.append(out.loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=8 * torch.finfo(DTYPE).eps)
+
+
 def test_labels_that_the_trainer_counts_but_no_loss_sees_are_refused():
     model = patched("llama")
     ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
@@ -485,14 +509,22 @@ def test_nothing_trained_is_no_mistake_where_embeddings_are_given(caplog):
 
 
 def test_graphs_are_replayed_for_the_last_hidden_state_alone(monkeypatch):
-    decoder = patched("llama").get_decoder()
+    model, replayed = patched("llama"), []
+    decoder = model.get_decoder()
     ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
-    monkeypatch.setattr(decoder.step_graphs, "run", lambda *_: torch.zeros(1, 10, 64))
+
+    def run(*_):
+        replayed.append(True)
+        return torch.zeros(1, 10, 64, device=DEVICE, dtype=DTYPE)
+
+    monkeypatch.setattr(decoder.step_graphs, "run", run)
 
     def is_replayed(**more):
         return not decoder(input_ids=ids, packed_seq_lengths=[4, 6], **more).last_hidden_state.any()
 
     assert is_replayed()
+    assert model(input_ids=ids, labels=ids, packed_seq_lengths=[4, 6], return_dict=True).hidden_states is None
+    assert len(replayed) == 2
     assert is_replayed(output_hidden_states=False, output_attentions=None)
     assert not is_replayed(output_hidden_states=True, output_attentions=None)
     decoder.config.output_hidden_states = True
