@@ -88,6 +88,14 @@ def test_every_description_gives_the_same_bits(arch, use_cache):
         assert torch.equal(got, expected), name
 
 
+@pytest.mark.parametrize("name", ["packed_seq_lengths", "position_ids"])
+def test_a_cache_that_is_empty_changes_nothing(name):
+    model, documents = patched("llama").eval(), random_documents([4, 6])
+    describe = {"packed_seq_lengths": [4, 6], "position_ids": positions_of([4, 6]).to(DEVICE)[None]}
+    got = logits_of(model, documents, **{name: describe[name]}, past_key_values=DynamicCache())
+    assert torch.equal(got, logits_of(model, documents))
+
+
 @pytest.mark.parametrize("lengths", [[20], [20, 7]])
 def test_positions_need_no_row(lengths):
     model = patched("llama").eval()
@@ -379,12 +387,15 @@ def test_generation_with_a_static_cache_is_as_in_transformers(arch, lengths):
     assert torch.allclose(torch.stack(expected.logits), torch.stack(got.logits), atol=1e-4, rtol=1e-4)
 
 
-def test_the_position_of_a_token_that_is_generated_is_not_looked_at(monkeypatch):
+def test_the_positions_of_tokens_that_are_generated_are_not_looked_at(monkeypatch):
     """Which would wait for the device."""
     model = patched("llama").eval()
     monkeypatch.setattr("unsloth_pack.models.fast_decoder.describe_row", None)
     token = torch.tensor([[5]], device=DEVICE)
     model(input_ids=token, position_ids=token)
+    cache = model(input_ids=token.expand(1, 3)).past_key_values
+    drafted = {"input_ids": token.expand(1, 2), "position_ids": torch.tensor([[3, 4]], device=DEVICE)}
+    model(**drafted, past_key_values=cache)
 
 
 def test_an_attention_implementation_set_after_the_patch_is_refused():
@@ -473,10 +484,12 @@ def test_calls_that_cannot_be_are_refused():
     patch_model(weights_wanted)
     with pytest.raises(InputError, match="attention weights"):
         weights_wanted(input_ids=ids)
-    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
-        model()
-    row = {"input_ids": ids, "packed_seq_lengths": [4, 6]}
-    assert torch.equal(model(**row, past_key_values=DynamicCache()).logits, model(**row).logits)
+    for nothing in ({}, {"packed_seq_lengths": [4, 6]}):
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            model(**nothing)
+    made_mask = torch.ones(1, 1, 10, 10, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(InputError, match="attention_mask is of shape"):
+        model(ids, attention_mask=made_mask, packed_seq_lengths=[4, 6], past_key_values=DynamicCache())
     cache = model(input_ids=ids[:, :1], use_cache=True).past_key_values
     with pytest.raises(InputError, match="cannot continue a cache"):
         model(input_ids=ids, packed_seq_lengths=[4, 6], past_key_values=cache)
