@@ -17,10 +17,11 @@ from torch import nn
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.checkpointing import enable_checkpointing
-from unsloth_pack.graph import RowForm, StepGraphs, _CapturedForm, _DecoderState, _Memory, _Replay
+from unsloth_pack.graph import StepGraphs, _CapturedForm, _DecoderState, _Memory, _Replay
 from unsloth_pack.layout import PackedRow
 from unsloth_pack.leak_probe import left_alone
 from unsloth_pack.patch import _Parts, _why_never_captured
+from unsloth_pack.row_form import RowForm
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.gpu

@@ -30,7 +30,7 @@ LAYERS = [
     {"models"},
     {"describe"},
     {"graph", "leak_probe"},
-    {"attention"},
+    {"attention", "row_form"},
     {"layout", "hooks"},
     {"kernels"},
     {"errors"},

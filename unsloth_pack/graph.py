@@ -14,7 +14,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import chain
 from typing import Any
@@ -26,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from unsloth_pack.hooks import HOOKS
 from unsloth_pack.layout import PackedRow
+from unsloth_pack.row_form import RowForm
 
 _ROWS_BEFORE_CAPTURE = 2  # of a form, so that kernels are compiled and a form that comes once costs nothing
 _WARM_UPS = 2
@@ -36,37 +36,6 @@ _MOST_TRAINED = 200_000_000  # parameters whose gradients are held once more
 _DROPOUTS = ("p", "attention_dropout")  # where modules hold the probability that they draw with
 
 logger = logging.getLogger("unsloth_pack")
-
-
-@dataclass(frozen=True)
-class RowForm:
-    """What rows that replay the same graphs have in common, all rounded up.
-
-    Args:
-        tokens, segments, longest: of the padded row.
-        autocast: the dtype that autocast computes in, None without.
-    """
-
-    tokens: int
-    segments: int
-    longest: int
-    autocast: torch.dtype | None
-
-    @classmethod
-    def of(cls, row: PackedRow) -> "RowForm":
-        tokens = _round_up(row.n_tokens, max(64, _power_of_2(row.n_tokens) // 16))
-        longest = _power_of_2(max(_longest(row), min(256, tokens)))
-        segments = max(64, _power_of_2(_segments(row, tokens, longest)))
-        return cls(tokens, segments, longest, _autocast())
-
-    def holds(self, row: PackedRow) -> bool:
-        """Whether the row fits, as things are now."""
-        return (
-            row.n_tokens <= self.tokens
-            and _longest(row) <= self.longest
-            and _segments(row, self.tokens, self.longest) <= self.segments
-            and _autocast() == self.autocast
-        )
 
 
 class StepGraphs:
@@ -380,30 +349,8 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         torch.cuda.set_stream(stream)  # a capture that breaks leaves its own
 
 
-def _longest(row: PackedRow) -> int:
-    """Positions that the row reaches, which may start above 0 in a document."""
-    return max(row.longest, int(row.positions.max()) + 1)
-
-
-def _segments(row: PackedRow, tokens: int, longest: int) -> int:
-    """Segments of the row padded to so many tokens, by runs no longer than the longest document."""
-    return len(row.lengths) + -(-(tokens - row.n_tokens) // longest)
-
-
-def _autocast() -> torch.dtype | None:
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-
-
 def _first_cause(error: BaseException) -> str:
     """What went wrong first: ending the capture that it broke raises once more."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
-def _round_up(n: int, step: int) -> int:
-    return -(-n // step) * step
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
