@@ -75,7 +75,7 @@ def test_nor_in_a_bare_loop(leak):
 def test_every_pair_of_lengths_side_by_side_or_with_one_between_is_seen(apart, monkeypatch):
     """One document of this length reaches one of that, in this direction, and no other reaches any."""
 
-    class Leaking:
+    class OnePair:
         attn_backend, vocab_size = "none", 9
         pair = None
 
@@ -89,7 +89,7 @@ def test_every_pair_of_lengths_side_by_side_or_with_one_between_is_seen(apart, m
             return own
 
     monkeypatch.setattr(leak_probe, "leaking_layer", lambda *_: "layer 0")
-    probed = Leaking()
+    probed = OnePair()
     probed.direction = 1
     assert leak_probe.look_for_leaks(probed) is None
     lengths = leak_probe._LENGTHS[: len(leak_probe._LENGTHS) // 2]
