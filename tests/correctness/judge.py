@@ -12,9 +12,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from tiny import Outcome, error
+from tiny import Outcome, error, run_packed
 
 FACTOR = 1.5
+NUMBERS_OF_DRAWS = (1, 4, 16)  # the next where fewer are above
 QUANTITIES = ("logits", "loss", "gradient", "other_gradient")
 _SANE = 32  # units of rounding that plain's logits may be off: above, the truth is of another model
 
@@ -26,6 +27,37 @@ class Draw:
     truth: Outcome
     alone: Outcome
     same_row: Outcome
+
+
+def judge_as_few(run, dtype):
+    """What `judge` says for as few draws as are within bounds.
+
+    Args:
+        run: takes a seed, returns an outcome and its `Draw`.
+
+    Returns:
+        Also `first_draw` and `draws` where one was not enough.
+    """
+    gots, draws, first = [], [], None
+    for number in NUMBERS_OF_DRAWS:
+        for seed in range(len(draws), number):
+            got, draw = run(seed)
+            gots.append(got)
+            draws.append(draw)
+        row = judge(gots, draws, dtype)
+        if number == 1:
+            first = max(row.get(name) or 0 for name in QUANTITIES)
+        else:
+            row |= {"first_draw": first, "draws": number}
+        if holds(row):
+            break
+    return row
+
+
+def on_the_same_row(model, documents, routes=None):
+    """Plain transformers on the packed row: position_ids keep documents apart, without a cache or a mask."""
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    return run_packed(model, documents, routes, position_ids=positions.to(model.device), use_cache=False)
 
 
 def judge(gots, draws, dtype):

@@ -5,7 +5,6 @@ import gc
 from dataclasses import asdict
 from functools import lru_cache, partial
 
-import torch
 from tiny import MIXED_LENGTHS, random_documents, run_alone, run_packed
 
 from unsloth_pack import patch_model
@@ -13,10 +12,9 @@ from unsloth_pack.checkpointing import enable_checkpointing
 from unsloth_pack.errors import BackendUnavailable
 
 from .cases import CHECKPOINTING, DTYPES
-from .judge import QUANTITIES, Draw, holds, judge
+from .judge import Draw, judge_as_few, on_the_same_row
 from .models import NotApplicable, build, build_exact, drawing_dropout
 
-_MORE_DRAWS = (4, 16)  # of documents, where fewer are above what is allowed
 _STEPS_BEFORE_REPLAY = 3  # two rows of a form run uncaptured, the third is captured
 
 
@@ -96,29 +94,18 @@ class _References:
         self._draws = lru_cache(self._draw)
 
     def judge(self, model):
-        """What `judge` says of a patched model, for as few draws of documents as are within bounds."""
-        row = self._judge(model, [0])
-        first = max(row.get(name) or 0 for name in QUANTITIES)
-        for n_draws in _MORE_DRAWS:
-            if not holds(row):
-                row = {**self._judge(model, range(n_draws)), "first_draw": first, "draws": n_draws}
-        return row
+        """What `judge_as_few` says of a patched model."""
 
-    def _judge(self, model, seeds):
-        draws = [self._draws(seed) for seed in seeds]
-        gots = [
-            run_packed(model, random_documents(MIXED_LENGTHS, seed), draw.truth.routes)
-            for seed, draw in zip(seeds, draws, strict=True)
-        ]
-        return judge(gots, draws, self._dtype)
+        def run(seed):
+            draw = self._draws(seed)
+            return run_packed(model, random_documents(MIXED_LENGTHS, seed), draw.truth.routes), draw
+
+        return judge_as_few(run, self._dtype)
 
     def _draw(self, seed):
         documents, truth = random_documents(MIXED_LENGTHS, seed), self._truth(seed)
         alone = run_alone(self.model, documents, truth.routes)
-        # position_ids keep the documents of a row apart in transformers, without a cache or a mask
-        positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
-        describe = {"position_ids": positions.to(self.model.device), "use_cache": False}
-        return Draw(truth, alone, run_packed(self.model, documents, truth.routes, **describe))
+        return Draw(truth, alone, on_the_same_row(self.model, documents, truth.routes))
 
 
 _references = lru_cache(maxsize=1)(_References)  # cases come in order
