@@ -3,10 +3,9 @@
 import copy
 import pickle
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace as replace_fields
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from torch import nn
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.checkpointing import enable_checkpointing
-from unsloth_pack.graph import StepGraphs, _CapturedForm, _DecoderState, _Memory, _Replay
+from unsloth_pack.graph import StepGraphs, _CapturedForm, _DecoderState, _Replay
+from unsloth_pack.graph_memory import GraphMemory
 from unsloth_pack.layout import PackedRow
 from unsloth_pack.leak_probe import left_alone
 from unsloth_pack.patch import _Parts, _why_never_captured
@@ -279,8 +279,9 @@ def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "default_generators", {number: generator})
     monkeypatch.setattr("unsloth_pack.graph._CapturedForm", fail)
     graphs, form = StepGraphs(None), RowForm(64, 64, 64, None)
-    graphs._graphs = {form: "from before"}
+    graphs._graphs, before = {form: "from before"}, graphs._memory
     assert graphs._capture(None, form, torch.device(device)) is None
+    assert graphs._memory is not before
     assert states == ["its state"]
     why = "capture failed (OutOfMemoryError: CUDA out of memory.)"
     assert str(graphs) == f"not captured: {why}"
@@ -425,7 +426,7 @@ def without_kernels(memory, weight):
 
 
 def test_activations_are_used_once_and_by_their_own_row():
-    weight, memory = nn.Parameter(torch.ones(2)), _Memory()
+    weight, memory = nn.Parameter(torch.ones(2)), GraphMemory()
     forms = [without_kernels(memory, weight) for _ in range(2)]
     first = _Replay.apply(forms[0], 3, weight).sum()
     assert memory.is_awaited
@@ -462,11 +463,10 @@ def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
 class TinyDecoder(nn.Module):
     """What a capture needs of a decoder."""
 
-    rotary_tables: ClassVar = {}
-
-    def __init__(self):
+    def __init__(self, tables=()):
         super().__init__()
         self.embed_tokens = nn.Embedding(8, 4)
+        self.rotary_tables = dict(enumerate(tables))
 
     def get_input_embeddings(self):
         return self.embed_tokens
@@ -475,25 +475,64 @@ class TinyDecoder(nn.Module):
         return SimpleNamespace(last_hidden_state=self.embed_tokens(input_ids))
 
 
-def test_a_capture_restricts_no_other_thread(monkeypatch):
+@pytest.fixture
+def allocations(monkeypatch):
+    """CUDA without a GPU: what captures and warm-ups ask of it, in order."""
+    asked = []
+
+    @contextmanager
+    def graph(graph, pool, stream, capture_error_mode="global"):
+        asked.append(("capture", pool, stream, capture_error_mode))
+        yield
+
+    @contextmanager
+    def use_mem_pool(pool):
+        asked.append(("warm-up", pool.id))
+        yield
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **at: zeros(*shape, **(at | {"device": CPU})))
+    for name, made in {
+        "CUDAGraph": lambda: SimpleNamespace(pool=lambda: (0, 1)),
+        "empty_cache": lambda: None,
+        "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+        "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+        "stream": nullcontext,
+        "set_stream": nullcontext,
+        "graph": graph,
+        "use_mem_pool": use_mem_pool,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, made)
+    return asked
+
+
+def test_a_capture_restricts_no_other_thread(allocations):
     """Under torch's default a loader's thread that pins memory meanwhile fails, and takes the run with it."""
-    modes = []
-
-    def graph(graph, pool, capture_error_mode="global"):
-        modes.append(capture_error_mode)
-        return nullcontext()
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name in ("synchronize", "empty_cache", "CUDAGraph"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: stream)
-    for name in ("stream", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, nullcontext)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, SimpleNamespace(pool=None))
-    assert modes == ["thread_local"] * 2
+    captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
+    assert [mode for what, *_, mode in allocations if what == "capture"] == ["thread_local"] * 3
     assert captured.sizes == [32]
+
+
+def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocations):
+    decoder, memory = TinyDecoder(), GraphMemory()
+    for tokens in (64, 128):
+        _CapturedForm(decoder, RowForm(tokens, 64, 64, None), CPU, memory)
+    what, pools = zip(*((first, pool) for first, pool, *_ in allocations), strict=True)
+    assert what == ("capture", *("warm-up", "capture", "capture") * 2)
+    assert pools == (None, *[(0, 1)] * 6)
+    captures = [asked for asked in allocations if asked[0] == "capture"]
+    assert len({id(stream) for _, _, stream, _ in captures}) == 1
+    assert captures[0][2] is not None
+
+
+def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
+    """In it another form's replay would write over them: single losses were off by 0.5."""
+    tables = [
+        SimpleNamespace(for_row=lambda row: allocations.append(("tables", row.longest)), static_table=None)
+    ]
+    _CapturedForm(TinyDecoder(tables), RowForm(64, 64, 48, None), CPU, GraphMemory())
+    assert [asked[0] for asked in allocations] == ["tables", "capture", "warm-up", "capture", "capture"]
+    assert allocations[0] == ("tables", 48)
 
 
 def test_gradients_of_several_dtypes_are_not_rounded():

@@ -30,7 +30,7 @@ LAYERS = [
     {"models"},
     {"describe"},
     {"graph", "leak_probe"},
-    {"attention", "row_form"},
+    {"attention", "row_form", "graph_memory"},
     {"layout", "hooks"},
     {"kernels"},
     {"errors"},

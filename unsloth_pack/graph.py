@@ -10,11 +10,8 @@ hold runs as usual, and `StepGraphs.why_not` says why.
 """
 
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -23,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from unsloth_pack.graph_memory import GraphMemory, Token
 from unsloth_pack.hooks import HOOKS
 from unsloth_pack.layout import PackedRow
 from unsloth_pack.row_form import RowForm
@@ -51,7 +49,7 @@ class StepGraphs:
         self._rows_seen: Counter[RowForm] = Counter()
         self._graphs: dict[RowForm, _CapturedForm] = {}
         self._state: _DecoderState | None = None
-        self._memory = _Memory()
+        self._memory = GraphMemory()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepGraphs":
         return StepGraphs(self._why_never)
@@ -118,6 +116,7 @@ class StepGraphs:
             captured = _CapturedForm(decoder, form, device, self._memory)
         except RuntimeError as error:  # out of memory among them
             self._graphs.clear()
+            self._memory = GraphMemory()
             torch.cuda.empty_cache()
             generator = torch.cuda.default_generators[device.index or 0]
             generator.graphsafe_set_state(generator.clone_state())  # a broken capture leaves it capturing
@@ -129,43 +128,10 @@ class StepGraphs:
         return captured
 
 
-class _Memory:
-    """The memory pool that all forms share: what one row computes is used up before another is replayed."""
-
-    def __init__(self) -> None:
-        self._holds: weakref.ref[_Token] | None = None
-
-    @cached_property
-    def pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a forward has been replayed whose backward may still come."""
-        return self._holds is not None and self._holds() is not None
-
-    def fill(self, token: "_Token") -> None:
-        """A forward has been replayed."""
-        self._holds = weakref.ref(token)
-
-    def use_up(self, token: "_Token") -> None:
-        """Its backward is about to be replayed, which overwrites what it has read.
-
-        Raises:
-            RuntimeError: that has happened before.
-        """
-        if self._holds is None or self._holds() is not token:
-            raise RuntimeError(
-                "a step captured in CUDA graphs goes through its backward pass once; add up the losses "
-                "before it, or run a forward pass for each"
-            )
-        self._holds = None
-
-
 class _CapturedForm:
     """Two graphs and the static tensors that they read and write."""
 
-    def __init__(self, decoder: Any, form: RowForm, device: torch.device, memory: _Memory):
+    def __init__(self, decoder: Any, form: RowForm, device: torch.device, memory: GraphMemory):
         self.row = PackedRow.static(form.tokens, form.segments, form.longest, device)
         self.input_ids = torch.zeros(1, form.tokens, dtype=torch.int64, device=device)
         self.memory = memory
@@ -182,23 +148,20 @@ class _CapturedForm:
         def backward(hidden: Tensor, grad: Tensor) -> list[Tensor | None]:
             return list(torch.autograd.grad(hidden, leaves, grad, allow_unused=True))
 
+        for tables in decoder.rotary_tables.values():
+            tables.for_row(self.row)  # kept for later rows: see `graph_memory`
         torch.cuda.empty_cache()  # what uncaptured steps held: the graphs have memory of their own
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with memory.warming_up():
             for _ in range(_WARM_UPS):
                 hidden = forward()
-                self.grad = torch.zeros_like(hidden)
-                backward(hidden, self.grad)
+                backward(hidden, torch.zeros_like(hidden))
+            self.grad = torch.zeros_like(hidden)
             del hidden
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the warm-ups held
 
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _capturing(self.forward_graph, memory.pool):
+        with memory.capturing(self.forward_graph):
             hidden = forward()
-        with _capturing(self.backward_graph, memory.pool):
+        with memory.capturing(self.backward_graph):
             grads = backward(hidden, self.grad)
             self.used = [grad is not None for grad in grads]
             self.flat_grads = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
@@ -263,15 +226,11 @@ class _StandIns:
             held[name] = p
 
 
-class _Token:
-    """Lives as long as the autograd node of a replay may run its backward."""
-
-
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, captured, n_tokens, *parameters):
         captured.forward_graph.replay()
-        ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, _Token()
+        ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, Token()
         captured.memory.fill(ctx.token)
         return captured.hidden[0, :n_tokens].clone()
 
@@ -336,17 +295,6 @@ class _DecoderState:
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:
         return [(held[name], held["training"]) for held, name in self._dropouts]
-
-
-@contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Other threads go on: a loader's that pins memory, or a process group's, would else end the run."""
-    stream = torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-            yield
-    finally:
-        torch.cuda.set_stream(stream)  # a capture that breaks leaves its own
 
 
 def _first_cause(error: BaseException) -> str:

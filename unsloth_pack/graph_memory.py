@@ -1,0 +1,75 @@
+"""The memory that all graphs of a decoder share.
+
+Warm-ups and captures allocate from one pool, since what one row computes is used up before the next is
+replayed. So every graph writes where another's tensors lay: whatever is read by later replays too, such as
+rotary tables, has to be made outside.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class Token:
+    """Lives as long as the autograd node of a replay may run its backward."""
+
+
+class GraphMemory:
+    """The pool, and whose activations it holds."""
+
+    def __init__(self) -> None:
+        self._holder: torch.cuda.CUDAGraph | None = None  # keeps the pool while forms come and go
+        self._pool: Any = None
+        self._stream: Any = None  # of all captures: a pool serves every stream apart
+        self._holds: weakref.ref[Token] | None = None
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Allocate from the pool, where the capture that follows allocates the same again."""
+        if self._holder is None:
+            self._holder, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with self.capturing(self._holder):
+                torch.zeros(1, device="cuda")
+            # Not a `torch.cuda.MemPool`, which frees memory when collected: that aborts where a capture runs.
+            self._pool = SimpleNamespace(id=self._holder.pool())
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Other threads go on: a loader's that pins memory, or a process group's, would else end the run."""
+        pool = self._pool and self._pool.id
+        stream = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
+                yield
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that breaks leaves its own
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a forward has been replayed whose backward may still come."""
+        return self._holds is not None and self._holds() is not None
+
+    def fill(self, token: Token) -> None:
+        """A forward has been replayed."""
+        self._holds = weakref.ref(token)
+
+    def use_up(self, token: Token) -> None:
+        """Its backward is about to be replayed, which overwrites what it has read.
+
+        Raises:
+            RuntimeError: that has happened before.
+        """
+        if self._holds is None or self._holds() is not token:
+            raise RuntimeError(
+                "a step captured in CUDA graphs goes through its backward pass once; add up the losses "
+                "before it, or run a forward pass for each"
+            )
+        self._holds = None
