@@ -2,7 +2,7 @@
 
     python docs/draw_readme.py --dataset alpaca_en_demo.json
 
-Left: eight documents of the data set as a padded batch and as packed rows. Right: tokens a second of the last
+Left: eight documents of the data set as a padded batch and as packed rows. Right: tokens a second of a
 committed comparison with all three on an H200.
 """
 

@@ -28,7 +28,7 @@ def about():
 
 
 def default_path():
-    """benchmarks/results/grid-h200-2026-11-21.json on an "NVIDIA H200"."""
+    """benchmarks/results/grid-h200-2026-11-22.json on an "NVIDIA H200"."""
     device = torch.cuda.get_device_name().split()[-1].lower() if DEVICE == "cuda" else "cpu"
     return _RESULTS / f"grid-{device}-{date.today().isoformat()}.json"
 
