@@ -407,14 +407,18 @@ def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
     assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=uncounted).lengths == (3, 3, 1)
 
 
-def test_labels_on_a_device_never_need_a_transfer_of_their_own(monkeypatch):
-    labels, positions = torch.arange(7)[None], positions_of([3, 4])[None]
-    monkeypatch.setattr("unsloth_pack.describe._is_remote", lambda x: x is labels or x is positions)
+def test_what_is_on_a_device_comes_in_one_transfer_and_labels_not_at_all(monkeypatch):
+    labels, positions, seq_idx = (
+        torch.arange(7)[None],
+        positions_of([3, 4])[None],
+        torch.tensor([[0] * 3 + [1] * 4]),
+    )
+    remote = {id(labels), id(positions), id(seq_idx)}
+    monkeypatch.setattr("unsloth_pack.describe._is_remote", lambda x: id(x) in remote)
     transfers, to_cpu = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.numel()) or to_cpu(x))
     counted = {"labels": labels, "labels_counted": True}
     assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 4], **counted) is not None
     assert transfers == []
-    with pytest.raises(InputError, match="labels at document starts"):
-        describe_row((1, 7), CPU, position_ids=positions, **counted)
+    assert describe_row((1, 7), CPU, position_ids=positions, seq_idx=seq_idx, **counted).lengths == (3, 4)
     assert transfers == [14]

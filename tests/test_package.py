@@ -33,7 +33,7 @@ LAYERS = [
     {"attention", "row_form", "graph_memory"},
     {"layout", "hooks"},
     {"kernels"},
-    {"errors"},
+    {"errors", "to_host"},
 ]
 BESIDE = {"packing", "data", "demo", "whole_folders"}  # know no torch model, nor what patches one
 

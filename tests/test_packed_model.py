@@ -20,6 +20,7 @@ from unsloth_pack import UnsupportedArchitecture, patch_model, supported_archite
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.patch import patch_of
+from unsloth_pack.to_host import ToHost
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [1, 33, 2, 40, 31]
@@ -214,23 +215,41 @@ def test_labels_that_the_trainer_counts_but_no_loss_sees_are_refused():
 
 
 class OnDevice(torch.Tensor):
-    """Says that it lies where looking at it waits for the device."""
+    """Says that it lies where looking at it waits for the device; what is computed from it does not."""
 
     device = property(lambda self: torch.device("cuda"))
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def test_counted_labels_beside_a_row_described_on_the_host_are_looked_at_once():
-    model = patched("llama").eval()
+@pytest.mark.parametrize("training", [False, True])
+def test_counted_labels_on_a_device_are_looked_at_on_every_step(training):
+    model = patched("llama").train(training)
     ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
     wrong = ids.as_subclass(OnDevice)
     right = ids.masked_fill(positions_of([5, 8]).to(DEVICE)[None] == 0, -100).as_subclass(OnDevice)
     counted = {"packed_seq_lengths": [5, 8], "num_items_in_batch": 11}
     model(input_ids=ids, labels=wrong, packed_seq_lengths=[5, 8])  # nobody has counted them
     for _ in range(2):
+        model(input_ids=ids, labels=right, **counted)
         with pytest.raises(InputError, match="DataCollatorWithFlattening"):
             model(input_ids=ids, labels=wrong, **counted)
-    model(input_ids=ids, labels=right, **counted)
-    model(input_ids=ids, labels=wrong, **counted)
+
+
+def test_counted_labels_on_a_device_are_asked_for_before_the_decoder_and_read_after_it(monkeypatch):
+    """Read at once, they would make every step wait for the device."""
+    order = []
+    asked, read = ToHost.__init__, ToHost.read
+    monkeypatch.setattr(ToHost, "__init__", lambda self, x: order.append("asked") or asked(self, x))
+    monkeypatch.setattr(ToHost, "read", lambda self: order.append("read") or read(self))
+    model = patched("llama").train()
+    model.get_decoder().norm.register_forward_hook(lambda *_: order.append("decoder"))
+    ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
+    labels = ids.masked_fill(positions_of([5, 8]).to(DEVICE)[None] == 0, -100)
+    model(
+        input_ids=ids, labels=labels.as_subclass(OnDevice), packed_seq_lengths=[5, 8], num_items_in_batch=11
+    )
+    assert order[:3] == ["asked", "asked", "decoder"]  # the labels, and how many there are
+    assert set(order[3:]) == {"read"}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layout import IGNORE_INDEX, PackedRow
+from unsloth_pack.to_host import ToHost
 
 # What a model call may carry beside position_ids and attention_mask
 ROW_KEYWORDS = (
@@ -59,7 +60,7 @@ def describe_row(
         attention_mask: `[B, T]`; zeros must be padding at the end of a packed row.
         labels: `[B, T]`.
         labels_counted: whether the labels were counted, for `num_items_in_batch`. Then those at document
-            starts must be -100; it is looked at where the labels need no transfer of their own.
+            starts must be -100; of labels on a device see `CountedLabels`.
 
     Raises:
         InputError: lengths that are negative or exceed T, two descriptions that disagree, or a mask or labels
@@ -83,7 +84,7 @@ def describe_row(
         return None
     if has_row_mask:
         given["attention_mask"] = attention_mask
-    host = _to_host(given, along={"labels": labels} if labels is not None and labels_counted else {})
+    host = _to_host(given)
     host |= {name: _as_rows(name, host[name], shape) for name in ("seq_idx", "position_ids") if name in host}
     documents = _documents(host, shape)
     positions = host.get("position_ids")
@@ -105,20 +106,29 @@ def describe_row(
     if real is not None:
         documents = {name: _cut_padding(name, rows, real) for name, rows in documents.items()}
     row = _agree(documents, positions, shape, device, max_lengths)
-    if "labels" in host:
-        refuse_counted_labels(row, host["labels"].reshape(-1)[row.unscored_places])
+    if labels is not None and labels_counted and not _is_remote(labels):
+        _refuse_counted(row, labels.reshape(-1).numpy()[row.unscored_places])
     return row
 
 
-def refuse_counted_labels(row: PackedRow, unscored: np.ndarray) -> None:
-    """Refuse labels that a trainer has counted but no loss sees.
+class CountedLabels:
+    """Labels of a row, on a device, that were counted. Made before the decoder runs, see `ToHost`."""
 
-    Args:
-        unscored: the labels at `row.unscored_places`.
+    def __init__(self, row: PackedRow, labels: Tensor):
+        self._row = row
+        self._unscored = ToHost(labels.to(row.device).reshape(-1).index_select(0, row.unscored))
 
-    Raises:
-        InputError: one of them is counted.
-    """
+    def refuse(self) -> None:
+        """To be called after the decoder.
+
+        Raises:
+            InputError: no loss sees one of them.
+        """
+        _refuse_counted(self._row, self._unscored.read().numpy())
+
+
+def _refuse_counted(row: PackedRow, unscored: np.ndarray) -> None:
+    """`unscored`: the labels at `row.unscored_places`, all counted."""
     is_counted = row.unscored_places % row.shape[1] != 0  # nothing predicts column 0: no trainer counts it
     if (unscored[is_counted] != IGNORE_INDEX).any():
         raise InputError(
@@ -173,12 +183,8 @@ def _form_of(mask: Any) -> str:
     return f"of shape {list(mask.shape)}" if hasattr(mask, "shape") else f"a {type(mask).__name__}"
 
 
-def _to_host(given: Mapping[str, Any], along: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Every value as numpy or nested lists; what lies on a device comes in one transfer.
-
-    Args:
-        along: taken only where that needs no transfer of its own, which would wait for the device.
-    """
+def _to_host(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value as numpy or nested lists; what lies on a device comes in one transfer."""
     host: dict[str, Any] = {}
     remote: dict[str, Tensor] = {}
     for name, value in given.items():
@@ -186,11 +192,6 @@ def _to_host(given: Mapping[str, Any], along: Mapping[str, Tensor]) -> dict[str,
             remote[name] = value
         else:
             host[name] = _as_numpy(value) if isinstance(value, Tensor) else value
-    for name, value in along.items():
-        if not _is_remote(value):
-            host[name] = _as_numpy(value)
-        elif remote:
-            remote[name] = value
     if remote:
         flat = torch.cat([value.reshape(-1).to(torch.int32) for value in remote.values()]).cpu().numpy()
         for name, value in remote.items():

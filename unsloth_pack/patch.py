@@ -220,7 +220,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
     )
     if base is not decoder and base.get_output_embeddings() is not None:
-        patch.swap(base, FastCausalLM, spec=spec, boundary_labels_seen=False, module_walk=ModuleWalk())
+        patch.swap(base, FastCausalLM, spec=spec, module_walk=ModuleWalk())
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     base.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unsloth_pack.to_host import ToHost
+
 from .launch import MAX_WARPS, PER_THREAD, floor_power_of_2, jit, takes_fused_path, tl, triton
 
 IGNORE_INDEX = -100
@@ -36,9 +38,8 @@ _BLOCK = 8192  # logits that a program holds at a time
 class LabelledRows:
     """Which rows carry a label, found on the device without waiting for it.
 
-    Skipping the others needs their number on the host. Made before the decoder runs, this asks for it then;
-    by the time the loss reads `count`, the device is well past the place, and the wait that remains leaves it
-    all of the decoder's work to do: it never runs dry. Made by the loss itself, it waits for all before it.
+    Skipping the others needs their number on the host. Made before the decoder runs, this asks for it then,
+    see `ToHost`; made by the loss itself, it waits for all before it.
 
     Args:
         labels: int32 or int64, any shape; row i's label is the i-th, already shifted.
@@ -49,21 +50,12 @@ class LabelledRows:
         self.labels = labels
         has_label = labels.reshape(-1) != ignore_index
         self._order = has_label.logical_not().argsort(stable=True)
-        self._count = has_label.sum()
-        self._copied = None
-        if labels.is_cuda:
-            with torch.cuda.device_of(labels):
-                on_device, self._count = self._count, torch.empty((), dtype=torch.int64, pin_memory=True)
-                self._count.copy_(on_device, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
+        self._count = ToHost(has_label.sum())
 
     @cached_property
     def count(self) -> int:
         """N, once the device has counted."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return int(self._count)
+        return int(self._count.read())
 
     @property
     def rows(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from unsloth_pack.describe import ROW_KEYWORDS, describe_row, refuse_counted_labels
+from unsloth_pack.describe import ROW_KEYWORDS, CountedLabels, describe_row
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
 from unsloth_pack.layout import PackedRow
@@ -153,7 +153,6 @@ class FastCausalLM(CountedParameters):
     """Takes the place of a transformers causal language model's class (`LlamaForCausalLM`, ...)."""
 
     spec: ArchSpec
-    boundary_labels_seen: bool
 
     def forward(
         self,
@@ -189,16 +188,17 @@ class FastCausalLM(CountedParameters):
         row = row_of_call(
             input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs, labels
         )
+        counted = None
         if row is not None:
             attention_mask = row.token_mask
             if labels is not None:
-                if kwargs.get("num_items_in_batch") is not None:
-                    self._refuse_counted_boundaries(labels, row)
+                if kwargs.get("num_items_in_batch") is not None and labels.device.type != "cpu":
+                    counted = CountedLabels(row, labels)
                 labels = row.mask_labels(labels)
         if labels is not None and wants_loss_alone(self, logits_to_keep, kwargs):
             loss = FusedLoss(self, labels, kwargs)
             kwargs.pop("return_dict", None)
-            return loss.output(
+            out = loss.output(
                 self.base_model(
                     input_ids=input_ids,
                     attention_mask=attention_mask,
@@ -210,18 +210,22 @@ class FastCausalLM(CountedParameters):
                     **kwargs,
                 )
             )
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            packed_row=row,
-            **kwargs,
-        )
+        else:
+            out = super().forward(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                labels=labels,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                packed_row=row,
+                **kwargs,
+            )
+        if counted is not None:
+            counted.refuse()
+        return out
 
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
         """Trainers turn checkpointing on by themselves: layers that offload or follow a plan go on so."""
@@ -236,13 +240,6 @@ class FastCausalLM(CountedParameters):
         self.disable_input_require_grads()  # transformers forgets the hooks of an earlier call
         if self.base_model.recompute_plan is None:
             super().enable_input_require_grads()
-
-    def _refuse_counted_boundaries(self, labels: Tensor, row: PackedRow) -> None:
-        """Once for labels on a device: beside a row described on the host, looking waits for the device."""
-        if self.boundary_labels_seen or labels.device.type == "cpu":
-            return
-        refuse_counted_labels(row, labels.reshape(-1)[row.unscored].cpu().numpy())
-        self.boundary_labels_seen = True
 
 
 def row_of_call(
