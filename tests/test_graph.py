@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace as replace_fields
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from unsloth_pack.graph import StepGraphs, _CapturedForm, _DecoderState, _Replay
 from unsloth_pack.graph_memory import GraphMemory
 from unsloth_pack.layout import PackedRow
 from unsloth_pack.leak_probe import left_alone
+from unsloth_pack.models.rotary import rotary_tables
 from unsloth_pack.patch import _Parts, _why_never_captured
 from unsloth_pack.row_form import RowForm
 
@@ -161,6 +163,14 @@ def test_a_form_reaches_as_far_as_the_positions_of_its_rows():
     assert not RowForm(64, 64, 256, None).holds(row)
 
 
+def test_rotary_tables_of_a_form_reach_as_far_as_it_does():
+    """A row of few tokens may lie far from position 0; kernels do not look where a table ends."""
+    decoder = tiny_model("llama", device="cpu").get_base_model().model
+    (tables,) = rotary_tables(decoder, supported_architectures()["llama"]).values()
+    cos, sin, _ = tables.for_row(PackedRow.static(64, 64, 512, CPU))
+    assert len(cos) == len(sin) == 512
+
+
 def test_a_form_is_of_one_autocast(autocast_on_a_gpu):
     row = PackedRow.of_lengths([9], CPU)
     assert RowForm.of(row) == RowForm(64, 64, 64, torch.bfloat16)
@@ -287,6 +297,31 @@ def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     assert str(graphs) == f"not captured: {why}"
     assert caplog.messages == [f"the step is not captured in CUDA graphs: {why}"]
     assert graphs.run(None, None, torch.zeros(1, 64)) is None
+
+
+def test_a_capture_is_of_the_device_of_the_model(monkeypatch):
+    """Another may be the current one. There nothing would be captured, and replays would change nothing."""
+    current = []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    def capture_there(*_):
+        assert [*map(id, current)] == [id(ids)]
+        return SimpleNamespace(replay=lambda *_: "replayed")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", capture_there)
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    row, ids = PackedRow.of_lengths([64], CPU), torch.zeros(1, 64, dtype=torch.int64)
+    graphs = StepGraphs(None)
+    graphs._rows_seen[RowForm.of(row)] = 2
+    assert graphs.run(model.get_decoder(), row, ids) == "replayed"
+    assert not current
 
 
 def scale(decoder):
@@ -475,10 +510,16 @@ class TinyDecoder(nn.Module):
         return SimpleNamespace(last_hidden_state=self.embed_tokens(input_ids))
 
 
+class Asked(list):
+    """What was asked, while this device was the current one."""
+
+    device = 0
+
+
 @pytest.fixture
 def allocations(monkeypatch):
     """CUDA without a GPU: what captures and warm-ups ask of it, in order."""
-    asked = []
+    asked = Asked()
 
     @contextmanager
     def graph(graph, pool, stream, capture_error_mode="global"):
@@ -490,13 +531,17 @@ def allocations(monkeypatch):
         asked.append(("warm-up", pool.id))
         yield
 
+    def stream():
+        return SimpleNamespace(wait_stream=lambda other: asked.append(("wait",)), device_index=asked.device)
+
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **at: zeros(*shape, **(at | {"device": CPU})))
     for name, made in {
-        "CUDAGraph": lambda: SimpleNamespace(pool=lambda: (0, 1)),
+        "CUDAGraph": lambda: SimpleNamespace(pool=lambda: (asked.device, 1)),
+        "current_device": lambda: asked.device,
         "empty_cache": lambda: None,
-        "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
-        "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
+        "Stream": stream,
+        "current_stream": stream,
         "stream": nullcontext,
         "set_stream": nullcontext,
         "graph": graph,
@@ -506,10 +551,15 @@ def allocations(monkeypatch):
     return asked
 
 
+def without_waits(asked):
+    return [what for what in asked if what != ("wait",)]
+
+
 def test_a_capture_restricts_no_other_thread(allocations):
     """Under torch's default a loader's thread that pins memory meanwhile fails, and takes the run with it."""
     captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
-    assert [mode for what, *_, mode in allocations if what == "capture"] == ["thread_local"] * 3
+    captures = [asked for asked in allocations if asked[0] == "capture"]
+    assert [mode for *_, mode in captures] == ["thread_local"] * 3
     assert captured.sizes == [32]
 
 
@@ -517,12 +567,46 @@ def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocation
     decoder, memory = TinyDecoder(), GraphMemory()
     for tokens in (64, 128):
         _CapturedForm(decoder, RowForm(tokens, 64, 64, None), CPU, memory)
-    what, pools = zip(*((first, pool) for first, pool, *_ in allocations), strict=True)
+    asked = without_waits(allocations)
+    what, pools = zip(*((first, pool) for first, pool, *_ in asked), strict=True)
     assert what == ("capture", *("warm-up", "capture", "capture") * 2)
     assert pools == (None, *[(0, 1)] * 6)
-    captures = [asked for asked in allocations if asked[0] == "capture"]
+    captures = [what for what in asked if what[0] == "capture"]
     assert len({id(stream) for _, _, stream, _ in captures}) == 1
     assert captures[0][2] is not None
+
+
+def test_a_model_that_moves_gets_memory_on_its_new_device(allocations):
+    memory, form = GraphMemory(), RowForm(64, 64, 64, None)
+    for allocations.device in (0, 1, 1):
+        _CapturedForm(TinyDecoder(), form, CPU, memory)
+    whole = ("capture", "warm-up", "capture", "capture")
+    assert [what for what, *_ in without_waits(allocations)] == [*whole, *whole, *whole[1:]]
+    assert [asked[1] for asked in allocations if asked[0] == "warm-up"] == [(0, 1), (1, 1), (1, 1)]
+    streams = [asked[2].device_index for asked in allocations if asked[0] == "capture"]
+    assert streams == [0] * 3 + [1] * 5
+
+
+def test_a_warm_up_that_breaks_is_waited_for(allocations):
+    def fail(*_):
+        allocations.clear()
+        raise torch.OutOfMemoryError
+
+    decoder = TinyDecoder()
+    decoder._packed_forward = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        _CapturedForm(decoder, RowForm(64, 64, 64, None), CPU, GraphMemory())
+    assert allocations == [("wait",)]
+
+
+def test_a_memory_whose_making_was_interrupted_is_made_again(allocations, monkeypatch):
+    """As by Ctrl-C in a notebook, where training is then started anew."""
+    decoder, form, memory = TinyDecoder(), RowForm(64, 64, 64, None), GraphMemory()
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.cuda, "graph", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            _CapturedForm(decoder, form, CPU, memory)
+    assert _CapturedForm(decoder, form, CPU, memory).sizes == [32]
 
 
 def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
@@ -531,8 +615,9 @@ def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
         SimpleNamespace(for_row=lambda row: allocations.append(("tables", row.longest)), static_table=None)
     ]
     _CapturedForm(TinyDecoder(tables), RowForm(64, 64, 48, None), CPU, GraphMemory())
-    assert [asked[0] for asked in allocations] == ["tables", "capture", "warm-up", "capture", "capture"]
-    assert allocations[0] == ("tables", 48)
+    asked = without_waits(allocations)
+    assert [what for what, *_ in asked] == ["tables", "capture", "warm-up", "capture", "capture"]
+    assert asked[0] == ("tables", 48)
 
 
 def test_gradients_of_several_dtypes_are_not_rounded():

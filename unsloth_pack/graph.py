@@ -87,7 +87,8 @@ class StepGraphs:
         if self._memory.is_awaited:
             self.why_not = "the row before has not been through its backward pass yet"
             return None
-        captured = self._graphs_for(decoder, row)
+        with torch.cuda.device_of(input_ids):  # the current device is captured, which may be another
+            captured = self._graphs_for(decoder, row)
         return None if captured is None else captured.replay(row, input_ids)
 
     def _renewed(self, decoder: Any) -> "_DecoderState":

@@ -29,17 +29,26 @@ class GraphMemory:
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Allocate from the pool, where the capture that follows allocates the same again."""
-        if self._holder is None:
-            self._holder, self._stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            with self.capturing(self._holder):
-                torch.zeros(1, device="cuda")
-            # Not a `torch.cuda.MemPool`, which frees memory when collected: that aborts where a capture runs.
-            self._pool = SimpleNamespace(id=self._holder.pool())
+        """Allocate from the pool, where the capture that follows allocates the same again.
+
+        The pool is of the current device; where the model has moved to another, it gets a new one.
+        """
+        if self._pool is None or self._stream.device_index != torch.cuda.current_device():
+            self._begin()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+                yield
+        finally:  # a warm-up that breaks may still be read from
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _begin(self) -> None:
+        self._pool, self._stream = None, torch.cuda.Stream()
+        holder = torch.cuda.CUDAGraph()
+        with self.capturing(holder):
+            torch.zeros(1, device="cuda")
+        # Not a `torch.cuda.MemPool`, which frees memory when collected: that aborts where a capture runs.
+        self._holder, self._pool = holder, SimpleNamespace(id=holder.pool())
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

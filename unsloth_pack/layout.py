@@ -52,7 +52,7 @@ class PackedRow:
     def static(cls, n_tokens: int, n_segments: int, longest: int, device: torch.device) -> "PackedRow":
         """A row to `fill` anew every step, for CUDA graphs. Its host side describes no row: only its sizes,
         `cu_seqlens` and `position_ids` may be used."""
-        positions = np.minimum(np.arange(n_tokens), longest - 1)
+        positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
         row = cls((longest, *[0] * (n_segments - 1)), (False,) * n_segments, positions, (1, n_tokens), device)
         row.__dict__["cu_seqlens"] = torch.full((n_segments + 1,), n_tokens, dtype=torch.int32, device=device)
         row.__dict__["position_ids"] = torch.zeros(n_tokens, dtype=torch.int64, device=device)
