@@ -1,6 +1,7 @@
 """The captured step against the uncaptured one: the same losses and gradients whatever happens around it."""
 
 import copy
+import gc
 import pickle
 import threading
 from contextlib import contextmanager, nullcontext
@@ -618,6 +619,31 @@ def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
     asked = without_waits(allocations)
     assert [what for what, *_ in asked] == ["tables", "capture", "warm-up", "capture", "capture"]
     assert asked[0] == ("tables", 48)
+
+
+@pytest.mark.parametrize("arch", CAPTURED)
+def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
+    """Kept in a module or in the static row, it would lie where replays of other forms write."""
+
+    def living():
+        gc.collect()
+        return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+
+    monkeypatch.setattr(
+        "unsloth_pack.models.fast_attention.attend", lambda q, k, v, *_: q + k.sum() + v.sum()
+    )
+    model = tiny_model(arch, device="cpu", lora={"lora_dropout": 0.1})
+    patch_model(model)
+    decoder, row = model.get_base_model().model, PackedRow.static(64, 64, 48, CPU)
+    ids, leaves = torch.zeros(1, 64, dtype=torch.int64), [p for p in decoder.parameters() if p.requires_grad]
+    for tables in decoder.rotary_tables.values():
+        tables.for_row(row)
+    before = living()
+    hidden = decoder._packed_forward(row, ids, None).last_hidden_state
+    torch.autograd.grad(hidden.sum(), leaves, allow_unused=True)
+    del hidden
+    known = set(map(id, before))
+    assert [x.shape for x in living() if id(x) not in known] == []
 
 
 def test_gradients_of_several_dtypes_are_not_rounded():
