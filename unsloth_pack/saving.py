@@ -50,6 +50,9 @@ def save_pretrained_merged(
     if save_method == "lora" and not isinstance(model, PeftModel):
         raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
 
+    if not str(save_directory).strip():
+        raise InputError(f"save_directory is {save_directory!r}; give a folder")
+
     with write_whole(Path(save_directory)) as folder:
         if save_method == "lora":
             model.save_pretrained(str(folder), state_dict=state_dict)

@@ -79,7 +79,9 @@ def sft_config(
             **arguments,
         )
     except (ValueError, TypeError, ImportError) as error:
-        raise InputError(f"transformers refuses these arguments: {error}") from error
+        raise InputError(
+            f"transformers refuses these arguments: {error}; change or leave out what it names"
+        ) from error
     if config.fsdp:
         # Weights as they are, gradients summed in float32: accelerate's own policy would cast the rotary
         # tables, the loss and the gradients to bfloat16.

@@ -3,6 +3,7 @@
 import glob
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,13 @@ def write_whole(target: Path) -> Iterator[Path]:
     Raises:
         InputError: `target` is a file, or cannot be written to, or the disk is full.
     """
-    if target.exists() and not target.is_dir():
+    try:
+        is_folder = stat.S_ISDIR(os.stat(target).st_mode)
+    except (FileNotFoundError, NotADirectoryError):  # of a file above it the system says more, below
+        is_folder = True
+    except (OSError, ValueError) as error:  # too long, or with a zero byte
+        raise InputError(f"{str(target)[:80]!r} is no name for a folder ({error}); give another") from None
+    if not is_folder:
         raise InputError(f"{str(target)!r} is a file; give a folder")
     try:
         with _aside(target) as aside:

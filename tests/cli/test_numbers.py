@@ -81,6 +81,7 @@ def test_weights_that_have_diverged_blame_no_document(train, monkeypatch, capsys
     error = capsys.readouterr().err
     assert "update 3 was left out" in error
     assert re.search(r"each of its \d+ documents by itself: the weights have diverged; start anew", error)
+    assert "--resume" not in error  # which would go on with those weights
     assert error.count("\n") == 1
 
 

@@ -230,3 +230,16 @@ def test_help_lists_every_flag_and_loads_no_torch(capsys):
     path = {**os.environ, "PYTHONPATH": str(Path(unsloth_pack.__file__).parents[1])}
     out = subprocess.check_output([sys.executable, "-c", loads], text=True, env=path)
     assert out.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("command", [["verify"], ["stats"], ["stats", "--json"]], ids=" ".join)
+def test_a_reader_that_has_gone_changes_nothing(command):
+    """As after `| head`: the exit code stays, and no library or exit handler writes to stderr."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # slow
+    program = "import sys; from unsloth_pack.cli import main; sys.exit(main())"
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-c", program, *command]
+    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

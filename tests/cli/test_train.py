@@ -267,6 +267,20 @@ def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+def test_resume_refuses_data_in_another_order(flag, train, rows, tmp_path, capsys):
+    """No token count differs, and yet the rows to come are others."""
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    assert train(**{flag: path}, save_steps=2, max_steps=3) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    path.write_text(json.dumps(rows[::-1]))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "rows.json is not what the run began with (fingerprint was " in capsys.readouterr().err
+    path.write_text(json.dumps(rows))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
+
+
 def test_resume_refuses_other_evaluation_data(train, rows, tmp_path, capsys):
     path = tmp_path / "heldout.json"
     path.write_text(json.dumps(rows[:9]))

@@ -245,6 +245,17 @@ PACKING = [
         )
     ),
     call("load_rows of no split", "no split 'frob'|split", load_rows, ".", "frob"),
+    *(
+        call(f"pack_dataset({value!r})", "give a datasets.Dataset", packing.pack_dataset, value, 4)
+        for value in (None, [], "few.jsonl")
+    ),
+    call(
+        "pack a null for a list",
+        "row 1, column 'input_ids': expected a list, got None",
+        packing.pack_dataset,
+        datasets.Dataset.from_dict({"input_ids": [[1], None]}),
+        4,
+    ),
     call("no rows", "0 rows", to_trl, datasets.Dataset.from_dict({"text": []}), chat_template=True),
 ]
 
@@ -253,6 +264,14 @@ SAVING = [
     Case("save by another method", "save_method is 'gguf'", lambda: _saver("new", save_method="gguf")),
     Case("save an adapter that is not there", "has no adapter", lambda: _saver("new", save_method="lora")),
     Case("save into a file", "is a file", lambda: _saver("few.jsonl")),
+    *(
+        Case(f"save to {name[:9]!r}", says, lambda name=name: _saver(name))
+        for name, says in {
+            "": "save_directory is ''",
+            "a\0b": "is no name for a folder",
+            "x" * 300: "is no name for a folder",
+        }.items()
+    ),
     Case("save under a file", "could not be written", lambda: _saver("few.jsonl/new")),
     Case("save in the kernel's", "could not be written", lambda: _saver("/proc/self/new")),
     Case(

@@ -145,6 +145,18 @@ JSON = [
     case("json: 5,000 digits", "rows.json", '[{"text": ' + "9" * 5000 + "}]", "not valid JSON"),
     case("json: 100,000 brackets", "rows.json", "[" * 100_000, "not valid JSON"),
     case(
+        "json: deep in a field beside the text",
+        "rows.json",
+        '[{"text": "a", "x": ' + "[" * 60 + "]" * 60 + "}]",
+        "nested too deeply",
+    ),
+    case(
+        "json: objects in objects",
+        "rows.json",
+        '[{"text": "a", "x": ' + '{"a":' * 150 + "1" + "}" * 150 + "}]",
+        "nested too deeply",
+    ),
+    case(
         "json: deep in a field", "rows.json", '[{"text": ' + "[" * 5000 + "]" * 5000 + "}]", "recursion depth"
     ),
     case("json: a key twice", "rows.json", '[{"text": "a", "text": "b"}]', "key 'text' is there twice"),

@@ -94,6 +94,22 @@ TOGETHER = [
     Case(
         "one place for two, spelt otherwise", "is output_dir", train(save_model=True, save_path="./x/../out")
     ),
+    *(
+        Case(
+            f"one place for two, {name}",
+            "where the run itself writes",
+            train(save_model=True, save_path=name),
+        )
+        for name in (
+            "out/metrics.jsonl",
+            "out/metrics.jsonl/x",
+            "out/loss.png",
+            "out/checkpoint-1",
+            "out/.saving",
+        )
+    ),
+    Case("no evaluation to follow", "give --eval_dataset", train(lr_scheduler_type="reduce_lr_on_plateau")),
+    Case("an optimizer of a GPU", "optim is 'lion_32bit', which needs CUDA", train(optim="lion_32bit")),
     Case("resume nothing", "no configuration of a run to resume", train(resume=True)),
     Case("resume nowhere", "--resume needs --output_dir", ["--resume"]),
     Case("resume and overwrite", "contradict each other", train(resume=True, overwrite_output_dir=True)),

@@ -1,6 +1,7 @@
 """The command line: `unsloth-pack [train] ...` and its other subcommands."""
 
 import io
+import os
 import signal
 import sys
 import threading
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 
+from unsloth_pack.cli.quiet import quieten_imports
 from unsloth_pack.errors import InputError, LeakFound, RunStopped, Terminated, printable
 
 # Each a module here with `run(argv) -> exit code`
@@ -32,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         with _terminated_as_interrupted():
-            return _run(arguments)
+            code = _run(arguments)
+        _flush()
+        return code
     except SystemExit as help_was_shown:
         return int(help_was_shown.code or 0)
     except (KeyboardInterrupt, Exception) as error:
@@ -41,6 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
     sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: several processes may share the terminal
     return code
+
+
+def _flush() -> None:
+    """Write what Python holds: at its end a reader that has gone (`| head`) would change the exit code."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -91,4 +103,5 @@ def _run(arguments: list[str]) -> int:
         name, *arguments = arguments
     if name not in SUBCOMMANDS:
         raise InputError(f"unknown subcommand {name!r}; use one of {', '.join(SUBCOMMANDS)}")
+    quieten_imports()
     return import_module(f"unsloth_pack.cli.{name}").run(arguments)

@@ -1,6 +1,5 @@
 """`unsloth-pack bench`: a few steps on your own model and data, packed and padded, patched and plain."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,6 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.report.console import LastingConsole
 
     quieten(show_bars=False)
     progress = Console(stderr=True, quiet=given.get("json", False))
@@ -59,9 +59,9 @@ def run(arguments: Sequence[str]) -> int:
             breakdown = _breakdown(cases[0], figures, progress)
     if given.get("json", False):
         found = {"device": device_name(), "versions": versions(), "runs": [asdict(run) for run in runs]}
-        print(json.dumps(found | {"breakdown_ms": breakdown}, indent=1))
+        LastingConsole().show_json(found | {"breakdown_ms": breakdown})
     else:
-        _print(Console(), runs, breakdown)
+        _print(LastingConsole(), runs, breakdown)
     return 0 if breakdown is not None else 1
 
 

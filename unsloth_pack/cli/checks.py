@@ -12,7 +12,9 @@ from unsloth_pack.cli.sharding import check_sharding
 from unsloth_pack.errors import InputError
 from unsloth_pack.report.metrics import FILE_NAME
 
+_SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 _LONGEST_NAME = 255  # bytes, on every file system in use
+_FILES_OF_A_RUN = ("json", "jsonl", "safetensors", "png", "md", "jinja", "txt", "model", "tmp")  # by suffix
 RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
 
 
@@ -69,7 +71,19 @@ def _check_folders(options: TrainOptions) -> None:
             raise InputError(
                 f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
             )
+        if _is_taken(target, folder):
+            raise InputError(
+                f"save_path {str(target)!r} is where the run itself writes in output_dir; give another folder"
+            )
         check_new_folder("save_path", target, may_replace=options.overwrite_output_dir or options.resume)
+
+
+def _is_taken(target: Path, folder: Path) -> bool:
+    """Whether `target` is, or is in, what a run saves in its `folder`."""
+    if not target.resolve().is_relative_to(folder.resolve()):
+        return False
+    name = target.resolve().relative_to(folder.resolve()).parts[0]
+    return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _FILES_OF_A_RUN
 
 
 def _check_apart(options: TrainOptions, folder: Path) -> None:
@@ -117,13 +131,13 @@ def _check_resumable(folder: Path) -> None:
         )
 
 
-def check_same_data(options: TrainOptions, use: str, ledger: Any, packs: Any = None) -> None:
+def check_same_data(options: TrainOptions, use: str, ledger: Any, fingerprint: str | None) -> None:
     """Refuse to resume over other data than the run began with.
 
     Args:
         use: "train" or "eval".
         ledger: the `TokenLedger` of that data as it is now.
-        packs: the manifest of its rows where they were packed on disk, else None.
+        fingerprint: of its rows.
 
     Raises:
         InputError: its rows or tokens have changed, or how they are tokenised or packed.
@@ -134,7 +148,7 @@ def check_same_data(options: TrainOptions, use: str, ledger: Any, packs: Any = N
     if before is None:
         return
     was, now = dict(before["ledger"]), asdict(ledger)
-    was["fingerprint"], now["fingerprint"] = before.get("packs"), packs and packs.data_fingerprint
+    was["fingerprint"], now["fingerprint"] = before.get("fingerprint"), fingerprint
     if was != now:
         name = next(name for name in now if now[name] != was.get(name))
         data = options.dataset if use == "train" else options.eval_dataset
@@ -213,6 +227,11 @@ def check_trainer(options: TrainOptions) -> None:
         raise InputError(
             f"lr_scheduler_type is {options.lr_scheduler_type!r}; choose one of {', '.join(schedules)}"
         )
+    if options.lr_scheduler_type in _SCHEDULES_BY_EVALUATION and options.eval_dataset is None:
+        raise InputError(
+            f"lr_scheduler_type is {options.lr_scheduler_type!r}, which follows the evaluation loss; "
+            "give --eval_dataset, or use linear"
+        )
     try:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         get_scheduler(options.lr_scheduler_type, optimizer, num_warmup_steps=0, num_training_steps=1)
@@ -234,8 +253,9 @@ def check_optimizer(arguments: Any) -> None:
     """
     import torch
     from transformers import Trainer
+    from transformers.training_args import OptimizerNames
 
-    name = arguments.optim
+    name = OptimizerNames(arguments.optim).value
     try:
         kind, _ = Trainer.get_optimizer_cls_and_kwargs(arguments)
     except (ImportError, ValueError) as error:

@@ -1,6 +1,5 @@
 """`unsloth-pack doctor`: what is installed, what can run here, and what is worth changing."""
 
-import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,8 @@ from unsloth_pack.cli.parser import Parser
 from unsloth_pack.errors import InputError, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from unsloth_pack.attention.options import AttentionNeed
 
 _PREFIX = "UNSLOTH_PACK_"
@@ -42,16 +43,19 @@ def run(arguments: Sequence[str]) -> int:
     """
     as_json = _parser().parse(arguments).get("json", False)
 
+    from unsloth_pack.report.console import LastingConsole
+
     lines = [
         line
         for look in (_versions, _devices, _attention, _breakages, _variables)
         for line in look(device_type())
     ]
     is_fine = not any(line.remedy for line in lines)
+    console = LastingConsole()
     if as_json:
-        print(json.dumps({"fine": is_fine, "lines": [asdict(line) for line in lines]}, indent=1))
+        console.show_json({"fine": is_fine, "lines": [asdict(line) for line in lines]})
     else:
-        _print(lines)
+        _print(console, lines)
     return 0 if is_fine else 1
 
 
@@ -185,12 +189,10 @@ def _asked_for(value: str, device_type: str) -> tuple[str, str]:
     return found, ""
 
 
-def _print(lines: Sequence[Line]) -> None:
-    from rich.console import Console
+def _print(console: "Console", lines: Sequence[Line]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
     for section, members in groupby(lines, key=lambda line: line.section):
         table = Table("", "found", "remedy", title=section, title_justify="left", title_style="bold")
         for line in members:

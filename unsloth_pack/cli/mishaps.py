@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from unsloth_pack.trl import RunTrainer
 
 
+class Diverged(RunStopped):
+    """The weights are not finite: no checkpoint of them is worth going on from."""
+
+
 @contextmanager
 def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
     """Inside this context, what stops the training is raised with what is left on the disk and how to go on.
@@ -37,6 +41,8 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         said = f"out of memory in update {trainer.state.global_step + 1}: {_remedy(trainer, options, error)}"
         raise RunStopped(f"{said}; {way_on(folder)}") from error
+    except Diverged:
+        raise
     except (RunStopped, OSError) as error:
         raise RunStopped(f"{error}; {way_on(folder)}") from error
     except RuntimeError as error:
@@ -97,7 +103,7 @@ def check_finite(trainer: "RunTrainer") -> None:
     if found is None:
         return
     if found.has_diverged:
-        raise RunStopped(f"{found}; start anew with a lower --learning_rate")
+        raise Diverged(f"{found}; start anew with a lower --learning_rate")
     cause = "correct the data" if found.culprits else "lower --learning_rate, or correct the data,"
     raise RunStopped(
         f"{found}; {cause} and start anew, or go on without it (--on_nonfinite skip does so by itself)"

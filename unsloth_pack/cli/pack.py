@@ -1,6 +1,5 @@
 """`unsloth-pack pack`: tokenise and pack once, train from disk ever after."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,14 +26,13 @@ def run(arguments: Sequence[str]) -> int:
     check_new_folder("out", out)
     check_writable("out", out.absolute().parent)  # the packs are written beside it
 
-    from rich.console import Console
-
     from unsloth_pack.api import check_positions
     from unsloth_pack.cli.documents import load_tokenizer, to_documents
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import load_rows, tokenizer_hash
     from unsloth_pack.loading import load_config, resolve
     from unsloth_pack.packing import write_packs
+    from unsloth_pack.report.console import LastingConsole
     from unsloth_pack.report.tables import print_packs
 
     as_json = given.get("json", False)
@@ -59,9 +57,9 @@ def run(arguments: Sequence[str]) -> int:
         **optional,
     )
     if as_json:
-        print(json.dumps(asdict(manifest), indent=1))
+        LastingConsole().show_json(asdict(manifest))
     else:
-        print_packs(Console(), manifest, str(out))
+        print_packs(LastingConsole(), manifest, str(out))
     return 0
 
 

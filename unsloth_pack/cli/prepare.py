@@ -15,7 +15,7 @@ from unsloth_pack.cli.machine import device_type
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.cli.sharding import sharding_arguments
-from unsloth_pack.data import check_token_ids, load_rows, tokenizer_hash
+from unsloth_pack.data import check_token_ids, load_rows, rows_hash, tokenizer_hash
 from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.errors import InputError
 from unsloth_pack.loading import load_config, resolve, weight_dtype
@@ -30,8 +30,9 @@ class Prepared:
 
     Args:
         rows: what the trainer gets: documents, or rows packed with them.
+        fingerprint: of the rows, see `rows_hash`, or of the packs on disk.
         packs: the manifest of the rows where they were packed on disk.
-        eval_rows, eval_ledger: as `rows` and `ledger`; None where there is nothing to evaluate on.
+        eval_rows, eval_ledger, eval_fingerprint: likewise; None where there is nothing to evaluate on.
     """
 
     options: TrainOptions
@@ -40,9 +41,11 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     rows: Dataset
     ledger: TokenLedger
+    fingerprint: str
     packs: PackManifest | None = None
     eval_rows: Dataset | None = None
     eval_ledger: TokenLedger | None = None
+    eval_fingerprint: str | None = None
 
 
 def prepare(options: TrainOptions) -> Prepared:
@@ -84,7 +87,7 @@ def prepare(options: TrainOptions) -> Prepared:
             "tokens in tokenizer_config.json"
         )
 
-    rows, ledger, packs = _rows_of(
+    rows, ledger, fingerprint, packs = _rows_of(
         options.dataset, source, tokenizer, options, options.sample_packing, model_config.vocab_size
     )
     if options.keep_examples_per_update:
@@ -94,13 +97,15 @@ def prepare(options: TrainOptions) -> Prepared:
             config.world_size,
             config.per_device_train_batch_size,
         )
-    prepared = Prepared(options, config, dtype, tokenizer, rows, ledger, packs)
+    prepared = Prepared(options, config, dtype, tokenizer, rows, ledger, fingerprint, packs)
     if eval_source is None:
         return prepared
     packing = options.sample_packing if options.eval_packing is None else options.eval_packing
     name = str(options.eval_dataset)
-    rows, ledger, _ = _rows_of(name, eval_source, tokenizer, options, packing, model_config.vocab_size)
-    return replace(prepared, eval_rows=rows, eval_ledger=ledger)
+    rows, ledger, fingerprint, _ = _rows_of(
+        name, eval_source, tokenizer, options, packing, model_config.vocab_size
+    )
+    return replace(prepared, eval_rows=rows, eval_ledger=ledger, eval_fingerprint=fingerprint)
 
 
 def documents_per_update(config: SFTConfig) -> int:
@@ -115,17 +120,18 @@ def _rows_of(
     options: TrainOptions,
     packing: bool,
     vocab_size: int,
-) -> tuple[Dataset, TokenLedger, PackManifest | None]:
-    """Rows for the trainer, from a folder of packs or from data to tokenise, and where their tokens went."""
+) -> tuple[Dataset, TokenLedger, str, PackManifest | None]:
+    """Rows for the trainer, of packs or of data to tokenise, where their tokens went, and a fingerprint."""
     if isinstance(source, Path):
         packs, rows = read_packs(source, tokenizer_hash(tokenizer))
         check_token_ids(rows, vocab_size)
         check_token_loss(name, packs.ledger, options.max_token_loss, packs.capacity, are_packed=True)
-        return rows, packs.ledger, packs
+        return rows, packs.ledger, packs.data_fingerprint, packs
     rows, ledger = to_documents(source, tokenizer, options.max_seq_length, options.train_on_responses_only)
     check_token_ids(rows, vocab_size)
     check_token_loss(name, ledger, options.max_token_loss, options.max_seq_length)
-    return (pack_dataset(rows, options.max_seq_length) if packing else rows), ledger, None
+    fingerprint = rows_hash(rows)
+    return (pack_dataset(rows, options.max_seq_length) if packing else rows), ledger, fingerprint, None
 
 
 def _training_arguments(options: TrainOptions) -> dict[str, Any]:

@@ -5,6 +5,11 @@ import sys
 import warnings
 
 
+def quieten_imports() -> None:
+    """Hide what libraries would say while they are imported, such as kernels that this package needs not."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # later, with int8, a line a layer and step
+
+
 def quieten(show_bars: bool = True) -> None:
     """Hide what libraries say to each other, and progress bars where nobody watches."""
     import datasets
@@ -12,7 +17,7 @@ def quieten(show_bars: bool = True) -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # int8: a line a layer and step
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # every retry, before the error itself
     if not (show_bars and sys.stderr.isatty()):
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()

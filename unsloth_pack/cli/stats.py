@@ -1,6 +1,5 @@
 """`unsloth-pack stats`: how long the documents are, and what packing would do to them."""
 
-import json
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -33,10 +32,9 @@ def run(arguments: Sequence[str]) -> int:
     if png is not None:
         check_writable("png", png.parent)
 
-    from rich.console import Console
-
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.packing import length_report
+    from unsloth_pack.report.console import LastingConsole
 
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)
@@ -56,9 +54,9 @@ def run(arguments: Sequence[str]) -> int:
         png.parent.mkdir(parents=True, exist_ok=True)
         plot_lengths(lengths, max(forecast.capacity for forecast in report.forecasts), png)
     if as_json:
-        print(json.dumps(asdict(report), indent=1))
+        LastingConsole().show_json(asdict(report))
     else:
-        _print(Console(), report)
+        _print(LastingConsole(), report)
     return 0
 
 

@@ -44,9 +44,9 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.report.console import RunConsole
 
     prepared = prepare(options)
-    checks.check_same_data(options, "train", prepared.ledger, prepared.packs)
+    checks.check_same_data(options, "train", prepared.ledger, prepared.fingerprint)
     if prepared.eval_ledger:
-        checks.check_same_data(options, "eval", prepared.eval_ledger)
+        checks.check_same_data(options, "eval", prepared.eval_ledger, prepared.eval_fingerprint)
     _begin_together()
     return _train(prepared, RunConsole(quiet=not checks.is_main_process()))
 
@@ -190,13 +190,14 @@ def _describe_rows(
     else:
         fill = fill_of_padded(prepared.rows, prepared.config.per_device_train_batch_size, options.seed)
     if metrics.enabled and is_new:
-        packs = {"packs": prepared.packs.data_fingerprint} if prepared.packs else {}
         slots = asdict(fill) | {"tokens_padded": fill.padding}
         sampler = trainer.packed_sampler
         spread = {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
-        metrics.write("data", use="train", ledger=asdict(prepared.ledger), fill=slots, **packs, **spread)
+        data: dict[str, Any] = {"ledger": asdict(prepared.ledger), "fingerprint": prepared.fingerprint}
+        metrics.write("data", use="train", **data, fill=slots, **spread)
         if prepared.eval_ledger:
-            metrics.write("data", use="eval", ledger=asdict(prepared.eval_ledger))
+            data = {"ledger": asdict(prepared.eval_ledger), "fingerprint": prepared.eval_fingerprint}
+            metrics.write("data", use="eval", **data)
         lengths = document_lengths(prepared.rows)
         plot_lengths(lengths, options.max_seq_length, metrics.path.parent / "lengths.png")
     return fill

@@ -1,6 +1,5 @@
 """`unsloth-pack verify`: does this very model keep the documents of a packed row apart?"""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,9 +28,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     given = _parser().parse(arguments)
 
-    from rich.console import Console
-
     from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.report.console import LastingConsole
     from unsloth_pack.verification import verify
 
     quieten(show_bars=False)
@@ -40,11 +38,12 @@ def run(arguments: Sequence[str]) -> int:
     model, tokenizer = _load_model(given, room, seed)
     documents = _documents(given["dataset"], tokenizer, room) if "dataset" in given else None
     report = verify(model, documents=documents, max_seq_length=room, seed=seed)
+    console = LastingConsole()
     if given.get("json", False):
-        print(json.dumps(_as_json(report), indent=1))
+        console.show_json(_as_json(report))
     else:
-        print(report)
-        Console().print(_table(report))
+        console.out(report, highlight=False)
+        console.print(_table(report))
     return 0 if report.passed else 1
 
 

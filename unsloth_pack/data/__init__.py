@@ -3,6 +3,14 @@
 from unsloth_pack.data.checks import check_token_ids
 from unsloth_pack.data.formats import DataFormat, detect_format, to_trl
 from unsloth_pack.data.sources import load_rows
-from unsloth_pack.data.tokenize import tokenizer_hash
+from unsloth_pack.data.tokenize import rows_hash, tokenizer_hash
 
-__all__ = ["DataFormat", "check_token_ids", "detect_format", "load_rows", "to_trl", "tokenizer_hash"]
+__all__ = [
+    "DataFormat",
+    "check_token_ids",
+    "detect_format",
+    "load_rows",
+    "rows_hash",
+    "to_trl",
+    "tokenizer_hash",
+]

@@ -266,10 +266,16 @@ def _unwrap(document: Row, path: Path) -> list[Row]:
 
 
 def _to_dataset(rows: list[Row], files: Sequence[Path]) -> datasets.Dataset:
+    import pyarrow as pa
+
     from unsloth_pack.data.exact import to_dataset
 
     try:
         return to_dataset(rows)
+    except (RecursionError, pa.ArrowException):
+        raise InputError(
+            f"{files[0]}: lists or objects nested too deeply to be held; leave out what is not trained on"
+        ) from None
     except UnicodeEncodeError:
         index, name = next(
             (index, name)

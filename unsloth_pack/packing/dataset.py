@@ -122,7 +122,9 @@ def _stream(source: Any, arguments: tuple[int, int, str, int | None]) -> Iterato
 
 
 def _check_columns(dataset: datasets.Dataset) -> list[str]:
-    names = dataset.column_names
+    names = getattr(dataset, "column_names", None)
+    if names is None:
+        raise InputError(f"dataset is a {type(dataset).__name__}; give a datasets.Dataset or IterableDataset")
     if "input_ids" not in names:
         raise InputError(f"the data set has the columns {', '.join(names)}; tokenise it, it needs input_ids")
     if "seq_lengths" in names:
@@ -145,5 +147,8 @@ def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
         kind = table[column].type
         if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
             raise InputError(f"column {column!r} holds {kind}, not one number a token; remove it")
+        if table[column].null_count:
+            number = sum(map(len, parts)) + pc.index(pc.is_null(table[column]), True).as_py()
+            raise InputError(f"row {number}, column {column!r}: expected a list, got None; remove the row")
         parts.append(pc.list_value_length(table[column]).to_numpy().astype(np.int64))
     return np.concatenate(parts)

@@ -1,18 +1,30 @@
-"""Where a run prints."""
+"""Where a command prints."""
 
+import json
 import sys
 from contextlib import suppress
+from typing import Any
 
 from rich.console import Console
 
 
-class RunConsole(Console):
-    """Outlives its reader: where the pipe closes (`| head`, a `tee` that ends), the run goes on unseen."""
+class LastingConsole(Console):
+    """Outlives its reader: where the pipe closes (`| head`), the command ends as it would have."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()  # points stdout at nothing, and would end the process
+
+    def show_json(self, value: Any) -> None:
+        self.out(json.dumps(value, indent=1), highlight=False)
+
+
+class RunConsole(LastingConsole):
+    """Where the reader of a run ends (a `tee`, say), the run goes on unseen."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing more, and say so on stderr."""
-        try:
-            super().on_broken_pipe()  # points stdout at nothing, and would end the process
-        except SystemExit:
-            with suppress(OSError):  # stderr may be the same pipe
-                print("unsloth-pack: nobody reads the output any more; the run goes on", file=sys.stderr)
+        super().on_broken_pipe()
+        with suppress(OSError):  # stderr may be the same pipe
+            print("unsloth-pack: nobody reads the output any more; the run goes on", file=sys.stderr)

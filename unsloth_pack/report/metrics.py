@@ -2,7 +2,7 @@
 
 config    the options of the run, the versions it ran with, and on how many processes; the first line
 data      the token ledger and the fill of the rows, one line each for the training and evaluation data; the
-          fingerprint of training data that was packed on disk; how uneven several ranks' work is
+          fingerprint of its ids and labels; how uneven several ranks' work is
 log       what the trainer logs, with `step`, and the `seconds` since this process began to train
 demo      exact match on held-out rows, before and after
 nonfinite an update that was left out, its `step`, rows and documents

@@ -60,7 +60,7 @@ def verify(
         require_whole("max_seq_length", max_seq_length, 1)
     subject = Subject(model, describe)
     room = max_seq_length or getattr(model, "max_seq_length", None) or _DEFAULT_ROW
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     if documents is None:
         row = random_documents(_lengths(subject, room), subject.vocab_size, generator)
     else:
