@@ -168,7 +168,7 @@ class FastLanguageModel:
 
         Args:
             model: from `from_pretrained`, not yet adapted.
-            r: rank, positive.
+            r: rank, from 1 to the model's hidden size.
             target_modules: names of linear layers, "all-linear", or None for the seven projections.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
@@ -186,7 +186,7 @@ class FastLanguageModel:
         """
         _check_adaptable(model, max_seq_length)
         check_mode(use_gradient_checkpointing)
-        require_whole("r", r, 1, 2**31 - 1)
+        require_whole("r", r, 1, model.config.get_text_config().hidden_size)  # no layer has a higher rank
         require_real("lora_dropout", lora_dropout, 0, 1)
         require_real("lora_alpha", lora_alpha, torch.finfo(torch.float32).tiny, 1e9)
         require_whole("random_state", random_state, 0, LAST_SEED)

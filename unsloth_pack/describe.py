@@ -7,6 +7,8 @@ that restart. All are read, on the host, in one transfer; two that disagree are 
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ ROW_KEYWORDS = (
     "max_length_k",
     "seq_idx",
 )
+_NEAR = 0.75  # of 1, for names that are alike
 
 
 def describe_row(
@@ -109,6 +112,14 @@ def describe_row(
     if labels is not None and labels_counted and not _is_remote(labels):
         _refuse_counted(row, labels.reshape(-1).numpy()[row.unscored_places])
     return row
+
+
+@lru_cache
+def keyword_meant(name: str) -> str | None:
+    """The one of ROW_KEYWORDS that another name nearly is: transformers passes over what it does not know."""
+    if name in ROW_KEYWORDS:
+        return None
+    return next(iter(get_close_matches(name, ROW_KEYWORDS, 1, _NEAR)), None)
 
 
 class CountedLabels:

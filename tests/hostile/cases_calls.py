@@ -82,12 +82,13 @@ ADAPTING = [
     ),
     adapting("loftq_config", loftq_config={"frob": 1}),
     adapting("loftq_config", loftq_config={"loftq_bits": 99}),
+    adapting("r is 1000000; give a whole number from 1 to", r=10**6),
 ]
 
 
 def forward(name: str, says: str, **description: Any) -> Case:
     def run() -> Any:
-        return _loaded()(input_ids=torch.arange(T)[None], **description)
+        return _loaded()(**{"input_ids": torch.arange(T)[None]} | description)
 
     return Case(f"model call: {name}", says, run)
 
@@ -133,6 +134,13 @@ CALLS = [
     forward(
         "a tensor of fractions", "torch.float32; give whole", packed_seq_lengths=torch.tensor([5.5, 6.5])
     ),
+    forward("a keyword cut short", "do you mean packed_seq_lengths", packed_seq_length=[5, 7]),
+    forward("a keyword spelt out", "do you mean packed_seq_lengths", packed_sequence_lengths=[5, 7]),
+    forward("a keyword of others", "do you mean seq_lengths", seq_lens=[5, 7]),
+    forward("flash-attn's keyword", "do you mean cu_seq_lens_q", cu_seqlens_q=[0, 5, 12]),
+    forward("half a keyword", "do you mean max_length", max_length=12),
+    forward("ids without a row", r"input_ids is \[12\]; give a tensor", input_ids=torch.arange(T)),
+    forward("ids in a list", "input_ids is list; give a tensor", input_ids=[[*range(T)]]),
     forward("seq_lengths beyond", SUM, seq_lengths=[[5, 8]]),
     forward("cu_seq_lens beyond", RUNNING, cu_seq_lens_q=[0, 5, 13]),
     forward("cu_seq_lens that begins late", RUNNING, cu_seq_lens_q=[1, 5, 12]),

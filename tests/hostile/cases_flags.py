@@ -51,6 +51,7 @@ VALUES += [flag("num_train_epochs", "1e300", "give a number"), flag("learning_ra
 VALUES += [
     flag("r", "1.5", "a whole number"),
     flag("r", "0", "at least 1"),
+    Case("--r=100000", "r is 100000; give a whole number from 1 to 64", train(r="100000")),
     flag("lora_dropout", "1", "below 1"),
 ]
 WORDS = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from unsloth_pack.describe import ROW_KEYWORDS, CountedLabels, describe_row
+from unsloth_pack.describe import ROW_KEYWORDS, CountedLabels, describe_row, keyword_meant
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
 from unsloth_pack.layout import PackedRow
@@ -181,8 +181,8 @@ class FastCausalLM(CountedParameters):
             seq_lengths: likewise, the column of packed data sets; named, so that trainers keep the column.
 
         Raises:
-            InputError: descriptions of the row that disagree with each other or with its shape; labels that
-                count boundary tokens in `num_items_in_batch`.
+            InputError: descriptions of the row that disagree with each other or with its shape, or a keyword
+                that is nearly one of them; labels that count boundary tokens in `num_items_in_batch`.
         """
         kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
         row = row_of_call(
@@ -254,8 +254,15 @@ def row_of_call(
     """The packed row of a model call, or None where it is an ordinary batch.
 
     Raises:
-        InputError: as `describe_row`; or documents packed into the continuation of a cache.
+        InputError: as `describe_row`; or documents packed into the continuation of a cache; ids that are no
+            `[B, T]`; a keyword that is nearly one of those that describe a row.
     """
+    for name in kwargs:
+        if (meant := keyword_meant(name)) is not None:
+            raise InputError(f"{name} is no argument of the model; do you mean {meant}?")
+    if input_ids is not None and getattr(input_ids, "ndim", 0) != 2:
+        found = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise InputError(f"input_ids is {found}; give a tensor [B, T], of a packed row [1, T]")
     inputs = input_ids if input_ids is not None else inputs_embeds
     given = {name: kwargs.get(name) for name in ROW_KEYWORDS}
     is_explicit = any(value is not None for value in given.values())
