@@ -39,7 +39,7 @@ class GraphMemory:
         try:
             with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
                 yield
-        finally:  # a warm-up that breaks may still be read from
+        finally:  # one that breaks may still be reading what is freed next
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _begin(self) -> None:
