@@ -291,13 +291,35 @@ def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     monkeypatch.setattr("unsloth_pack.graph._CapturedForm", fail)
     graphs, form = StepGraphs(None), RowForm(64, 64, 64, None)
     graphs._graphs, before = {form: "from before"}, graphs._memory
+    monkeypatch.setattr(before, "give_back", lambda: states.append(f"{len(graphs._graphs)} graphs left"))
     assert graphs._capture(None, form, torch.device(device)) is None
     assert graphs._memory is not before
+    assert states.pop(0) == "0 graphs left"
     assert states == ["its state"]
     why = "capture failed (OutOfMemoryError: CUDA out of memory.)"
     assert str(graphs) == f"not captured: {why}"
     assert caplog.messages == [f"the step is not captured in CUDA graphs: {why}"]
     assert graphs.run(None, None, torch.zeros(1, 64)) is None
+
+
+@pytest.mark.parametrize(
+    ("active", "pool", "is_released"),
+    [([0, 0], (0, 7), True), ([1, 0], (0, 7), True), ([1, 1], (0, 7), False), ([0, 0], (0, 8), False)],
+)
+def test_memory_of_a_broken_capture_is_given_back(active, pool, is_released, monkeypatch):
+    """Where a segment outlives `empty_cache` and nothing lies in it, the broken capture holds it still."""
+    released = []
+    segments = [{"segment_pool_id": pool, "active_size": size} for size in active]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [] if released else segments)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *what: released.append(what), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    memory = GraphMemory()
+    memory._holder, memory._pool = "graph", SimpleNamespace(id=(0, 7))
+    memory._stream = SimpleNamespace(device_index=1)
+    for _ in range(2):
+        memory.give_back()
+    assert memory._holder is None
+    assert released == [(1, (0, 7))] * is_released
 
 
 def test_a_capture_is_of_the_device_of_the_model(monkeypatch):
@@ -883,12 +905,32 @@ def test_a_capture_that_breaks(monkeypatch):
             out.last_hidden_state.sum().item()
         return out
 
+    pools_before = reserved_pools()
     monkeypatch.setattr(type(decoder), "_packed_forward", waiting)
     for step in range(5):
         loss_of(model, step).backward()
     assert "capture failed" in str(graphs_of(model))
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert nn.functional.dropout(torch.ones(1000, device="cuda"), 0.5).count_nonzero() < 700
+    assert reserved_pools() <= pools_before
+    assert_cached_memory_is_freed()
+
+
+def reserved_pools():
+    return {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()} - {(0, 0)}
+
+
+def assert_cached_memory_is_freed():
+    """Two tensors that fit after one another, but not beside what the allocator keeps of the first."""
+    unit = 2**29
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 3 * unit
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
+    try:
+        torch.empty(unit, dtype=torch.uint8, device="cuda")
+        torch.empty(5 * unit // 2, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @gpu

@@ -116,17 +116,18 @@ class StepGraphs:
         try:
             captured = _CapturedForm(decoder, form, device, self._memory)
         except RuntimeError as error:  # out of memory among them
-            self._graphs.clear()
-            self._memory = GraphMemory()
-            torch.cuda.empty_cache()
-            generator = torch.cuda.default_generators[device.index or 0]
-            generator.graphsafe_set_state(generator.clone_state())  # a broken capture leaves it capturing
-            self._why_never = f"capture failed ({_first_cause(error)})"
-            self.why_not = self._why_never
-            logger.warning("the step is not captured in CUDA graphs: %s", self._why_never)
-            return None
-        self._graphs[form] = captured
-        return captured
+            cause = _first_cause(error)
+        else:
+            self._graphs[form] = captured
+            return captured
+        self._graphs.clear()  # only now: the error held what was computed until then
+        self._memory.give_back()
+        self._memory = GraphMemory()
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())  # a broken capture leaves it capturing
+        self._why_never = self.why_not = f"capture failed ({cause})"
+        logger.warning("the step is not captured in CUDA graphs: %s", self._why_never)
+        return None
 
 
 class _CapturedForm:

@@ -5,9 +5,10 @@ replayed. So every graph writes where another's tensors lay: whatever is read by
 rotary tables, has to be made outside.
 """
 
+import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,8 +59,26 @@ class GraphMemory:
         try:
             with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
                 yield
+        except RuntimeError:
+            if pool is not None:
+                with suppress(RuntimeError):  # torch before 2.12 would count it as going on and free nothing
+                    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            raise
         finally:
             torch.cuda.set_stream(stream)  # a capture that breaks leaves its own
+
+    def give_back(self) -> None:
+        """Free the pool, whose graphs nothing needs any more; a capture that broke still holds it."""
+        self._holder = None
+        gc.collect()  # an error's frames hold the tensors of its capture
+        if self._pool is None:
+            return
+        torch._C._cuda_clearCublasWorkspaces()  # that of the captures' stream lies in the pool
+        torch.cuda.empty_cache()
+        segments = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self._pool.id]
+        if any(segment["active_size"] == 0 for segment in segments):
+            torch._C._cuda_releasePool(self._stream.device_index, self._pool.id)
+            torch.cuda.empty_cache()
 
     @property
     def is_awaited(self) -> bool:
