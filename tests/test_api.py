@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from importlib.metadata import version
 
 import pytest
@@ -96,8 +97,8 @@ def test_the_demo_loads_and_answers():
     ("variable", "reserved"),
     [(None, 0), ("PYTORCH_ALLOC_CONF", 0), ("PYTORCH_CUDA_ALLOC_CONF", 0), (None, 1)],
 )
-def test_memory_is_reserved_in_segments_that_grow(variable, reserved, monkeypatch):
-    """Unless the user has set the allocator up, or it is too late."""
+def test_memory_is_reserved_in_segments_that_grow(variable, reserved, monkeypatch, recwarn):
+    """Unless the user has set the allocator up, or it is too late. No deprecation is shown."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     if variable:
@@ -105,9 +106,15 @@ def test_memory_is_reserved_in_segments_that_grow(variable, reserved, monkeypatc
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", asked.append)
+
+    def set_up(settings):
+        warnings.warn("torch.cuda._set_allocator_settings is deprecated", FutureWarning, stacklevel=2)
+        asked.append(settings)
+
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_up)
     api._let_segments_grow()
     assert asked == ([] if variable or reserved else ["expandable_segments:True"])
+    assert not recwarn.list
 
 
 def test_the_dtype_is_what_the_device_has(folder):

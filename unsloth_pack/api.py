@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
@@ -311,7 +312,9 @@ def _let_segments_grow() -> None:
     """
     is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.cuda.is_available() and not is_set and not torch.cuda.memory_reserved():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        with warnings.catch_warnings():  # its successor is in newer torch alone
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _has_tokenizer(folder: str) -> bool:
