@@ -73,6 +73,17 @@ def test_a_wrong_scaling(monkeypatch):
     assert not failures("plain")
 
 
+@pytest.mark.parametrize("checkpointing", ["False", "True"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "nf4"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3"])  # without biases, with some, with joined layers
+def test_the_adapters_own_bias(monkeypatch, arch, dtype, checkpointing):
+    monkeypatch.setitem(VARIANTS, "lora_bias", {"lora_bias": True})
+    (row, _) = measure(Case(arch, "none", "lora_bias", dtype, "sdpa", checkpointing))
+    assert holds(row), row
+    assert "logits" in row or "bitsandbytes" in row["refused"]
+    assert "unfused" not in row
+
+
 def test_a_bias_whose_gradient_is_lost(monkeypatch):
     backward = fast_lora._LoraLinears.backward
 

@@ -73,9 +73,13 @@ class FastLoraLinear(nn.Module):
         return lora_math.Frozen(weight, scaling, dropout.p, seed)
 
     def tensors(self) -> tuple[Any, ...]:
-        """What may be trained: the bias or None, A and B."""
+        """What may be trained: the bias (the base's, the adapter's or their sum) or None, A and B."""
         adapter = self.active_adapters[0]
-        return self.base_layer.bias, self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        lora_b, bias = self.lora_B[adapter], self.base_layer.bias
+        if lora_b.bias is not None:
+            own = self.scaling[adapter] * lora_b.bias
+            bias = own if bias is None else bias + own
+        return bias, self.lora_A[adapter].weight, lora_b.weight
 
 
 def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -114,8 +118,6 @@ def why_not_fused(layer: Any) -> str | None:
     dropout = layer.lora_dropout[adapter]
     if dropout.training and type(dropout) not in (nn.Identity, nn.Dropout):
         return f"LoRA dropout by a {type(dropout).__name__}"
-    if lora_b.bias is not None:
-        return "LoRA bias"
     if isinstance(lora_a, FSDPModule) or isinstance(lora_b, FSDPModule):
         return "FSDP2 gathers its factors by themselves"
     if has_hooks(base, lora_a, lora_b, dropout):
