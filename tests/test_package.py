@@ -26,7 +26,7 @@ LAYERS = [
     {"checkpointing", "loading", "saving"},
     {"offload", "recompute"},
     {"patch"},
-    {"spare_memory"},
+    {"patch_report", "spare_memory"},
     {"models"},
     {"describe"},
     {"graph", "leak_probe"},
