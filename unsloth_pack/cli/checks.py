@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.cli.machine import count_processes, is_main_process
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.sharding import check_sharding
 from unsloth_pack.errors import InputError
@@ -188,16 +189,6 @@ def check_writable(name: str, folder: Path) -> None:
 def run_files(folder: Path) -> list[Path]:
     """What a run has left in `folder`."""
     return [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
-
-
-def count_processes() -> int:
-    """How many processes train together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_main_process() -> bool:
-    """Whether this process, of those that train together, is the one that prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def check_trainer(options: TrainOptions) -> None:
