@@ -15,8 +15,8 @@ from unsloth_pack.report.metrics import FILE_NAME
 
 _SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 _LONGEST_NAME = 255  # bytes, on every file system in use
-_FILES_OF_A_RUN = ("json", "jsonl", "safetensors", "png", "md", "jinja", "txt", "model", "tmp")  # by suffix
-RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
+_SUFFIXES_OF_A_RUN = ("json", "jsonl", "safetensors", "png", "md", "jinja", "txt", "model", "tmp")
+_RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
 
 
 def check_options(options: TrainOptions) -> None:
@@ -84,7 +84,7 @@ def _is_taken(target: Path, folder: Path) -> bool:
     if not target.resolve().is_relative_to(folder.resolve()):
         return False
     name = target.resolve().relative_to(folder.resolve()).parts[0]
-    return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _FILES_OF_A_RUN
+    return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _SUFFIXES_OF_A_RUN
 
 
 def _check_apart(options: TrainOptions, folder: Path) -> None:
@@ -188,7 +188,7 @@ def check_writable(name: str, folder: Path) -> None:
 
 def run_files(folder: Path) -> list[Path]:
     """What a run has left in `folder`."""
-    return [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
+    return [path for pattern in _RUN_FILES for path in sorted(folder.glob(pattern))]
 
 
 def check_trainer(options: TrainOptions) -> None:
