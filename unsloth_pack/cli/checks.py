@@ -201,13 +201,10 @@ def check_trainer(options: TrainOptions) -> None:
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
-    from transformers.utils import is_bitsandbytes_available
 
-    from unsloth_pack.api import check_loftq
+    from unsloth_pack.api import check_loading, check_loftq
 
-    if (options.load_in_4bit or options.load_in_8bit) and not is_bitsandbytes_available():
-        name = "load_in_4bit" if options.load_in_4bit else "load_in_8bit"
-        raise InputError(f"{name} is set but bitsandbytes is not installed; pip install 'unsloth-pack[cuda]'")
+    check_loading(options.max_seq_length, options.load_in_4bit, options.load_in_8bit, options.load_in_fp8)
     if options.loftq_config is not None:
         check_loftq(options.loftq_config)
     optimizers = [name.value for name in OptimizerNames]
