@@ -312,6 +312,19 @@ def test_xformers_says_what_it_cannot_serve(device, dtype, softcap, why, monkeyp
     assert re.search(why, xformers.why_unavailable(need))
 
 
+def test_an_xformers_that_raises_without_a_message_is_said_not_to_import(monkeypatch):
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("xformers"):
+                raise ImportError
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "xformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    need = AttentionNeed("cuda", torch.bfloat16, 64, AttentionOptions(0.1))
+    assert "does not import (ImportError)" in xformers.why_unavailable(need)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
     """But through flash-attn 4, which multiplies what it has masked by 0: there, when it is finite."""

@@ -22,8 +22,9 @@ from unsloth_pack.graph import StepGraphs, _CapturedForm, _DecoderState, _Replay
 from unsloth_pack.graph_memory import GraphMemory
 from unsloth_pack.layout import PackedRow
 from unsloth_pack.leak_probe import left_alone
+from unsloth_pack.models.parts import DecoderParts
 from unsloth_pack.models.rotary import rotary_tables
-from unsloth_pack.patch import _Parts, _why_never_captured
+from unsloth_pack.patch import _why_never_captured
 from unsloth_pack.row_form import RowForm
 
 CPU = torch.device("cpu")
@@ -198,7 +199,7 @@ def test_nothing_is_captured_on_a_cpu():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_only_what_reads_the_row_on_the_device_is_captured(backend):
     decoder = tiny_model("llama", device="cpu").get_base_model().model
-    parts = _Parts.of(decoder)
+    parts = DecoderParts.of(decoder)
     on_gpu = SimpleNamespace(weight=SimpleNamespace(device=SimpleNamespace(type="cuda")))
     decoder.get_input_embeddings = lambda: on_gpu
     why = _why_never_captured(decoder, parts, {}, [backend])

@@ -26,7 +26,7 @@ LAYERS = [
     {"checkpointing", "loading", "saving"},
     {"offload", "recompute"},
     {"patch"},
-    {"spare_memory"},
+    {"patch_report", "spare_memory"},
     {"models"},
     {"describe"},
     {"graph", "leak_probe"},
@@ -71,6 +71,13 @@ def test_imports_run_one_way(path):
         assert not theirs & {"torch", "transformers", "trl"}
     if "trl" in theirs:
         assert part in ("trl", "cli"), "one file knows TRL; the command line names its types"
+
+
+def test_the_guide_says_where_every_module_is():
+    guide = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for part in {path.relative_to(ROOT).parts[0] for path in ROOT.rglob("*.py")} - {"__init__.py"}:
+        name = part.removesuffix(".py") if part.endswith(".py") else f"{part}/"
+        assert f"`{name}`" in guide, name
 
 
 def test_importing_does_nothing():

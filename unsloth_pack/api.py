@@ -103,7 +103,7 @@ class FastLanguageModel:
             InputError: arguments that contradict each other or that nothing knows, or a model that cannot be
                 found or loaded.
         """
-        _check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
+        check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
         require_whole("random_state", random_state, 0, LAST_SEED)
         set_seed(random_state)
         _let_segments_grow()
@@ -265,7 +265,14 @@ def check_loftq(loftq_config: Mapping[str, Any]) -> None:
         raise InputError(f"loftq_config is {given}, but PEFT computes LoftQ on CUDA only; leave it out")
 
 
-def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool) -> None:
+def check_loading(
+    max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool = False
+) -> None:
+    """Refuse a length that is none, and weights in a form that contradicts another or cannot be had here.
+
+    Raises:
+        InputError: names the argument, its value and the remedy.
+    """
     require_whole("max_seq_length", max_seq_length, 1)
     given = [
         f"load_in_{kind}" for kind, asked in (("4bit", in_4bit), ("8bit", in_8bit), ("fp8", in_fp8)) if asked
@@ -281,7 +288,9 @@ def _check_loading(max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bo
             "load_in_8bit or load_in_4bit"
         )
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
-        raise InputError("load_in_4bit and load_in_8bit need bitsandbytes; pip install 'unsloth-pack[cuda]'")
+        raise InputError(
+            f"{given[0]}=True needs bitsandbytes, which is not installed; pip install 'unsloth-pack[cuda]'"
+        )
 
 
 def _check_adaptable(model: Any, max_seq_length: int | None) -> None:

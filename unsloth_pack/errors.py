@@ -1,5 +1,5 @@
-"""The errors a user may meet, each one line: what is wrong, the value, the remedy; and checks of numbers
-and names."""
+"""The errors a user may meet, each one line: what is wrong, the value, the remedy; how they are shown; and
+checks of numbers."""
 
 import numbers
 import reprlib
@@ -35,6 +35,11 @@ class Terminated(KeyboardInterrupt):
 def printable(text: str) -> str:
     """`text` with whatever may steer a terminal escaped: names and documents may hold it."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; empty where it has none."""
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> None:

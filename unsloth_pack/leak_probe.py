@@ -117,6 +117,7 @@ def recorded_layers(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def random_documents(lengths: Sequence[int], vocab_size: int, generator: torch.Generator) -> list[Tensor]:
+    """`[L]` int64 of each length, on the CPU."""
     return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
 
 
@@ -126,6 +127,7 @@ def changed(document: Tensor, vocab_size: int, generator: torch.Generator) -> Te
 
 
 def greatest_by_document(gradient_TC: Tensor, documents: Sequence[Tensor]) -> list[float]:
+    """The greatest magnitude in the part of every document; waits for the device."""
     parts = gradient_TC.split([len(document) for document in documents])
     return torch.stack([part.abs().max() for part in parts]).tolist()
 

@@ -29,6 +29,11 @@ class HostStore:
         return HostStore()
 
     def put(self, x: Tensor) -> Any:
+        """What stands for `x` until `take`: its copy on the host, or `x` where that is not on a GPU.
+
+        Raises:
+            InputError: the host has no room for it.
+        """
         if not x.is_cuda:
             return x
         if self._stream is None:
@@ -40,6 +45,7 @@ class HostStore:
         return held
 
     def take(self, held: Any) -> Tensor:
+        """The tensor for which `put` gave this, on its device."""
         if not isinstance(held, _OnHost):
             return held
         self._let_go()

@@ -35,6 +35,7 @@ class MemoryUse:
 
     @property
     def per_token(self) -> float:
+        """Bytes that one token more takes."""
         return max(1.0, (self.peak - self.at_rest) / self.tokens)
 
     @property

@@ -7,9 +7,7 @@ that puts a shared forward before transformers' own. So gradient checkpointing, 
 of hidden states and deep copies go on as they were, before and after PEFT.
 """
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -27,49 +25,18 @@ from unsloth_pack.leak_probe import OwnProbe
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.fast_attention import FastAttention, attention_options, fusable_qk_norm
 from unsloth_pack.models.fast_decoder import FastCausalLM, FastDecoder
-from unsloth_pack.models.fast_lora import LORA_TYPES, FastLoraLinear, why_not_fused
-from unsloth_pack.models.fast_loss import why_loss_not_fused
-from unsloth_pack.models.fast_mlp import FastMLP, activation_of
+from unsloth_pack.models.fast_lora import FastLoraLinear
+from unsloth_pack.models.fast_mlp import FastMLP
 from unsloth_pack.models.fast_norm import FastRMSNorm
-from unsloth_pack.models.fp8 import Fp8Linear
 from unsloth_pack.models.module_walk import ListedModules, ModuleWalk
-from unsloth_pack.models.nf4 import is_linear_4bit
+from unsloth_pack.models.parts import DecoderParts
 from unsloth_pack.models.rotary import RotaryTables, rotary_tables
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.patch_report import PatchReport, report_of, say, say_loras, say_loss, say_step
 from unsloth_pack.spare_memory import give_back_spare_memory
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
-
-
-@dataclass(frozen=True)
-class PatchReport:
-    """What was patched, what was not and why. `print(report)` shows it as lines.
-
-    Args:
-        model_type: the architecture.
-        n_layers: decoder layers.
-        attn_backend: the attention backend, "a and b" where layers differ.
-        attn_reason: why that backend.
-        fused: layer kind -> what runs fused.
-        not_fused: layer kind -> what runs as transformers wrote it, and why.
-    """
-
-    model_type: str
-    n_layers: int
-    attn_backend: str
-    attn_reason: str
-    fused: dict[str, str] = field(default_factory=dict)
-    not_fused: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.model_type}: {self.n_layers} layers patched",
-            f"  attention backend: {self.attn_backend} ({self.attn_reason})",
-        ]
-        lines += [f"  fused      {kind}: {what}" for kind, what in self.fused.items()]
-        lines += [f"  not fused  {kind}: {why}" for kind, why in self.not_fused.items()]
-        return "\n".join(lines)
 
 
 class Patch:
@@ -93,12 +60,12 @@ class Patch:
         """What is fused in the model as it is now: adapters may have come or gone since the patch."""
         if self._swapped:
             loras = [module for module in self._model.base_model.modules() if isinstance(module, LoraLayer)]
-            _report_loras(
+            say_loras(
                 self._report,
                 [lora for lora in loras if isinstance(lora, FastLoraLinear)],
                 [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
             )
-            _report_loss(self._report, self._model)
+            say_loss(self._report, self._model)
         return self._report
 
     def swap(self, module: nn.Module, fast: type, **attributes: Any) -> None:
@@ -136,12 +103,12 @@ class Patch:
         """
         decoder = self._model.base_model
         decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
-        _report_step(self.report, decoder.step_graphs)
+        say_step(self.report, decoder.step_graphs)
         if (
             "QK norm" in self._report.fused
             and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
         ):
-            _say(self._report, "QK norm", None, f"{how} gathers it by itself")
+            say(self._report, "QK norm", None, f"{how} gathers it by itself")
 
     def __enter__(self) -> "Patch":
         return self
@@ -193,8 +160,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     chosen = _choose_backends(spec, decoder, backend, source)
     if earlier := base.__dict__.get(_PATCH):  # only now: a refusal leaves the model as patched as it was
         earlier.undo()
-    parts = _Parts.of(decoder)
-    patch = Patch(base, attn_backend, _report(spec, base, parts, chosen))
+    parts = DecoderParts.of(decoder)
+    patch = Patch(base, attn_backend, report_of(spec, base, parts, chosen))
     for attention in parts.attentions:
         patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
     for norm in parts.norms:
@@ -207,7 +174,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         patch.swap(lora, FastLoraLinear)
     tables = rotary_tables(decoder, spec)
     graphs = StepGraphs(_why_never_captured(decoder, parts, tables, chosen))
-    _report_step(patch.report, graphs)
+    say_step(patch.report, graphs)
     own_probe = OwnProbe(patch.report.attn_backend)
     patch.swap(
         decoder,
@@ -271,39 +238,8 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
         raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The modules of a decoder that a patch looks at."""
-
-    attentions: list[Any]
-    norms: list[nn.Module]
-    mlps: list[tuple[nn.Module, str | None]]  # with the kernel's activation, None where it cannot be fused
-    loras: list[LoraLayer]
-    other_loras: list[LoraLayer]  # in 8 bits, or on parameters such as stacked experts
-
-    @classmethod
-    def of(cls, decoder: Any) -> "_Parts":
-        return cls(
-            attentions=_alike(decoder, decoder.layers[0].self_attn),
-            norms=_alike(decoder, decoder.norm),
-            mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
-            loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
-            other_loras=[
-                module
-                for module in decoder.modules()
-                if isinstance(module, LoraLayer) and type(module) not in LORA_TYPES
-            ],
-        )
-
-
-def _alike(decoder: nn.Module, one: nn.Module) -> list[Any]:
-    """All modules of the kind of this one, which `modules_to_save` may wrap with a copy."""
-    kind = type(getattr(one, "original_module", one))
-    return [module for module in decoder.modules() if type(module) is kind]
-
-
 def _why_never_captured(
-    decoder: Any, parts: _Parts, tables: dict[str | None, RotaryTables], backends: Iterable[str]
+    decoder: Any, parts: DecoderParts, tables: dict[str | None, RotaryTables], backends: Iterable[str]
 ) -> str | None:
     """Why no step of the model can be replayed from CUDA graphs, or None."""
     if decoder.get_input_embeddings().weight.device.type != "cuda":
@@ -330,77 +266,3 @@ def _choose_backends(spec: ArchSpec, decoder: Any, backend: str, source: str) ->
         name, reason = choose_backend(backend, need, source)
         chosen[name] = reason
     return chosen
-
-
-def _report(spec: ArchSpec, base: Any, parts: _Parts, chosen: dict[str, str]) -> PatchReport:
-    decoder = base.base_model
-    on_gpu = decoder.get_input_embeddings().weight.device.type == "cuda"
-    how = "in one kernel" if on_gpu else "in plain torch on a CPU"
-    fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
-    not_fused: dict[str, str] = {}
-    if spec.qk_norm is not None:
-        if fusable_qk_norm(parts.attentions[0], spec) is not None:
-            fused["QK norm"] = "with the rotary embedding"
-        else:
-            not_fused["QK norm"] = "wrapped by modules_to_save, or with hooks"
-    fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
-    gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
-    if gated_mlps:
-        fused["MLP"] = f"activation and product of {len(gated_mlps)} of {len(parts.mlps)} layers {how}"
-    if len(gated_mlps) < len(parts.mlps):
-        kinds = {type(mlp).__name__ for mlp, activation in parts.mlps if activation is None}
-        not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
-    if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
-        fused["base"] = f"{n_fp8} frozen linear layers in fp8"
-    if n_nf4 := sum(is_linear_4bit(lora.get_base_layer()) for lora in parts.loras):
-        fused["base"] = f"{n_nf4} frozen linear layers in 4 bits, dequantised at each use"
-    report = PatchReport(
-        model_type=spec.model_type,
-        n_layers=len(decoder.layers),
-        attn_backend=" and ".join(chosen),
-        attn_reason="; ".join(dict.fromkeys(chosen.values())),
-        fused=fused,
-        not_fused=not_fused,
-    )
-    _report_loss(report, base)
-    _report_loras(report, parts.loras, parts.other_loras)
-    return report
-
-
-def _say(report: PatchReport, kind: str, fused: str | None, not_fused: str | None) -> None:
-    """Report this of a layer kind, in place of what was reported."""
-    for said, what in ((report.fused, fused), (report.not_fused, not_fused)):
-        if what:
-            said[kind] = what
-        else:
-            said.pop(kind, None)
-
-
-def _report_loss(report: PatchReport, model: Any) -> None:
-    if (why := why_loss_not_fused(model)) is None:
-        how = "with the head, for tokens that have a label; TRL's trainer computes its own"
-        _say(report, "loss", how, None)
-    else:
-        _say(report, "loss", None, f"from the logits of all tokens: {why}")
-
-
-def _report_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
-    reasons = Counter(why_not_fused(lora) for lora in loras)
-    reasons.update(
-        "put on after the patch; call patch_model again"
-        if type(lora) in LORA_TYPES
-        else f"on a {type(lora.get_base_layer()).__name__}"
-        for lora in other_loras
-    )
-    n_fused = reasons.pop(None, 0)
-    how = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
-    why = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
-    _say(report, "LoRA", how if n_fused else None, why)
-
-
-def _report_step(report: PatchReport, graphs: StepGraphs) -> None:
-    if graphs.why_not is None:
-        how = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
-        _say(report, "step", how, None)
-    else:
-        _say(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")

@@ -42,6 +42,7 @@ class RecomputePlan:
         return f"{self.n_recomputed} of {self.n_layers} layers are recomputed"
 
     def keeps(self, layer: int) -> bool:
+        """Whether the layer of this number, from 0, is not recomputed."""
         return layer >= self.n_recomputed
 
     def decide(self, tokens: int, device: torch.device) -> None:

@@ -23,6 +23,7 @@ class RowForm:
 
     @classmethod
     def of(cls, row: PackedRow) -> "RowForm":
+        """The form of a row: tokens by sixteenths of the power of 2 above them, the rest powers of 2."""
         tokens = _round_up(row.n_tokens, max(64, _power_of_2(row.n_tokens) // 16))
         longest = _power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, _power_of_2(_segments(row, tokens, longest)))

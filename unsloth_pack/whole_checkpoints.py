@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerState
 
-from unsloth_pack.errors import RunStopped
+from unsloth_pack.errors import RunStopped, first_line
 from unsloth_pack.whole_folders import put_in_place
 
 ASIDE = ".saving"
@@ -161,7 +161,8 @@ class WholeCheckpoints(Trainer):
             if lost_a_process(error):
                 raise
             raise RunStopped(
-                f"{name} could not be saved: {_first_line(error)} ({_free(folder)} free in {str(folder)!r})"
+                f"{name} could not be saved: {first_line(error) or type(error).__name__} "
+                f"({_free(folder)} free in {str(folder)!r})"
             ) from error
         if self.args.should_save:
             self._remove_oldest(folder, aside)
@@ -184,10 +185,6 @@ class WholeCheckpoints(Trainer):
         for old in _checkpoints(folder)[: -(self.args.save_total_limit or 2**31)]:
             os.replace(old, aside / old.name)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _free(folder: Path) -> str:

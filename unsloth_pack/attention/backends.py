@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from unsloth_pack.attention import flash, sdpa, xformers
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
-from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.errors import BackendUnavailable, InputError, first_line
 from unsloth_pack.layout import PackedRow
 
 ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
@@ -106,7 +106,7 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
             )
             backend.attend(q, k, v, row, need.options).sum().backward()
     except Exception as error:  # a kernel that compiles itself raises errors of its compiler's own
-        return f"a tiny step failed with {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        return f"a tiny step failed with {type(error).__name__}: {first_line(error)[:120]}"
     return None
 
 

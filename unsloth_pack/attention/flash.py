@@ -83,6 +83,7 @@ class VarlenKernel:
         self.options = set(inspect.signature(function).parameters)
 
     def serves(self, head_dim: int, options: AttentionOptions) -> bool:
+        """Whether it is trusted with heads of this size, and has the options that are in use."""
         if self.head_dims is not None and head_dim not in self.head_dims:
             return False
         needed = {"softcap": options.softcap is not None, "dropout_p": options.dropout > 0}
@@ -97,6 +98,12 @@ class VarlenKernel:
         longest: int,
         options: AttentionOptions,
     ) -> Tensor:
+        """`[N, H, D]`, as `attend`.
+
+        Args:
+            cu_seqlens: `[segments + 1]` int32.
+            longest: tokens of the longest segment.
+        """
         # FlashAttention counts the keys before the query, transformers counts the query too.
         before = -1 if options.window is None else options.window - 1
         wanted = {

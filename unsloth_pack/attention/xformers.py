@@ -5,6 +5,7 @@ from torch import Tensor
 
 from unsloth_pack.attention import flash
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
+from unsloth_pack.errors import first_line
 from unsloth_pack.layout import PackedRow
 
 
@@ -18,7 +19,8 @@ def why_unavailable(need: AttentionNeed) -> str | None:
     try:
         import xformers.ops  # noqa: F401
     except (ImportError, OSError) as error:
-        return f"xformers does not import ({str(error).splitlines()[0][:80]}); pip install xformers"
+        reason = first_line(error)[:80] or type(error).__name__
+        return f"xformers does not import ({reason}); pip install xformers"
     return None
 
 

@@ -28,7 +28,7 @@ from unsloth_pack.api import FastLanguageModel, lora_targets
 from unsloth_pack.bench.breakdown import break_down
 from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks
 from unsloth_pack.checkpointing import enable_checkpointing
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.loading import (
     load_model,
     load_tokenizer,
@@ -53,8 +53,7 @@ def main(folder: Path, started: float) -> None:
     except InputError as error:
         answer = {"refused": str(error)}
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or ["no message"])[0]
-        answer = {"failed": f"{type(error).__name__}: {first_line}"}
+        answer = {"failed": f"{type(error).__name__}: {first_line(error) or 'no message'}"}
     (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 

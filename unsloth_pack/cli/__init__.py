@@ -12,7 +12,7 @@ from importlib import import_module
 from types import FrameType
 
 from unsloth_pack.cli.quiet import quieten_imports
-from unsloth_pack.errors import InputError, LeakFound, RunStopped, Terminated, printable
+from unsloth_pack.errors import InputError, LeakFound, RunStopped, Terminated, first_line, printable
 
 # Each a module here with `run(argv) -> exit code`
 SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor")
@@ -83,8 +83,7 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
         return code, str(error) or "interrupted before there was anything to save"
     if isinstance(error, RunStopped):
         return 1, _one_line(error)
-    first_line = (str(error).strip().splitlines() or ["no message"])[0]
-    return 1, f"{type(error).__name__}: {first_line}; add --debug for the traceback"
+    return 1, f"{type(error).__name__}: {first_line(error) or 'no message'}; add --debug for the traceback"
 
 
 def _one_line(error: BaseException) -> str:

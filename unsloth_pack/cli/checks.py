@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.cli.machine import count_processes, is_main_process
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.sharding import check_sharding
 from unsloth_pack.errors import InputError
@@ -14,8 +15,8 @@ from unsloth_pack.report.metrics import FILE_NAME
 
 _SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 _LONGEST_NAME = 255  # bytes, on every file system in use
-_FILES_OF_A_RUN = ("json", "jsonl", "safetensors", "png", "md", "jinja", "txt", "model", "tmp")  # by suffix
-RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
+_SUFFIXES_OF_A_RUN = ("json", "jsonl", "safetensors", "png", "md", "jinja", "txt", "model", "tmp")
+_RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
 
 
 def check_options(options: TrainOptions) -> None:
@@ -83,7 +84,7 @@ def _is_taken(target: Path, folder: Path) -> bool:
     if not target.resolve().is_relative_to(folder.resolve()):
         return False
     name = target.resolve().relative_to(folder.resolve()).parts[0]
-    return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _FILES_OF_A_RUN
+    return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _SUFFIXES_OF_A_RUN
 
 
 def _check_apart(options: TrainOptions, folder: Path) -> None:
@@ -187,17 +188,7 @@ def check_writable(name: str, folder: Path) -> None:
 
 def run_files(folder: Path) -> list[Path]:
     """What a run has left in `folder`."""
-    return [path for pattern in RUN_FILES for path in sorted(folder.glob(pattern))]
-
-
-def count_processes() -> int:
-    """How many processes train together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_main_process() -> bool:
-    """Whether this process, of those that train together, is the one that prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
+    return [path for pattern in _RUN_FILES for path in sorted(folder.glob(pattern))]
 
 
 def check_trainer(options: TrainOptions) -> None:
@@ -210,13 +201,10 @@ def check_trainer(options: TrainOptions) -> None:
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
-    from transformers.utils import is_bitsandbytes_available
 
-    from unsloth_pack.api import check_loftq
+    from unsloth_pack.api import check_loading, check_loftq
 
-    if (options.load_in_4bit or options.load_in_8bit) and not is_bitsandbytes_available():
-        name = "load_in_4bit" if options.load_in_4bit else "load_in_8bit"
-        raise InputError(f"{name} is set but bitsandbytes is not installed; pip install 'unsloth-pack[cuda]'")
+    check_loading(options.max_seq_length, options.load_in_4bit, options.load_in_8bit, options.load_in_fp8)
     if options.loftq_config is not None:
         check_loftq(options.loftq_config)
     optimizers = [name.value for name in OptimizerNames]

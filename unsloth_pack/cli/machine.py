@@ -1,4 +1,6 @@
-"""The machine that a command runs on, as its output names it."""
+"""The machine that a command runs on, as its output names it, and the processes that train together."""
+
+import os
 
 
 def device_type() -> str:
@@ -24,3 +26,13 @@ def versions() -> dict[str, str]:
     import unsloth_pack
 
     return {module.__name__: module.__version__ for module in (unsloth_pack, torch, transformers, trl, peft)}
+
+
+def count_processes() -> int:
+    """How many processes train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Whether this process, of those that train together, is the one that prints and writes."""
+    return os.environ.get("RANK", "0") == "0"

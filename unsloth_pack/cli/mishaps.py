@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_pack.cli.checks import count_processes
+from unsloth_pack.cli.machine import count_processes
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.errors import InputError, RunStopped
 

@@ -11,7 +11,7 @@ from trl import SFTConfig
 
 from unsloth_pack.cli import checks
 from unsloth_pack.cli.documents import load_tokenizer, to_documents
-from unsloth_pack.cli.machine import device_type
+from unsloth_pack.cli.machine import device_type, is_main_process
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.cli.sharding import sharding_arguments
@@ -54,7 +54,7 @@ def prepare(options: TrainOptions) -> Prepared:
     Raises:
         InputError: the data, the model's architecture, or something the options ask for cannot be used here.
     """
-    quieten(show_bars=checks.is_main_process())
+    quieten(show_bars=is_main_process())
     device = device_type()
     if options.optim is None:
         options = replace(options, optim="adamw_torch_fused" if device == "cuda" else "adamw_torch")

@@ -2,11 +2,11 @@
 
 import copy
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.cli.machine import count_processes
 from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.errors import InputError
 
@@ -70,7 +70,7 @@ def check_sharding(options: TrainOptions) -> None:
         raise InputError(
             f"deepspeed is {given!r} but is not installed; pip install 'unsloth-pack[deepspeed]'"
         )
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if count_processes() < 2:
         raise InputError(
             f"{name} shards over several processes and this is one; start them with "
             f"`torchrun --nproc_per_node N cli.py --{name} {given} ...`, or leave out --{name}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.cli import checks
+from unsloth_pack.cli.machine import count_processes, is_main_process, versions
 from unsloth_pack.cli.mishaps import check_finite, explained, kept, report_nonfinite, way_on
 from unsloth_pack.cli.options import TrainOptions, read_options
 from unsloth_pack.errors import RunStopped
@@ -48,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     if prepared.eval_ledger:
         checks.check_same_data(options, "eval", prepared.eval_ledger, prepared.eval_fingerprint)
     _begin_together()
-    return _train(prepared, RunConsole(quiet=not checks.is_main_process()))
+    return _train(prepared, RunConsole(quiet=not is_main_process()))
 
 
 def _train(prepared: "Prepared", console: "Console") -> int:
@@ -98,10 +99,10 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     with kept(folder):
         summary = _summarise(trainer, fill)
         weights = trainer.trained_weights() if trainer.is_sharded else None
-        if checks.is_main_process():
+        if is_main_process():
             _save_adapter(model, prepared, folder, weights)
         _end_together()
-        if checks.is_main_process():
+        if is_main_process():
             _save_merged_and_plot(model, prepared, trainer, folder)
         after = _score(model, prepared, heldout)
         if before and after:
@@ -154,12 +155,11 @@ def _load_model(options: TrainOptions) -> Any:
 
 def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) -> "MetricsFile":
     """The metrics file of this run; what an earlier run left goes, or stays up to the checkpoint."""
-    from unsloth_pack.cli.machine import versions
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.whole_checkpoints import ASIDE, step_of
     from unsloth_pack.whole_folders import remove_leftovers
 
-    is_main = checks.is_main_process()
+    is_main = is_main_process()
     if is_main:
         remove_leftovers(folder)
         shutil.rmtree(folder / ASIDE, ignore_errors=True)
@@ -170,7 +170,7 @@ def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) 
     if checkpoint is not None:
         metrics.rewind(step_of(checkpoint))
         return metrics
-    metrics.write("config", options=asdict(options), versions=versions(), processes=checks.count_processes())
+    metrics.write("config", options=asdict(options), versions=versions(), processes=count_processes())
     return metrics
 
 
@@ -246,7 +246,7 @@ def _device_name(device: Any, count: int) -> str:
 
 def _heldout_rows(options: TrainOptions) -> list[dict[str, str]]:
     """The demo's held-out rows; none in other runs, beside the main process, and with sharded weights."""
-    if not (options.is_demo and checks.is_main_process()) or options.fsdp or options.deepspeed:
+    if not (options.is_demo and is_main_process()) or options.fsdp or options.deepspeed:
         return []
     from unsloth_pack.data import load_rows
 

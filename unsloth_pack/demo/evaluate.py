@@ -36,7 +36,6 @@ def exact_match(
     tokenizer: PreTrainedTokenizerBase,
     rows: list[Row],
     batch_size: int = 64,
-    max_new_tokens: int = 512,
 ) -> ExactMatch:
     """Greedy answers to every row, compared with its `output`. `model` is anything with `generate`.
 
@@ -63,7 +62,7 @@ def exact_match(
         output = model.generate(
             **inputs,
             do_sample=False,
-            max_new_tokens=min(max_new_tokens, expected.shape[1] + 4),
+            max_new_tokens=expected.shape[1] + 4,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )

@@ -118,7 +118,9 @@ def _check(gate: Tensor, up: Tensor, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
     if gate.shape != up.shape or not gate.dim():
-        raise ValueError(f"gate {[*gate.shape]} and up {[*up.shape]} must have one shape, [.., F]")
+        raise ValueError(
+            f"gate {[*gate.shape]} and up {[*up.shape]} must have one shape: pass two of [.., F]"
+        )
     if not gate.is_floating_point() or not up.is_floating_point():
         raise ValueError(f"gate is {gate.dtype} and up is {up.dtype}: cast both to a floating dtype")
     if gate.device != up.device:

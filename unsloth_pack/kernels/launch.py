@@ -47,4 +47,5 @@ def jit(kernel=None, **options):
 
 
 def floor_power_of_2(n: int) -> int:
+    """The greatest power of 2 up to n; 1 where n is below 1."""
     return 1 << max(0, n.bit_length() - 1)

@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 from unsloth_pack.hooks import has_hooks
 from unsloth_pack.kernels import gated
 from unsloth_pack.models.fast_lora import project, run_fused
-from unsloth_pack.models.gated_mlp import gated_mlp
+from unsloth_pack.models.gated_mlp import gate_and_up, gated_mlp
 
 ACTIVATIONS = {  # the kernel's name of a module's class
     nn.SiLU: "silu",
@@ -40,8 +40,7 @@ class FastMLP(nn.Module):
         down: Any = self.down_proj
         if run_fused(hidden_states, [*inner, down]):
             return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
-        outputs = project(hidden_states, inner)
-        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        gate, up = gate_and_up(project(hidden_states, inner))
         return down(gated(gate, up, activation))
 
     def _keeps(self, x: Tensor) -> bool:

@@ -87,7 +87,7 @@ class _GatedMLP(torch.autograd.Function):
         parts = []
         for tile in _tiles(len(x_NI), a_rF.shape[1]):
             outputs = [y[tile] for y in kept] or lora_math.forward(x_NI[tile], a_RI, inner, tile.start)[0]
-            product_tF = gated(*_gate_and_up(outputs), plan.activation)
+            product_tF = gated(*gate_and_up(outputs), plan.activation)
             parts += lora_math.forward(product_tF, a_rF, down, tile.start)[0]
         if plan.start is None:
             ctx.save_for_backward(*inputs, *kept)
@@ -118,7 +118,7 @@ class _GatedMLP(torch.autograd.Function):
             gh_tr = lora_math.backward_to_ranks([g_tO], a_rF, down)
             # Its gradient, until `gated_backward_` has made it the product
             product_tF = lora_math.backward_to_input([g_tO], gh_tr, a_rF, down, row)
-            gated_backward_(product_tF, *_gate_and_up(outputs), plan.activation, *_gate_and_up(grads))
+            gated_backward_(product_tF, *gate_and_up(outputs), plan.activation, *gate_and_up(grads))
             h_tr = lora_math.to_ranks(product_tF, a_rF, down, row)
             of_down = lora_math.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down, row)
             del product_tF
@@ -135,7 +135,8 @@ class _GatedMLP(torch.autograd.Function):
         return grad_x, None, None, *_by_layer(sums, ctx.needs_input_grad[3::3], inner, down)
 
 
-def _gate_and_up(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def gate_and_up(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gate and up, of the outputs of two layers or of the one that makes both, gate first."""
     return outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
 
 

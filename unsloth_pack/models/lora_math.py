@@ -204,7 +204,9 @@ def unchanged(held: Versions) -> None:
         RuntimeError: one was modified in place since the forward pass.
     """
     if any(x is not None and not x.is_inference() and x._version != version for x, version in held):
-        raise RuntimeError("a layer's weight was modified in place between forward and backward")
+        raise RuntimeError(
+            "a layer's weight was modified in place between forward and backward; change it after backward()"
+        )
 
 
 def backward_pass(backward: Callable[..., Any]) -> Any:

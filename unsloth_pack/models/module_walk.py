@@ -30,6 +30,7 @@ class ModuleWalk:
         return self._take_look() == self._look
 
     def renew(self, modules: list[tuple[str, nn.Module]]) -> None:
+        """Take these as all that lies below, by path, the module itself first."""
         self.modules = modules
         self.parameters = [
             (f"{name}.{key}" if name else key, module._parameters, key)

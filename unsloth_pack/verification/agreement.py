@@ -22,7 +22,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.layout import IGNORE_INDEX
 from unsloth_pack.verification.leaks import SLACK, largest, relative_error
 from unsloth_pack.verification.report import Check
-from unsloth_pack.verification.subject import Gradients, Subject, example_of
+from unsloth_pack.verification.subject import Gradients, Subject, example_of, layers_given
 
 _SAMPLES = 6  # of rounding, before a difference is held to be more than that
 
@@ -95,18 +95,12 @@ def _rounded_otherwise(subject: Subject) -> Iterator[None]:
     """Meanwhile the inputs of all layers are moved by up to one unit in the last place, at random."""
     eps = torch.finfo(subject.dtype).eps
 
-    def move(module: Any, args: Any, kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
+    def move(hidden: Tensor) -> Tensor:
         noise = 2 * torch.rand_like(hidden, dtype=torch.float32) - 1
-        moved = (hidden * (1 + eps * noise)).to(hidden.dtype)
-        return ((moved, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": moved})
+        return (hidden * (1 + eps * noise)).to(hidden.dtype)
 
-    hooks = [layer.register_forward_pre_hook(move, with_kwargs=True) for layer in subject.layers]
-    try:
+    with layers_given(move, subject.layers):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def check_counting(

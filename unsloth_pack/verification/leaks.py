@@ -27,7 +27,7 @@ from unsloth_pack.leak_probe import (
 )
 from unsloth_pack.patch import patch_of
 from unsloth_pack.verification.report import Check
-from unsloth_pack.verification.subject import Describe, Description, Subject
+from unsloth_pack.verification.subject import Describe, Description, Subject, layers_given
 
 SLACK = 3.0  # between two samples of one kind of rounding error
 _LONGER = 7  # tokens by which a neighbour in an ordinary batch is longer, so that there is padding
@@ -165,21 +165,13 @@ def check_reach(subject: Subject, documents: Sequence[Tensor]) -> Check:
 def _reach(subject: Subject, forward: Callable[[], Any], documents: Sequence[Tensor]) -> Tensor:
     """`[layers, T]` bool: the inputs of each layer that the last tokens of the documents look at in it."""
     inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
 
-    def cut(module: Any, args: Any, kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
+    def cut(hidden: Tensor) -> Tensor:
         inputs.append(hidden.detach().requires_grad_())
-        return ((inputs[-1], *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": inputs[-1]})
+        return inputs[-1]
 
-    hooks = [layer.register_forward_pre_hook(cut, with_kwargs=True) for layer in subject.layers]
-    try:
-        with recorded_layers(subject.layers) as recorded:
-            forward()
-            outputs += recorded
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with layers_given(cut, subject.layers), recorded_layers(subject.layers) as outputs:
+        forward()
     last = torch.tensor([len(document) for document in documents]).cumsum(0) - 1
     weights = torch.randn(outputs[0].shape[-1], generator=torch.Generator().manual_seed(0))
     total = torch.stack([(out[last] * weights.to(out)).sum() for out in outputs]).sum()

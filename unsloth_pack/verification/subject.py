@@ -154,6 +154,23 @@ class Subject(Probed):
             hook.remove()
 
 
+@contextmanager
+def layers_given(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Meanwhile every layer gets what `change` makes of its hidden states, `[1, T, C]`."""
+
+    def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    hooks = [layer.register_forward_pre_hook(give, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def loss_of(logits: Tensor, document: Tensor) -> Tensor:
     """The summed cross-entropy of a document `[L]` as a ring, in float32 or better."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
