@@ -352,6 +352,7 @@ def test_a_save_replaces_files_of_the_same_names_and_leaves_others(folder, tmp_p
         ({"torch_dtype": "float16"}, "torch_dtype is 'float16', and is decided here; give dtype"),
         ({"quantization_config": {}}, "decided here; give load_in_4bit, load_in_8bit or load_in_fp8"),
         ({"attn_implementation": "eager"}, "decided here; give attn_backend"),
+        ({"use_gradient_checkpointing": "unsloth"}, "'unsloth', .*; give it to get_peft_model"),
         ({"config": None}, "decided here; give the attributes that differ"),
         (
             {"rope_scaling": {"factor": 2}},

@@ -202,6 +202,30 @@ def test_the_loss_of_a_training_step_is_that_of_the_same_call(what):
     assert losses[0] == pytest.approx(losses[1], rel=8 * torch.finfo(DTYPE).eps)
 
 
+NUMBERED = [1] * 4 + [2] * 6 + [0] * 2  # as LLaMA-Factory and Axolotl write the mask of a packed row
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_mask_that_numbers_documents_is_not_passed_over(training):
+    model, documents = patched("llama").train(training), random_documents([4, 6])
+    expected = logits_of(model, documents)
+    ids = torch.cat([*documents, documents[0][:2]]).to(DEVICE)[None]
+    mask = torch.tensor([NUMBERED], device=DEVICE)
+    if training or DEVICE == "cpu":
+        with pytest.raises(InputError, match=r"attention_mask numbers documents, .* give packed_seq"):
+            model(input_ids=ids, attention_mask=mask)
+    with pytest.raises(InputError, match="position_ids and attention_mask disagree on row 0"):
+        model(ids[:, :10], attention_mask=mask[:, :10], position_ids=torch.arange(10, device=DEVICE)[None])
+    with pytest.raises(InputError, match="packed_seq_lengths and attention_mask disagree on row 0"):
+        model(input_ids=ids, attention_mask=mask, packed_seq_lengths=[5, 5])
+    for describe in (
+        {"packed_seq_lengths": [4, 6]},
+        {"position_ids": positions_of([4, 6, 2]).to(DEVICE)[None]},
+    ):
+        got = model(input_ids=ids, attention_mask=mask, **describe).logits
+        assert error(got[0, :10].double(), expected.double()) < 0.02
+
+
 def test_labels_that_the_trainer_counts_but_no_loss_sees_are_refused():
     model = patched("llama")
     ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]

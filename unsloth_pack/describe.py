@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.utils import is_tracing
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.layout import IGNORE_INDEX, PackedRow
@@ -29,6 +30,7 @@ ROW_KEYWORDS = (
     "max_length_k",
     "seq_idx",
 )
+_OF_TOKENS = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # what a token of a document adds
 _NEAR = 0.75  # of 1, for names that are alike
 
 
@@ -60,7 +62,8 @@ def describe_row(
         max_length_q, max_length_k: at least the longest document.
         seq_idx: `[B, T]`, the number of each token's document.
         position_ids: `[B, T]`, `[1, T]` or `[T]`; a document starts wherever they do not continue by one.
-        attention_mask: `[B, T]`; zeros must be padding at the end of a packed row.
+        attention_mask: `[B, T]`; zeros must be padding at the end of a packed row. One that numbers the
+            documents from 1, as some packers write it, has to agree with what else describes the row.
         labels: `[B, T]`.
         labels_counted: whether the labels were counted, for `num_items_in_batch`. Then those at document
             starts must be -100; of labels on a device see `CountedLabels`.
@@ -120,6 +123,20 @@ def keyword_meant(name: str) -> str | None:
     if name in ROW_KEYWORDS:
         return None
     return next(iter(get_close_matches(name, ROW_KEYWORDS, 1, _NEAR)), None)
+
+
+def refuse_numbers(attention_mask: Any) -> None:
+    """Refuse a mask that numbers documents where nothing else describes them: all of it would be one.
+
+    Raises:
+        InputError: it does.
+    """
+    is_of_tokens = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    if is_of_tokens and not is_tracing(attention_mask) and (attention_mask > 1).any():
+        raise InputError(
+            f"attention_mask numbers documents, up to {int(attention_mask.max())}, and alone parts none; "
+            "give packed_seq_lengths, or position_ids that restart"
+        )
 
 
 class CountedLabels:
@@ -184,8 +201,8 @@ def _documents(host: Mapping[str, Any], shape: tuple[int, int]) -> dict[str, lis
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in host:
             documents[name] = [_lengths_of_cu(name, host[name], shape)]
-    for name, step in (("seq_idx", 0), ("position_ids", 1)):
-        if name in host:
+    for name, step in _OF_TOKENS.items():
+        if name in host and (name != "attention_mask" or (host[name] > 1).any()):
             documents[name] = _runs(host[name], step)
     return documents
 
@@ -320,7 +337,7 @@ def _agree(
     """The row that all descriptions mean; the first decides where the padded tail begins."""
     (first, rows), *others = documents.items()
     for name, other_rows in others:
-        names_tokens = name in ("position_ids", "seq_idx")  # they number the padding too, in runs of its own
+        names_tokens = name in _OF_TOKENS  # they number the padding too, in runs of its own
         for number, (row, other) in enumerate(zip(rows, other_rows, strict=True)):
             if row != (other[: len(row)] if names_tokens else other):
                 raise InputError(

@@ -35,6 +35,8 @@ _DECIDED_HERE = {
     "torch_dtype": "give dtype",
     "attn_implementation": "give attn_backend",
     "quantization_config": "give load_in_4bit, load_in_8bit or load_in_fp8",
+    "use_gradient_checkpointing": "give it to get_peft_model, or without an adapter call "
+    "model.gradient_checkpointing_enable()",
     "config": "give the attributes that differ",
     "output_loading_info": "leave it out",
     "ignore_mismatched_sizes": "leave it out",

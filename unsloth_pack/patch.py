@@ -184,6 +184,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         step_graphs=graphs,
         leak_probe=own_probe,
         trained_weights_sought=False,
+        numbers_sought=False,
         answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
     )
     if base is not decoder and base.get_output_embeddings() is not None:

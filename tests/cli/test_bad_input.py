@@ -2,11 +2,14 @@
 
 import json
 import os
+from dataclasses import fields
 
 import pytest
 from model_folder import save_model
 
 from unsloth_pack.cli import main
+from unsloth_pack.cli.options import TrainOptions
+from unsloth_pack.cli.others import FLAGS, REMEDIES
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,12 @@ def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read
     assert "needs a GPU" in error
 
 
+def test_what_others_call_the_flags_leads_to_flags():
+    flags = {option.name for option in fields(TrainOptions)}
+    assert set(FLAGS.values()) <= flags
+    assert not (FLAGS.keys() | REMEDIES.keys()) & flags
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint", "remedy"),
     [
@@ -113,6 +122,12 @@ def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read
             "unknown subcommand 'trian'",
             "one of train, stats, pack, verify, bench, generate, merge, doctor",
         ),
+        (["run.yaml"], "unknown subcommand 'run.yaml'", "or --config run.yaml"),
+        (["--lora_rank", "8"], "unknown argument '--lora_rank'", "did you mean --r?"),
+        (["--cutoff-len=512"], "unknown argument '--cutoff-len'", "did you mean --max_seq_length?"),
+        (["--neat_packing"], "unknown argument '--neat_packing'", "did you mean --sample_packing?"),
+        (["--lora_target", "all"], "unknown argument '--lora_target'", "get_peft_model takes target_modules"),
+        (["pack", "--base_model", "x"], "unknown argument '--base_model'", "did you mean --model_name?"),
         (["--r"], "argument --r: expected one argument", "--help"),
         (["--resume"], "--resume needs --output_dir", "name the folder"),
         (["generate", "--prompt", " "], "prompt is ' '", "give some text"),

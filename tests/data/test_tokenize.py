@@ -10,7 +10,7 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import to_trl
 from unsloth_pack.data.exact import to_dataset
-from unsloth_pack.data.ledger import check_token_loss
+from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import IGNORE_INDEX, tokenize, tokenizer_hash
 from unsloth_pack.errors import InputError
 
@@ -163,8 +163,22 @@ def test_the_ledger_adds_up_over_any_rows(tokenizer, rows, max_length, responses
     assert (ledger.longest > max_length) == (ledger.tokens_truncated > 0)
     if ledger.discarded:
         with pytest.raises(InputError, match=r"of its [0-9,]+ tokens, and --max_token_loss allows 0.00%"):
-            check_token_loss("rows.json", ledger, 0.0, max_length)
-    check_token_loss("rows.json", ledger, ledger.discarded, max_length)
+            check_token_loss("rows.json", ledger, 0.0, max_length, 2048)
+    check_token_loss("rows.json", ledger, ledger.discarded, max_length, 2048)
+
+
+@pytest.mark.parametrize(
+    ("n_positions", "remedy"),
+    [
+        (9000, "; raise --max_seq_length to 5000 "),
+        (2048, "; write rows as shorter ones, .* has 2048 positions, or raise --max_seq_length to 2048 "),
+        (512, "; write rows as shorter ones, .* has 512 positions, or allow it"),
+    ],
+)
+def test_no_more_tokens_are_asked_for_than_the_model_has_positions(n_positions, remedy):
+    ledger = TokenLedger(1, 5000, 1, 4488, 0, 0, 0, 1, 511, 0, longest=5000, p99=5000)
+    with pytest.raises(InputError, match=remedy):
+        check_token_loss("rows.json", ledger, 0.01, 512, n_positions)
 
 
 def test_the_first_token_of_plain_text_never_counts(tokenizer):

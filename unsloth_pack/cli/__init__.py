@@ -101,6 +101,7 @@ def _run(arguments: list[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
     if name not in SUBCOMMANDS:
-        raise InputError(f"unknown subcommand {name!r}; use one of {', '.join(SUBCOMMANDS)}")
+        config = f", or --config {name}" if name.endswith((".yaml", ".yml")) else ""
+        raise InputError(f"unknown subcommand {name!r}; use one of {', '.join(SUBCOMMANDS)}{config}")
     quieten_imports()
     return import_module(f"unsloth_pack.cli.{name}").run(arguments)

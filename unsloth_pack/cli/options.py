@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.cli.others import REMEDIES
 from unsloth_pack.cli.parser import (
     DTYPE_HELP,
     DTYPES,
@@ -240,6 +241,7 @@ def train_parser() -> Parser:
 
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     parser = Parser(
+        REMEDIES,
         prog="unsloth-pack",
         usage="unsloth-pack [train] [flags]",
         description="Train a LoRA adapter. Without flags: the bundled model on the bundled data, whose own "

@@ -5,9 +5,10 @@ import difflib
 import json
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from unsloth_pack.cli.others import FLAGS
 from unsloth_pack.errors import InputError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -16,10 +17,16 @@ SAVE_METHODS = ("merged_16bit", "lora")
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags with underscores, spelt out in full. What was not given is not in the result."""
+    """Flags with underscores, spelt out in full. What was not given is not in the result.
 
-    def __init__(self, **options: Any):
+    Args:
+        remedies: what to do instead of giving flags that there are not, by name.
+        options: of argparse.
+    """
+
+    def __init__(self, remedies: Mapping[str, str] | None = None, **options: Any):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+        self._remedies = remedies or {}
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def add_choice(self, name: str, choices: Sequence[str], help: str) -> None:
@@ -52,10 +59,20 @@ class Parser(argparse.ArgumentParser):
         given, unknown = self.parse_known_args(arguments)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            remedy = f"did you mean {close[0]}?" if close else f"see `{self.prog} --help`"
-            raise InputError(f"unknown argument {flag!r}; {remedy}")  # without its value: some are secret
+            # without its value: some are secret
+            raise InputError(f"unknown argument {flag!r}; {self._remedy(flag)}")
         return vars(given)
+
+    def _remedy(self, flag: str) -> str:
+        """What to write in place of a flag that is unknown."""
+        flags = self._option_string_actions
+        name = flag.removeprefix("--").replace("-", "_")
+        if (ours := f"--{FLAGS.get(name)}") in flags:
+            return f"did you mean {ours}?"
+        if name in self._remedies:
+            return self._remedies[name]
+        close = difflib.get_close_matches(flag, flags, n=1)
+        return f"did you mean {close[0]}?" if close else f"see `{self.prog} --help`"
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:

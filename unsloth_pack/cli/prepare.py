@@ -88,7 +88,7 @@ def prepare(options: TrainOptions) -> Prepared:
         )
 
     rows, ledger, fingerprint, packs = _rows_of(
-        options.dataset, source, tokenizer, options, options.sample_packing, model_config.vocab_size
+        options.dataset, source, tokenizer, options, options.sample_packing, model_config
     )
     if options.keep_examples_per_update:
         config.gradient_accumulation_steps = plan_accumulation(
@@ -102,9 +102,7 @@ def prepare(options: TrainOptions) -> Prepared:
         return prepared
     packing = options.sample_packing if options.eval_packing is None else options.eval_packing
     name = str(options.eval_dataset)
-    rows, ledger, fingerprint, _ = _rows_of(
-        name, eval_source, tokenizer, options, packing, model_config.vocab_size
-    )
+    rows, ledger, fingerprint, _ = _rows_of(name, eval_source, tokenizer, options, packing, model_config)
     return replace(prepared, eval_rows=rows, eval_ledger=ledger, eval_fingerprint=fingerprint)
 
 
@@ -119,17 +117,20 @@ def _rows_of(
     tokenizer: PreTrainedTokenizerBase,
     options: TrainOptions,
     packing: bool,
-    vocab_size: int,
+    model_config: Any,
 ) -> tuple[Dataset, TokenLedger, str, PackManifest | None]:
     """Rows for the trainer, of packs or of data to tokenise, where their tokens went, and a fingerprint."""
+    vocab_size, n_positions = model_config.vocab_size, model_config.max_position_embeddings
     if isinstance(source, Path):
         packs, rows = read_packs(source, tokenizer_hash(tokenizer))
         check_token_ids(rows, vocab_size)
-        check_token_loss(name, packs.ledger, options.max_token_loss, packs.capacity, are_packed=True)
+        check_token_loss(
+            name, packs.ledger, options.max_token_loss, packs.capacity, n_positions, are_packed=True
+        )
         return rows, packs.ledger, packs.data_fingerprint, packs
     rows, ledger = to_documents(source, tokenizer, options.max_seq_length, options.train_on_responses_only)
     check_token_ids(rows, vocab_size)
-    check_token_loss(name, ledger, options.max_token_loss, options.max_seq_length)
+    check_token_loss(name, ledger, options.max_token_loss, options.max_seq_length, n_positions)
     fingerprint = rows_hash(rows)
     return (pack_dataset(rows, options.max_seq_length) if packing else rows), ledger, fingerprint, None
 

@@ -78,6 +78,9 @@ def _message(index: int, column: str, number: int, turn: Any) -> Message:
     if role == "assistant" and not content.strip() and not tool_calls:
         remedy = "fill in the response or remove the row"
         fail(index, column, f"turn {number} ({given}) is an empty response", content, remedy)
+    if role == "assistant" and (turn.get("train") is False or turn.get("weight") == 0):
+        remedy = "remove the turn, or the key to train on it"
+        fail(index, column, f"turn {number} ({given}) is not to be trained on", turn, remedy)
     message = {"role": role, "content": content}
     return turn | message if role_key == "role" else message
 

@@ -51,7 +51,12 @@ class TokenLedger:
 
 
 def check_token_loss(
-    name: str, ledger: TokenLedger, max_token_loss: float, max_length: int, are_packed: bool = False
+    name: str,
+    ledger: TokenLedger,
+    max_token_loss: float,
+    max_length: int,
+    n_positions: int,
+    are_packed: bool = False,
 ) -> None:
     """Refuse to train on what truncation and dropping leave, where they discard too much.
 
@@ -59,6 +64,7 @@ def check_token_loss(
         name: of the data, for the message.
         max_token_loss: the share of tokens that may be lost, 0 to 1.
         max_length: at which rows were cut.
+        n_positions: of the model, which no row may be longer than.
         are_packed: whether they lie on disk as they were cut.
 
     Raises:
@@ -75,7 +81,10 @@ def check_token_loss(
         causes.insert(0, f"{ledger.tokens_truncated:,} {beyond}")
         most = f"99 % of the rows have at most {ledger.p99}"
         way = "pack it anew with --max_seq_length" if are_packed else "raise --max_seq_length to"
-        ways.insert(0, f"{way} {ledger.longest} ({most})")
+        if max_length < n_positions:
+            ways.insert(0, f"{way} {min(ledger.longest, n_positions)} ({most})")
+        if n_positions < ledger.longest:
+            ways.insert(0, f"write rows as shorter ones, as the model has {n_positions} positions")
     loses = "has lost" if are_packed else "would lose"
     raise InputError(
         f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
-from unsloth_pack.describe import ROW_KEYWORDS, CountedLabels, describe_row, keyword_meant
+from unsloth_pack.describe import ROW_KEYWORDS, CountedLabels, describe_row, keyword_meant, refuse_numbers
 from unsloth_pack.errors import InputError
 from unsloth_pack.graph import StepGraphs
 from unsloth_pack.layout import PackedRow
@@ -37,6 +37,7 @@ class FastDecoder(nn.Module):
     step_graphs: StepGraphs
     leak_probe: OwnProbe | None  # until it has passed, or is not wanted
     trained_weights_sought: bool
+    numbers_sought: bool
     answers_by_row: str | None  # the model around it, where that makes one answer of all tokens of a row
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
 
@@ -75,6 +76,7 @@ class FastDecoder(nn.Module):
                     f"attn_implementation is {self.config._attn_implementation!r}, changed after the patch; "
                     "undo the patch first, or set it back to 'sdpa'"
                 )
+            self._seek_numbers(attention_mask)
             if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
                 position_ids = position_ids[None]
             return super().forward(
@@ -119,6 +121,14 @@ class FastDecoder(nn.Module):
         self.trained_weights_sought = True
         if inputs_embeds is None and not any(p.requires_grad for p in self.parameters()):
             logger.warning(_NOTHING_TRAINS)
+
+    def _seek_numbers(self, attention_mask: Any) -> None:
+        """Refuse a mask that numbers documents. On a device once, in training: a look waits for it."""
+        if getattr(attention_mask, "is_cuda", False):
+            if self.numbers_sought or not self.training:
+                return
+            self.numbers_sought = True
+        refuse_numbers(attention_mask)
 
     def _asks_for_more(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call is to return more than the last hidden state, or its layers take more."""

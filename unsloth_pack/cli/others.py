@@ -1,0 +1,45 @@
+"""What Axolotl, LLaMA-Factory, TRL, transformers and Unsloth call the flags, or have flags for."""
+
+# Theirs to ours.
+FLAGS = {
+    "base_model": "model_name",
+    "model_name_or_path": "model_name",
+    "model": "model_name",
+    "cutoff_len": "max_seq_length",
+    "sequence_len": "max_seq_length",
+    "bf16": "dtype",
+    "fp16": "dtype",
+    "quantization_bit": "load_in_4bit",
+    "flash_attn": "attn_backend",
+    "flash_attention": "attn_backend",
+    "attn_implementation": "attn_backend",
+    "lora_r": "r",
+    "lora_rank": "r",
+    "data_path": "dataset",
+    "train_file": "dataset",
+    "dataset_dir": "dataset",
+    "neat_packing": "sample_packing",
+    "val_set_size": "eval_dataset",
+    "train_on_inputs": "train_on_responses_only",
+    "assistant_only_loss": "train_on_responses_only",
+    "completion_only_loss": "train_on_responses_only",
+    "batch_size": "per_device_train_batch_size",
+    "lr": "learning_rate",
+    "warmup_ratio": "warmup_steps",
+    "resume_from_checkpoint": "resume",
+}
+_ADAPTER = "every run trains a LoRA adapter; leave it out"
+_TARGETS = "all projections are adapted; in Python, get_peft_model takes target_modules"
+_TEMPLATE = "the tokenizer's own chat template is used; change that, or leave it out"
+_HUB = "nothing is uploaded; give the folder to `hf upload`"
+_GGUF = "give --save_model, and its folder to llama.cpp's convert_hf_to_gguf.py"
+# What `train` has no flag for, and what to do.
+REMEDIES = {
+    **dict.fromkeys(("stage", "do_train", "finetuning_type", "adapter"), _ADAPTER),
+    **dict.fromkeys(("target_modules", "lora_target", "lora_target_modules", "lora_target_linear"), _TARGETS),
+    **dict.fromkeys(("chat_template", "template"), _TEMPLATE),
+    **dict.fromkeys(("push_model", "push_to_hub", "hub_path", "hub_token", "hub_model_id"), _HUB),
+    **dict.fromkeys(("save_gguf", "quantization"), _GGUF),
+    "pad_to_sequence_len": "packed rows need no padding; leave it out",
+    "max_grad_norm": "gradients are clipped to a norm of 1; leave it out",
+}
