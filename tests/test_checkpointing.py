@@ -195,17 +195,30 @@ def test_the_plan_fits_what_it_measured(monkeypatch, plan, layer_bytes, beside):
 
 
 def test_running_out_of_memory_lowers_the_plan(monkeypatch, plan):
-    gpu = FakeGpu(monkeypatch, free=10**7)
+    gpu = FakeGpu(monkeypatch, free=10**8)
     plan.n_layers = 40
     gpu.step(plan, 1000, 200, 1000)
     gpu.step(plan, 1000, 200, 1000)
-    before = plan.n_recomputed
+    before, expected = plan.n_recomputed, 1.0
+    assert before == 0
     while plan.n_recomputed < plan.n_layers:
         assert plan.lower()
         plan.decide(1000, torch.device("cuda"))
         assert plan.n_recomputed >= before
-        before = plan.n_recomputed
+        before, expected = plan.n_recomputed, 1.2 * expected
+        n_kept = plan.n_layers - plan.n_recomputed
+        assert n_kept == 0 or 1000 * expected * (n_kept * 200 + 1000) <= 0.95 * 10**8
     assert not plan.lower()
+
+
+@pytest.mark.parametrize(("fraction", "free"), [(1.0, 30), (0.5, 20)])
+def test_what_can_still_be_allocated(fraction, free, monkeypatch):
+    """What the device has free and torch holds in reserve, within what the process may take."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 100))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
+    assert recompute._free(torch.device("cuda")) == free
 
 
 def test_a_host_without_memory_is_not_filled(monkeypatch):

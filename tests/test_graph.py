@@ -323,6 +323,20 @@ def test_memory_of_a_broken_capture_is_given_back(active, pool, is_released, mon
     assert released == [(1, (0, 7))] * is_released
 
 
+def test_memory_is_not_released_for_graphs_that_are_held_still(allocations, monkeypatch):
+    """A loss of the step before holds them, and a warm-up breaks: torch aborts where a pool goes twice."""
+    released, memory = [], GraphMemory()
+    segments = [{"segment_pool_id": (0, 1), "active_size": 0}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments if allocations.sharing else [])
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *what: released.append(what), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    held = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, memory)
+    assert {held.forward_graph, held.backward_graph} < allocations.sharing
+    memory.give_back()
+    assert not allocations.sharing
+    assert not released
+
+
 def test_a_capture_is_of_the_device_of_the_model(monkeypatch):
     """Another may be the current one. There nothing would be captured, and replays would change nothing."""
     current = []
@@ -504,6 +518,18 @@ def test_activations_are_used_once_and_by_their_own_row():
     assert not memory.is_awaited
 
 
+def test_a_replay_gives_what_the_next_does_not_overwrite_and_no_gradient_to_the_padding():
+    weight, read = nn.Parameter(torch.ones(2)), []
+    form = without_kernels(GraphMemory(), weight)
+    form.backward_graph = SimpleNamespace(replay=lambda: read.append(form.grad.tolist()))
+    form.grad.fill_(5)  # as a longer row has left it
+    hidden = _Replay.apply(form, 3, weight)
+    form.hidden.fill_(7)
+    assert hidden.tolist() == [[1, 1]] * 3
+    hidden.sum().backward()
+    assert read == [[[[1, 1]] * 3 + [[0, 0]]]]
+
+
 def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
     captured = SimpleNamespace(replay=lambda *_: "replayed")
     monkeypatch.setattr("unsloth_pack.graph._CapturedForm", lambda *_: captured)
@@ -535,9 +561,12 @@ class TinyDecoder(nn.Module):
 
 
 class Asked(list):
-    """What was asked, while this device was the current one."""
+    """What was asked, while this device was the current one, and the graphs with a share in the pool."""
 
     device = 0
+
+    def __init__(self):
+        self.sharing = set()
 
 
 @pytest.fixture
@@ -549,6 +578,17 @@ def allocations(monkeypatch):
     def graph(graph, pool, stream, capture_error_mode="global"):
         asked.append(("capture", pool, stream, capture_error_mode))
         yield
+        asked.sharing.add(graph)
+
+    class Graph:
+        def pool(self):
+            return (asked.device, 1)
+
+        def reset(self):
+            asked.sharing.discard(self)
+
+        def replay(self):
+            pass
 
     @contextmanager
     def use_mem_pool(pool):
@@ -561,7 +601,7 @@ def allocations(monkeypatch):
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **at: zeros(*shape, **(at | {"device": CPU})))
     for name, made in {
-        "CUDAGraph": lambda: SimpleNamespace(pool=lambda: (asked.device, 1)),
+        "CUDAGraph": Graph,
         "current_device": lambda: asked.device,
         "empty_cache": lambda: None,
         "Stream": stream,
@@ -598,6 +638,15 @@ def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocation
     captures = [what for what in asked if what[0] == "capture"]
     assert len({id(stream) for _, _, stream, _ in captures}) == 1
     assert captures[0][2] is not None
+
+
+def test_a_replay_is_of_the_row_that_came(allocations):
+    captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
+    for lengths in ([9, 3], [5]):
+        ids = torch.arange(sum(lengths)) % 8 + 1
+        assert captured.replay(PackedRow.of_lengths(lengths, CPU), ids[None]).shape == (1, len(ids), 4)
+        assert captured.input_ids[0, : len(ids)].tolist() == ids.tolist()
+        assert captured.row.cu_seqlens.tolist()[: len(lengths) + 1] == [0, *torch.tensor(lengths).cumsum(0)]
 
 
 def test_a_model_that_moves_gets_memory_on_its_new_device(allocations):
@@ -675,7 +724,9 @@ def test_gradients_of_several_dtypes_are_not_rounded():
     form = SimpleNamespace(
         flat_grads=flat, parameters=parameters, used=[True, True], sizes=[2, 2], shapes=[(2,), (2,)]
     )
-    assert torch.equal(torch.cat(_CapturedForm.gradients(form)), flat)
+    gradients, expected = _CapturedForm.gradients(form), flat.clone()
+    flat.zero_()  # as the next replay does, in its way
+    assert torch.equal(torch.cat(gradients), expected)
 
 
 # On a GPU
@@ -932,6 +983,30 @@ def assert_cached_memory_is_freed():
         torch.empty(5 * unit // 2, dtype=torch.uint8, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@gpu
+def test_a_warm_up_that_breaks_while_a_loss_holds_graphs(monkeypatch):
+    """As in a loop that keeps its loss until the next one is there."""
+    model, _ = pair()
+    for step in range(4):
+        loss = loss_of(model, step)
+        loss.backward()
+    assert str(graphs_of(model)).startswith("captured for")
+
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    decoder, lengths = model.get_base_model().model, [200, 300]
+    with monkeypatch.context() as broken:
+        broken.setattr("unsloth_pack.graph._StandIns.__enter__", no_memory)
+        ids = torch.cat(random_documents(lengths)).cuda()[None]
+        decoder(input_ids=ids, packed_seq_lengths=lengths).last_hidden_state.sum().backward()
+    assert "capture failed (OutOfMemoryError" in str(graphs_of(model))
+    del loss
+    gc.collect()
+    loss_of(model, 0).backward()
+    assert_cached_memory_is_freed()
 
 
 @gpu

@@ -26,6 +26,7 @@ class GraphMemory:
         self._holder: torch.cuda.CUDAGraph | None = None  # keeps the pool while forms come and go
         self._pool: Any = None
         self._stream: Any = None  # of all captures: a pool serves every stream apart
+        self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # share the pool
         self._holds: weakref.ref[Token] | None = None
 
     @contextmanager
@@ -59,6 +60,7 @@ class GraphMemory:
         try:
             with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
                 yield
+            self._captured.add(graph)
         except RuntimeError:
             if pool is not None:
                 with suppress(RuntimeError):  # torch before 2.12 would count it as going on and free nothing
@@ -69,6 +71,8 @@ class GraphMemory:
 
     def give_back(self) -> None:
         """Free the pool, whose graphs nothing needs any more; a capture that broke still holds it."""
+        for graph in self._captured:  # a loss of the step before may hold some: no share but the broken one's
+            graph.reset()  # may be left, or releasing that takes one of theirs, and torch aborts when they go
         self._holder = None
         gc.collect()  # an error's frames hold the tensors of its capture
         if self._pool is None:
