@@ -194,6 +194,20 @@ def test_the_plan_fits_what_it_measured(monkeypatch, plan, layer_bytes, beside):
         assert n_kept == 40 or taken + 1000 * layer_bytes > 0.94 * free
 
 
+def test_an_estimate_that_keeps_nothing_is_corrected(monkeypatch, plan):
+    """Where no layer is kept none is measured; what the step took all the same makes room for one."""
+    plan.n_layers, tokens = 40, 1000
+    layer_bytes = int(plan._per_token / 2)
+    gpu = FakeGpu(monkeypatch, free=int(plan._beside * tokens))
+    kept = []
+    for _ in range(4):
+        gpu.step(plan, tokens, layer_bytes, beside=layer_bytes)
+        kept.append(plan.n_layers - plan.n_recomputed)
+    assert kept[0] == 0
+    assert 0 < kept[1] < kept[2] == kept[3]
+    assert tokens * layer_bytes * (kept[3] + 1) <= 0.95 * gpu.free
+
+
 def test_running_out_of_memory_lowers_the_plan(monkeypatch, plan):
     gpu = FakeGpu(monkeypatch, free=10**8)
     plan.n_layers = 40

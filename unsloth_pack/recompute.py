@@ -88,7 +88,7 @@ class RecomputePlan:
 
     def _learn(self, device: torch.device) -> None:
         """What the last step needed beside the kept layers, where it needed more than any before it."""
-        if self._before is None or not self._is_measured:
+        if self._before is None or not (self._is_measured or self.n_recomputed == self.n_layers):
             return
         at_rest, most = self._before
         peak = torch.cuda.max_memory_allocated(device)
