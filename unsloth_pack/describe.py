@@ -31,6 +31,7 @@ ROW_KEYWORDS = (
     "seq_idx",
 )
 _OF_TOKENS = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # what a token of a document adds
+_ELSEWHERE = dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sequence_ids"), "seq_idx")
 _NEAR = 0.75  # of 1, for names that are alike
 
 
@@ -119,10 +120,12 @@ def describe_row(
 
 @lru_cache
 def keyword_meant(name: str) -> str | None:
-    """The one of ROW_KEYWORDS that another name nearly is: transformers passes over what it does not know."""
+    """The one of ROW_KEYWORDS that another name is elsewhere, or nearly: transformers passes over what it
+    does not know.
+    """
     if name in ROW_KEYWORDS:
         return None
-    return next(iter(get_close_matches(name, ROW_KEYWORDS, 1, _NEAR)), None)
+    return _ELSEWHERE.get(name) or next(iter(get_close_matches(name, ROW_KEYWORDS, 1, _NEAR)), None)
 
 
 def refuse_numbers(attention_mask: Any) -> None:

@@ -135,6 +135,7 @@ CALLS = [
         "a tensor of fractions", "torch.float32; give whole", packed_seq_lengths=torch.tensor([5.5, 6.5])
     ),
     forward("a keyword cut short", "do you mean packed_seq_lengths", packed_seq_length=[5, 7]),
+    forward("a keyword of other libraries", "do you mean seq_idx", segment_ids=[0] * 12),
     forward("a keyword spelt out", "do you mean packed_seq_lengths", packed_sequence_lengths=[5, 7]),
     forward("a keyword of others", "do you mean seq_lengths", seq_lens=[5, 7]),
     forward("flash-attn's keyword", "do you mean cu_seq_lens_q", cu_seqlens_q=[0, 5, 12]),
