@@ -30,6 +30,7 @@ ROW_KEYWORDS = (
     "seq_idx",
 )
 _NEAR = 0.75  # of 1, for names that are alike
+_ELSEWHERE = dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sequence_ids"), "seq_idx")
 
 
 def describe_row(
@@ -93,20 +94,29 @@ def describe_row(
     positions = host.get("position_ids")
 
     real = host.get("attention_mask")
+    if real is not None and not ((real == 0) | (real == 1)).all():
+        raise InputError(
+            f"attention_mask holds {np.unique(real)[:8].tolist()}; give 1 for tokens and 0 for padding, and "
+            "packed_seq_lengths for documents"
+        )
     if real is not None and real.all():
         real = None
-    if list(documents) == ["position_ids"] and _is_ordinary_batch(positions, real):
+    if list(documents) == ["position_ids"] and not max_lengths and _is_ordinary_batch(positions, real):
         return None
     if attention_mask is not None and not has_row_mask:
         raise InputError(
             f"attention_mask is {_form_of(attention_mask)}, the packed row {list(shape)}; leave it out: "
             "documents are kept apart without it"
         )
+    if labels is not None and not isinstance(labels, Tensor):
+        raise InputError(f"labels are {type(labels).__name__}; give a tensor [B, T]")
     if labels is not None and labels.shape != shape:
         raise InputError(
             f"labels have shape {list(labels.shape)}, the input ids {list(shape)}; give one label a token"
         )
     if real is not None:
+        if not real.any():
+            raise InputError("attention_mask keeps no token of any row; leave it out, or give 1 for tokens")
         documents = {name: _cut_padding(name, rows, real) for name, rows in documents.items()}
     row = _agree(documents, positions, shape, device, max_lengths)
     if labels is not None and labels_counted and not _is_remote(labels):
@@ -116,9 +126,12 @@ def describe_row(
 
 @lru_cache
 def keyword_meant(name: str) -> str | None:
-    """The one of ROW_KEYWORDS that another name nearly is: transformers passes over what it does not know."""
+    """The one of ROW_KEYWORDS that another name nearly is, or is elsewhere: transformers passes over what it
+    does not know."""
     if name in ROW_KEYWORDS:
         return None
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
     return next(iter(get_close_matches(name, ROW_KEYWORDS, 1, _NEAR)), None)
 
 
@@ -156,7 +169,7 @@ def _present(**values: Any) -> dict[str, Any]:
     """
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             raise InputError(f"{name} is a tensor of {value.dtype}; give whole numbers")
     return given
 
@@ -219,7 +232,12 @@ def _as_numpy(value: Tensor) -> np.ndarray:
 
 
 def _as_rows(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        array = np.asarray(values, dtype=object)
+    if array.dtype.kind not in "iub":
+        raise InputError(f"{name} is {reprlib.repr(values)}; give one whole number a token")
     if array.shape not in (shape, (1, shape[1]), shape[1:]):
         raise InputError(
             f"{name} has shape {list(array.shape)}, the input ids {list(shape)}; give one number a token"
@@ -241,7 +259,8 @@ def _nested(name: str, values: Any) -> list[list[Any]]:
 
 
 def _is_length(value: Any) -> bool:
-    return isinstance(value, int | float) and value >= 0 and float(value).is_integer()
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return is_whole and value >= 0
 
 
 def _rows_of_lengths(name: str, values: Any, shape: tuple[int, int]) -> list[list[int]]:
@@ -301,7 +320,9 @@ def _cut_padding(name: str, rows: list[list[int]], real: np.ndarray) -> list[lis
     for number, lengths in enumerate(rows):
         n_real = (real[number] != 0).sum()
         ends = np.cumsum([0, *lengths])
-        if (real[number][:n_real] == 0).any() or n_real not in ends:
+        # Lengths leave padding out; the others number it too, as documents of its own
+        may_end = ends[-1:] if name in ("packed_seq_lengths", "seq_lengths") else ends
+        if (real[number][:n_real] == 0).any() or n_real not in may_end:
             raise InputError(
                 f"attention_mask keeps {n_real} tokens of row {number}, {name} has {lengths[:8]}; "
                 "leave it out, or mask only the padding at the end of the row"
@@ -329,7 +350,7 @@ def _agree(
                 )
     longest = max(max(row, default=0) for row in rows)
     for name, given in max_lengths.items():
-        if not isinstance(given, int | np.integer | Tensor):
+        if not (isinstance(given, int | np.integer) or (isinstance(given, Tensor) and given.numel() == 1)):
             raise InputError(f"{name} is {given!r}; give the length of the longest document")
         if int(given) < longest:
             raise InputError(
