@@ -370,6 +370,55 @@ def test_a_document_may_start_above_position_0():
             "[3, 4]",
             "leave it out",
         ),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.zeros(1, 7)},
+            "attention_mask keeps no token",
+            "row",
+            "leave it out",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1] * 3 + [0] * 4])},
+            "attention_mask keeps 3",
+            "[3, 4]",
+            "leave it out",
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1] * 4 + [-1] * 3])},
+            "attention_mask holds",
+            "[-1, 1]",
+            "0 for padding",
+        ),
+        (
+            {"position_ids": torch.arange(7), "attention_mask": torch.tensor([[1] * 4 + [2] * 3])},
+            "attention_mask",
+            "[4, 3]",
+            "give one of them",
+        ),
+        (
+            {"position_ids": torch.arange(7), "max_length_q": 3, "max_length_k": 3},
+            "max_length_q is 3",
+            "7 tokens",
+            "longest document",
+        ),
+        (
+            {"cu_seq_lens_q": [0, 3, 7], "max_length_q": torch.tensor([4, 4])},
+            "max_length_q is",
+            "[4, 4]",
+            "longest document",
+        ),
+        ({"packed_seq_lengths": [3, 4], "labels": [[1] * 7]}, "labels are", "list", "give a tensor"),
+        ({"packed_seq_lengths": torch.tensor([3 + 1j, 4])}, "packed_seq_lengths", "complex", "whole numbers"),
+        ({"packed_seq_lengths": [10**400]}, "sum to 1000", "7 tokens", "give the lengths"),
+        *(
+            ({"seq_idx": [values]}, "seq_idx is", str(values)[:3], "one whole number a token")
+            for values in ([0.0] * 3 + [0.5] * 4, ["a"] * 7, [None] * 7, [float("nan")] * 7, [[0], [1, 2]])
+        ),
+        (
+            {"packed_seq_lengths": [3, 4], "position_ids": [["0"] * 7]},
+            "position_ids is",
+            "'0'",
+            "one whole number a token",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(description, what, value, remedy):

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack import InputError, LeakFound, patch_model, probe, supported_architectures, verify
+from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.layout import PackedRow
-from unsloth_pack.models import fast_attention
+from unsloth_pack.models import fast_attention, fast_loss
 from unsloth_pack.trl import row_collator
 
 FEW = [document.tolist() for document in random_documents([9, 1, 14])]
@@ -54,11 +56,11 @@ def test_every_architecture_passes(arch, dtype, checkpointing):
     report = verify(model, seed=1)
     assert report.passed, str(report)
     assert (report.model_type, report.dtype, report.checkpointing) == (arch, dtype, checkpointing)
-    assert len(report.checks) == 12
+    assert len(report.checks) == 13
     if "sliding_window" in supported_architectures()[arch].tiny:
         assert 24 + 9 in report.lengths
     else:
-        assert max(report.lengths) == 64
+        assert max(report.lengths) == 129
 
 
 def test_plain_transformers_passes_where_it_keeps_documents_apart():
@@ -242,6 +244,37 @@ def test_a_loss_that_counts_boundaries(monkeypatch):
     assert "counted loss" not in found  # the model masks them itself
     monkeypatch.setattr(PackedRow, "mask_labels", lambda row, labels: labels)
     assert "counted loss" in failed(verify(model, documents=FEW, collate=labels))
+
+
+@pytest.mark.parametrize("wrong", ["the loss", "its gradients"])
+def test_the_loss_of_training_is_wrong(wrong, monkeypatch):
+    """It is fused with the head: neither logits nor a loss without gradients tell."""
+    right = fast_loss.linear_cross_entropy
+
+    def shifted(hidden, *args, **options):
+        hidden.register_hook(lambda gradient: gradient.roll(1, dims=-2))
+        return right(hidden, *args, **options)
+
+    def too_large(*args, **options):
+        return right(*args, **options) * 1.1
+
+    model = patched()
+    assert verify(model).passed
+    monkeypatch.setattr(fast_loss, "linear_cross_entropy", too_large if wrong == "the loss" else shifted)
+    expected = ["counted loss"] if wrong == "the loss" else []
+    assert failed(verify(model)) == [*expected, "gradients of the counted loss"]
+
+
+def test_attention_that_is_wrong_beyond_its_first_tile(monkeypatch):
+    """As kernels that take 128 tokens at a time may be."""
+    right = BACKENDS["sdpa"]
+
+    def leaking(q, k, v, row, options):
+        out = right.attend(q, k, v, row, options)
+        return torch.cat([out[:128], out[128:] + 1e-2 * v[0].sum()])
+
+    monkeypatch.setitem(BACKENDS, "sdpa", replace(right, attend=leaking))
+    assert set(LEAKS) < set(failed(verify(patched())))
 
 
 def test_a_model_that_looks_at_nothing_does_not_pass(monkeypatch):

@@ -97,20 +97,28 @@ def describe_row(
     positions = host.get("position_ids")
 
     real = host.get("attention_mask")
+    if real is not None and (real < 0).any():
+        raise InputError(
+            f"attention_mask holds {np.unique(real)[:8].tolist()}; give 1 for tokens and 0 for padding"
+        )
     if real is not None and real.all():
         real = None
-    if list(documents) == ["position_ids"] and _is_ordinary_batch(positions, real):
+    if list(documents) == ["position_ids"] and not max_lengths and _is_ordinary_batch(positions, real):
         return None
     if attention_mask is not None and not has_row_mask:
         raise InputError(
             f"attention_mask is {_form_of(attention_mask)}, the packed row {list(shape)}; leave it out: "
             "documents are kept apart without it"
         )
+    if labels is not None and not isinstance(labels, Tensor):
+        raise InputError(f"labels are {type(labels).__name__}; give a tensor [B, T]")
     if labels is not None and labels.shape != shape:
         raise InputError(
             f"labels have shape {list(labels.shape)}, the input ids {list(shape)}; give one label a token"
         )
     if real is not None:
+        if not real.any():
+            raise InputError("attention_mask keeps no token of any row; leave it out, or give 1 for tokens")
         documents = {name: _cut_padding(name, rows, real) for name, rows in documents.items()}
     row = _agree(documents, positions, shape, device, max_lengths)
     if labels is not None and labels_counted and not _is_remote(labels):
@@ -176,7 +184,7 @@ def _present(**values: Any) -> dict[str, Any]:
     """
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             raise InputError(f"{name} is a tensor of {value.dtype}; give whole numbers")
     return given
 
@@ -239,7 +247,12 @@ def _as_numpy(value: Tensor) -> np.ndarray:
 
 
 def _as_rows(name: str, values: Any, shape: tuple[int, int]) -> np.ndarray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        array = np.asarray(values, dtype=object)
+    if array.dtype.kind not in "iub":
+        raise InputError(f"{name} is {reprlib.repr(values)}; give one whole number a token")
     if array.shape not in (shape, (1, shape[1]), shape[1:]):
         raise InputError(
             f"{name} has shape {list(array.shape)}, the input ids {list(shape)}; give one number a token"
@@ -261,7 +274,8 @@ def _nested(name: str, values: Any) -> list[list[Any]]:
 
 
 def _is_length(value: Any) -> bool:
-    return isinstance(value, int | float) and value >= 0 and float(value).is_integer()
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return is_whole and value >= 0
 
 
 def _rows_of_lengths(name: str, values: Any, shape: tuple[int, int]) -> list[list[int]]:
@@ -321,7 +335,9 @@ def _cut_padding(name: str, rows: list[list[int]], real: np.ndarray) -> list[lis
     for number, lengths in enumerate(rows):
         n_real = (real[number] != 0).sum()
         ends = np.cumsum([0, *lengths])
-        if (real[number][:n_real] == 0).any() or n_real not in ends:
+        # Lengths leave padding out; the others number it too, as documents of its own
+        may_end = ends[-1:] if name in ("packed_seq_lengths", "seq_lengths") else ends
+        if (real[number][:n_real] == 0).any() or n_real not in may_end:
             raise InputError(
                 f"attention_mask keeps {n_real} tokens of row {number}, {name} has {lengths[:8]}; "
                 "leave it out, or mask only the padding at the end of the row"
@@ -349,7 +365,7 @@ def _agree(
                 )
     longest = max(max(row, default=0) for row in rows)
     for name, given in max_lengths.items():
-        if not isinstance(given, int | np.integer | Tensor):
+        if not (isinstance(given, int | np.integer) or (isinstance(given, Tensor) and given.numel() == 1)):
             raise InputError(f"{name} is {given!r}; give the length of the longest document")
         if int(given) < longest:
             raise InputError(

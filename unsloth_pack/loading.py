@@ -1,5 +1,6 @@
 """Models, tokenizers and adapters from folders or the hub. What is wrong with one is said in one line."""
 
+import math
 import os
 import pickle
 import re
@@ -145,7 +146,22 @@ def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     dropout = getattr(text_config, "attention_dropout", None) or 0.0
     if not 0 <= dropout < 1:
         raise InputError(f"cannot load {source}: attention_dropout is {dropout!r}; correct it in config.json")
+    for name, value, is_right in _numbers(text_config):
+        if not is_right:
+            raise InputError(f"cannot load {source}: {name} is {value!r}; correct it in config.json")
     return config, others
+
+
+def _numbers(config: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Name, value, and whether a model can compute with it, of those that transformers takes as they are."""
+    window = getattr(config, "sliding_window", None)
+    yield "sliding_window", window, window is None or window >= 1
+    epsilon = getattr(config, "rms_norm_eps", None)
+    yield "rms_norm_eps", epsilon, epsilon is None or 0 < epsilon < math.inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # one for all layers, or one for each type of them
+        theta = part.get("rope_theta") if isinstance(part, dict) else None
+        yield "rope_theta", theta, theta is None or 0 < theta < math.inf
 
 
 def weight_dtype(dtype: torch.dtype | str | None, full_finetuning: bool = False) -> torch.dtype:
@@ -247,6 +263,9 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
         raise InputError(
             f"{complaint}: {_reason(error)}; give the base model that it was trained on, or save it anew"
         ) from error
+    alpha = adapted.peft_config["default"].lora_alpha
+    if not 0 < alpha < math.inf:
+        raise InputError(f"{complaint}: its lora_alpha is {alpha!r}; correct it in adapter_config.json")
     faults = {
         "lacks {} weights": found.missing_keys,
         # PEFT saves the end of a model with added tokens that `modules_to_save` names twice, once so:

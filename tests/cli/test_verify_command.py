@@ -13,7 +13,7 @@ from unsloth_pack.cli import main
 def test_a_line_a_verdict_and_a_table(model, data, capsys):
     assert main(["verify", "--model_name", model, "--dataset", data, "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("\npassed  ") == 12
+    assert shown.count("\npassed  ") == 13
     assert "FAILED" not in shown
     for said in ("llama, attention sdpa, float32", "all checks passed", "leak into gradients", "allowed"):
         assert said in shown
@@ -63,7 +63,7 @@ def test_bad_input(model, tmp_path, capsys):
     one.write_text(json.dumps([{"text": "a document that stands alone"}]))
     for flags, message in [
         (["--model_name", str(tmp_path / "gpt2")], "model type 'gpt2' has no patch; supported are"),
-        (["--model_name", model, "--max_seq_length", "20"], "max_seq_length is 20; a row to verify takes"),
+        (["--model_name", model, "--max_seq_length", "20"], "max_seq_length is 20; give 120 or more"),
         (["--model_name", model, "--dataset", str(one)], "give two or more"),
         (
             ["--model_name", model, "--dtype", "float32", "--attn_backend", "flash"],

@@ -315,6 +315,7 @@ def written(name: str, text: str) -> Callable[[Path], object]:
 
 FOLDERS = [
     placed("a folder named as a file", "rows.json", lambda f: (f / "rows.json").mkdir(), "no .json, .jsonl"),
+    placed("the home of nobody", "~nobody-at-all/rows.json", several(), "file not found; check the path"),
     placed("an empty folder", "rows", several(), "no .json, .jsonl.* file in this folder"),
     placed("only hidden files", "rows", several(__rows__json=WHOLE["json"]), "file in this folder"),
     placed("only other files", "rows", several(a__md="# text"), "file in this folder"),

@@ -226,6 +226,7 @@ WEIGHTS = {
     ),
 }
 
+MISTRAL, NAN = {"model_type": "mistral"}, float("nan")
 CONFIGS = {
     "config empty": ("cannot load own", written("config.json", "")),
     "config cut": ("cannot load own", cut("config.json", 0.5)),
@@ -265,6 +266,20 @@ CONFIGS = {
     ),
     "positions as text": ("cannot load own", edited("config.json", max_position_embeddings="many")),
     "an unknown activation": ("cannot load own", edited("config.json", hidden_act="frob")),
+    "a window below 0": (
+        "sliding_window is -4; correct",
+        edited("config.json", **MISTRAL, sliding_window=-4),
+    ),
+    "a window of 0": ("sliding_window is 0; correct", edited("config.json", **MISTRAL, sliding_window=0)),
+    "an epsilon below 0": ("rms_norm_eps is -1.0; correct", edited("config.json", rms_norm_eps=-1.0)),
+    "an epsilon of NaN": ("rms_norm_eps is nan; correct", edited("config.json", rms_norm_eps=NAN)),
+    **{
+        f"rotary angles of {theta}": (
+            f"rope_theta is {theta}; correct",
+            edited("config.json", rope_parameters={"rope_type": "default", "rope_theta": theta}),
+        )
+        for theta in (0, -1.0, NAN)
+    },
     "an unknown rotary type": (
         "cannot load own",
         edited("config.json", rope_parameters={"rope_type": "frob"}),
@@ -389,6 +404,8 @@ ADAPTERS = [
     of_adapter("rank as text", "cannot load the adapter", edited(ADAPTER_CONFIG, r="4")),
     of_adapter("rank null", "cannot load the adapter", edited(ADAPTER_CONFIG, r=None)),
     of_adapter("alpha as text", "cannot load the adapter", edited(ADAPTER_CONFIG, lora_alpha="x")),
+    of_adapter("alpha 0", "its lora_alpha is 0; correct", edited(ADAPTER_CONFIG, lora_alpha=0)),
+    of_adapter("alpha NaN", "its lora_alpha is nan; correct", edited(ADAPTER_CONFIG, lora_alpha=NAN)),
     of_adapter("no targets", "cannot load the adapter", edited(ADAPTER_CONFIG, target_modules=None)),
     of_adapter(
         "targets that are not there", "cannot load the adapter", edited(ADAPTER_CONFIG, target_modules=["w"])

@@ -84,6 +84,14 @@ TURNS: dict[str, tuple[Any, str]] = {
         [USER, {"role": "assistant", "content": [{"type": "image"}]}],
         "images are not supported",
     ),
+    "tool_calls of a word": (
+        [USER, {"role": "assistant", "content": "", "tool_calls": "f"}],
+        "expected a list of tool_calls, got 'f'",
+    ),
+    "tool_calls of names": (
+        [USER, {"role": "assistant", "content": "", "tool_calls": ["f"]}],
+        "expected a list of tool_calls, got \\['f'\\]",
+    ),
     "no content": ([USER, {"role": "assistant"}], "needs a string as 'content', got None"),
     "a blank answer": ([USER, {"role": "assistant", "content": " \n"}], "is an empty response"),
     "two users": ([USER, USER, REPLY], "two user turns in a row"),

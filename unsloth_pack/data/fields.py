@@ -70,6 +70,10 @@ def _message(index: int, column: str, number: int, turn: Any) -> Message:
     if role is None:
         fail(index, column, f"turn {number} has an unknown role", given, f"use one of {', '.join(_ROLES)}")
     tool_calls = turn.get("tool_calls")
+    calls = [] if tool_calls is None else tool_calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        remedy = "write one JSON object a call, or leave tool_calls out"
+        fail(index, column, f"turn {number} ({given}): expected a list of tool_calls", tool_calls, remedy)
     if content is None and tool_calls:
         content = ""
     if not isinstance(content, str):

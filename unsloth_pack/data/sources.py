@@ -42,7 +42,7 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
         _check_split(dataset, split, list(_DEMO_FILES))
         path = _DEMO_FILES[split]
     else:
-        path = Path(dataset).expanduser()
+        path = Path(os.path.expanduser(dataset))
     if os.path.isdir(path):  # unlike Path's own, no error where the name is too long for a path
         rows = _load_folder(path, split)
     elif os.path.exists(path):

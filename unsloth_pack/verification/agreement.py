@@ -104,12 +104,12 @@ def _rounded_otherwise(subject: Subject) -> Iterator[None]:
 
 
 def check_counting(
-    subject: Subject, documents: Sequence[Tensor], collate: Collate, rounding: float
+    subject: Subject, documents: Sequence[Tensor], collate: Collate, against_alone: Sequence[Check]
 ) -> list[Check]:
     """Positions, boundary labels and token counts of the batch that the trainer's collator makes of the row.
 
     Args:
-        rounding: the relative error that the loss of a document may have.
+        against_alone: what `check_alone` found, whose allowances serve the model's own loss too.
     """
     lengths = [len(document) for document in documents]
     ids = torch.cat(list(documents))
@@ -127,7 +127,7 @@ def check_counting(
         Check.of("boundary labels", at_starts, 0, f"on {at_starts} of {len(lengths)} first tokens"),
         Check.of("token count", abs(counted - own), 0, f"{counted} counted, {own} in the documents alone"),
     ]
-    return [*checks, _check_counted_loss(subject, documents, made[: len(ids)], rounding)]
+    return [*checks, *_check_counted_loss(subject, documents, made[: len(ids)], against_alone)]
 
 
 def _check_positions(lengths: Sequence[int], batch: Mapping[str, Any]) -> Check:
@@ -146,23 +146,35 @@ def _check_positions(lengths: Sequence[int], batch: Mapping[str, Any]) -> Check:
 
 
 def _check_counted_loss(
-    subject: Subject, documents: Sequence[Tensor], labels: Tensor, rounding: float
-) -> Check:
-    """The model's own loss on the row, against the mean over the labels of all documents alone."""
-    total, count = 0.0, 0
-    with torch.no_grad():
-        out = subject.packed(documents, labels=labels[None].to(subject.device))
-        for document, own in zip(documents, labels.split([len(d) for d in documents]), strict=True):
-            total += _summed_loss(subject.logits_alone(document), own)
-            count += int((own[1:] != IGNORE_INDEX).sum())
-    error = abs(float(out.loss) * count / total - 1) if count else 0.0
+    subject: Subject, documents: Sequence[Tensor], labels: Tensor, against_alone: Sequence[Check]
+) -> list[Check]:
+    """The model's own loss on the row, and its gradients, against the mean over the labels of all documents
+    alone. It is asked for as in training, where it may be computed without logits."""
+    of_documents = labels.split([len(document) for document in documents])
+    count = sum(int((own[1:] != IGNORE_INDEX).sum()) for own in of_documents)
+    error = gradient_error = 0.0
+    if count:
+
+        def mean_alone() -> Tensor:
+            pairs = zip(documents, of_documents, strict=True)
+            return torch.stack([_summed_loss(subject.logits_alone(d), own) for d, own in pairs]).sum() / count
+
+        expected, embeddings_alone, trained_alone = subject.backward(mean_alone)
+        loss, embeddings, trained = subject.backward(
+            lambda: subject.packed(documents, labels=labels[None].to(subject.device)).loss
+        )
+        error = abs(loss / expected - 1)
+        got = list(trained.values()) or [embeddings]
+        gradient_error = relative_error(got, list(trained_alone.values()) or [embeddings_alone])
     detail = f"the model's own, of {count} labels, is off by {error:.1e}"
-    return Check.of("counted loss", error, rounding, detail)
+    gradients = f"of the model's own, off by {gradient_error:.1e}"
+    return [
+        Check.of("counted loss", error, against_alone[0].allowed, detail),
+        Check.of("gradients of the counted loss", gradient_error, against_alone[-1].allowed, gradients),
+    ]
 
 
-def _summed_loss(logits: Tensor, labels: Tensor) -> float:
-    if len(labels) < 2:
-        return 0.0
+def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     wide = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32))
     targets = labels[1:].to(logits.device)
-    return float(F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum"))
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -15,6 +15,7 @@ from unsloth_pack.verification.report import VerifyReport
 from unsloth_pack.verification.subject import Describe, Description, Subject
 
 _LENGTHS = (1, 33, 2, 64, 1, 19)
+_BEYOND_TILE = 129  # tokens: kernels of attention work on up to 128 at a time
 _BEYOND_WINDOW = 9  # tokens by which a document is longer than the sliding window
 _DEFAULT_ROW = 8192
 
@@ -39,7 +40,7 @@ def verify(
     Args:
         model: a causal language model of transformers, or a PEFT model of one; patched or not.
         tokenizer: for `documents` that are texts.
-        documents: two or more texts, or token ids. None: random tokens in documents of 1 to 64 tokens, and
+        documents: two or more texts, or token ids. None: random tokens in documents of 1 to 129 tokens, and
             one longer than each sliding window that fits into the row.
         describe: how calls describe the row: "packed_seq_lengths", "position_ids", "trl" for all that TRL's
             collator gives, or a function from the list of lengths to keyword arguments. None:
@@ -77,7 +78,7 @@ def verify(
             leaks.check_trained_gradients(subject, row, generator),
             leaks.check_reach(subject, row),
             *against_alone,
-            *agreement.check_counting(subject, row, collate, rounding=against_alone[0].allowed),
+            *agreement.check_counting(subject, row, collate, against_alone),
         ]
     return VerifyReport(
         model_type=subject.config.model_type,
@@ -90,13 +91,13 @@ def verify(
 
 
 def _lengths(subject: Subject, room: int) -> list[int]:
-    """Short documents, and before the last of them one beyond each sliding window."""
+    """Short documents, and before the last of them one beyond a kernel's tile and each sliding window."""
     lengths = [*_LENGTHS]
-    for window in sorted(subject.windows):
-        if sum(lengths) + window + _BEYOND_WINDOW <= room:
-            lengths.insert(-1, window + _BEYOND_WINDOW)
+    for longer in (_BEYOND_TILE, *(window + _BEYOND_WINDOW for window in sorted(subject.windows))):
+        if sum(lengths) + longer <= room:
+            lengths.insert(-1, longer)
     if sum(lengths) > room:
-        raise InputError(f"max_seq_length is {room}; a row to verify takes {sum(lengths)} tokens")
+        raise InputError(f"max_seq_length is {room}; give {sum(lengths)} or more, for a row to verify")
     return lengths
 
 

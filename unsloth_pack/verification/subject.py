@@ -112,16 +112,27 @@ class Subject(Probed):
 
         Its last token is asked for the first one, so that a document of one token has a loss too.
         """
+        made: list[Tensor] = []
+
+        def loss() -> Tensor:
+            made.append(forward())
+            return loss_of(made[0], document)
+
+        value, embeddings, trained = self.backward(loss)
+        return Gradients(value / len(document), made[0].detach(), embeddings, trained)
+
+    def backward(self, loss: Callable[[], Tensor]) -> tuple[float, Tensor, dict[str, Tensor]]:
+        """A loss, its gradient at the input embeddings of every pass that it took, `[rows, T, C]` side by
+        side, and those of the trained parameters, by name."""
         with self.recorded_embeddings() as seen:
-            logits = forward()
-            loss = loss_of(logits, document)
-            loss.backward()
+            value = loss()
+            value.backward()
         trained = {}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 trained[name], parameter.grad = parameter.grad, None
-        reached = torch.zeros_like(seen[0]) if seen[0].grad is None else seen[0].grad
-        return Gradients(float(loss.detach()) / len(document), logits.detach(), reached, trained)
+        reached = [torch.zeros_like(x) if x.grad is None else x.grad for x in seen]
+        return float(value.detach()), torch.cat(reached, dim=1), trained
 
     def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
         """The greatest gradient at every document's embeddings, of the loss of some of them."""

@@ -100,7 +100,7 @@ def sha256_of(path: Path) -> str:
 
 def find_packs(dataset: str) -> Path | None:
     """The folder, if `dataset` names one that holds packs, or what is left of them; else None."""
-    folder = Path(dataset).expanduser()
+    folder = Path(os.path.expanduser(dataset))
     if dataset == "demo" or not os.path.isdir(folder):
         return None
     has_packs = (folder / FILE_NAME).exists() or (folder / shard_name(0)).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
     import pyarrow.compute as pc
     from datasets.utils import tqdm
 
-    folder = Path(folder).expanduser()
+    folder = Path(os.path.expanduser(folder))
     manifest = read_manifest(folder)
     if tokenizer_hash != manifest.tokenizer_hash:
         raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ def write_packs(
     """
     from datasets.utils import tqdm
 
-    target = Path(folder).expanduser().resolve()
+    target = Path(os.path.expanduser(folder)).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{folder}: not an empty folder; give a new one for the packs")
     for name in ("input_ids", "labels"):
