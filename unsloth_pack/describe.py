@@ -33,6 +33,7 @@ ROW_KEYWORDS = (
 _OF_TOKENS = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # what a token of a document adds
 _ELSEWHERE = dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sequence_ids"), "seq_idx")
 _NEAR = 0.75  # of 1, for names that are alike
+_LAST_POSITION = 2**24
 
 
 def describe_row(
@@ -95,6 +96,11 @@ def describe_row(
     host |= {name: _as_rows(name, host[name], shape) for name in ("seq_idx", "position_ids") if name in host}
     documents = _documents(host, shape)
     positions = host.get("position_ids")
+    if positions is not None and positions.size and positions.max() > _LAST_POSITION:
+        raise InputError(
+            f"position_ids reach {positions.max()}; give positions up to {_LAST_POSITION}, as far as float32 "
+            "tells them apart"
+        )
 
     real = host.get("attention_mask")
     if real is not None and (real < 0).any():

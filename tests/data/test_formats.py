@@ -72,6 +72,28 @@ def test_unknown_columns_are_named_with_those_that_would_do(row):
 # ---- conversion
 
 
+@pytest.mark.parametrize(
+    ("given", "means"), [("developer", "system"), ("bot", "assistant"), ("chatgpt", "assistant")]
+)
+def test_roles_by_other_names(given, means):
+    turns = (
+        [USER, {"role": given, "content": "hi"}]
+        if means == "assistant"
+        else [SYSTEM | {"role": given}, USER, REPLY]
+    )
+    (row,) = convert([{"messages": turns}])
+    (number,) = [number for number, turn in enumerate(turns) if turn["role"] == given]
+    assert row["messages"][number]["role"] == means
+
+
+def test_text_in_parts_is_joined():
+    def parts(*texts):
+        return [{"type": "text", "text": text} for text in texts]
+
+    turns = [USER | {"content": parts("hel", "lo")}, REPLY | {"content": parts("hi")}]
+    assert convert([{"messages": turns}]) == convert([{"messages": [USER, REPLY]}])
+
+
 def test_alpaca_with_chat_template():
     rows = [
         {"instruction": "add", "input": "1 1", "output": "2", "system": "be kind", "id": 1},
@@ -238,8 +260,8 @@ TURNS = [
     (["hi"], "turn 0 has no role, got 'hi'; write turns as {role, content} or {from, value}"),
     ([USER, {"content": "x"}], "turn 1 has no role, got {'content': 'x'}"),
     (
-        [USER, {"role": "bot", "content": "x"}],
-        "turn 1 has an unknown role, got 'bot'; use one of system, user",
+        [USER, {"role": "narrator", "content": "x"}],
+        "turn 1 has an unknown role, got 'narrator'; use one of system, developer, user",
     ),
     ([{"role": ["user"], "content": "x"}], "turn 0 has an unknown role, got ['user']"),
     ([USER, reply(None)], "turn 1 (assistant) needs a string as 'content', got None"),
@@ -265,7 +287,7 @@ TURNS = [
     ([{"from": "human"}], "turn 0 (human) needs a string as 'value', got None"),
     (
         [{"from": "bing", "value": "a"}],
-        "turn 0 has an unknown role, got 'bing'; use one of system, user, human",
+        "turn 0 has an unknown role, got 'bing'; use one of system, developer, user, human",
     ),
 ]
 LISTS = [

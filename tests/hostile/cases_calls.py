@@ -183,6 +183,9 @@ CALLS = [
         packed_seq_lengths=[5, 7],
         attention_mask=torch.tensor([[1] * 6 + [2] * 6]),
     ),
+    forward(
+        "positions beyond float32", "position_ids reach 1099511627787", position_ids=positions(12) + 2**40
+    ),
     forward("labels in a list", "labels are list", packed_seq_lengths=[5, 7], labels=[[1] * T]),
     forward("ids without a row", r"input_ids is \[12\]; give a tensor", input_ids=torch.arange(T)),
     forward("ids in a list", "input_ids is list; give a tensor", input_ids=[[*range(T)]]),

@@ -72,8 +72,8 @@ TURNS: dict[str, tuple[Any, str]] = {
     "only a system turn": ([SYSTEM], "no assistant turn"),
     "no role": ([USER, {"content": "x"}], "turn 1 has no role"),
     "an unknown role": (
-        [USER, {"role": "bot", "content": "x"}],
-        "unknown role, got 'bot'; use one of system",
+        [USER, {"role": "narrator", "content": "x"}],
+        "unknown role, got 'narrator'; use one of system",
     ),
     "a role in capitals": ([{"role": "User", "content": "x"}, REPLY], "unknown role, got 'User'"),
     "a null role": ([{"role": None, "content": "x"}, REPLY], "unknown role, got None"),
@@ -83,6 +83,10 @@ TURNS: dict[str, tuple[Any, str]] = {
     "content in parts": (
         [USER, {"role": "assistant", "content": [{"type": "image"}]}],
         "images are not supported",
+    ),
+    "a part without its text": (
+        [{"role": "user", "content": [{"type": "text", "text": None}]}, REPLY],
+        "needs a string as 'content'",
     ),
     "tool_calls of a word": (
         [USER, {"role": "assistant", "content": "", "tool_calls": "f"}],

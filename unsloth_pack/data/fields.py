@@ -14,10 +14,14 @@ Message = dict[str, Any]
 
 _ROLES = {
     "system": "system",
+    "developer": "system",
     "user": "user",
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
     "function_call": "assistant",
     "tool": "tool",
     "observation": "tool",
@@ -76,6 +80,8 @@ def _message(index: int, column: str, number: int, turn: Any) -> Message:
         fail(index, column, f"turn {number} ({given}): expected a list of tool_calls", tool_calls, remedy)
     if content is None and tool_calls:
         content = ""
+    if isinstance(content, list):
+        content = _text_of(content)
     if not isinstance(content, str):
         remedy = "write its text as one string or remove the row (images are not supported)"
         fail(index, column, f"turn {number} ({given}) needs a string as {content_key!r}", content, remedy)
@@ -87,6 +93,13 @@ def _message(index: int, column: str, number: int, turn: Any) -> Message:
         fail(index, column, f"turn {number} ({given}) is not to be trained on", turn, remedy)
     message = {"role": role, "content": content}
     return turn | message if role_key == "role" else message
+
+
+def _text_of(parts: list[Any]) -> Any:
+    """The text of content in parts, {type: text, text} each; as it is where one is no text."""
+    are_texts = all(isinstance(p, dict) and p.get("type") == "text" for p in parts)
+    texts = [p.get("text") for p in parts] if are_texts else []
+    return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else parts
 
 
 def with_system(system: str, conversation: list[Message]) -> list[Message]:
