@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import error, random_documents, run_packed, tiny_model
 
-from unsloth_pack import patch_model
+from unsloth_pack import patch_model, verify
 
 LENGTHS = [3, 1, 12]
 
@@ -27,6 +27,15 @@ def test_kernels_and_references_make_the_same_model(arch, dtype, monkeypatch):
         sum(error(run.grads[name], grad) ** 2 for name, grad in truth.grads.items()) for run in (fused, plain)
     )
     assert ours**0.5 <= 1.5 * theirs**0.5
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_verify_passes_on_the_kernels(arch):
+    """The loss and its gradients too, which a kernel makes of the row, transformers of documents alone."""
+    model = tiny_model(arch, torch.bfloat16, num_hidden_layers=2)
+    patch_model(model, "sdpa")
+    report = verify(model, documents=random_documents([9, 1, 33]))
+    assert report.passed, str(report)
 
 
 def _packed(arch, dtype, documents, routes=None):
