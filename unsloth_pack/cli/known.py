@@ -18,7 +18,7 @@ OPTIONAL = {
     "bitsandbytes": ("load_in_4bit, load_in_8bit and 8-bit optimizers", False),
     "xformers": ("the xformers attention backend", False),
     "flash-attn": ("flash attention with softcap; torch brings the rest", False),
-    "flash-attn-4": ("flash attention about twice as fast on Hopper GPUs", False),
+    "flash-attn-4": ("attention about twice as fast for long documents on Hopper GPUs", False),
 }
 
 
