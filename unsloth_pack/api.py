@@ -321,7 +321,7 @@ def _let_segments_grow() -> None:
     """
     is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.cuda.is_available() and not is_set and not torch.cuda.memory_reserved():
-        with warnings.catch_warnings():  # its successor is in newer torch alone
+        with warnings.catch_warnings():  # deprecated for a name that is private as well
             warnings.simplefilter("ignore", FutureWarning)
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 

@@ -33,7 +33,7 @@ ROW_KEYWORDS = (
 _OF_TOKENS = {"seq_idx": 0, "position_ids": 1, "attention_mask": 0}  # what a token of a document adds
 _ELSEWHERE = dict.fromkeys(("segment_ids", "document_ids", "doc_ids", "sequence_ids"), "seq_idx")
 _NEAR = 0.75  # of 1, for names that are alike
-_LAST_POSITION = 2**24
+_LAST_POSITION = 2**24  # angles are computed in float32, which skips whole numbers above
 
 
 def describe_row(

@@ -146,22 +146,19 @@ def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     dropout = getattr(text_config, "attention_dropout", None) or 0.0
     if not 0 <= dropout < 1:
         raise InputError(f"cannot load {source}: attention_dropout is {dropout!r}; correct it in config.json")
-    for name, value, is_right in _numbers(text_config):
-        if not is_right:
+    for name, value in _positive_numbers(text_config):
+        if not (isinstance(value, int | float) and 0 < value < math.inf):
             raise InputError(f"cannot load {source}: {name} is {value!r}; correct it in config.json")
     return config, others
 
 
-def _numbers(config: Any) -> Iterator[tuple[str, Any, bool]]:
-    """Name, value, and whether a model can compute with it, of those that transformers takes as they are."""
-    window = getattr(config, "sliding_window", None)
-    yield "sliding_window", window, window is None or window >= 1
-    epsilon = getattr(config, "rms_norm_eps", None)
-    yield "rms_norm_eps", epsilon, epsilon is None or 0 < epsilon < math.inf
+def _positive_numbers(config: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of what a model computes with, and transformers takes as it is."""
     rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):  # one for all layers, or one for each type of them
-        theta = part.get("rope_theta") if isinstance(part, dict) else None
-        yield "rope_theta", theta, theta is None or 0 < theta < math.inf
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # of all layers, or by type
+    given = [(name, getattr(config, name, None)) for name in ("sliding_window", "rms_norm_eps")]
+    given += [("rope_theta", part.get("rope_theta")) for part in parts]
+    yield from ((name, value) for name, value in given if value is not None)
 
 
 def weight_dtype(dtype: torch.dtype | str | None, full_finetuning: bool = False) -> torch.dtype:

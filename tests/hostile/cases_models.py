@@ -271,6 +271,14 @@ CONFIGS = {
         edited("config.json", **MISTRAL, sliding_window=-4),
     ),
     "a window of 0": ("sliding_window is 0; correct", edited("config.json", **MISTRAL, sliding_window=0)),
+    "a window of a word": (
+        "sliding_window is 'x'; correct",
+        edited("config.json", sliding_window="x"),
+    ),
+    "rotary angles of a word": (
+        "rope_theta is 'x'; correct",
+        edited("config.json", rope_parameters={"rope_type": "default", "rope_theta": "x"}),
+    ),
     "an epsilon below 0": ("rms_norm_eps is -1.0; correct", edited("config.json", rms_norm_eps=-1.0)),
     "an epsilon of NaN": ("rms_norm_eps is nan; correct", edited("config.json", rms_norm_eps=NAN)),
     **{
