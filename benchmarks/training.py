@@ -329,6 +329,7 @@ def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, to
     config = SFTConfig(
         output_dir=str(args.work / "out"),
         per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,  # peers' defaults differ
         max_steps=1,
         max_length=tokens if peer == "unsloth" else None,
         padding_free=peer == "unsloth_pack",  # a packed row of one document
