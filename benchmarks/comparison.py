@@ -1,8 +1,8 @@
 """Read a committed comparison (`results/compare-*.json`) and pair ours with each peer, case by case.
 
 Steps compare only where both peers train as many tokens an update. Earlier comparisons did not check that and
-overstated our lead twofold: Unsloth accumulates over two micro-batches by default, and one was counted. A file
-is refused where these numbers differ or are missing, and where it is marked `wrong`.
+overstated our lead twofold: Unsloth accumulates over two micro-batches by default, and one was counted. So a
+file is refused where these numbers differ or are missing, and where it is marked `wrong`.
 """
 
 import json
