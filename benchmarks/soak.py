@@ -233,7 +233,7 @@ def note_updates(notes: Path) -> None:
     """Let the command line's trainer note what each update saw, without waiting for the device."""
     import torch
 
-    import unsloth_pack.trl
+    import unsloth_pack.training.trl
 
     hashed = torch.randint(-(2**62), 2**62, (2**20,), generator=torch.Generator().manual_seed(0))
 
@@ -241,7 +241,7 @@ def note_updates(notes: Path) -> None:
         """An int64 that tells a row from every other."""
         return ((ids.flatten() + 1) * hashed[: ids.numel()].to(ids.device)).sum()
 
-    class NotingTrainer(unsloth_pack.trl.RunTrainer):
+    class NotingTrainer(unsloth_pack.training.trl.RunTrainer):
         rows_of_update: tuple[Any, ...] = ()
         tokens_of_update = 0
 
@@ -273,7 +273,7 @@ def note_updates(notes: Path) -> None:
         with notes.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    unsloth_pack.trl.RunTrainer = NotingTrainer  # type: ignore[misc]
+    unsloth_pack.training.trl.RunTrainer = NotingTrainer  # type: ignore[misc]
 
 
 def memory() -> dict[str, int]:
@@ -294,7 +294,7 @@ def read_log(work: Path) -> list[dict[str, Any]]:
 
 def pack(prefix: str, work: Path) -> None:
     """Write notes, metrics and the last checkpoint of the run at hand as one archive, cut into files."""
-    from unsloth_pack.whole_checkpoints import last_checkpoint
+    from unsloth_pack.training.checkpoints import last_checkpoint
 
     runs = sorted((work / "runs").glob("*"), key=lambda path: int(path.name))
     kept = [work / "log.jsonl", work / "sessions", *(run / FILE_NAME for run in runs)]

@@ -149,11 +149,11 @@ def make_trainer(args: argparse.Namespace, steps: int, callbacks: list[Any]) -> 
     import torch
 
     from unsloth_pack import FastLanguageModel
-    from unsloth_pack.cli.documents import to_documents
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import load_rows
     from unsloth_pack.packing import pack_dataset
-    from unsloth_pack.trl import make_trainer, sft_config
+    from unsloth_pack.recipe.documents import to_documents
+    from unsloth_pack.training.trl import make_trainer, sft_config
 
     quieten(show_bars=False)
     rows, length = load_rows(args.dataset), SHAPES[args.shape].tokens

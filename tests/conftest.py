@@ -30,7 +30,7 @@ def plain_torch_on_a_cpu(monkeypatch):
 @pytest.fixture
 def leak(monkeypatch):
     """Attention whose first boundary is off by one."""
-    from unsloth_pack.layout import PackedRow
+    from unsloth_pack.row.packed_row import PackedRow
 
     right = PackedRow.stacks.func
 
@@ -42,4 +42,4 @@ def leak(monkeypatch):
         return right(wrong)
 
     monkeypatch.setattr(PackedRow, "stacks", property(shifted))
-    monkeypatch.setattr("unsloth_pack.leak_probe._LENGTHS", (7, 3, 16, 2))
+    monkeypatch.setattr("unsloth_pack.forwards.leak_probe._LENGTHS", (7, 3, 16, 2))

@@ -21,7 +21,7 @@ from unsloth_pack import (
     loading,
     supported_architectures,
 )
-from unsloth_pack.patch import patch_of
+from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [9, 1, 20, 14]
@@ -312,7 +312,7 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("unsloth_pack.saving.save_torch_state_dict", full)
+    monkeypatch.setattr("unsloth_pack.files.saving.save_torch_state_dict", full)
     with pytest.raises(InputError, match="not finite"):
         model.save_pretrained_merged(target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before

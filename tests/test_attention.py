@@ -23,7 +23,7 @@ from unsloth_pack.attention import (
 )
 from unsloth_pack.attention.flash import VarlenKernel, flash_attn_4, refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.layout import PackedRow
+from unsloth_pack.row.packed_row import PackedRow
 
 ROWS = {
     "mixed": (1, 2, 31, 32, 33, 127, 128, 129),

@@ -8,11 +8,12 @@ import pytest
 import torch
 from tiny import DEVICE, random_documents, run_packed, tiny_model
 
-from unsloth_pack import offload, patch_model, recompute
-from unsloth_pack.checkpointing import enable_checkpointing
+from unsloth_pack import patch_model
 from unsloth_pack.errors import InputError
-from unsloth_pack.offload import HostStore
-from unsloth_pack.recompute import RecomputePlan
+from unsloth_pack.memory import offload, recompute
+from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.memory.offload import HostStore
+from unsloth_pack.memory.recompute import RecomputePlan
 
 LENGTHS = [33, 2, 64, 1]
 MODES = [True, "offload", "auto"]

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_pack.describe import describe_row
 from unsloth_pack.errors import InputError
-from unsloth_pack.layout import PackedRow
+from unsloth_pack.row.from_call import describe_row
+from unsloth_pack.row.packed_row import PackedRow
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_all_descriptions_mean_the_same_row(lengths):
 
 
 def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.describe._is_remote", lambda x: isinstance(x, torch.Tensor))
+    monkeypatch.setattr("unsloth_pack.row.from_call._is_remote", lambda x: isinstance(x, torch.Tensor))
     lengths = [3, 1, 4, 2]
     for name, description in every_description(lengths).items():
         row = describe_row((1, 10), CPU, **description)
@@ -463,7 +463,7 @@ def test_what_is_on_a_device_comes_in_one_transfer_and_labels_not_at_all(monkeyp
         torch.tensor([[0] * 3 + [1] * 4]),
     )
     remote = {id(labels), id(positions), id(seq_idx)}
-    monkeypatch.setattr("unsloth_pack.describe._is_remote", lambda x: id(x) in remote)
+    monkeypatch.setattr("unsloth_pack.row.from_call._is_remote", lambda x: id(x) in remote)
     transfers, to_cpu = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.numel()) or to_cpu(x))
     counted = {"labels": labels, "labels_counted": True}

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.kernels import linear_cross_entropy
-from unsloth_pack.models.fast_loss import LossOutput
+from unsloth_pack.losses.cross_entropy import LossOutput
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [1, 33, 2, 40, 31]

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack import patch_model
-from unsloth_pack.checkpointing import enable_checkpointing
-from unsloth_pack.models import gated_mlp as module
-from unsloth_pack.models import lora_math
-from unsloth_pack.models.fast_lora import FastLoraLinear
-from unsloth_pack.models.gated_mlp import gated_mlp
+from unsloth_pack.lora import arithmetic
+from unsloth_pack.lora import gated_mlp as module
+from unsloth_pack.lora.gated_mlp import gated_mlp
+from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 WIDTH, FEATURES, TOKENS = 64, 192, 300
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
@@ -206,13 +206,13 @@ def test_checkpointing_does_not_compute_down_again(mode):
     patch_model(model, "sdpa").skip_probe()
     enable_checkpointing(model, mode)
     seen = []
-    forward = lora_math.forward
+    forward = arithmetic.forward
 
     def counted(x, a, layers, *first_row):
         seen.append(tuple(p.weight.shape for p in layers))
         return forward(x, a, layers, *first_row)
 
-    with patch.object(lora_math, "forward", counted):
+    with patch.object(arithmetic, "forward", counted):
         run_packed(model, random_documents([33, 2, 64, 1]))
     config = model.config
     down = ((config.hidden_size, config.intermediate_size),)

@@ -17,15 +17,15 @@ from torch import nn
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
-from unsloth_pack.checkpointing import enable_checkpointing
-from unsloth_pack.graph import StepGraphs, _CapturedForm, _DecoderState, _Replay
-from unsloth_pack.graph_memory import GraphMemory
-from unsloth_pack.layout import PackedRow
-from unsloth_pack.leak_probe import left_alone
-from unsloth_pack.models.parts import DecoderParts
-from unsloth_pack.models.rotary import rotary_tables
-from unsloth_pack.patch import _why_never_captured
-from unsloth_pack.row_form import RowForm
+from unsloth_pack.forwards.leak_probe import left_alone
+from unsloth_pack.forwards.rotary import rotary_tables
+from unsloth_pack.graphs.memory import GraphMemory
+from unsloth_pack.graphs.row_form import RowForm
+from unsloth_pack.graphs.step_graphs import StepGraphs, _CapturedForm, _DecoderState, _Replay
+from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.patching.decoder_parts import DecoderParts
+from unsloth_pack.patching.patch import _why_never_captured
+from unsloth_pack.row.packed_row import PackedRow
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.gpu
@@ -220,9 +220,9 @@ def test_what_is_too_large_is_not_captured(limit, why, monkeypatch):
         "_PAYS_BELOW": 64 * sum(p.numel() for p in layer.parameters()),
         "_MOST_TRAINED": sum(p.numel() for p in decoder.parameters() if p.requires_grad),
     }[limit]
-    monkeypatch.setattr(f"unsloth_pack.graph.{limit}", most)
+    monkeypatch.setattr(f"unsloth_pack.graphs.step_graphs.{limit}", most)
     assert state.why_not_captured(row) is None
-    monkeypatch.setattr(f"unsloth_pack.graph.{limit}", most - 1)
+    monkeypatch.setattr(f"unsloth_pack.graphs.step_graphs.{limit}", most - 1)
     assert why in state.why_not_captured(row)
 
 
@@ -242,8 +242,10 @@ def test_a_step_that_recomputes_is_not_captured(mode, n_recomputed):
 
 def test_which_forms_are_captured(monkeypatch):
     """The third row of a form, or any longer one once there are graphs; a little waste is none's reason."""
-    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", lambda decoder, form, *_: form.tokens)
-    monkeypatch.setattr("unsloth_pack.graph._MOST_FORMS", 3)
+    monkeypatch.setattr(
+        "unsloth_pack.graphs.step_graphs._CapturedForm", lambda decoder, form, *_: form.tokens
+    )
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._MOST_FORMS", 3)
     graphs = StepGraphs(None)
 
     def graphs_for(*lengths):
@@ -289,7 +291,7 @@ def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     states = []
     generator = SimpleNamespace(clone_state=lambda: "its state", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "default_generators", {number: generator})
-    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", fail)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", fail)
     graphs, form = StepGraphs(None), RowForm(64, 64, 64, None)
     graphs._graphs, before = {form: "from before"}, graphs._memory
     monkeypatch.setattr(before, "give_back", lambda: states.append(f"{len(graphs._graphs)} graphs left"))
@@ -352,7 +354,7 @@ def test_a_capture_is_of_the_device_of_the_model(monkeypatch):
         return SimpleNamespace(replay=lambda *_: "replayed")
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", capture_there)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", capture_there)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     row, ids = PackedRow.of_lengths([64], CPU), torch.zeros(1, 64, dtype=torch.int64)
@@ -447,7 +449,7 @@ def test_graphs_outlive_evaluation_and_probes(monkeypatch):
         captures.append(SimpleNamespace(replay=lambda *given: (f"captured anew {len(captures)}", *given)))
         return captures[-1]
 
-    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", capture_anew)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", capture_anew)
     model = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5})
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
@@ -532,7 +534,7 @@ def test_a_replay_gives_what_the_next_does_not_overwrite_and_no_gradient_to_the_
 
 def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
     captured = SimpleNamespace(replay=lambda *_: "replayed")
-    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", lambda *_: captured)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
@@ -701,9 +703,7 @@ def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
         gc.collect()
         return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
 
-    monkeypatch.setattr(
-        "unsloth_pack.models.fast_attention.attend", lambda q, k, v, *_: q + k.sum() + v.sum()
-    )
+    monkeypatch.setattr("unsloth_pack.forwards.attention.attend", lambda q, k, v, *_: q + k.sum() + v.sum())
     model = tiny_model(arch, device="cpu", lora={"lora_dropout": 0.1})
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.static(64, 64, 48, CPU)
@@ -999,7 +999,7 @@ def test_a_warm_up_that_breaks_while_a_loss_holds_graphs(monkeypatch):
 
     decoder, lengths = model.get_base_model().model, [200, 300]
     with monkeypatch.context() as broken:
-        broken.setattr("unsloth_pack.graph._StandIns.__enter__", no_memory)
+        broken.setattr("unsloth_pack.graphs.step_graphs._StandIns.__enter__", no_memory)
         ids = torch.cat(random_documents(lengths)).cuda()[None]
         decoder(input_ids=ids, packed_seq_lengths=lengths).last_hidden_state.sum().backward()
     assert "capture failed (OutOfMemoryError" in str(graphs_of(model))
@@ -1032,7 +1032,7 @@ def test_no_memory_for_a_capture(monkeypatch):
     def no_memory(*args, **kwargs):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    monkeypatch.setattr("unsloth_pack.graph._CapturedForm", no_memory)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", no_memory)
     for step in range(5):
         step_both(models, step)
     assert_alike(models)

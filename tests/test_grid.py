@@ -16,10 +16,9 @@ from correctness.workers import _Worker
 from tiny import Outcome
 
 from unsloth_pack.attention import BACKENDS
-from unsloth_pack.layout import PackedRow
-from unsloth_pack.models import fast_lora, lora_math
+from unsloth_pack.lora import arithmetic, layers
+from unsloth_pack.row.packed_row import PackedRow
 
-# every architecture; every LoRA variant where a window, biases or tied embeddings are; every dtype and mode
 PART = dict.fromkeys(
     [
         *cases(variant=["plain"], dtype=["bfloat16", "float32"], checkpointing=["False", "True"]),
@@ -63,12 +62,12 @@ def failures(variant, dtype="float32", arch="llama", checkpointing="False"):
 
 def test_a_wrong_scaling(monkeypatch):
     assert not failures("rslora")
-    frozen = fast_lora.FastLoraLinear.frozen
+    frozen = layers.FastLoraLinear.frozen
 
     def scaled_as_plain(layer):
         return frozen(layer)._replace(scaling=8 / layer.r["default"])
 
-    monkeypatch.setattr(fast_lora.FastLoraLinear, "frozen", scaled_as_plain)
+    monkeypatch.setattr(layers.FastLoraLinear, "frozen", scaled_as_plain)
     assert any(text.startswith("logits: ") for text in failures("rslora"))
     assert not failures("plain")
 
@@ -85,14 +84,14 @@ def test_the_adapters_own_bias(monkeypatch, arch, dtype, checkpointing):
 
 
 def test_a_bias_whose_gradient_is_lost(monkeypatch):
-    backward = fast_lora._LoraLinears.backward
+    backward = layers._LoraLinears.backward
 
     def without_biases(ctx, *grads):
         lost = list(backward(ctx, *grads))
         lost[3::3] = [None if grad is None else torch.zeros_like(grad) for grad in lost[3::3]]
         return tuple(lost)
 
-    monkeypatch.setattr(fast_lora._LoraLinears, "backward", staticmethod(without_biases))
+    monkeypatch.setattr(layers._LoraLinears, "backward", staticmethod(without_biases))
     failed = failures("bias", "bfloat16")
     assert failed
     assert all(".bias: " in text for text in failed)
@@ -100,25 +99,25 @@ def test_a_bias_whose_gradient_is_lost(monkeypatch):
 
 
 def test_dropout_that_is_left_out(monkeypatch):
-    monkeypatch.setattr(lora_math, "_drop", lambda layers: False)
+    monkeypatch.setattr(arithmetic, "_drop", lambda layers: False)
     assert any(text.startswith("logits: ") for text in failures("dropout", "bfloat16"))
 
 
 def test_dropout_that_gradients_pass_by(monkeypatch):
-    dropped = lora_math.Layer.dropped
+    dropped = arithmetic.Layer.dropped
 
     def not_of_gradients(layer, x, first_row, add_to=None):
         return dropped(layer, x, first_row) if add_to is None else add_to.add_(x)
 
-    monkeypatch.setattr(lora_math.Layer, "dropped", not_of_gradients)
+    monkeypatch.setattr(arithmetic.Layer, "dropped", not_of_gradients)
     failed = failures("dropout", "bfloat16")
     assert failed
     assert not any(text.startswith("logits: ") for text in failed)
 
 
 def test_a_gradient_that_is_missing_or_not_finite(monkeypatch):
-    factors = lora_math.backward_to_factors
-    plant = partial(monkeypatch.setattr, lora_math, "backward_to_factors")
+    factors = arithmetic.backward_to_factors
+    plant = partial(monkeypatch.setattr, arithmetic, "backward_to_factors")
 
     def spoilt(spoil, a, *bs):
         return [a, *map(spoil, bs)]
@@ -135,7 +134,7 @@ def test_an_error_ends_one_case(monkeypatch):
     def breaks(*args):
         raise RuntimeError("broken\nhere")
 
-    monkeypatch.setattr(lora_math, "forward", breaks)
+    monkeypatch.setattr(arithmetic, "forward", breaks)
     assert failures("plain") == ["RuntimeError: broken here"]
 
 
@@ -163,8 +162,8 @@ class Stale(Replayed):
 @pytest.fixture
 def captures(monkeypatch):
     """Steps that CUDA graphs would hold if they ran here."""
-    monkeypatch.setattr("unsloth_pack.patch._why_never_captured", lambda *_: None)
-    return lambda form: monkeypatch.setattr("unsloth_pack.graph._CapturedForm", form)
+    monkeypatch.setattr("unsloth_pack.patching.patch._why_never_captured", lambda *_: None)
+    return lambda form: monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", form)
 
 
 def rows_of(checkpointing, variant="dropout"):

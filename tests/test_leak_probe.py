@@ -11,7 +11,8 @@ from tiny import random_documents, tiny_model
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from unsloth_pack import LeakFound, leak_probe, patch_model, probe
+from unsloth_pack import LeakFound, patch_model, probe
+from unsloth_pack.forwards import leak_probe
 
 LENGTHS = [9, 14, 5]
 ROW = {

@@ -11,9 +11,9 @@ from tiny import DEVICE, random_documents, run_packed, tiny_model
 from torch import nn
 
 from unsloth_pack import patch_model
-from unsloth_pack.checkpointing import enable_checkpointing
-from unsloth_pack.models import gated_mlp
-from unsloth_pack.models.fast_lora import FastLoraLinear
+from unsloth_pack.lora import gated_mlp
+from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 LENGTHS = [33, 2, 64, 1]
 

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,28 +15,14 @@ from unsloth_pack import kernels
 
 ROOT = Path(unsloth_pack.__file__).parent
 
-# A module may import from its own layer and those to the right: cli -> api -> ... -> kernels.
-LAYERS = [
-    {"cli"},
-    {"bench"},
-    {"report"},
-    {"api"},
-    {"verification"},
-    {"trl"},
-    {"packed_rows", "evaluation", "whole_checkpoints", "finite_updates", "out_of_memory", "sharded_weights"},
-    {"checkpointing", "loading", "saving"},
-    {"offload", "recompute"},
-    {"patch"},
-    {"patch_report", "spare_memory"},
-    {"models"},
-    {"describe"},
-    {"graph", "leak_probe"},
-    {"attention", "row_form", "graph_memory"},
-    {"layout", "hooks"},
-    {"kernels"},
-    {"errors", "to_host"},
-]
-BESIDE = {"packing", "data", "demo", "whole_folders"}  # know no torch model, nor what patches one
+# A room may import from itself and from those below it in this list.
+ROOMS = (
+    *("cli", "bench", "recipe", "report", "api", "checks", "training"),
+    *("packing", "files", "data", "demo"),
+    *("patching", "memory", "forwards", "graphs", "losses", "lora", "models", "attention", "row", "kernels"),
+    *("modules", "host_copy", "errors"),
+)
+TORCH_FREE = {"packing", "data", "demo"}  # know nothing of a model, nor of what patches one
 
 
 def imports(path):
@@ -46,38 +33,43 @@ def imports(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
-            yield ".".join([*above, *([node.module] if node.module else [])])
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def layer_of(module):
-    return next((i for i, layer in enumerate(LAYERS) if module in layer), None)
+def room_of(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def test_every_room_has_its_place():
+    assert {room_of(path) for path in ROOT.rglob("*.py")} - {"__init__"} == set(ROOMS)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_one_way(path):
-    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    if part == "__init__":
+    room = room_of(path)
+    if room == "__init__":
         return
     imported = list(imports(path))
     ours = {name.split(".")[1] for name in imported if name.startswith("unsloth_pack.")}
-    if part in BESIDE:
-        assert not {name for name in ours if layer_of(name) is not None} - {"errors"}
-    else:
-        assert all(layer_of(name) >= layer_of(part) for name in ours - BESIDE)
+    assert not [name for name in ours if ROOMS.index(name) < ROOMS.index(room)]
+    if room in TORCH_FREE:
+        assert ours <= TORCH_FREE | {"files", "errors"}
+        of_files = [name for name in imported if name.startswith("unsloth_pack.files.")]
+        assert all(name.startswith("unsloth_pack.files.whole_folders") for name in of_files)
     theirs = {name.split(".")[0] for name in imported}
-    if part in ("kernels", "layout"):
+    if room in ("kernels", "host_copy"):
         assert not theirs & {"transformers", "peft", "trl", "datasets"}
-    if part == "packing":
+    if room == "packing":
         assert not theirs & {"torch", "transformers", "trl"}
     if "trl" in theirs:
-        assert part in ("trl", "cli"), "one file knows TRL; the command line names its types"
+        assert room in ("training", "recipe", "cli"), "one room knows TRL; others name its types"
 
 
-def test_the_guide_says_where_every_module_is():
+def test_the_guide_lists_the_rooms_in_this_order():
     guide = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for part in {path.relative_to(ROOT).parts[0] for path in ROOT.rglob("*.py")} - {"__init__.py"}:
-        name = part.removesuffix(".py") if part.endswith(".py") else f"{part}/"
-        assert f"`{name}`" in guide, name
+    table = guide[guide.index("| room |") : guide.index("## How to add something")]
+    assert re.findall(r"^\| `(\w+)/?` \|", table, re.MULTILINE) == list(ROOMS)
 
 
 def test_importing_does_nothing():

@@ -19,8 +19,8 @@ from transformers import (
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.patch import patch_of
-from unsloth_pack.to_host import ToHost
+from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [1, 33, 2, 40, 31]
@@ -262,9 +262,9 @@ def test_counted_labels_on_a_device_are_looked_at_on_every_step(training):
 def test_counted_labels_on_a_device_are_asked_for_before_the_decoder_and_read_after_it(monkeypatch):
     """Read at once, they would make every step wait for the device."""
     order = []
-    asked, read = ToHost.__init__, ToHost.read
-    monkeypatch.setattr(ToHost, "__init__", lambda self, x: order.append("asked") or asked(self, x))
-    monkeypatch.setattr(ToHost, "read", lambda self: order.append("read") or read(self))
+    asked, read = HostCopy.__init__, HostCopy.read
+    monkeypatch.setattr(HostCopy, "__init__", lambda self, x: order.append("asked") or asked(self, x))
+    monkeypatch.setattr(HostCopy, "read", lambda self: order.append("read") or read(self))
     model = patched("llama").train()
     model.get_decoder().norm.register_forward_hook(lambda *_: order.append("decoder"))
     ids = torch.cat(random_documents([5, 8])).to(DEVICE)[None]
@@ -419,7 +419,7 @@ def test_generation_with_a_static_cache_is_as_in_transformers(arch, lengths):
 def test_the_positions_of_tokens_that_are_generated_are_not_looked_at(monkeypatch):
     """Which would wait for the device."""
     model = patched("llama").eval()
-    monkeypatch.setattr("unsloth_pack.models.fast_decoder.describe_row", None)
+    monkeypatch.setattr("unsloth_pack.forwards.decoder.describe_row", None)
     token = torch.tensor([[5]], device=DEVICE)
     model(input_ids=token, position_ids=token)
     cache = model(input_ids=token.expand(1, 3)).past_key_values

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from unsloth_pack import patch_model
-from unsloth_pack.checkpointing import enable_checkpointing
-from unsloth_pack.models import fast_mlp
+from unsloth_pack.forwards import mlp
+from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 DOCUMENTS = random_documents(MIXED_LENGTHS)
 
@@ -101,8 +101,8 @@ def test_fsdp2_makes_the_step_of_whole_weights(arch, checkpointing, mesh, monkey
     assert "loss" not in patch.report.fused
     assert patch.report.not_fused["loss"] == "from the logits of all tokens: FSDP shards the head"
     assert "LoRA" not in patch.report.not_fused
-    nodes, node = [], fast_mlp.gated_mlp
-    monkeypatch.setattr(fast_mlp, "gated_mlp", lambda *args: nodes.append(args) or node(*args))
+    nodes, node = [], mlp.gated_mlp
+    monkeypatch.setattr(mlp, "gated_mlp", lambda *args: nodes.append(args) or node(*args))
     for _ in range(2):  # the second gathers into the memory of the first
         assert_same_step(packed_step(model), whole)
     assert nodes

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from unsloth_pack import patch_model
-from unsloth_pack.spare_memory import GiveBackSpareMemory
+from unsloth_pack.memory.spare import GiveBackSpareMemory
 
 
 def train(model, folder):
@@ -30,7 +30,7 @@ def test_once_and_for_patched_models_alone(patched, tmp_path, monkeypatch):
     model = tiny_model("llama")
     if patched:
         patch_model(model)
-    monkeypatch.setattr("unsloth_pack.spare_memory.torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("unsloth_pack.memory.spare.torch", SimpleNamespace(cuda=cuda))
     train(model, tmp_path)
     assert given_back == [True] * patched
     assert DEFAULT_CALLBACKS.count(GiveBackSpareMemory) == 1

@@ -1,6 +1,6 @@
 """A training step does not wait for all that a device has to do, but for a row that is described there.
 
-For one event it waits: that of numbers asked for before the decoder runs and read after it, see `ToHost`.
+For one event it waits: that of numbers asked for before the decoder runs and read after it, see `HostCopy`.
 """
 
 import os
@@ -16,12 +16,12 @@ from transformers import TrainerCallback
 
 import unsloth_pack
 from unsloth_pack import FastLanguageModel, patch_model
-from unsloth_pack.trl import make_trainer, row_collator, sft_config
+from unsloth_pack.training.trl import make_trainer, row_collator, sft_config
 
 pytestmark = pytest.mark.gpu
 
 OURS = os.path.dirname(unsloth_pack.__file__) + os.sep
-READ_LATE = os.path.join(OURS, "to_host.py")
+READ_LATE = os.path.join(OURS, "host_copy.py")
 BEFORE = 6  # steps in which kernels compile and the form of the row is captured
 
 
@@ -137,5 +137,5 @@ def test_the_trainer_of_a_run(tmp_path):
     assert len(counts) == len(rows) - 1 - BEFORE
     for at_once, late in map(at_once_and_late, counts):
         assert len(at_once) <= 1, at_once
-        assert all(place.startswith(os.path.join(OURS, "describe.py")) for place in at_once)
+        assert all(place.startswith(os.path.join(OURS, "row", "from_call.py")) for place in at_once)
         assert len(late) <= 1  # for the labels at document starts, which were counted

@@ -22,9 +22,9 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import FastLanguageModel
-from unsloth_pack.graph import StepGraphs
+from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.packing import pack_dataset
-from unsloth_pack.trl import row_collator, sft_config
+from unsloth_pack.training.trl import row_collator, sft_config
 
 BOUND = 1e-4
 SIZES = [(5, 30), (12, 3), (1, 9), (20, 21), (2, 2), (7, 50), (3, 11), (30, 28), (1, 1), (16, 4)]  # bytes

@@ -15,9 +15,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack import InputError, LeakFound, patch_model, probe, supported_architectures, verify
 from unsloth_pack.attention.backends import BACKENDS
-from unsloth_pack.layout import PackedRow
-from unsloth_pack.models import fast_attention, fast_loss
-from unsloth_pack.trl import row_collator
+from unsloth_pack.forwards import attention
+from unsloth_pack.losses import cross_entropy
+from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.training.trl import row_collator
 
 FEW = [document.tolist() for document in random_documents([9, 1, 14])]
 LEAKS = ("leak into logits", "leak into gradients", "leak into trained gradients")
@@ -143,14 +144,14 @@ def test_boundaries_of_the_kernel_off_by_one(leak):
 @pytest.mark.parametrize(("off", "dtype"), [(1, torch.float32), (-1, torch.bfloat16)])
 def test_a_window_off_by_one(off, dtype, monkeypatch):
     """No document leaks; only the reach of attention is wrong, which rounding in bfloat16 may cover."""
-    right = fast_attention.attention_options
+    right = attention.attention_options
 
     def wrong(attention, spec):
         options = right(attention, spec)
         return type(options)(options.scale, options.window + off, options.softcap, options.dropout)
 
     model = patched("mistral", dtype)
-    monkeypatch.setattr(fast_attention, "attention_options", wrong)
+    monkeypatch.setattr(attention, "attention_options", wrong)
     report = verify(model)
     assert "reach of attention" in failed(report)
     assert not set(failed(report)) & set(LEAKS)
@@ -249,7 +250,7 @@ def test_a_loss_that_counts_boundaries(monkeypatch):
 @pytest.mark.parametrize("wrong", ["the loss", "its gradients"])
 def test_the_loss_of_training_is_wrong(wrong, monkeypatch):
     """It is fused with the head: neither logits nor a loss without gradients tell."""
-    right = fast_loss.linear_cross_entropy
+    right = cross_entropy.linear_cross_entropy
 
     def shifted(hidden, *args, **options):
         hidden.register_hook(lambda gradient: gradient.roll(1, dims=-2))
@@ -260,7 +261,7 @@ def test_the_loss_of_training_is_wrong(wrong, monkeypatch):
 
     model = patched()
     assert verify(model).passed
-    monkeypatch.setattr(fast_loss, "linear_cross_entropy", too_large if wrong == "the loss" else shifted)
+    monkeypatch.setattr(cross_entropy, "linear_cross_entropy", too_large if wrong == "the loss" else shifted)
     expected = ["counted loss"] if wrong == "the loss" else []
     assert failed(verify(model)) == [*expected, "gradients of the counted loss"]
 

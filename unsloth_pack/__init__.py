@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unsloth_pack.api import FastLanguageModel
+    from unsloth_pack.checks import probe, verify
     from unsloth_pack.errors import BackendUnavailable, InputError, LeakFound, UnsupportedArchitecture
     from unsloth_pack.models import supported_architectures
-    from unsloth_pack.patch import patch_model
-    from unsloth_pack.verification import probe, verify
+    from unsloth_pack.patching.patch import patch_model
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,10 +28,10 @@ _HOMES = {
     "InputError": "errors",
     "LeakFound": "errors",
     "UnsupportedArchitecture": "errors",
-    "patch_model": "patch",
-    "probe": "verification",
+    "patch_model": "patching.patch",
+    "probe": "checks",
     "supported_architectures": "models",
-    "verify": "verification",
+    "verify": "checks",
 }
 
 

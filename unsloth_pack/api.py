@@ -16,10 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import is_bitsandbytes_available
 
-from unsloth_pack.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
-from unsloth_pack.loading import (
+from unsloth_pack.files.loading import (
     load_adapter,
     load_model,
     load_tokenizer,
@@ -31,10 +30,11 @@ from unsloth_pack.loading import (
     take_file_options,
     weight_dtype,
 )
+from unsloth_pack.files.saving import save_demo_adapter, save_pretrained_merged
+from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
+from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import spec_of
-from unsloth_pack.models.fp8 import Fp8Linear, quantize_to_fp8
-from unsloth_pack.patch import patch_model, patch_of
-from unsloth_pack.saving import save_demo_adapter, save_pretrained_merged
+from unsloth_pack.patching.patch import patch_model, patch_of
 
 PROJECTIONS = (
     "q_proj",

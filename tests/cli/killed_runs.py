@@ -47,7 +47,7 @@ def _run(arguments, folder, fault):
 
 
 def _note_the_rows_of_every_step(path):
-    from unsloth_pack.trl import RunTrainer
+    from unsloth_pack.training.trl import RunTrainer
 
     step = RunTrainer.training_step
     with path.open("a") as file:
@@ -122,7 +122,7 @@ def fill_the_disk_at_the_second_save():
     """No file may grow beyond a few KiB from then on: the metrics do not, a checkpoint does."""
     import resource
 
-    from unsloth_pack.whole_checkpoints import WholeCheckpoints
+    from unsloth_pack.training.checkpoints import WholeCheckpoints
 
     write, saves = WholeCheckpoints._write_aside, []
 

@@ -8,8 +8,8 @@ import pytest
 from model_folder import save_model
 
 from unsloth_pack.cli import main
-from unsloth_pack.cli.options import TrainOptions
-from unsloth_pack.cli.others import FLAGS, REMEDIES
+from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.other_trainers import FLAGS, REMEDIES
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_anything_else_is_one_line_and_exit_code_1(train, monkeypatch, capsys):
     def fail(*_, **__):
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr("unsloth_pack.trl.make_trainer", fail)
+    monkeypatch.setattr("unsloth_pack.training.trl.make_trainer", fail)
     assert train() == 1
     assert (
         capsys.readouterr().err == "unsloth-pack: RuntimeError: first line; add --debug for the traceback\n"

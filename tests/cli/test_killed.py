@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 import unsloth_pack.cli.train
 from unsloth_pack.cli import main
 from unsloth_pack.report.metrics import has_ended
-from unsloth_pack.whole_checkpoints import last_checkpoint
+from unsloth_pack.training.checkpoints import last_checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise on a CPU")
 
@@ -149,8 +149,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(train, monkeypatch):
             named.append(target.name)
         rename(source, target)
 
-    monkeypatch.setattr("unsloth_pack.whole_folders.os.fsync", noting_flush)
-    monkeypatch.setattr("unsloth_pack.whole_folders.os.replace", noting_rename)
+    monkeypatch.setattr("unsloth_pack.files.whole_folders.os.fsync", noting_flush)
+    monkeypatch.setattr("unsloth_pack.files.whole_folders.os.replace", noting_rename)
     assert train(save_steps=2) == 0
     assert named == ["checkpoint-2", "checkpoint-4"]
 

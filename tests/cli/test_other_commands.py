@@ -20,7 +20,7 @@ from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
 from unsloth_pack.cli import SUBCOMMANDS, main
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED, Breakage
-from unsloth_pack.cli.options import TrainOptions
+from unsloth_pack.recipe.options import TrainOptions
 
 
 def test_merge_then_generate(train, tmp_path, capsys, monkeypatch):

@@ -12,10 +12,11 @@ from model_folder import byte_tokenizer, save_model
 from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
 from safetensors.torch import load_file
 
-from unsloth_pack.cli import main, prepare
-from unsloth_pack.cli.options import read_options
+from unsloth_pack.cli import main
 from unsloth_pack.demo import TRAIN_FILE
 from unsloth_pack.packing import read_manifest
+from unsloth_pack.recipe import prepare
+from unsloth_pack.recipe.options import read_options
 
 CAPACITY = 128
 

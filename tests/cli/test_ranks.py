@@ -14,8 +14,8 @@ from cli_runs import losses, read_metrics
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
-from unsloth_pack.cli import sharding
-from unsloth_pack.cli.options import TrainOptions
+from unsloth_pack.recipe import sharding
+from unsloth_pack.recipe.options import TrainOptions
 
 ROOT = Path(__file__).parents[2]
 CUT = {"max_seq_length": 128, "max_token_loss": 1}

@@ -8,8 +8,8 @@ from functools import lru_cache, partial
 from tiny import MIXED_LENGTHS, random_documents, run_alone, run_packed
 
 from unsloth_pack import patch_model
-from unsloth_pack.checkpointing import enable_checkpointing
 from unsloth_pack.errors import BackendUnavailable
+from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 from .cases import CHECKPOINTING, DTYPES
 from .judge import Draw, judge_as_few, on_the_same_row

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from unsloth_pack import supported_architectures
 from unsloth_pack.kernels import reference
-from unsloth_pack.models import fast_lora
-from unsloth_pack.models.fast_lora import FastLoraLinear
+from unsloth_pack.lora import layers
+from unsloth_pack.lora.layers import FastLoraLinear
 
 from .cases import DTYPES, VARIANTS, WINDOWS
 
@@ -129,7 +129,7 @@ def drawing_dropout(model):
                 if isinstance(dropout, _TokenDropout):
                     layer.lora_dropout[name] = nn.Dropout(dropout.p)
                     layer.lora_dropout[name].seed = dropout.seed
-            if fast_lora.why_not_fused(layer) is not None:
+            if layers.why_not_fused(layer) is not None:
                 layer.lora_dropout.update(by_token)
     frozen = FastLoraLinear.frozen
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tools.build_demo import base_training_rows, encode, write_data
 from unsloth_pack.demo import BASE_HELDOUT_FILE, DATA_DIR, DEMO_DEFAULTS, HELDOUT_FILE, MODEL_DIR, TRAIN_FILE
-from unsloth_pack.demo.build import base_training_rows, encode, write_data
-from unsloth_pack.demo.evaluate import exact_match
-from unsloth_pack.demo.tasks import messages, user_text
+from unsloth_pack.demo.evaluate import exact_match, messages, user_text
 
 
 def read(path):

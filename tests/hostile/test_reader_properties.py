@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_pack.data import load_rows, to_trl
-from unsloth_pack.describe import describe_row
 from unsloth_pack.errors import InputError
-from unsloth_pack.layout import PackedRow
+from unsloth_pack.row.from_call import describe_row
+from unsloth_pack.row.packed_row import PackedRow
 
 CPU = torch.device("cpu")
 FORMATS = ("json", "jsonl", "csv", "parquet", "txt")

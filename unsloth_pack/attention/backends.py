@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from unsloth_pack.attention import flash, sdpa, xformers
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.errors import BackendUnavailable, InputError, first_line
-from unsloth_pack.layout import PackedRow
+from unsloth_pack.row.packed_row import PackedRow
 
 ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from unsloth_pack.attention.backends import BACKENDS, choose_backend
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
-from unsloth_pack.layout import PackedRow
+from unsloth_pack.row.packed_row import PackedRow
 
 
 def attend(

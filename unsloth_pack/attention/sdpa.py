@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unsloth_pack.attention.dense import attend_dense, causal_mask
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
-from unsloth_pack.layout import PackedRow
+from unsloth_pack.row.packed_row import PackedRow
 
 _SHORTEST_BLOCK = 256
 _SOFTCAPPED_BLOCK = 1024  # queries whose logits exist at a time

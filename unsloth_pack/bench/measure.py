@@ -27,9 +27,8 @@ from transformers import (
 from unsloth_pack.api import FastLanguageModel, lora_targets
 from unsloth_pack.bench.breakdown import break_down
 from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks
-from unsloth_pack.checkpointing import enable_checkpointing
 from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.loading import (
+from unsloth_pack.files.loading import (
     load_model,
     load_tokenizer,
     own_device,
@@ -37,10 +36,11 @@ from unsloth_pack.loading import (
     resolve,
     weight_dtype,
 )
-from unsloth_pack.patch import patch_of
+from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.report.memory import peak_memory
-from unsloth_pack.trl import RunTrainer, make_trainer, sft_config
+from unsloth_pack.training.trl import RunTrainer, make_trainer, sft_config
 
 SEED = 3407
 _WARM_UP = {"cuda": 10, "cpu": 1}  # steps; kernels compile and common forms of rows are captured in them

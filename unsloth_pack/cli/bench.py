@@ -6,9 +6,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.cli.machine import device_name, device_type, versions
-from unsloth_pack.cli.parser import Parser, whole
 from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.machine import device_name, device_type, versions
+from unsloth_pack.recipe.parser import Parser, whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -102,9 +102,9 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     """Documents and packed rows on disk, and the four runs over them, the patched packed one first."""
     from unsloth_pack.api import check_positions
     from unsloth_pack.bench import Case
-    from unsloth_pack.cli.checks import check_backend
-    from unsloth_pack.loading import load_config, resolve, weight_dtype
+    from unsloth_pack.files.loading import load_config, resolve, weight_dtype
     from unsloth_pack.packing import pack_dataset
+    from unsloth_pack.recipe.checks import check_backend
 
     name = given.get("model_name", "demo")
     base = resolve(name)[0]
@@ -137,9 +137,9 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
 
 
 def _documents(dataset: str, model_name: str, length: int, vocab_size: int) -> "Dataset":
-    from unsloth_pack.cli.documents import load_tokenizer, to_documents
     from unsloth_pack.data import check_token_ids, load_rows
     from unsloth_pack.packing import find_packs
+    from unsloth_pack.recipe.documents import load_tokenizer, to_documents
 
     if find_packs(dataset):
         raise InputError(f"dataset is {dataset!r}, which is packed; give the data that it was packed from")

@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
-from unsloth_pack.cli.machine import device_type
-from unsloth_pack.cli.parser import Parser
 from unsloth_pack.errors import InputError, printable
+from unsloth_pack.recipe.machine import device_type
+from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
-from unsloth_pack.cli.parser import DTYPE_HELP, DTYPES, Parser, real, whole
 from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.parser import DTYPE_HELP, DTYPES, Parser, real, whole
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from unsloth_pack.cli.checks import check_new_folder
-from unsloth_pack.cli.parser import SAVE_METHODS, Parser
 from unsloth_pack.errors import InputError, printable
+from unsloth_pack.recipe.checks import check_new_folder
+from unsloth_pack.recipe.parser import SAVE_METHODS, Parser
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -7,16 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_pack.cli.machine import count_processes
-from unsloth_pack.cli.options import TrainOptions
 from unsloth_pack.errors import InputError, RunStopped
+from unsloth_pack.recipe.machine import count_processes
+from unsloth_pack.recipe.options import TrainOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unsloth_pack.finite_updates import NonFinite
     from unsloth_pack.report.metrics import MetricsFile
-    from unsloth_pack.trl import RunTrainer
+    from unsloth_pack.training.finite_updates import NonFinite
+    from unsloth_pack.training.trl import RunTrainer
 
 
 class Diverged(RunStopped):
@@ -33,7 +33,7 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
     """
     import torch
 
-    from unsloth_pack.whole_checkpoints import lost_a_process
+    from unsloth_pack.training.checkpoints import lost_a_process
 
     folder = options.folder
     try:
@@ -70,7 +70,7 @@ def kept(folder: Path) -> Iterator[None]:
 
 
 def _remedy(trainer: "RunTrainer", options: TrainOptions, error: BaseException) -> str:
-    from unsloth_pack.out_of_memory import remedy
+    from unsloth_pack.training.memory_watch import remedy
 
     use = trainer.memory_use(error)
     if use is None:
@@ -112,7 +112,7 @@ def check_finite(trainer: "RunTrainer") -> None:
 
 def way_on(folder: Path) -> str:
     """How to go on with the run in `folder`, and from where."""
-    from unsloth_pack.whole_checkpoints import last_checkpoint
+    from unsloth_pack.training.checkpoints import last_checkpoint
 
     checkpoint, quoted = last_checkpoint(folder), shlex.quote(str(folder))
     if checkpoint is None and (folder / "adapter_config.json").exists():  # it is saved after the training

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.cli.checks import check_new_folder, check_writable
-from unsloth_pack.cli.parser import Parser, whole
 from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing.plan import STRATEGIES
+from unsloth_pack.recipe.checks import check_new_folder, check_writable
+from unsloth_pack.recipe.parser import Parser, whole
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,11 +27,11 @@ def run(arguments: Sequence[str]) -> int:
     check_writable("out", out.absolute().parent)  # the packs are written beside it
 
     from unsloth_pack.api import check_positions
-    from unsloth_pack.cli.documents import load_tokenizer, to_documents
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import load_rows, tokenizer_hash
-    from unsloth_pack.loading import load_config, resolve
+    from unsloth_pack.files.loading import load_config, resolve
     from unsloth_pack.packing import write_packs
+    from unsloth_pack.recipe.documents import load_tokenizer, to_documents
     from unsloth_pack.report.console import LastingConsole
     from unsloth_pack.report.tables import print_packs
 

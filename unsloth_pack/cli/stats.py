@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.cli.checks import check_writable
-from unsloth_pack.cli.parser import Parser, whole
 from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.checks import check_writable
+from unsloth_pack.recipe.parser import Parser, whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,8 +132,8 @@ def _image_tokens(given: dict[str, Any]) -> int:
 
 
 def _lengths(dataset: str, model_name: str) -> np.ndarray:
-    from unsloth_pack.cli.documents import load_tokenizer, to_documents
     from unsloth_pack.data import load_rows
+    from unsloth_pack.recipe.documents import load_tokenizer, to_documents
     from unsloth_pack.report.fill import row_lengths
 
     rows = load_rows(dataset)

@@ -7,23 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.cli import checks
-from unsloth_pack.cli.machine import count_processes, is_main_process, versions
+from unsloth_pack.cli import SUBCOMMANDS
 from unsloth_pack.cli.mishaps import check_finite, explained, kept, report_nonfinite, way_on
-from unsloth_pack.cli.options import TrainOptions, read_options
 from unsloth_pack.errors import RunStopped
+from unsloth_pack.recipe import checks
+from unsloth_pack.recipe.machine import count_processes, is_main_process, versions
+from unsloth_pack.recipe.options import TrainOptions, read_options
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from unsloth_pack.cli.prepare import Prepared
     from unsloth_pack.data.ledger import TokenLedger
     from unsloth_pack.demo.evaluate import ExactMatch
+    from unsloth_pack.recipe.prepare import Prepared
     from unsloth_pack.report.fill import RowFill
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.report.tables import RunSummary
-    from unsloth_pack.trl import RunTrainer
+    from unsloth_pack.training.trl import RunTrainer
 
 _EXAMPLES = 3  # generations shown side by side
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
@@ -38,12 +39,15 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         InputError: something is missing, contradictory or cannot work here; nothing has been written then.
     """
-    options = read_options(arguments)
+    others = ", ".join(name for name in SUBCOMMANDS if name != "train")
+    options = read_options(arguments, f"Other subcommands: {others}. Each has its own --help.")
     checks.check_options(options)
 
-    from unsloth_pack.cli.prepare import prepare
+    from unsloth_pack.cli.quiet import quieten
+    from unsloth_pack.recipe.prepare import prepare
     from unsloth_pack.report.console import RunConsole
 
+    quieten(show_bars=is_main_process())
     prepared = prepare(options)
     checks.check_same_data(options, "train", prepared.ledger, prepared.fingerprint)
     if prepared.eval_ledger:
@@ -53,12 +57,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _train(prepared: "Prepared", console: "Console") -> int:
-    from unsloth_pack.patch import patch_of
+    from unsloth_pack.checks import probe
+    from unsloth_pack.patching.patch import patch_of
     from unsloth_pack.report.callbacks import MetricsCallback, ProgressCallback, StopOnSignal
-    from unsloth_pack.sharded_weights import loaded_whole
-    from unsloth_pack.trl import make_trainer
-    from unsloth_pack.verification import probe
-    from unsloth_pack.whole_checkpoints import last_checkpoint
+    from unsloth_pack.training.checkpoints import last_checkpoint
+    from unsloth_pack.training.sharded_weights import loaded_whole
+    from unsloth_pack.training.trl import make_trainer
 
     options = prepared.options
     with loaded_whole(prepared.config):
@@ -155,9 +159,9 @@ def _load_model(options: TrainOptions) -> Any:
 
 def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) -> "MetricsFile":
     """The metrics file of this run; what an earlier run left goes, or stays up to the checkpoint."""
+    from unsloth_pack.files.whole_folders import remove_leftovers
     from unsloth_pack.report.metrics import MetricsFile
-    from unsloth_pack.whole_checkpoints import ASIDE, step_of
-    from unsloth_pack.whole_folders import remove_leftovers
+    from unsloth_pack.training.checkpoints import ASIDE, step_of
 
     is_main = is_main_process()
     if is_main:
@@ -206,7 +210,7 @@ def _describe_rows(
 def _announce(
     console: "Console", trainer: "RunTrainer", prepared: "Prepared", fill: "RowFill", updates: int
 ) -> None:
-    from unsloth_pack.patch import patch_of
+    from unsloth_pack.patching.patch import patch_of
     from unsloth_pack.report.tables import RunFacts, print_banner
 
     config = prepared.config
@@ -300,7 +304,7 @@ def _save_adapter(
 def _save_merged_and_plot(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
     from unsloth_pack.api import FastLanguageModel
     from unsloth_pack.report.plots import plot_loss
-    from unsloth_pack.sharded_weights import loaded_whole
+    from unsloth_pack.training.sharded_weights import loaded_whole
 
     options = prepared.options
     if options.save_model:

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.cli.parser import DTYPE_HELP, DTYPES, Parser, whole
 from unsloth_pack.errors import LAST_SEED
+from unsloth_pack.recipe.parser import DTYPE_HELP, DTYPES, Parser, whole
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from unsloth_pack.verification import VerifyReport
+    from unsloth_pack.checks import VerifyReport
 
 _ROOM = 8192  # tokens of a row by default: beyond the usual sliding windows
 _MOST_DOCUMENTS = 8  # of a data set
@@ -28,9 +28,9 @@ def run(arguments: Sequence[str]) -> int:
     """
     given = _parser().parse(arguments)
 
+    from unsloth_pack.checks import verify
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.report.console import LastingConsole
-    from unsloth_pack.verification import verify
 
     quieten(show_bars=False)
     seed = given.get("seed", 3407)
@@ -74,7 +74,7 @@ def _parser() -> Parser:
 
 
 def _default_room(model_name: str) -> int:
-    from unsloth_pack.loading import load_config, resolve
+    from unsloth_pack.files.loading import load_config, resolve
 
     config = load_config(resolve(model_name)[0]).get_text_config()
     return min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))
@@ -86,7 +86,7 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
     from peft import PeftModel
 
     from unsloth_pack.api import FastLanguageModel
-    from unsloth_pack.checkpointing import enable_checkpointing
+    from unsloth_pack.memory.checkpointing import enable_checkpointing
 
     names = ("model_name", "dtype", "load_in_4bit", "load_in_8bit", "load_in_fp8", "attn_backend")
     chosen = {name: given[name] for name in names if name in given}
@@ -106,8 +106,8 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
 
 def _documents(dataset: str, tokenizer: Any, room: int) -> list[list[int]]:
     """The first documents of a data set that fit into the row, each cut to half of it."""
-    from unsloth_pack.cli.documents import to_documents
     from unsloth_pack.data import load_rows
+    from unsloth_pack.recipe.documents import to_documents
 
     rows = load_rows(dataset)
     rows = rows.select(range(min(_MOST_DOCUMENTS, len(rows))))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import datasets
 
 _DEMO_FILES = {"train": TRAIN_FILE, "test": HELDOUT_FILE}
+PACK_FILES = ("packs.json", "shard-00000.arrow")  # of a folder of packed rows: its manifest, its first rows
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set or a model
 _SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -76,9 +77,7 @@ def _load_hub(name: str, split: str) -> datasets.Dataset:
 
 
 def _load_folder(folder: Path, split: str) -> datasets.Dataset:
-    from unsloth_pack.packing import find_packs  # packing knows the ledger, which is made here
-
-    if find_packs(str(folder)):
+    if any((folder / name).exists() for name in PACK_FILES):
         raise InputError(
             f"{folder}: packed rows, and documents are needed here; give the data they were packed from"
         )

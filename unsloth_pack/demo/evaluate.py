@@ -6,7 +6,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .tasks import Row, messages
+Row = dict[str, str]  # `instruction`, `input` and `output`, alpaca's columns
+
+
+def user_text(row: Row) -> str:
+    """What the user says: the instruction, and the input on the line below."""
+    return f"{row['instruction']}\n{row['input']}" if row["input"] else row["instruction"]
+
+
+def messages(row: Row) -> list[dict[str, str]]:
+    """The row as a conversation of two turns."""
+    return [{"role": "user", "content": user_text(row)}, {"role": "assistant", "content": row["output"]}]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unsloth_pack.to_host import ToHost
+from unsloth_pack.host_copy import HostCopy
 
 from .launch import MAX_WARPS, PER_THREAD, floor_power_of_2, jit, takes_fused_path, tl, triton
 
@@ -39,7 +39,7 @@ class LabelledRows:
     """Which rows carry a label, found on the device without waiting for it.
 
     Skipping the others needs their number on the host. Made before the decoder runs, this asks for it then,
-    see `ToHost`; made by the loss itself, it waits for all before it.
+    see `HostCopy`; made by the loss itself, it waits for all before it.
 
     Args:
         labels: int32 or int64, any shape; row i's label is the i-th, already shifted.
@@ -50,7 +50,7 @@ class LabelledRows:
         self.labels = labels
         has_label = labels.reshape(-1) != ignore_index
         self._order = has_label.logical_not().argsort(stable=True)
-        self._count = ToHost(has_label.sum())
+        self._count = HostCopy(has_label.sum())
 
     @cached_property
     def count(self) -> int:

@@ -11,7 +11,7 @@ from rich.text import Text
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.errors import printable
 from unsloth_pack.packing import PackManifest
-from unsloth_pack.patch_report import PatchReport
+from unsloth_pack.patching.report import PatchReport
 from unsloth_pack.report.fill import RowFill
 from unsloth_pack.report.memory import gib
 

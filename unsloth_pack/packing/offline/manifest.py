@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.sources import PACK_FILES
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FILE_NAME = "packs.json"
+FILE_NAME = PACK_FILES[0]
 VERSION = 1
 _FORMAT = "unsloth_pack packs"
 
@@ -103,8 +104,7 @@ def find_packs(dataset: str) -> Path | None:
     folder = Path(os.path.expanduser(dataset))
     if dataset == "demo" or not os.path.isdir(folder):
         return None
-    has_packs = (folder / FILE_NAME).exists() or (folder / shard_name(0)).exists()
-    return folder if has_packs else None
+    return folder if any((folder / name).exists() for name in PACK_FILES) else None
 
 
 def read_manifest(folder: Path) -> PackManifest:

@@ -12,6 +12,7 @@ import numpy as np
 
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.errors import InputError
+from unsloth_pack.files.whole_folders import write_whole
 from unsloth_pack.packing.dataset import ROWS_A_BATCH, RowBuilder, plan_rows
 from unsloth_pack.packing.lengths import check_positive
 from unsloth_pack.packing.offline.manifest import (
@@ -22,7 +23,6 @@ from unsloth_pack.packing.offline.manifest import (
     sha256_of,
     shard_name,
 )
-from unsloth_pack.whole_folders import write_whole
 
 if TYPE_CHECKING:
     import datasets

@@ -1,0 +1,180 @@
+"""Does a packed row give what its documents give alone, and are exactly the right tokens counted?
+
+Packed and alone differ by rounding at least. How much that is on this model and dtype is measured, not
+assumed: the document runs alone once more, the input of every layer moved at random by up to one unit in the
+last place. On dense models in float32 and bfloat16, the logits and gradients of packed differ from alone by 0
+to 1.5 times as much.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unsloth_pack.checks.leaks import SLACK, largest, relative_error
+from unsloth_pack.checks.report import Check
+from unsloth_pack.checks.subject import Gradients, Subject, example_of, layers_given
+from unsloth_pack.errors import InputError
+from unsloth_pack.row.from_call import ROW_KEYWORDS, describe_row
+from unsloth_pack.row.packed_row import IGNORE_INDEX
+
+_SAMPLES = 6  # of rounding, before a difference is held to be more than that
+
+Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """Of one document against itself alone, relative."""
+
+    loss: float
+    logits: float
+    embedding_gradients: float
+    trained_gradients: float
+
+    @classmethod
+    def of(cls, got: Gradients, alone: Gradients, embeddings: Tensor) -> "_Errors":
+        return cls(
+            abs(got.loss - alone.loss) / abs(alone.loss),
+            relative_error([got.logits], [alone.logits]),
+            relative_error([embeddings], [alone.embeddings[0]]),
+            relative_error(list(got.trained.values()), list(alone.trained.values())),
+        )
+
+
+def check_alone(subject: Subject, documents: Sequence[Tensor]) -> list[Check]:
+    """Loss, logits and gradients of every document in the row, each against the document alone.
+
+    Rounding is random, and where it decides which expert a token goes to, rare and large. So a check fails
+    only when it does so beside several samples of it.
+    """
+    packed: list[_Errors] = []
+    rounded: list[_Errors] = []
+    for sample in range(_SAMPLES):
+        for number, document in enumerate(documents):
+            run_alone = partial(subject.logits_alone, document)
+            alone = subject.gradients(document, run_alone)
+            if sample == 0:
+                packed.append(_packed_errors(subject, documents, number, alone))
+            with _rounded_otherwise(subject):
+                got = subject.gradients(document, run_alone)
+            rounded.append(_Errors.of(got, alone, got.embeddings[0]))
+        checks = [_check_errors(what.name, packed, rounded, subject.dtype) for what in fields(_Errors)]
+        if all(check.passed for check in checks):
+            break
+    return checks if alone.trained else checks[:-1]
+
+
+def _packed_errors(subject: Subject, documents: Sequence[Tensor], number: int, alone: Gradients) -> _Errors:
+    start = sum(map(len, documents[:number]))
+    got = subject.gradients(documents[number], lambda: subject.packed_outputs(documents)[number])
+    return _Errors.of(got, alone, got.embeddings[0, start : start + len(documents[number])])
+
+
+def _check_errors(
+    what: str, packed: Sequence[_Errors], rounded: Sequence[_Errors], dtype: torch.dtype
+) -> Check:
+    errors, yardsticks = ([getattr(error, what) for error in run] for run in (packed, rounded))
+    value, yardstick = largest(errors), largest(yardsticks)
+    detail = (
+        f"off by {value:.1e} at most, in document {errors.index(value)}; rounding alone makes {yardstick:.1e}"
+    )
+    luck = max(torch.finfo(dtype).eps, SLACK * torch.finfo(torch.float32).eps)  # a number may round right
+    allowed = max(SLACK * yardstick, luck)
+    return Check.of(f"{what.replace('_', ' ')} against alone", value, allowed, detail)
+
+
+@contextmanager
+def _rounded_otherwise(subject: Subject) -> Iterator[None]:
+    """Meanwhile the inputs of all layers are moved by up to one unit in the last place, at random."""
+    eps = torch.finfo(subject.dtype).eps
+
+    def move(hidden: Tensor) -> Tensor:
+        noise = 2 * torch.rand_like(hidden, dtype=torch.float32) - 1
+        return (hidden * (1 + eps * noise)).to(hidden.dtype)
+
+    with layers_given(move, subject.layers):
+        yield
+
+
+def check_counting(
+    subject: Subject, documents: Sequence[Tensor], collate: Collate, against_alone: Sequence[Check]
+) -> list[Check]:
+    """Positions, boundary labels and token counts of the batch that the trainer's collator makes of the row.
+
+    Args:
+        against_alone: what `check_alone` found, whose allowances serve the model's own loss too.
+    """
+    lengths = [len(document) for document in documents]
+    ids = torch.cat(list(documents))
+    labels = ids.clone()
+    starts = np.cumsum([0, *lengths[:-1]])
+    for start, length in zip(starts, lengths, strict=True):
+        labels[start : start + length // 3] = IGNORE_INDEX  # as a prompt
+    batch = collate([example_of(lengths, ids, labels)])
+    made = batch["labels"].reshape(-1).cpu()
+    own = sum(int((part[1:] != IGNORE_INDEX).sum()) for part in labels.split(lengths))
+    at_starts = int((made[torch.from_numpy(starts)] != IGNORE_INDEX).sum())
+    counted = int((made != IGNORE_INDEX).sum())
+    checks = [
+        _check_positions(lengths, batch),
+        Check.of("boundary labels", at_starts, 0, f"on {at_starts} of {len(lengths)} first tokens"),
+        Check.of("token count", abs(counted - own), 0, f"{counted} counted, {own} in the documents alone"),
+    ]
+    return [*checks, *_check_counted_loss(subject, documents, made[: len(ids)], against_alone)]
+
+
+def _check_positions(lengths: Sequence[int], batch: Mapping[str, Any]) -> Check:
+    name = "positions"
+    described = {k: v for k, v in batch.items() if k in (*ROW_KEYWORDS, "position_ids", "attention_mask")}
+    try:
+        row = describe_row(tuple(batch["input_ids"].shape), torch.device("cpu"), **described)
+    except InputError as refusal:
+        return Check(name, 1, 0, str(refusal), False)
+    if row is None or row.lengths[: len(lengths)] != tuple(lengths):  # padding may follow
+        found = "none" if row is None else f"those of {list(row.lengths[:8])} tokens"
+        return Check(name, 1, 0, f"of the documents, the collator's batch describes {found}", False)
+    restarting = np.concatenate([np.arange(length) for length in lengths])
+    off = int((row.positions[: len(restarting)] != restarting).sum())
+    return Check.of(name, off, 0, f"{off} of {len(restarting)} do not restart with their document")
+
+
+def _check_counted_loss(
+    subject: Subject, documents: Sequence[Tensor], labels: Tensor, against_alone: Sequence[Check]
+) -> list[Check]:
+    """The model's own loss on the row, and its gradients, against the mean over the labels of all documents
+    alone. It is asked for as in training, where it may be computed without logits."""
+    of_documents = labels.split([len(document) for document in documents])
+    count = sum(int((own[1:] != IGNORE_INDEX).sum()) for own in of_documents)
+    error = gradient_error = 0.0
+    if count:
+
+        def mean_alone() -> Tensor:
+            pairs = zip(documents, of_documents, strict=True)
+            return torch.stack([_summed_loss(subject.logits_alone(d), own) for d, own in pairs]).sum() / count
+
+        expected, embeddings_alone, trained_alone = subject.backward(mean_alone)
+        loss, embeddings, trained = subject.backward(
+            lambda: subject.packed(documents, labels=labels[None].to(subject.device)).loss
+        )
+        error = abs(loss / expected - 1)
+        got = list(trained.values()) or [embeddings]
+        gradient_error = relative_error(got, list(trained_alone.values()) or [embeddings_alone])
+    detail = f"the model's own, of {count} labels, is off by {error:.1e}"
+    gradients = f"of the model's own, off by {gradient_error:.1e}"
+    return [
+        Check.of("counted loss", error, against_alone[0].allowed, detail),
+        Check.of("gradients of the counted loss", gradient_error, against_alone[-1].allowed, gradients),
+    ]
+
+
+def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    wide = logits[:-1].to(torch.promote_types(logits.dtype, torch.float32))
+    targets = labels[1:].to(logits.device)
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -1,0 +1,210 @@
+"""The model under test: how it is called, what is read off it, and how it is left as it was.
+
+Shapes: T tokens of a row or L of a document, C channels, V words of the vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.leak_probe import Probed, greatest_by_document
+from unsloth_pack.patching.patch import patch_of
+
+Description = Literal["packed_seq_lengths", "position_ids", "trl"]
+Describe = Callable[[Sequence[int]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of the loss of one document.
+
+    Args:
+        loss: in nats a token.
+        logits: `[L, V]` of the document.
+        embeddings: `[rows, T, C]`, of the input embeddings of everything that the model was given.
+        trained: of the trained parameters, by name.
+    """
+
+    loss: float
+    logits: Tensor
+    embeddings: Tensor
+    trained: dict[str, Tensor]
+
+
+class Subject(Probed):
+    """A causal language model, and how its packed rows are described to it.
+
+    Args:
+        model: a transformers model, or a PEFT model of one, patched or not.
+        describe: "packed_seq_lengths", "position_ids", "trl" for what TRL's collator describes, or a function
+            from the lengths to what a call carries beside the ids. None: "packed_seq_lengths" where the model
+            is patched, else "position_ids".
+    """
+
+    def __init__(self, model: Any, describe: Description | Describe | None):
+        patch = patch_of(model)
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.attn_backend = (
+            patch.report.attn_backend if patch is not None else str(self.config._attn_implementation)
+        )
+        embedding = model.get_input_embeddings().weight
+        self.device, self.dtype = embedding.device, embedding.dtype
+        self.vocab_size = min(self.config.vocab_size, len(embedding))
+        if describe is None:
+            describe = "position_ids" if patch is None else "packed_seq_lengths"
+        self._describe = describe if callable(describe) else _named_description(describe)
+
+    @property
+    def is_checkpointing(self) -> bool:
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers: the outermost list of modules, which lies before those inside it."""
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList):
+                return list(module)
+        raise InputError(f"a {type(self.model).__name__} has no list of layers; give a decoder")
+
+    @cached_property
+    def windows(self) -> set[int]:
+        """The sliding windows of the layers, in tokens."""
+        holders = [self.config, *self.model.modules()]
+        return {w for holder in holders if isinstance(w := getattr(holder, "sliding_window", None), int)}
+
+    def packed(self, documents: Sequence[Tensor], **more: Any) -> Any:
+        """The model's output for one row of all documents, `[1, T]`."""
+        described = self._describe([len(document) for document in documents])
+        described = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
+        return self.model(input_ids=torch.cat(list(documents)).to(self.device)[None], **described, **more)
+
+    def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`[L, V]` of every document in one row of all."""
+        return self.packed(documents).logits[0].split([len(document) for document in documents])
+
+    def logits_alone(self, document: Tensor) -> Tensor:
+        """`[L, V]` of a document in a row of its own."""
+        return self.model(input_ids=document.to(self.device)[None], use_cache=False).logits[0]
+
+    def logits_beside(self, document: Tensor, neighbour: Tensor) -> Tensor:
+        """`[L, V]` of a document in an ordinary batch of two, padded to the length of its longer neighbour.
+
+        Rows of a batch never see each other, and padding on the right lies in nobody's past: what this
+        differs from the document alone is rounding.
+        """
+        ids = torch.zeros(2, len(neighbour), dtype=torch.int64)
+        ids[0, : len(document)], ids[1] = document, neighbour
+        mask = torch.ones_like(ids)
+        mask[0, len(document) :] = 0
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, : len(document)]
+
+    def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
+        """What the loss of `document` gives, whose logits `[L, V]` are what `forward` returns.
+
+        Its last token is asked for the first one, so that a document of one token has a loss too.
+        """
+        made: list[Tensor] = []
+
+        def loss() -> Tensor:
+            made.append(forward())
+            return loss_of(made[0], document)
+
+        value, embeddings, trained = self.backward(loss)
+        return Gradients(value / len(document), made[0].detach(), embeddings, trained)
+
+    def backward(self, loss: Callable[[], Tensor]) -> tuple[float, Tensor, dict[str, Tensor]]:
+        """A loss, its gradient at the input embeddings of every pass that it took, `[rows, T, C]` side by
+        side, and those of the trained parameters, by name."""
+        with self.recorded_embeddings() as seen:
+            value = loss()
+            value.backward()
+        trained = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                trained[name], parameter.grad = parameter.grad, None
+        reached = [torch.zeros_like(x) if x.grad is None else x.grad for x in seen]
+        return float(value.detach()), torch.cat(reached, dim=1), trained
+
+    def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
+        """The greatest gradient at every document's embeddings, of the loss of some of them."""
+        with self.recorded_embeddings() as seen:
+            logits = self.packed_outputs(documents)
+            torch.stack([loss_of(logits[i], documents[i]) for i in scored]).sum().backward()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        gradient = torch.zeros_like(seen[0]) if seen[0].grad is None else seen[0].grad
+        return greatest_by_document(gradient[0], documents)
+
+    @contextmanager
+    def recorded_embeddings(self) -> Iterator[list[Tensor]]:
+        """A list of what the input embedding returns meanwhile, each keeping its gradient.
+
+        A model with a hook is not captured into CUDA graphs, so this leaves no trace there.
+        """
+        seen: list[Tensor] = []
+
+        def record(module: nn.Module, args: Any, output: Tensor) -> None:
+            if not output.requires_grad:
+                output.requires_grad_()
+            output.retain_grad()
+            seen.append(output)
+
+        hook = self.model.get_input_embeddings().register_forward_hook(record)
+        try:
+            yield seen
+        finally:
+            hook.remove()
+
+
+@contextmanager
+def layers_given(change: Callable[[Tensor], Tensor], layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Meanwhile every layer gets what `change` makes of its hidden states, `[1, T, C]`."""
+
+    def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    hooks = [layer.register_forward_pre_hook(give, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def loss_of(logits: Tensor, document: Tensor) -> Tensor:
+    """The summed cross-entropy of a document `[L]` as a ring, in float32 or better."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, document.roll(-1).to(logits.device), reduction="sum")
+
+
+def _named_description(name: str) -> Describe:
+    if name == "packed_seq_lengths":
+        return lambda lengths: {"packed_seq_lengths": list(lengths)}
+    if name == "position_ids":
+        return lambda lengths: {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    if name == "trl":
+        from unsloth_pack.training.trl import row_collator
+
+        return lambda lengths: _beside_the_ids(row_collator()([example_of(lengths)]))
+    raise InputError(f"describe is {name!r}; choose packed_seq_lengths, position_ids, trl, or a function")
+
+
+def example_of(lengths: Sequence[int], ids: Tensor | None = None, labels: Tensor | None = None) -> dict:
+    """A row of a packed data set, as TRL's collator takes it."""
+    row = [0] * sum(lengths) if ids is None else ids.tolist()
+    return {"input_ids": row, "labels": row if labels is None else labels.tolist(), "seq_lengths": [*lengths]}
+
+
+def _beside_the_ids(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}

@@ -1,0 +1,1 @@
+"""Loading and saving models; folders that are whole or not there."""

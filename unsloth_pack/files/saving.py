@@ -1,0 +1,179 @@
+"""Saving a trained model: the adapter alone, or merged into 16-bit weights. Whole or not at all."""
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils.integrations import dequantize_module_weight
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.errors import InputError
+from unsloth_pack.files.whole_folders import write_whole
+from unsloth_pack.lora.fp8 import Fp8Linear
+
+SaveMethod = Literal["merged_16bit", "lora"]
+
+
+def save_pretrained_merged(
+    model: nn.Module,
+    save_directory: str | Path,
+    tokenizer: Any = None,
+    save_method: SaveMethod = "merged_16bit",
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Save a model for use without this package, or its adapter alone.
+
+    Args:
+        model: a model from `FastLanguageModel`, with or without an adapter.
+        save_directory: a folder. Files are written beside it and moved in at the end; those of the same names
+            are replaced.
+        tokenizer: saved beside the model when given.
+        save_method: "merged_16bit" adds the adapter to the (dequantised) base weights in float32 and saves
+            them in the model's 16-bit type, bfloat16 if it has none; "lora" saves the adapter as PEFT does.
+        state_dict: the weights that "lora" saves, where the model's own are sharded.
+
+    Raises:
+        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that cannot be merged; a
+            merged weight that is not finite.
+    """
+    if save_method not in ("merged_16bit", "lora"):
+        raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
+    if save_method == "lora" and not isinstance(model, PeftModel):
+        raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
+
+    if not str(save_directory).strip():
+        raise InputError(f"save_directory is {save_directory!r}; give a folder")
+
+    with write_whole(Path(save_directory)) as folder:
+        if save_method == "lora":
+            model.save_pretrained(str(folder), state_dict=state_dict)
+        else:
+            _write_merged(model, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def save_demo_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
+    """PEFT's own `save_pretrained`, which would ask the hub for the vocabulary of a base model "demo"."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if not any(isinstance(end, LoraLayer) for end in ends):
+        has_grown = model.config.vocab_size != AutoConfig.from_pretrained(MODEL_DIR).vocab_size
+        options.setdefault("save_embedding_layers", has_grown)
+    PeftModel.save_pretrained(model, str(save_directory), **options)
+
+
+def _write_merged(model: nn.Module, folder: Path) -> None:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    dtype = base.dtype if base.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    weights = merged_state_dict(base, dtype)
+    config = copy.deepcopy(base.config)
+    config.__dict__.pop("quantization_config", None)
+    config._name_or_path, config.dtype, config.architectures = "", dtype, [type(base).__name__]
+    if config.tie_word_embeddings:
+        if _untied_by_training(base):
+            config.tie_word_embeddings = False
+        else:
+            for name in base._tied_weights_keys or ():
+                weights.pop(name, None)
+    as_on_the_hub = revert_weight_conversion(base, weights)  # stacked experts come apart, as views
+    save_torch_state_dict({name: weight.clone() for name, weight in as_on_the_hub.items()}, folder)
+    config.save_pretrained(folder)
+    if base.generation_config is not None:
+        base.generation_config.save_pretrained(folder)
+
+
+def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights of `base` under their names before PEFT, adapters merged, in `dtype` on the CPU.
+
+    Raises:
+        InputError: an adapter that cannot be merged; a merged weight that is not finite.
+    """
+    weights: dict[str, Tensor] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        if isinstance(module, ParamWrapper):
+            visit(module.get_base_layer(), path)
+            while isinstance(module, ParamWrapper):  # one around the other, each for one parameter
+                name = f"{path}.{module.parameter_name}"
+                weights[name] = _with_deltas(weights[name], module)
+                module = module.base_layer
+            return
+        if isinstance(module, LoraLayer):
+            layer = module.get_base_layer()
+            weights[f"{path}.weight"] = _merged_weight(module, path)
+            if layer.bias is not None:
+                weights[f"{path}.bias"] = _merged_bias(module)
+            return
+        if isinstance(module, ModulesToSaveWrapper):
+            return visit(module.modules_to_save[module.active_adapter], path)
+        for name, parameter in module.named_parameters(recurse=False):
+            is_weight = name == "weight"
+            weights[f"{path}.{name}"] = _weight(module) if is_weight else parameter
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name)
+
+    visit(base, "")
+    for name, weight in weights.items():
+        if not torch.isfinite(weight).all():
+            raise InputError(f"merged weight {name} is not finite; the training diverged, nothing was saved")
+    return {
+        name: weight.detach().to("cpu", dtype, copy=True).contiguous() for name, weight in weights.items()
+    }
+
+
+def _weight(module: nn.Module) -> Tensor:
+    if isinstance(module, Fp8Linear):
+        return module.rows.dequantized(torch.float32)
+    return dequantize_module_weight(module)
+
+
+def _merged_weight(layer: LoraLayer, path: str) -> Tensor:
+    base = layer.get_base_layer()
+    if not isinstance(base, nn.Linear):
+        raise InputError(
+            f"the adapter of {path} is on a {type(base).__name__}; save it with save_method 'lora'"
+        )
+    weight = _weight(base).detach().float()
+    for adapter in layer.active_adapters:
+        if adapter not in layer.lora_A:
+            continue
+        delta = layer.get_delta_weight(adapter).detach().float()
+        if adapter in layer.lora_magnitude_vector:  # DoRA (Liu et al. 2024): a learned norm for every output
+            magnitude = layer.lora_magnitude_vector[adapter]
+            norm = magnitude.get_weight_norm(weight, delta, scaling=1).detach()
+            weight = (magnitude.weight.detach().float() / norm)[:, None] * (weight + delta)
+        else:
+            weight = weight + delta
+    return weight
+
+
+def _with_deltas(weight: Tensor, layer: ParamWrapper) -> Tensor:
+    """Stacked experts, `[experts, in, out]` or `[experts, out, in]`, with every active adapter."""
+    weight = weight.detach().float()
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_A:
+            weight = weight + layer.get_delta_weight(adapter).detach().float()
+    return weight
+
+
+def _merged_bias(layer: LoraLayer) -> Tensor:
+    bias = layer.get_base_layer().bias.detach().float()
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_B and layer.lora_B[adapter].bias is not None:
+            bias = bias + layer.lora_B[adapter].bias.detach().float() * layer.scaling[adapter]
+    return bias
+
+
+def _untied_by_training(base: PreTrainedModel) -> bool:
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    return any(isinstance(end, ModulesToSaveWrapper | LoraLayer) for end in ends)

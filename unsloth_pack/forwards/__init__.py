@@ -1,0 +1,1 @@
+"""The forwards that all architectures share."""

@@ -1,0 +1,114 @@
+"""The attention forward that all architectures share.
+
+Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from unsloth_pack.attention import AttentionOptions, attend, attend_dense
+from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.norm import norm_eps
+from unsloth_pack.kernels import QKNorm, rope_qk
+from unsloth_pack.lora.layers import is_gathered_by_module, project
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.hooks import has_hooks
+from unsloth_pack.row.packed_row import PackedRow
+
+
+class FastAttention(nn.Module):
+    """Takes the place of a transformers attention module's class; its parameters and attributes stay."""
+
+    spec: ArchSpec
+    attn_backend: str
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        packed_row: PackedRow | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Self-attention of one layer.
+
+        Args:
+            hidden_states: `[B, T, hidden]`.
+            position_embeddings: `cos` and `sin`: a table and each token's row of it for a packed row, else
+                `[B, T, R]` from transformers' rotary module.
+            attention_mask: `[B, 1, T, S]` bool of an ordinary batch.
+            past_key_values: transformers' cache, for an ordinary batch.
+            packed_row: the documents of the rows, which are one flattened row to attention.
+
+        Returns:
+            `[B, T, hidden]`, and None in place of attention weights, which are never built.
+        """
+        asked = kwargs.get("output_attentions")
+        if self.config.output_attentions if asked is None else asked:
+            raise InputError(
+                "output_attentions=True: a patched model builds no attention weights; undo the patch"
+            )
+        batch, length = hidden_states.shape[:2]
+        options = attention_options(self, self.spec)
+        q_BTHD, k_BTKD, v_BTKD, qk_norm = self._project(hidden_states)
+        assert position_embeddings is not None
+        if packed_row is not None:
+            cos, sin, table_rows = position_embeddings
+            q_NHD, k_NKD, v_NKD = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
+            q_NHD, k_NKD = rope_qk(q_NHD, k_NKD, cos, sin, table_rows, qk_norm=qk_norm)
+            out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend)
+        else:
+            q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+            q_BHTD, k_BKTD = rope_qk(q_BHTD, k_BKTD, *position_embeddings, qk_norm=qk_norm)
+            if past_key_values is not None:
+                k_BKTD, v_BKTD = past_key_values.update(k_BKTD, v_BKTD, self.layer_idx)
+            out = attend_dense(q_BHTD, k_BKTD, v_BKTD, attention_mask, options)
+        return self.o_proj(out.reshape(batch, length, -1)), None
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
+        """q, k and v as `[B, T, heads, D]`, and the norm that q and k still need, if any."""
+        by_head = (*hidden_states.shape[:2], -1, self.head_dim)
+        if self.spec.fused_qkv:
+            n_q, n_kv = (
+                n * self.head_dim for n in (self.config.num_attention_heads, self.num_key_value_heads)
+            )
+            q, k, v = self.qkv_proj(hidden_states).split([n_q, n_kv, n_kv], dim=-1)
+        else:
+            q, k, v = project(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        qk_norm = None
+        if self.spec.qk_norm is not None:
+            qk_norm = fusable_qk_norm(self, self.spec)
+            if qk_norm is None and self.spec.qk_norm == "flat":
+                q, k = self.q_norm(q), self.k_norm(k)
+            elif qk_norm is None:
+                q, k = self.q_norm(q.view(by_head)), self.k_norm(k.view(by_head))
+        return q.view(by_head), k.view(by_head), v.view(by_head), qk_norm
+
+
+def attention_options(attention: nn.Module, spec: ArchSpec) -> AttentionOptions:
+    """What an attention module needs of a backend, read off the module where its spec declares it."""
+    config = attention.config
+    window = None
+    if spec.window != "none":
+        window = (attention if spec.window == "layer" else config).sliding_window
+    return AttentionOptions(
+        scale=attention.scaling,
+        window=window,
+        softcap=getattr(config, spec.softcap) if spec.softcap else None,
+        dropout=attention.attention_dropout if attention.training else 0.0,
+    )
+
+
+def fusable_qk_norm(attention: nn.Module, spec: ArchSpec) -> QKNorm | None:
+    """The q and k norms as the rotary kernel takes them, or None.
+
+    None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.
+    """
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
+        return None
+    if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
+        return None
+    return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")

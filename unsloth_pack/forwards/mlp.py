@@ -1,0 +1,70 @@
+"""The MLP forward that all architectures share."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from unsloth_pack.kernels import gated
+from unsloth_pack.lora.gated_mlp import gate_and_up, gated_mlp
+from unsloth_pack.lora.layers import project, run_fused
+from unsloth_pack.modules.hooks import has_hooks
+
+ACTIVATIONS = {  # the kernel's name of a module's class
+    nn.SiLU: "silu",
+    type(ACT2FN["silu"]): "silu",
+    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
+}
+_MANY_BYTES = 2**27  # of gate and up in a layer
+_SPARING = 448  # width for which every layer would compute them again; fewer do, the wider they are
+
+
+class FastMLP(nn.Module):
+    """Takes the place of a transformers gated MLP's class.
+
+    Args:
+        decoder_layer: that it is part of.
+        number: of that layer, from 0.
+    """
+
+    decoder_layer: Any
+    number: int
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., hidden]` through the gate, up and down projections."""
+        activation = _activation_of(self)
+        if activation is None:  # it was replaced, or has got hooks
+            return super().forward(hidden_states)
+        is_joined = hasattr(self, "gate_up_proj")
+        inner: list[Any] = [self.gate_up_proj] if is_joined else [self.gate_proj, self.up_proj]
+        down: Any = self.down_proj
+        if run_fused(hidden_states, [*inner, down]):
+            return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
+        gate, up = gate_and_up(project(hidden_states, inner))
+        return down(gated(gate, up, activation))
+
+    def _keeps(self, x: Tensor) -> bool:
+        """Whether gate and up are kept for the backward pass: not where the layer is recomputed anyway.
+
+        Nor, without gradient checkpointing, in every second layer of a narrow model and every ninth of one
+        4,096 wide, on long rows: a byte of them costs as many FLOP as the layer is wide.
+        """
+        layer = self.decoder_layer
+        if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
+            return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
+        width = x.shape[-1]
+        n_bytes: int = 2 * self.down_proj.in_features * x.element_size() * (x.numel() // width)
+        return not x.is_cuda or n_bytes < _MANY_BYTES or self.number % max(2, width // _SPARING) > 0
+
+
+def activation_of(mlp: nn.Module) -> str | None:
+    """The kernel's name of an MLP's activation, or None if the module is no gated MLP that can be fused."""
+    has_projections = hasattr(mlp, "down_proj") and (
+        hasattr(mlp, "gate_up_proj") or hasattr(mlp, "gate_proj")
+    )
+    return _activation_of(mlp) if has_projections else None
+
+
+def _activation_of(mlp: nn.Module) -> str | None:
+    act = mlp._modules.get("act_fn") or mlp._modules.get("activation_fn")  # Phi3's name for it
+    return None if act is None or has_hooks(act) else ACTIVATIONS.get(type(act))

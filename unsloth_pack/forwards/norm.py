@@ -1,0 +1,32 @@
+"""The norm forward that all architectures share."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from unsloth_pack.kernels import rms_norm
+from unsloth_pack.lora.layers import Recipe
+
+
+class FastRMSNorm(nn.Module):
+    """Takes the place of a transformers RMS norm's class."""
+
+    norm_offset: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., C]` normalised over the last dimension.
+
+        On a GPU it carries a `recipe`, so that a projection need not keep it beside the norm's input.
+        """
+        eps, offset = norm_eps(self), self.norm_offset
+        normed = rms_norm(hidden_states, self.weight, eps, offset)
+        if normed.is_cuda and normed.requires_grad:
+            normed.recipe = Recipe(
+                lambda x, weight: rms_norm(x, weight, eps, offset), (hidden_states, self.weight)
+            )
+        return normed
+
+
+def norm_eps(norm: Any) -> float:
+    """The epsilon of a transformers RMS norm, whichever name it has there."""
+    return norm.eps if hasattr(norm, "eps") else norm.variance_epsilon

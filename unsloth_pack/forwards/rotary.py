@@ -1,0 +1,108 @@
+"""Cosines and sines for the positions of a packed row, one table for each way its documents rotate.
+
+Positions restart in every document, so a table is as long as the longest document, not as the row. Some
+rotary types change with the length of the text (dynamic NTK; LongRoPE's short and long factors): each
+document then reads the table that it would read alone.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.row.packed_row import PackedRow
+
+_GRAIN = 256  # tables grow in steps of this many positions
+
+
+class RotaryTables:
+    """The tables of one `rotary_emb` module (and layer type), kept between steps.
+
+    Args:
+        rotary_emb: transformers' rotary module.
+        layer_type: "full_attention" or "sliding_attention" where they have different bases, else None.
+
+    `static_table` holds the `cos` and `sin` made last, where all documents rotate alike.
+    """
+
+    def __init__(self, rotary_emb: nn.Module, layer_type: str | None):
+        self.rotary_emb = rotary_emb
+        self.layer_type = layer_type
+        self.static_table: tuple[Tensor, Tensor] | None = None
+        rope_type = rotary_emb.rope_type
+        self.rope_type: str = rope_type if layer_type is None else rope_type[layer_type]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether documents of all lengths rotate alike."""
+        return self.rope_type not in _REGIMES
+
+    def for_row(self, row: PackedRow) -> tuple[Tensor, Tensor, Tensor]:
+        """`cos` and `sin` `[P, R]` float32, and `[N]` int64 the table row of every token."""
+        regime_of = _REGIMES.get(self.rope_type)
+        if regime_of is None:
+            return *self._static_table(int(row.positions.max()) + 1, row.device), row.position_ids
+        return row.once(("rotary", self.layer_type), partial(self._table_by_length, row, regime_of))
+
+    def _static_table(self, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if (
+            self.static_table is None
+            or len(self.static_table[0]) < n_positions
+            or self.static_table[0].device != device
+        ):
+            prefix = "" if self.layer_type is None else f"{self.layer_type}_"
+            inv_freq = getattr(self.rotary_emb, f"{prefix}inv_freq")
+            scaling = getattr(self.rotary_emb, f"{prefix}attention_scaling")
+            with torch.inference_mode(False):  # it outlives the call, and a backward pass may save it
+                self.static_table = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
+        return self.static_table
+
+    def _table_by_length(self, row: PackedRow, regime_of: "Regime") -> tuple[Tensor, Tensor, Tensor]:
+        config = self.rotary_emb.config
+        parameters = (
+            config.rope_parameters if self.layer_type is None else config.rope_parameters[self.layer_type]
+        )
+        ends = row.starts + np.array(row.lengths) - 1
+        n_positions = row.positions[ends] + 1
+        regimes = [regime_of(config, parameters, int(n)) for n in n_positions]
+        tables, offsets, n_rows = [], {}, 0
+        for regime in sorted(set(regimes)):
+            longest = max(int(n) for n, r in zip(n_positions, regimes, strict=True) if r == regime)
+            options = {} if self.layer_type is None else {"layer_type": self.layer_type}
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope_type](
+                config, row.device, seq_len=regime, **options
+            )
+            tables.append(_cos_sin(inv_freq, scaling, longest))
+            offsets[regime], n_rows = n_rows, n_rows + longest
+        shift = np.repeat([offsets[regime] for regime in regimes], row.lengths)
+        cos, sin = (torch.cat(parts) for parts in zip(*tables, strict=True))
+        return cos, sin, row.upload(row.positions + shift)
+
+
+def rotary_tables(decoder: Any, spec: ArchSpec) -> dict[str | None, RotaryTables]:
+    """One set of tables for every base that the layers of a decoder rotate with."""
+    kinds = set(decoder.config.layer_types) if spec.rotary_per_layer_type else {None}
+    return {kind: RotaryTables(decoder.rotary_emb, kind) for kind in kinds}
+
+
+# The length that stands for all texts which rotate like one of `n` positions.
+Regime = Callable[[PreTrainedConfig, Mapping[str, Any], int], int]
+_REGIMES: dict[str, Regime] = {  # rotary types not named here do not depend on the length
+    "dynamic": lambda config, parameters, n: max(n, config.max_position_embeddings),
+    "longrope": lambda config, parameters, n: (
+        parameters["original_max_position_embeddings"] + (n > parameters["original_max_position_embeddings"])
+    ),
+}
+
+
+def _cos_sin(inv_freq: Tensor, scaling: float, n_positions: int) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(n_positions, device=inv_freq.device, dtype=torch.float32)
+    angles = positions[:, None] * inv_freq.float()[None, :]
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos() * scaling, angles.sin() * scaling

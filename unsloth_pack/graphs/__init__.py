@@ -1,0 +1,1 @@
+"""The captured step: a decoder's forward and backward as CUDA graphs."""

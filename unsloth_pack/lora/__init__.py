@@ -1,0 +1,1 @@
+"""LoRA layers on frozen weights, and their arithmetic."""

@@ -1,0 +1,1 @@
+"""Spending less GPU memory: gradient checkpointing, offloading, giving memory back."""

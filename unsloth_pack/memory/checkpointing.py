@@ -1,0 +1,95 @@
+"""Gradient checkpointing: recompute layers in the backward pass, all or as many as memory asks for."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.memory.offload import HostStore
+from unsloth_pack.memory.recompute import RecomputePlan
+
+CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
+
+
+def check_mode(mode: Any) -> None:
+    """Refuse what is no `CheckpointingMode`.
+
+    Raises:
+        InputError: it is not.
+    """
+    if mode is not False and mode not in (True, "offload", "unsloth", "auto"):
+        raise InputError(
+            f"use_gradient_checkpointing is {mode!r}; use False, True, 'offload' (or 'unsloth') or 'auto'"
+        )
+
+
+def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
+    """Turn gradient checkpointing on, as `use_gradient_checkpointing` asks.
+
+    Args:
+        model: a patched transformers model, or a PEFT model of one.
+        mode: False for none; True to recompute every layer; "offload" (alias "unsloth") to hold the layers'
+            inputs in host memory meanwhile; "auto" to recompute as few layers as the free memory of the GPU
+            allows, decided anew for every row (see `RecomputePlan`).
+
+    Raises:
+        InputError: any other mode.
+    """
+    check_mode(mode)
+    if mode is False:
+        return
+    decoder = model.get_decoder()
+    if decoder.layers[0].gradient_checkpointing:  # in another mode, perhaps
+        model.gradient_checkpointing_disable()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if mode == "auto":
+        decoder.recompute_plan = RecomputePlan(decoder)
+        for number, layer in enumerate(decoder.layers):
+            layer._gradient_checkpointing_func = _AsPlanned(decoder, number)
+        model.disable_input_require_grads()  # a hook, see `FastCausalLM.enable_input_require_grads`
+        return
+    model.enable_input_require_grads()
+    if mode is not True:
+        on_host = _OnHost()
+        for layer in decoder.layers:
+            layer._gradient_checkpointing_func = on_host
+
+
+class _OnHost:
+    """Checkpoints a layer and holds its input in host memory."""
+
+    recomputes = True
+
+    def __init__(self) -> None:
+        self._store = HostStore()
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(self._store.put, self._store.take):
+            return checkpoint(function, *args, use_reentrant=False)
+
+
+class _AsPlanned:
+    """Checkpoints a layer of a decoder where its plan recomputes it."""
+
+    def __init__(self, decoder: Any, number: int):
+        self._decoder, self._number = decoder, number
+        # Read by `FastMLP`, and had by what `FastCausalLM` leaves alone: whether the layer that runs now is
+        # recomputed. The plan may be another by the time of its recomputation.
+        self.recomputes = False
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        plan = self._decoder.recompute_plan
+        if not plan.keeps(self._number):
+            return checkpoint(self._checkpointed, function, *args, use_reentrant=False)
+        with plan.measured():
+            return function(*args)
+
+    def _checkpointed(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.recomputes = True
+        try:
+            return function(*args)
+        finally:
+            self.recomputes = False

@@ -1,0 +1,1 @@
+"""Looking at modules: their hooks, their parameters, how their weights are sharded."""

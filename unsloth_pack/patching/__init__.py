@@ -1,0 +1,1 @@
+"""`patch_model`: swaps classes, reports, undoes."""

@@ -1,0 +1,269 @@
+"""Patching a transformers model in place: on the instance, reported, undone exactly.
+
+Outside of it only trainers learn to give spare GPU memory back when they are done, see `spare_memory`.
+
+A patched module keeps its parameters, attributes, hooks and name; only its `__class__` becomes a subclass
+that puts a shared forward before transformers' own. So gradient checkpointing, `state_dict` keys, recording
+of hidden states and deep copies go on as they were, before and after PEFT.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForQuestionAnswering, GenericForSequenceClassification
+
+from unsloth_pack.attention import BACKENDS, choose_backend
+from unsloth_pack.attention.backends import requested_backend
+from unsloth_pack.attention.options import AttentionNeed
+from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.attention import FastAttention, attention_options, fusable_qk_norm
+from unsloth_pack.forwards.decoder import FastCausalLM, FastDecoder
+from unsloth_pack.forwards.leak_probe import OwnProbe
+from unsloth_pack.forwards.mlp import FastMLP
+from unsloth_pack.forwards.norm import FastRMSNorm
+from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
+from unsloth_pack.graphs.step_graphs import StepGraphs
+from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.memory.spare import give_back_spare_memory
+from unsloth_pack.models import spec_of
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.walk import ListedModules, ModuleWalk
+from unsloth_pack.patching.decoder_parts import DecoderParts
+from unsloth_pack.patching.report import PatchReport, report_of, say, say_loras, say_loss, say_step
+
+_PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
+_ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
+
+
+class Patch:
+    """A patch in force. `undo()` takes it off; as a context manager it does so on leaving.
+
+    Args:
+        model: the transformers model it is on.
+        attn_backend: the backend that was asked for, "auto" included.
+        report: what it did, on patching.
+    """
+
+    def __init__(self, model: PreTrainedModel, attn_backend: str, report: PatchReport):
+        self.attn_backend = attn_backend
+        self._report = report
+        self._model = model
+        self._swapped: list[tuple[nn.Module, type, tuple[str, ...]]] = []
+        self._attn_implementation = model.config._attn_implementation
+
+    @property
+    def report(self) -> PatchReport:
+        """What is fused in the model as it is now: adapters may have come or gone since the patch."""
+        if self._swapped:
+            loras = [module for module in self._model.base_model.modules() if isinstance(module, LoraLayer)]
+            say_loras(
+                self._report,
+                [lora for lora in loras if isinstance(lora, FastLoraLinear)],
+                [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
+            )
+            say_loss(self._report, self._model)
+        return self._report
+
+    def swap(self, module: nn.Module, fast: type, **attributes: Any) -> None:
+        """Make `module` an instance of `fast` over its own class, with these instance attributes."""
+        if isinstance(module, fast):  # layers may share it
+            return
+        self._swapped.append((module, type(module), tuple(attributes)))
+        module.__class__ = _subclass(fast, type(module))
+        module.__dict__.update(attributes)
+
+    def skip_probe(self) -> None:
+        """Let the model not look for leaks before its first packed row in training."""
+        self._model.base_model.leak_probe = None
+
+    def undo(self) -> None:
+        """Restore the model that came in, bit for bit, and what PEFT has copied of it since for
+        `modules_to_save`. Undoing twice is harmless."""
+        kinds = {type(module): (original, attributes) for module, original, attributes in self._swapped}
+        for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
+            if type(module) not in kinds:
+                continue
+            module.__class__, attributes = kinds[type(module)]
+            for name in attributes:
+                module.__dict__.pop(name, None)
+        self._swapped.clear()
+        if self._model.__dict__.get(_PATCH) is self:
+            del self._model.__dict__[_PATCH]
+            self._model.config._attn_implementation = self._attn_implementation
+
+    def adapt_to_sharding(self, how: str) -> None:
+        """Run as parameters need it that were sharded after patching, and report that.
+
+        Args:
+            how: what shards them, for the report.
+        """
+        decoder = self._model.base_model
+        decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
+        say_step(self.report, decoder.step_graphs)
+        if (
+            "QK norm" in self._report.fused
+            and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
+        ):
+            say(self._report, "QK norm", None, f"{how} gathers it by itself")
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+@cache
+def _subclass(fast: type, original: type) -> type:
+    """`original` with the forward of `fast`, under the original's name: `save_pretrained` writes it."""
+    names: dict[str, Any] = {
+        name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
+    }
+    return type(original.__name__, (fast, original), {**names, "__reduce_ex__": _reduce})
+
+
+def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """For pickles: the class is not to be found under its name."""
+    return _new, type(module).__bases__, *object.__reduce_ex__(module, protocol)[2:]
+
+
+def _new(fast: type, original: type) -> Any:
+    made: Any = _subclass(fast, original)
+    return made.__new__(made)
+
+
+def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
+    """Thread packed rows through a transformers model and fuse what can be fused.
+
+    Args:
+        model: a supported transformers model, or a PEFT model around one, before or after training.
+        attn_backend: "auto" (the fastest that can run), "flash", "xformers" or "sdpa"; the environment
+            variable `UNSLOTH_PACK_ATTN` overrides it.
+
+    Returns:
+        The patch, with its `report` and `undo()`. A model that is patched already is patched anew.
+
+    Raises:
+        UnsupportedArchitecture: no patch is declared for the model type.
+        BackendUnavailable: the backend that was asked for cannot run here.
+        InputError: the model is built in a way whose documents could not be kept apart.
+    """
+    base = _transformers_model(model)
+    decoder = base.base_model
+    spec = spec_of(decoder.config.model_type)
+    _refuse_what_would_leak(model, decoder)
+    backend, source = requested_backend(attn_backend)
+    chosen = _choose_backends(spec, decoder, backend, source)
+    if earlier := base.__dict__.get(_PATCH):  # only now: a refusal leaves the model as patched as it was
+        earlier.undo()
+    parts = DecoderParts.of(decoder)
+    patch = Patch(base, attn_backend, report_of(spec, base, parts, chosen))
+    for attention in parts.attentions:
+        patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
+    for norm in parts.norms:
+        patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
+    for number, (mlp, activation) in enumerate(parts.mlps):
+        if activation is not None:
+            layer = decoder.layers[number]
+            patch.swap(mlp, FastMLP, decoder_layer=layer, number=number)
+    for lora in parts.loras:
+        patch.swap(lora, FastLoraLinear)
+    tables = rotary_tables(decoder, spec)
+    graphs = StepGraphs(_why_never_captured(decoder, parts, tables, chosen))
+    say_step(patch.report, graphs)
+    own_probe = OwnProbe(patch.report.attn_backend)
+    patch.swap(
+        decoder,
+        FastDecoder,
+        spec=spec,
+        rotary_tables=tables,
+        step_graphs=graphs,
+        leak_probe=own_probe,
+        trained_weights_sought=False,
+        numbers_sought=False,
+        answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
+    )
+    if base is not decoder and base.get_output_embeddings() is not None:
+        patch.swap(base, FastCausalLM, spec=spec, module_walk=ModuleWalk())
+    if model is not base:
+        patch.swap(model, ListedModules, module_walk=ModuleWalk())
+    base.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
+    base.__dict__[_PATCH] = patch
+    give_back_spare_memory()
+    return patch
+
+
+def patch_of(model: nn.Module) -> Patch | None:
+    """The patch in force on a model, or None."""
+    return _transformers_model(model).__dict__.get(_PATCH)
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    base = (
+        model.get_base_model()
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+        else model
+    )
+    if not isinstance(base, PreTrainedModel):
+        raise InputError(
+            f"cannot patch a {type(model).__name__}; give a transformers model, or a PEFT model of one"
+        )
+    return base
+
+
+def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise InputError(
+                f"adapter {name!r} is {config.peft_type}: its virtual tokens shift the documents; use LoRA"
+            )
+        if getattr(config, "is_adaption_prompt", False):
+            raise InputError(f"adapter {name!r} is {config.peft_type}: it wraps the attention; use LoRA")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise InputError(
+                f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
+                "document; leave them out"
+            )
+    if getattr(decoder.config, "use_bidirectional_attention", False):
+        raise InputError(
+            "use_bidirectional_attention=True: only causal attention is patched; set it to False"
+        )
+    if not getattr(decoder.config, "is_causal", True):
+        raise InputError("is_causal=False: only causal attention is patched; set it to True")
+    devices = {str(parameter.device) for parameter in decoder.parameters()}
+    if len(devices) > 1:
+        raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
+
+
+def _why_never_captured(
+    decoder: Any, parts: DecoderParts, tables: dict[str | None, RotaryTables], backends: Iterable[str]
+) -> str | None:
+    """Why no step of the model can be replayed from CUDA graphs, or None."""
+    if decoder.get_input_embeddings().weight.device.type != "cuda":
+        return "CUDA graphs need CUDA"
+    if on_host := [name for name in backends if not BACKENDS[name].can_be_captured]:
+        return f"{on_host[0]} reads the row on the host"
+    if any(activation is None for _, activation in parts.mlps):
+        return "routed experts depend on the tokens"
+    if parts.other_loras:
+        return f"the adapter is on a {type(parts.other_loras[0].get_base_layer()).__name__}"
+    if not all(table.is_static for table in tables.values()):
+        return "the rotary embedding depends on the length of a document"
+    return None
+
+
+def _choose_backends(spec: ArchSpec, decoder: Any, backend: str, source: str) -> dict[str, str]:
+    """The attention backends of the layers, each with why."""
+    embedding = decoder.get_input_embeddings().weight
+    chosen: dict[str, str] = {}
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        options = attention_options(attention, spec)
+        need = AttentionNeed(embedding.device.type, embedding.dtype, attention.head_dim, options)
+        name, reason = choose_backend(backend, need, source)
+        chosen[name] = reason
+    return chosen

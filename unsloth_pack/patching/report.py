@@ -1,0 +1,129 @@
+"""What a patch fuses, what it does not and why, in the words that its user reads."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft.tuners.lora import LoraLayer
+
+from unsloth_pack.forwards.attention import fusable_qk_norm
+from unsloth_pack.graphs.step_graphs import StepGraphs
+from unsloth_pack.lora.fp8 import Fp8Linear
+from unsloth_pack.lora.layers import LORA_TYPES, why_not_fused
+from unsloth_pack.lora.nf4 import is_linear_4bit
+from unsloth_pack.losses.cross_entropy import why_loss_not_fused
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.patching.decoder_parts import DecoderParts
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What was patched, what was not and why. `print(report)` shows it as lines.
+
+    Args:
+        model_type: the architecture.
+        n_layers: decoder layers.
+        attn_backend: the attention backend, "a and b" where layers differ.
+        attn_reason: why that backend.
+        fused: layer kind -> what runs fused.
+        not_fused: layer kind -> what runs as transformers wrote it, and why.
+    """
+
+    model_type: str
+    n_layers: int
+    attn_backend: str
+    attn_reason: str
+    fused: dict[str, str] = field(default_factory=dict)
+    not_fused: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model_type}: {self.n_layers} layers patched",
+            f"  attention backend: {self.attn_backend} ({self.attn_reason})",
+        ]
+        lines += [f"  fused      {kind}: {what}" for kind, what in self.fused.items()]
+        lines += [f"  not fused  {kind}: {why}" for kind, why in self.not_fused.items()]
+        return "\n".join(lines)
+
+
+def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, chosen: dict[str, str]) -> PatchReport:
+    """What patching these parts does. Of the step nothing is said yet, see `say_step`.
+
+    Args:
+        base: the transformers model.
+        chosen: the attention backends of its layers, each with why.
+    """
+    decoder = base.base_model
+    on_gpu = decoder.get_input_embeddings().weight.device.type == "cuda"
+    how = "in one kernel" if on_gpu else "in plain torch on a CPU"
+    fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
+    not_fused: dict[str, str] = {}
+    if spec.qk_norm is not None:
+        if fusable_qk_norm(parts.attentions[0], spec) is not None:
+            fused["QK norm"] = "with the rotary embedding"
+        else:
+            not_fused["QK norm"] = "wrapped by modules_to_save, or with hooks"
+    fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
+    gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
+    if gated_mlps:
+        fused["MLP"] = f"activation and product of {len(gated_mlps)} of {len(parts.mlps)} layers {how}"
+    if len(gated_mlps) < len(parts.mlps):
+        kinds = {type(mlp).__name__ for mlp, activation in parts.mlps if activation is None}
+        not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
+    if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
+        fused["base"] = f"{n_fp8} frozen linear layers in fp8"
+    if n_nf4 := sum(is_linear_4bit(lora.get_base_layer()) for lora in parts.loras):
+        fused["base"] = f"{n_nf4} frozen linear layers in 4 bits, dequantised at each use"
+    report = PatchReport(
+        model_type=spec.model_type,
+        n_layers=len(decoder.layers),
+        attn_backend=" and ".join(chosen),
+        attn_reason="; ".join(dict.fromkeys(chosen.values())),
+        fused=fused,
+        not_fused=not_fused,
+    )
+    say_loss(report, base)
+    say_loras(report, parts.loras, parts.other_loras)
+    return report
+
+
+def say(report: PatchReport, kind: str, fused: str | None, not_fused: str | None) -> None:
+    """Report this of a layer kind, in place of what was reported."""
+    for said, what in ((report.fused, fused), (report.not_fused, not_fused)):
+        if what:
+            said[kind] = what
+        else:
+            said.pop(kind, None)
+
+
+def say_loss(report: PatchReport, model: Any) -> None:
+    """Whether the loss of a causal language model is fused with its head."""
+    if (why := why_loss_not_fused(model)) is None:
+        how = "with the head, for tokens that have a label; TRL's trainer computes its own"
+        say(report, "loss", how, None)
+    else:
+        say(report, "loss", None, f"from the logits of all tokens: {why}")
+
+
+def say_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
+    """How many LoRA layers are fused: of those that the patch covers, and of the others none."""
+    reasons = Counter(why_not_fused(lora) for lora in loras)
+    reasons.update(
+        "put on after the patch; call patch_model again"
+        if type(lora) in LORA_TYPES
+        else f"on a {type(lora.get_base_layer()).__name__}"
+        for lora in other_loras
+    )
+    n_fused = reasons.pop(None, 0)
+    how = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
+    why = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
+    say(report, "LoRA", how if n_fused else None, why)
+
+
+def say_step(report: PatchReport, graphs: StepGraphs) -> None:
+    """Whether steps are captured."""
+    if graphs.why_not is None:
+        how = "captured in CUDA graphs while it waits for Python, see `StepGraphs`"
+        say(report, "step", how, None)
+    else:
+        say(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")

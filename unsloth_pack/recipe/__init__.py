@@ -1,0 +1,1 @@
+"""What a run is: its options, their checks, and what they prepare."""

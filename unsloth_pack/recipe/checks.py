@@ -1,0 +1,290 @@
+"""Everything about a training run that can be refused before a model is loaded. None of it writes to disk."""
+
+import os
+import reprlib
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.machine import count_processes, is_main_process
+from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.sharding import check_sharding
+from unsloth_pack.report.metrics import FILE_NAME
+
+_SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
+_LONGEST_NAME = 255  # bytes, on every file system in use
+_SUFFIXES_OF_A_RUN = ("json", "jsonl", "safetensors", "png", "md", "jinja", "txt", "model", "tmp")
+_RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
+
+
+def check_options(options: TrainOptions) -> None:
+    """Refuse options that contradict each other, and folders that cannot be written to.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    loaded_in = [name for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(options, name)]
+    if len(loaded_in) > 1:
+        raise InputError(f"{' and '.join(loaded_in)} are set together; choose one")
+    if options.loftq_config is not None and loaded_in:
+        raise InputError(f"loftq_config starts from 16-bit weights; drop {loaded_in[0]}")
+    if options.use_dora and options.load_in_fp8:
+        raise InputError("use_dora needs the exact base weights; drop load_in_fp8")
+    if options.eval_packing is not None and options.eval_dataset is None:
+        raise InputError(
+            f"eval_packing is {options.eval_packing} without data to evaluate; give --eval_dataset"
+        )
+    if options.eval_packing and not options.sample_packing:
+        raise InputError("eval_packing is set without sample_packing; give --sample_packing too")
+    if options.keep_examples_per_update and not options.sample_packing:
+        raise InputError("keep_examples_per_update is set without sample_packing; give --sample_packing too")
+    if options.save_path is not None and not options.save_model:
+        raise InputError(
+            f"save_path is {options.save_path!r} but nothing is saved there; give --save_model too"
+        )
+    check_sharding(options)
+    _check_folders(options)
+
+
+def _check_folders(options: TrainOptions) -> None:
+    if not str(options.output_dir).strip():
+        raise InputError(f"output_dir is {options.output_dir!r}; give a folder")
+    folder = options.folder
+    check_writable("output_dir", folder)
+    _check_apart(options, folder)
+    if count_processes() > 1 and str(options.output_dir).startswith("outputs/"):
+        raise InputError(
+            "several processes need one output_dir, and its default holds the time; give --output_dir"
+        )
+    replaced = options.overwrite_output_dir or options.resume or not is_main_process()
+    if not replaced and (found := run_files(folder)):
+        raise InputError(
+            f"output_dir {str(folder)!r} holds a run already ({found[0].name}); "
+            "give --resume, --overwrite_output_dir, or another folder"
+        )
+    if options.resume:
+        _check_resumable(folder)
+    if options.save_path is not None:
+        target = Path(options.save_path)
+        if target.resolve() == folder.resolve():
+            raise InputError(
+                f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
+            )
+        if _is_taken(target, folder):
+            raise InputError(
+                f"save_path {str(target)!r} is where the run itself writes in output_dir; give another folder"
+            )
+        check_new_folder("save_path", target, may_replace=options.overwrite_output_dir or options.resume)
+
+
+def _is_taken(target: Path, folder: Path) -> bool:
+    """Whether `target` is, or is in, what a run saves in its `folder`."""
+    if not target.resolve().is_relative_to(folder.resolve()):
+        return False
+    name = target.resolve().relative_to(folder.resolve()).parts[0]
+    return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _SUFFIXES_OF_A_RUN
+
+
+def _check_apart(options: TrainOptions, folder: Path) -> None:
+    """Refuse a folder in which the run's files would be taken for a model's, or for data."""
+    if (folder / "config.json").exists():
+        raise InputError(f"output_dir {str(folder)!r} holds a model; give another folder")
+    for name in ("dataset", "eval_dataset"):
+        data = getattr(options, name)
+        if data and os.path.isdir(data) and folder.resolve().is_relative_to(Path(data).resolve()):
+            raise InputError(
+                f"output_dir {str(folder)!r} is in {name} {data!r}, all of whose files are read; "
+                "give another folder"
+            )
+
+
+def _check_resumable(folder: Path) -> None:
+    from unsloth_pack.report.metrics import has_ended, read_processes
+    from unsloth_pack.training.checkpoints import last_checkpoint, state_of
+
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:  # killed before its first checkpoint, the run starts over
+        if (folder / "adapter_config.json").exists():
+            raise InputError(
+                f"--resume: the run in {str(folder)!r} has saved its adapter and has no checkpoint; "
+                "start a new one in another folder"
+            )
+        if broken := sorted(folder.glob("checkpoint-*")):
+            raise InputError(
+                f"--resume: {broken[-1].name} in {str(folder)!r} is not whole, and there is no other "
+                "checkpoint; start anew with --overwrite_output_dir"
+            )
+        return
+    state = state_of(checkpoint)
+    assert state is not None
+    if state["global_step"] >= state["max_steps"] and has_ended(folder):
+        raise InputError(
+            f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
+            "merge its adapter with `unsloth-pack merge`, or start a new run in another folder"
+        )
+    was, now = read_processes(folder), count_processes()
+    if was not in (None, now):
+        raise InputError(
+            f"--resume: the run in {str(folder)!r} has processes {was} and this one {now}, so that updates "
+            f"would see other rows; go on with {was}, or start a new run"
+        )
+
+
+def check_same_data(options: TrainOptions, use: str, ledger: Any, fingerprint: str | None) -> None:
+    """Refuse to resume over other data than the run began with.
+
+    Args:
+        use: "train" or "eval".
+        ledger: the `TokenLedger` of that data as it is now.
+        fingerprint: of its rows.
+
+    Raises:
+        InputError: its rows or tokens have changed, or how they are tokenised or packed.
+    """
+    from unsloth_pack.report.metrics import read_data
+
+    before = read_data(options.folder, use) if options.resume else None
+    if before is None:
+        return
+    was, now = dict(before["ledger"]), asdict(ledger)
+    was["fingerprint"], now["fingerprint"] = before.get("fingerprint"), fingerprint
+    if was != now:
+        name = next(name for name in now if now[name] != was.get(name))
+        data = options.dataset if use == "train" else options.eval_dataset
+        raise InputError(
+            f"--resume: {data} is not what the run began with ({name} was {was.get(name)}, is "
+            f"{now[name]}); give the same data and tokenizer, or start anew"
+        )
+
+
+def check_new_folder(name: str, target: Path, may_replace: bool = False) -> None:
+    """Refuse a folder that cannot be written to, or holds anything."""
+    check_writable(name, target)
+    if not may_replace and target.is_dir() and any(target.iterdir()):
+        raise InputError(f"{name} {str(target)!r} is not empty; give a new folder")
+
+
+def check_writable(name: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to, without making it."""
+    too_long = any(len(os.fsencode(part)) > _LONGEST_NAME for part in folder.parts)
+    if too_long or any(letter < " " or letter == "\x7f" for letter in str(folder)):
+        raise InputError(
+            f"{name} is {reprlib.repr(str(folder))}, which is no name for a folder; give another"
+        )
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise InputError(f"{name} is {str(folder)!r} but {str(existing)!r} is a file; give another folder")
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # has no name, so nothing is there at any time
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{name} is {str(folder)!r} but {str(existing)!r} cannot be written to ({error.strerror}); "
+            "give another folder"
+        ) from None
+
+
+def run_files(folder: Path) -> list[Path]:
+    """What a run has left in `folder`."""
+    return [path for pattern in _RUN_FILES for path in sorted(folder.glob(pattern))]
+
+
+def check_trainer(options: TrainOptions) -> None:
+    """Refuse an optimizer, a schedule or a tracker that is unknown, and what is not installed.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    import torch
+    from transformers import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    from unsloth_pack.api import check_loading, check_loftq
+
+    check_loading(options.max_seq_length, options.load_in_4bit, options.load_in_8bit, options.load_in_fp8)
+    if options.loftq_config is not None:
+        check_loftq(options.loftq_config)
+    optimizers = [name.value for name in OptimizerNames]
+    if options.optim not in optimizers:
+        raise InputError(f"optim is {options.optim!r}; choose one of {', '.join(optimizers)}")
+    schedules = [name.value for name in SchedulerType]
+    if options.lr_scheduler_type not in schedules:
+        raise InputError(
+            f"lr_scheduler_type is {options.lr_scheduler_type!r}; choose one of {', '.join(schedules)}"
+        )
+    if options.lr_scheduler_type in _SCHEDULES_BY_EVALUATION and options.eval_dataset is None:
+        raise InputError(
+            f"lr_scheduler_type is {options.lr_scheduler_type!r}, which follows the evaluation loss; "
+            "give --eval_dataset, or use linear"
+        )
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        get_scheduler(options.lr_scheduler_type, optimizer, num_warmup_steps=0, num_training_steps=1)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"lr_scheduler_type is {options.lr_scheduler_type!r}, which needs more ({error}); use linear"
+        ) from None
+    _check_tracker(options.report_to)
+
+
+def check_optimizer(arguments: Any) -> None:
+    """Refuse an optimizer that cannot be made here.
+
+    Args:
+        arguments: transformers' `TrainingArguments`, or TRL's.
+
+    Raises:
+        InputError: it is not installed, needs CUDA, or needs arguments of its own.
+    """
+    import torch
+    from transformers import Trainer
+    from transformers.training_args import OptimizerNames
+
+    name = OptimizerNames(arguments.optim).value
+    try:
+        kind, _ = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"optim is {name!r}, which cannot be made ({error}); use adamw_torch") from None
+    if kind.__module__.startswith("bitsandbytes") and not torch.cuda.is_available():
+        raise InputError(f"optim is {name!r}, which needs CUDA, and there is none here; use adamw_torch")
+
+
+def _check_tracker(report_to: str) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    if report_to in ("none", "all", *get_available_reporting_integrations()):
+        return
+    if report_to in INTEGRATION_TO_CALLBACK:
+        raise InputError(
+            f"report_to is {report_to!r}, which is not installed; pip install {report_to}, or use none"
+        )
+    raise InputError(
+        f"report_to is {report_to!r}; choose one of none, all, {', '.join(INTEGRATION_TO_CALLBACK)}"
+    )
+
+
+def check_backend(attn_backend: str, config: Any, dtype: Any, device_type: str) -> None:
+    """Refuse an attention backend that cannot run the model on this device.
+
+    Args:
+        attn_backend: as for `patch_model`.
+        config: of the text model, as transformers loads it.
+        dtype, device_type: of the weights.
+
+    Raises:
+        InputError: an unknown backend, an unsupported architecture, or `BackendUnavailable`.
+    """
+    from unsloth_pack.attention import AttentionOptions, choose_backend
+    from unsloth_pack.attention.backends import requested_backend
+    from unsloth_pack.attention.options import AttentionNeed
+    from unsloth_pack.models import spec_of
+
+    spec = spec_of(config.model_type)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = AttentionOptions(scale=1.0, softcap=getattr(config, spec.softcap) if spec.softcap else None)
+    backend, source = requested_backend(attn_backend)
+    choose_backend(backend, AttentionNeed(device_type, dtype, head_dim, attention), source)

@@ -1,0 +1,1 @@
+"""What a packed row is, and how a model call describes one."""

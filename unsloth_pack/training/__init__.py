@@ -1,0 +1,1 @@
+"""TRL's trainer for packed rows and long runs."""

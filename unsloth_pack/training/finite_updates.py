@@ -1,0 +1,214 @@
+"""Updates whose loss or gradient is not finite: left out, and named, without waiting for the device.
+
+Whether an update is finite is decided and acted upon on the device. The host looks where the trainer waits
+for the device anyway, at the next log line, and only then searches for the document.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import BatchSampler
+from transformers import Trainer
+
+from unsloth_pack.training.sharded_weights import ShardedWeights
+
+_MOST_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
+_SHOWN = 12  # tokens of a document in a message
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A document that is not finite by itself.
+
+    Args:
+        row: of the training data.
+        document: its place in the row, from 0.
+        text: its beginning.
+    """
+
+    row: int
+    document: int
+    text: str
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """An update that was left out.
+
+    Args:
+        step: its number, from 1.
+        rows: of the training data, that it saw.
+        culprits: None where nobody searched.
+        searched: documents of these rows that were looked at.
+    """
+
+    step: int
+    rows: list[int]
+    culprits: list[Culprit] | None
+    searched: int = 0
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the weights are to blame: they make every document so."""
+        return self.culprits is not None and 1 < self.searched == len(self.culprits)
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, self.rows))
+        said = f"update {self.step} was left out: its loss or gradient is not finite (rows {rows})"
+        if self.culprits is None:
+            return said
+        if self.has_diverged:
+            return f"{said}, as is each of its {self.searched} documents by itself: the weights have diverged"
+        if not self.culprits:
+            return f"{said}, and none of its {self.searched} documents is so by itself"
+        found = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
+        return f"{said}, which comes from {', '.join(found)}"
+
+
+class FiniteUpdates(ShardedWeights):
+    """A trainer that applies no update whose loss or gradient is not finite.
+
+    Such an update changes neither weights nor optimizer on a CPU, nor where the optimizer is fused, as is the
+    default on CUDA. Under another optimizer there its gradients become zero, and momentum and weight decay
+    still act.
+
+    With `on_nonfinite` "stop" the run ends with a checkpoint, and `stopped_by` is set; with "skip" it goes
+    on. `report_nonfinite`, where set, is called with each.
+    """
+
+    on_nonfinite = "stop"
+    report_nonfinite: Callable[[NonFinite], None] | None = None
+    stopped_by: NonFinite | None = None
+    left_out = 0
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._losses: list[Tensor] = []  # of the micro-batches of this update
+        self._verdicts: list[tuple[int, Tensor]] = []  # update, whether it is finite; since the last log line
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self._losses.append(loss)
+        return loss.nan_to_num(0.0, 0.0, 0.0)  # the trainer's running sum would never recover
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if isinstance(norm, DTensor):  # of sharded gradients
+            norm = norm.full_tensor()
+        total = torch.stack(self._losses).sum()
+        if self.args.world_size > 1:
+            total = self.accelerator.reduce(total)  # all leave out the same updates
+        has_scaler = self.accelerator.scaler is not None  # it expects infinite gradients, and skips them
+        is_finite = torch.isfinite(total if has_scaler else total + norm)
+        self._losses.clear()
+        self._verdicts.append((self.state.global_step + 1, is_finite))
+        if not has_scaler:
+            _leave_out(getattr(self.optimizer, "optimizer", self.optimizer), ~is_finite)
+        return norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_save or self.state.global_step >= self.state.max_steps:
+            self.control.should_log = True  # no checkpoint and no end without a look
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        steps = self._steps_left_out()
+        if steps and "loss" in logs:
+            logs["loss"] = math.nan
+        super().log(logs, *args, **kwargs)
+        for step in steps:
+            self._handle(step)
+
+    def _steps_left_out(self) -> list[int]:
+        if not self._verdicts:
+            return []
+        steps, verdicts = zip(*self._verdicts, strict=True)
+        self._verdicts.clear()
+        finite = torch.stack(verdicts).tolist()
+        return [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
+
+    def _handle(self, step: int) -> None:
+        rows = rows_of_update(self, step)
+        searches = self.left_out < _MOST_SEARCHES and not self.is_sharded  # else no gradient is whole
+        found = NonFinite(step, rows, *(_search(self, rows) if searches else (None, 0)))
+        self.left_out += 1
+        if self.report_nonfinite is not None:
+            self.report_nonfinite(found)
+        if self.on_nonfinite == "stop":
+            self.stopped_by = self.stopped_by or found
+            self.control.should_training_stop = self.control.should_save = True
+
+
+def _leave_out(optimizer: Any, is_bad: Tensor) -> None:
+    """Let the optimizer's next step do nothing where `is_bad`, a bool on the device."""
+    if is_bad.device.type == "cpu":  # there is nothing to wait for
+        if is_bad:
+            optimizer.zero_grad(set_to_none=True)  # an optimizer passes over what has no gradient
+        return
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = is_bad.float()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(is_bad, 0.0)
+
+
+def rows_of_update(trainer: Trainer, step: int) -> list[int]:
+    """The rows of the training data that an update saw, from the sampler's seed.
+
+    Args:
+        step: the update's number, from 1.
+    """
+    loader: Any = trainer.callback_handler.train_dataloader
+    batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+    epoch, update = divmod(step - 1, -(-len(loader) // trainer.args.gradient_accumulation_steps))
+    order = copy.copy(batches.sampler)
+    order.generator = None  # the training is drawing from the other's
+    order.set_epoch(epoch)
+    size = trainer.args.gradient_accumulation_steps * trainer.args.world_size
+    of_epoch = list(BatchSampler(order, batches.batch_size, batches.drop_last))
+    return [row for batch in of_epoch[update * size : (update + 1) * size] for row in batch]
+
+
+def _search(trainer: Any, rows: list[int]) -> tuple[list[Culprit], int]:
+    """The documents of these rows that are not finite, and how many there are in all."""
+    model = trainer.model
+    was_training = model.training
+    model.eval()
+    found, searched = [], 0
+    try:
+        for row in rows:
+            for number, document in enumerate(_documents(trainer.train_dataset[row])):
+                searched += 1
+                if not _is_finite(trainer, model, document):
+                    text = trainer.processing_class.decode(document["input_ids"][:_SHOWN])
+                    found.append(Culprit(row, number, text))
+    finally:
+        model.train(was_training)
+    return found, searched
+
+
+def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
+    lengths = row.pop("seq_lengths", [len(row["input_ids"])])
+    start = 0
+    for length in lengths:
+        yield {name: values[start : start + length] for name, values in row.items()}
+        start += length
+
+
+def _is_finite(trainer: Any, model: Any, document: dict[str, list[int]]) -> bool:
+    """Whether the loss and gradients of one document are, with the current weights."""
+    columns = ("input_ids", "labels")
+    inputs = {name: torch.tensor([document[name]], device=trainer.args.device) for name in columns}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        loss = model(**inputs, use_cache=False).loss
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return all(bool(torch.isfinite(t).all()) for t in (loss, *gradients) if t is not None)
