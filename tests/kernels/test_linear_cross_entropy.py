@@ -15,7 +15,7 @@ from exactness import DEVICE, LAYOUTS, assert_same
 from largest import Largest
 from torch import Tensor
 
-from unsloth_pack.kernels import LabelledRows, launch, linear_cross_entropy, reference
+from unsloth_pack.kernels import LabelledRows, chunked_head, launch, linear_cross_entropy, reference
 from unsloth_pack.kernels import linear_cross_entropy as _function
 
 pytest.importorskip("triton")
@@ -37,7 +37,7 @@ def path(request, monkeypatch):
 def small_chunks(monkeypatch):
     """Of 4 rows, whatever the vocabulary."""
     for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 4), ("_STEP", 4)):
-        monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(chunked_head, name, value)
 
 
 def plain(hidden, weight, labels, *, bias=None, softcap=None, scale=1.0, num_items=None) -> Tensor:
@@ -111,14 +111,14 @@ def test_chunks_of_any_number(rows, path, small_chunks):
 def test_chunks_are_even_and_within_the_budget():
     like = torch.empty(0, dtype=BF16)
     for V in (1, 1000, 32000, 128256, 262144):
-        most = module._most_rows(V, like)
+        most = chunked_head.most_rows(V, like)
         assert most == 128 or most * V * 2 <= 2**28
         for N in (0, 1, 127, 128, most, most + 1, 5 * most - 3):
-            chunks = list(module._even_chunks(N, most))
+            chunks = list(chunked_head.even_chunks(N, most))
             assert [0, *(c.stop for c in chunks)] == [*(c.start for c in chunks), N]
             assert all(c.stop - c.start <= most for c in chunks)
             assert len(chunks) == -(-N // most)
-    assert list(module._even_chunks(1030, 1024)) == [slice(0, 640), slice(640, 1030)]
+    assert list(chunked_head.even_chunks(1030, 1024)) == [slice(0, 640), slice(640, 1030)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

@@ -5,18 +5,21 @@ nodes. CUDA tensors run on Triton, or on torch's own GEMMs. CPU tensors run on t
 interpreter when TRITON_INTERPRET=1 is set before the first import. Triton itself is optional.
 """
 
+from .chunked_head import LabelledRows
 from .dropout import dropout
 from .fp8 import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
 from .gated import gated, gated_backward_
-from .linear_cross_entropy import LabelledRows, linear_cross_entropy
+from .linear_cross_entropy import linear_cross_entropy
 from .norm import rms_norm
 from .reference import QKNorm
 from .rope import rope_qk
+from .token_scores import TokenScores, token_scores
 
 __all__ = [
     "Fp8Rows",
     "LabelledRows",
     "QKNorm",
+    "TokenScores",
     "dropout",
     "fp8_linear",
     "fp8_linear_backward",
@@ -26,4 +29,5 @@ __all__ = [
     "quantize_rows",
     "rms_norm",
     "rope_qk",
+    "token_scores",
 ]

@@ -16,51 +16,23 @@ Shapes: T tokens, N of them with a label, C features, V outputs of the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unsloth_pack.host_copy import HostCopy
-
-from .launch import MAX_WARPS, PER_THREAD, floor_power_of_2, jit, takes_fused_path, tl, triton
-
-IGNORE_INDEX = -100
-
-_CHUNK_BYTES = 2**28  # of logits that exist at a time, or these rows if they take more
-_LEAST_ROWS = 1024  # on a GPU, where a GEMM of fewer is far from the device's best
-_STEP = 128  # rows of a chunk are a multiple of this, as GEMMs like them
-_BLOCK = 8192  # logits that a program holds at a time
-
-
-class LabelledRows:
-    """Which rows carry a label, found on the device without waiting for it.
-
-    Skipping the others needs their number on the host. Made before the decoder runs, this asks for it then,
-    see `HostCopy`; made by the loss itself, it waits for all before it.
-
-    Args:
-        labels: int32 or int64, any shape; row i's label is the i-th, already shifted.
-        ignore_index: what stands for no label.
-    """
-
-    def __init__(self, labels: Tensor, ignore_index: int = IGNORE_INDEX):
-        self.labels = labels
-        has_label = labels.reshape(-1) != ignore_index
-        self._order = has_label.logical_not().argsort(stable=True)
-        self._count = HostCopy(has_label.sum())
-
-    @cached_property
-    def count(self) -> int:
-        """N, once the device has counted."""
-        return int(self._count.read())
-
-    @property
-    def rows(self) -> Tensor:
-        """`[N]` int64, ascending."""
-        return self._order[: self.count]
+from .chunked_head import (
+    LabelledRows,
+    add_product,
+    as_head_inputs,
+    block_and_warps,
+    even_chunks,
+    load_block,
+    logit_and_slope,
+    most_rows,
+    multiply,
+    project_to_logits,
+)
+from .launch import jit, takes_fused_path, tl
 
 
 def linear_cross_entropy(
@@ -97,12 +69,7 @@ def linear_cross_entropy(
     Source: Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", whose linear
     cross-entropy also takes rows in chunks and makes gradients in the forward pass.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    labelled = labels if isinstance(labels, LabelledRows) else LabelledRows(labels)
-    _check(hidden, weight, labelled, bias, softcap)
+    hidden, weight, bias, labelled = as_head_inputs(hidden, weight, bias, labels, softcap)
     total = _LinearCrossEntropy.apply(hidden, weight, bias, labelled, scale, softcap, torch.is_grad_enabled())
     if num_items is None:
         return total / labelled.count
@@ -122,23 +89,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         g_NC = hidden.new_empty((N, C), dtype=wide) if for_hidden else None
         g_weight = weight.new_zeros((V, C), dtype=wide) if for_weight else None
         g_bias = bias.new_zeros(V, dtype=wide) if for_bias else None
-        most = _most_rows(V, hidden)
+        most = most_rows(V, hidden)
         # Sized by T, not N: a size that recurs every step is memory that PyTorch reuses.
         buffer_LV = hidden.new_empty((min(most, len(hidden_TC)), V))
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in _even_chunks(N, most):
+            for chunk in even_chunks(N, most):
                 x_LC = hidden_TC.index_select(0, rows[chunk])
-                logits_LV = buffer_LV[: len(x_LC)]
-                if bias is None:
-                    torch.mm(x_LC, weight.t(), out=logits_LV)
-                else:
-                    torch.addmm(bias, x_LC, weight.t(), out=logits_LV)
+                logits_LV = project_to_logits(x_LC, weight, bias, buffer_LV)
                 want = for_hidden or for_weight or for_bias
                 _cross_entropy(logits_LV, labels_N[chunk], losses_N[chunk], scale, softcap, want)
                 if g_NC is not None:
-                    _multiply(logits_LV, weight, g_NC[chunk])
+                    multiply(logits_LV, weight, g_NC[chunk])
                 if g_weight is not None:
-                    _add_product(logits_LV.t(), x_LC, g_weight)
+                    add_product(logits_LV.t(), x_LC, g_weight)
                 if g_bias is not None:
                     g_bias += logits_LV.sum(0, dtype=wide)
         ctx.save_for_backward(rows, g_NC, g_weight, g_bias)
@@ -159,35 +122,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return g_hidden, g_weight, g_bias, None, None, None, None
 
 
-def _most_rows(V: int, like: Tensor) -> int:
-    """Rows of logits that the budget holds."""
-    fit = _CHUNK_BYTES // (V * like.element_size())
-    return max(_LEAST_ROWS if like.is_cuda else _STEP, fit - fit % _STEP)
-
-
-def _even_chunks(N: int, most: int) -> Iterator[slice]:
-    """As few chunks as can be, with no small one at the end."""
-    size = -(-N // max(1, -(-N // most)))
-    size = max(1, -(-size // _STEP)) * _STEP
-    return (slice(start, min(start + size, N)) for start in range(0, N, size))
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a b in out's dtype, which is that of a and b or float32."""
-    if a.is_cuda and a.dtype != out.dtype:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
-def _add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out += a b, likewise."""
-    if a.is_cuda and a.dtype != out.dtype:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
-
-
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x * factor, a number, rounded once. x stays: the backward may run again."""
     return torch.mul(x, factor.view(1), out=torch.empty_like(x, dtype=dtype))
@@ -199,8 +133,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float,
         _plain_cross_entropy(logits, labels, losses, scale, softcap, with_grad)
         return
     L, V = logits.shape
-    BLOCK = min(_BLOCK, triton.next_power_of_2(V))
-    num_warps = min(MAX_WARPS, floor_power_of_2(BLOCK // (32 * PER_THREAD)))
+    BLOCK, num_warps = block_and_warps(V)
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(L,)](
             *(logits, labels, losses, float(scale), float(softcap or 1), V),
@@ -229,35 +162,6 @@ def _plain_cross_entropy(
         logits.copy_(p.mul_(slope))
 
 
-def _check(hidden: Tensor, weight: Tensor, labelled: LabelledRows, bias: Tensor | None, softcap) -> None:
-    """Raise ValueError unless the arguments fit together; labels are looked at on a CPU only."""
-    labels = labelled.labels
-    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or not weight.numel():
-        raise ValueError(f"hidden {[*hidden.shape]} and weight {[*weight.shape]}: pass [.., C] and [V, C]")
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels {[*labels.shape]}, hidden {[*hidden.shape]}: pass one label a row")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {[*bias.shape]}, weight {[*weight.shape]}: pass one number an output")
-    if labels.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"labels are {labels.dtype}: cast them to int64")
-    for name, x in (("weight", weight), ("bias", bias)):
-        if x is not None and (x.dtype != hidden.dtype or not x.is_floating_point()):
-            raise ValueError(
-                f"hidden is {hidden.dtype} and {name} {x.dtype}: cast both to one floating dtype"
-            )
-    for name, x in (("weight", weight), ("bias", bias), ("labels", labels)):
-        if x is not None and x.device != hidden.device:
-            raise ValueError(f"hidden is on {hidden.device} but {name} on {x.device}: move it there")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap is {softcap}: pass a positive one, or None")
-    if labels.device.type == "cpu" and labelled.count:
-        low, high = labels.reshape(-1)[labelled.rows].aminmax()
-        if low < 0 or high >= len(weight):
-            raise ValueError(
-                f"labels reach from {low} to {high}, the head has {len(weight)} outputs: pass -100 for none"
-            )
-
-
 # V is specialised, unlike the kernels' other sizes: whole 16-byte accesses need to know that 16 divides it.
 
 
@@ -275,41 +179,19 @@ def _cross_entropy_kernel(
     peak = -3e38  # finite: a row may begin with a block of -inf
     total = 0.0
     for first in range(0, V, BLOCK):
-        x_B, mask_B = _load_block(start, first, V, BLOCK)
-        z_B, _ = _logit_and_slope(x_B, scale, softcap, CAPPED)
+        x_B, mask_B = load_block(start, first, V, BLOCK)
+        z_B, _ = logit_and_slope(x_B, scale, softcap, CAPPED)
         z_B = tl.where(mask_B, z_B, float("-inf"))
         higher = tl.maximum(peak, tl.max(z_B))
         total = total * tl.exp(peak - higher) + tl.sum(tl.exp(z_B - higher))
         peak = higher
-    z_label, _ = _logit_and_slope(x_label, scale, softcap, CAPPED)
+    z_label, _ = logit_and_slope(x_label, scale, softcap, CAPPED)
     tl.store(losses + row, tl.log(total) - (z_label - peak))
     if WITH_GRAD:
         per_total = tl.div_rn(1.0, total)
         for first in range(0, V, BLOCK):
-            x_B, mask_B = _load_block(start, first, V, BLOCK)
-            z_B, slope_B = _logit_and_slope(x_B, scale, softcap, CAPPED)
+            x_B, mask_B = load_block(start, first, V, BLOCK)
+            z_B, slope_B = logit_and_slope(x_B, scale, softcap, CAPPED)
             column_B = first + tl.arange(0, BLOCK)
             g_B = tl.exp(z_B - peak) * per_total - tl.where(column_B == label, 1.0, 0.0)
             tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
-
-
-@jit
-def _load_block(start, first, V, BLOCK: tl.constexpr):
-    column_B = first + tl.arange(0, BLOCK)
-    return tl.load(start + column_B, mask=column_B < V, other=0.0).to(tl.float32), column_B < V
-
-
-@jit
-def _logit_and_slope(x, scale, softcap, CAPPED: tl.constexpr):
-    """z of logits x, and dz/dx."""
-    if CAPPED:
-        u = x * (scale / softcap)
-        e = tl.exp(-2 * tl.abs(u))
-        r = 1 / (1 + e)
-        far = (1 - e) * r
-        far = tl.where(u < 0, -far, far)
-        u2 = u * u  # near 0 the difference cancels: tanh's series
-        near = u * (1 + u2 * (-1 / 3 + u2 * (2 / 15 + u2 * (-17 / 315 + u2 * (62 / 2835)))))
-        return softcap * tl.where(tl.abs(u) < 0.25, near, far), scale * (4 * e * r * r)
-    else:
-        return x * scale, scale

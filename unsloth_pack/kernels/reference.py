@@ -3,11 +3,35 @@
 B rows of T tokens, H heads (k may have fewer than q), D head dim, R <= D rotated dims.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Field = Literal["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]  # of TokenScores, beside log_prob
+
+
+class TokenScores(NamedTuple):
+    """Of every row of hidden, in the shape of the labels; 0 (False) where there is no label.
+
+    Args:
+        log_prob: of the label; float32 (float64 for float64), differentiable.
+        entropy: of the distribution over the V outputs, in nats; likewise.
+        is_top1: whether the label has the greatest logit, and none before it an equal one; bool.
+        mean_logit: over the V outputs; without gradient.
+        log_sum_sq_probs: the logarithm of the sum of squared probabilities; without gradient.
+
+    What was not asked for is None.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    mean_logit: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +166,39 @@ def linear_cross_entropy(
         logits = softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), reduction="none")
     return losses.sum() / ((labels != -100).sum() if num_items is None else num_items)
+
+
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    fields: Collection[Field] = (),
+) -> TokenScores:
+    """Scores of labels, from all logits at once.
+
+    The contract is `unsloth_pack.kernels.token_scores`'s. Computes in float32, or float64 if an input is.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = scale * F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    has_label = labels != -100
+    log_p = logits.log_softmax(-1)
+    scores = {
+        "log_prob": log_p.gather(-1, labels.clamp(min=0).long()[..., None])[..., 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "is_top1": (logits.argmax(-1) == labels),
+        "mean_logit": logits.mean(-1),
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+    }
+    wanted = {"log_prob", *fields}
+    return TokenScores(
+        **{name: score.masked_fill(~has_label, 0) for name, score in scores.items() if name in wanted}
+    )
 
 
 def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

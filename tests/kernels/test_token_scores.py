@@ -1,0 +1,201 @@
+"""token_scores against float64 truth, under Triton's interpreter or on the GPU.
+
+The yardstick is the oracle on inputs in the same dtype: logits of all rows, rounded to it, scored in float32.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import DEVICE
+from largest import Largest
+
+from unsloth_pack.kernels import LabelledRows, chunked_head, launch, reference, token_scores
+from unsloth_pack.kernels.reference import TokenScores
+from unsloth_pack.kernels.token_scores import FIELDS
+
+pytest.importorskip("triton")
+module = sys.modules[token_scores.__module__]
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OPTIONS = [{}, {"scale": 0.5}, {"softcap": 5.0}, {"softcap": 3.0, "scale": 2.0}]
+
+
+@pytest.fixture(params=["kernel", "plain torch"])
+def path(request, monkeypatch):
+    """Either way through a chunk's logits; on a GPU the first only."""
+    if request.param == "plain torch":
+        if DEVICE == "cuda":
+            pytest.skip("CUDA tensors run on Triton")
+        monkeypatch.setattr(launch, "INTERPRETED", False)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Of 4 rows, whatever the vocabulary."""
+    for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 4), ("_STEP", 4)):
+        monkeypatch.setattr(chunked_head, name, value)
+
+
+def plain(hidden, weight, labels, *, bias=None, softcap=None, scale=1.0, fields=()) -> TokenScores:
+    """The logits rounded as transformers rounds them, and scored in float32."""
+    logits = F.linear(hidden, weight, bias)
+    identity = torch.eye(len(weight), dtype=logits.dtype, device=logits.device)
+    wide = {"hidden": logits, "weight": identity} if logits.dtype == FP64 else {}
+    if not wide:
+        wide = {"hidden": logits.float(), "weight": identity.float()}
+    return reference.token_scores(labels=labels, softcap=softcap, scale=scale, fields=fields, **wide)
+
+
+def make(*shape, V, dtype=FP32, unlabelled=0.3, bias=False, trains_head=False):
+    hidden, weight = torch.randn(*shape), torch.randn(V, shape[-1]) / shape[-1] ** 0.5
+    labels = torch.randint(0, V, shape[:-1])
+    labels[torch.rand(shape[:-1]) < unlabelled] = -100
+    labels.view(-1)[:2] = torch.tensor([0, V - 1])[: labels.numel()]
+    tensors = [hidden.to(DEVICE, dtype).requires_grad_()]
+    tensors.append(weight.to(DEVICE, dtype).requires_grad_(trains_head))
+    if bias:
+        tensors.append(torch.randn(V).to(DEVICE, dtype).requires_grad_(trains_head))
+    return tensors, labels.to(DEVICE)
+
+
+def run(fn, tensors, labels, weights, **options):
+    """All scores, and the gradients of what `weights` makes of the differentiable ones."""
+    hidden, weight, *bias = tensors
+    scores = fn(hidden, weight, labels, bias=bias[0] if bias else None, fields=FIELDS, **options)
+    loss = sum(((w.to(s.dtype) * s).sum() for w, s in zip(weights, scores, strict=False) if w is not None))
+    wanted = [x for x in tensors if x.requires_grad]
+    return scores, torch.autograd.grad(loss, wanted)
+
+
+def leaves(tensors, dtype):
+    return [x.detach().to(dtype).clone().requires_grad_(x.requires_grad) for x in tensors]
+
+
+def check(tensors, labels, slack=1.25, upstream=("log_prob", "entropy"), **options):
+    """Errors in norm, against the plain path's; a slack for luck, as few numbers are compared."""
+    weights = [
+        torch.randn(labels.shape, device=DEVICE) if name in upstream else None
+        for name in ("log_prob", "entropy")
+    ]
+    ours, our_grads = run(token_scores, tensors, labels, weights, **options)
+    theirs, their_grads = run(plain, leaves(tensors, tensors[0].dtype), labels, weights, **options)
+    truth, true_grads = run(plain, leaves(tensors, FP64), labels, weights, **options)
+    eps = torch.finfo(FP32).eps
+    for name, got, other, true in zip(TokenScores._fields, ours, theirs, truth, strict=True):
+        assert got.shape == labels.shape, name
+        assert not got[labels == -100].any(), name
+        if name == "is_top1":
+            assert got.dtype == torch.bool
+            assert torch.equal(got, other), name
+            continue
+        error, yardstick = ((x.double() - true).norm().item() for x in (got, other))
+        assert error <= slack * yardstick + 8 * eps * (true.norm().item() + labels.numel() ** 0.5), name
+    for number, (got, other, true) in enumerate(zip(our_grads, their_grads, true_grads, strict=True)):
+        assert got.dtype == tensors[0].dtype
+        error, yardstick = ((x.double() - true).norm().item() for x in (got, other))
+        assert error <= slack * yardstick + 8 * eps * true.norm().item(), (
+            f"gradient {number}: {error} {yardstick}"
+        )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("trains_head", [False, True], ids=["frozen head", "trained head"])
+def test_no_less_exact_than_logits_of_all_rows(dtype, options, trains_head, path, small_chunks):
+    for upstream in (("log_prob",), ("entropy",), ("log_prob", "entropy")):
+        made = make(2, 17, 32, V=517, dtype=dtype, bias=True, trains_head=trains_head)
+        check(*made, upstream=upstream, **options)
+
+
+@pytest.mark.parametrize("V", [1, 2, 3, 257, 8192, 8193])
+@pytest.mark.parametrize("shape", [(1, 8), (5, 16), (2, 3, 7)])
+def test_ragged_shapes(shape, V, path):
+    check(*make(*shape, V=V, bias=True), slack=4, softcap=4.0)
+
+
+def test_float64(path):
+    (hidden, weight), labels = make(9, 12, V=40, dtype=FP64)
+    got = token_scores(hidden, weight, labels, fields=FIELDS)
+    truth = reference.token_scores(hidden, weight, labels, fields=FIELDS)
+    for ours, theirs in zip(got, truth, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_a_tie_is_won_by_the_first(path):
+    """As argmax, and as TRL's head counts `mean_token_accuracy`."""
+    weight = torch.eye(8, device=DEVICE)
+    hidden = torch.zeros(4, 8, device=DEVICE)
+    hidden[:, [2, 5]] = 1.0
+    labels = torch.tensor([2, 5, 0, -100], device=DEVICE)
+    assert token_scores(hidden, weight, labels, fields=["is_top1"]).is_top1.tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_no_label_at_all_still_gives_a_gradient_of_zero(path):
+    """So that a micro-batch without labels takes part in an update like any other."""
+    (hidden, weight), labels = make(2, 5, 8, V=16)
+    scores = token_scores(hidden, weight, torch.full_like(labels, -100), fields=FIELDS)
+    assert all(not score.any() for score in scores)
+    (gradient,) = torch.autograd.grad(scores.log_prob.sum(), hidden)
+    assert gradient.shape == hidden.shape
+    assert not gradient.any()
+
+
+def test_logits_are_computed_once_where_nothing_needs_them_again(monkeypatch, path):
+    made = []
+    project = chunked_head.project_to_logits
+    monkeypatch.setattr(module, "project_to_logits", lambda *args: made.append(1) or project(*args))
+    (hidden, weight), labels = make(40, 8, V=16)
+    scores = token_scores(hidden, weight, labels, fields=FIELDS)
+    scores.log_prob.square().sum().backward()
+    assert len(made) == 1
+    scores = token_scores(hidden, weight, labels, fields=FIELDS)
+    scores.entropy.sum().backward()
+    assert len(made) == 3
+
+
+def test_what_was_not_asked_for_is_none():
+    (hidden, weight), labels = make(3, 8, V=16)
+    scores = token_scores(hidden, weight, labels, fields=["entropy"])
+    assert scores.is_top1 is scores.mean_logit is scores.log_sum_sq_probs is None
+    assert scores.entropy.shape == (3,)
+
+
+def test_the_same_under_autocast(path):
+    tensors, labels = make(2, 9, 16, V=64, bias=True)
+    cast = [x.detach().to(BF16).requires_grad_(x.requires_grad) for x in tensors]
+    truth = run(token_scores, cast, labels, [torch.ones_like(labels)])
+    with torch.autocast(DEVICE, dtype=BF16):
+        got = run(token_scores, tensors, labels, [torch.ones_like(labels)])
+    for ours, theirs in zip([*got[0], got[1][0].to(BF16)], [*truth[0], truth[1][0]], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_logits_of_all_tokens_never_exist(small_chunks):
+    tensors, labels = make(64, 8, V=300, unlabelled=0.0)
+    with Largest() as largest:
+        scores = token_scores(*tensors, labels, fields=FIELDS)
+        (scores.log_prob + scores.entropy).sum().backward()
+    assert largest.elements <= max(8 * 300, 64 * 8)
+
+
+def test_labels_beyond_the_head_are_refused_or_make_no_number():
+    (hidden, weight), labels = make(3, 8, V=16, unlabelled=0.0)
+    labels[1] = 16
+    if DEVICE == "cuda":
+        assert token_scores(hidden, weight, labels).log_prob.isnan().tolist() == [False, True, False]
+        return
+    with pytest.raises(ValueError, match=r"labels reach from \d+ to 16, the head has 16 outputs; give"):
+        token_scores(hidden, weight, labels)
+
+
+def test_labels_counted_before_and_marked_otherwise():
+    (hidden, weight), labels = make(5, 8, V=16)
+    other = LabelledRows(labels.masked_fill(labels == -100, -1), -1)
+    got, truth = token_scores(hidden, weight, other), token_scores(hidden, weight, labels)
+    assert torch.equal(got.log_prob, truth.log_prob)

@@ -1,0 +1,170 @@
+"""What the kernels over a language model's head share: the rows that have a label, in chunks of logits.
+
+The logits of all rows would be T x V numbers. A chunk's logits are one GEMM into a buffer that all chunks
+share, so that only those of one chunk exist at a time.
+
+Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.host_copy import HostCopy
+
+from .launch import MAX_WARPS, PER_THREAD, floor_power_of_2, jit, tl, triton
+
+IGNORE_INDEX = -100
+
+_CHUNK_BYTES = 2**28  # of logits that exist at a time, or these rows if they take more
+_LEAST_ROWS = 1024  # on a GPU, where a GEMM of fewer is far from the device's best
+_STEP = 128  # rows of a chunk are a multiple of this, as GEMMs like them
+_BLOCK = 8192  # logits that a program holds at a time
+
+
+class LabelledRows:
+    """Which rows carry a label, found on the device without waiting for it.
+
+    Skipping the others needs their number on the host. Made before the decoder runs, this asks for it then,
+    see `HostCopy`; made by the loss itself, it waits for all before it.
+
+    Args:
+        labels: int32 or int64, any shape; row i's label is the i-th, already shifted.
+        ignore_index: what stands for no label.
+    """
+
+    def __init__(self, labels: Tensor, ignore_index: int = IGNORE_INDEX):
+        self.labels = labels
+        has_label = labels.reshape(-1) != ignore_index
+        self._order = has_label.logical_not().argsort(stable=True)
+        self._count = HostCopy(has_label.sum())
+
+    @cached_property
+    def count(self) -> int:
+        """N, once the device has counted."""
+        return int(self._count.read())
+
+    @property
+    def rows(self) -> Tensor:
+        """`[N]` int64, ascending."""
+        return self._order[: self.count]
+
+
+def most_rows(V: int, like: Tensor) -> int:
+    """Rows of logits that the budget holds."""
+    fit = _CHUNK_BYTES // (V * like.element_size())
+    return max(_LEAST_ROWS if like.is_cuda else _STEP, fit - fit % _STEP)
+
+
+def even_chunks(N: int, most: int) -> Iterator[slice]:
+    """As few chunks as can be, with no small one at the end."""
+    size = -(-N // max(1, -(-N // most)))
+    size = max(1, -(-size // _STEP)) * _STEP
+    return (slice(start, min(start + size, N)) for start in range(0, N, size))
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a b in out's dtype, which is that of a and b or float32."""
+    if a.is_cuda and a.dtype != out.dtype:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out += a b, likewise."""
+    if a.is_cuda and a.dtype != out.dtype:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+
+
+def as_head_inputs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor | LabelledRows,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor | None, LabelledRows]:
+    """hidden, weight and bias, cast as autocast casts them, and the rows with a label, all checked."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    labelled = labels if isinstance(labels, LabelledRows) else LabelledRows(labels)
+    check_head(hidden, weight, labelled, bias, softcap)
+    return hidden, weight, bias, labelled
+
+
+def project_to_logits(x_LC: Tensor, weight: Tensor, bias: Tensor | None, buffer_LV: Tensor) -> Tensor:
+    """`[L, V]` in the first rows of the buffer."""
+    logits_LV = buffer_LV[: len(x_LC)]
+    if bias is None:
+        return torch.mm(x_LC, weight.t(), out=logits_LV)
+    return torch.addmm(bias, x_LC, weight.t(), out=logits_LV)
+
+
+def block_and_warps(V: int) -> tuple[int, int]:
+    """Logits that a program holds at a time, and its warps."""
+    block = min(_BLOCK, triton.next_power_of_2(V))
+    return block, min(MAX_WARPS, floor_power_of_2(block // (32 * PER_THREAD)))
+
+
+def check_head(hidden: Tensor, weight: Tensor, labelled: LabelledRows, bias: Tensor | None, softcap) -> None:
+    """Raise ValueError (InputError for labels) unless the arguments fit together.
+
+    Label values are looked at on a CPU only: on a GPU that would wait for it.
+    """
+    labels = labelled.labels
+    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or not weight.numel():
+        raise ValueError(f"hidden {[*hidden.shape]} and weight {[*weight.shape]}: pass [.., C] and [V, C]")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels {[*labels.shape]}, hidden {[*hidden.shape]}: pass one label a row")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {[*bias.shape]}, weight {[*weight.shape]}: pass one number an output")
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels are {labels.dtype}: cast them to int64")
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and (x.dtype != hidden.dtype or not x.is_floating_point()):
+            raise ValueError(
+                f"hidden is {hidden.dtype} and {name} {x.dtype}: cast both to one floating dtype"
+            )
+    for name, x in (("weight", weight), ("bias", bias), ("labels", labels)):
+        if x is not None and x.device != hidden.device:
+            raise ValueError(f"hidden is on {hidden.device} but {name} on {x.device}: move it there")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap is {softcap}: pass a positive one, or None")
+    if labels.device.type == "cpu" and labelled.count:
+        low, high = labels.reshape(-1)[labelled.rows].aminmax()
+        if low < 0 or high >= len(weight):
+            raise InputError(
+                f"labels reach from {low} to {high}, the head has {len(weight)} outputs; give ids below that, "
+                "or -100 for none"
+            )
+
+
+@jit
+def load_block(start, first, V, BLOCK: tl.constexpr):
+    column_B = first + tl.arange(0, BLOCK)
+    return tl.load(start + column_B, mask=column_B < V, other=0.0).to(tl.float32), column_B < V
+
+
+@jit
+def logit_and_slope(x, scale, softcap, CAPPED: tl.constexpr):
+    """z of logits x, and dz/dx."""
+    if CAPPED:
+        u = x * (scale / softcap)
+        e = tl.exp(-2 * tl.abs(u))
+        r = 1 / (1 + e)
+        far = (1 - e) * r
+        far = tl.where(u < 0, -far, far)
+        u2 = u * u  # near 0 the difference cancels: tanh's series
+        near = u * (1 + u2 * (-1 / 3 + u2 * (2 / 15 + u2 * (-17 / 315 + u2 * (62 / 2835)))))
+        return softcap * tl.where(tl.abs(u) < 0.25, near, far), scale * (4 * e * r * r)
+    else:
+        return x * scale, scale

@@ -1,0 +1,373 @@
+"""What a language model's head says of each label, without its T x V logits, forward and backward.
+
+For each row x of hidden that has a label, with l = W x + b, and z = softcap * tanh(scale * l / softcap), or
+scale * l without a softcap, and p = softmax(z):
+
+    log_prob          z[label] - log Σ exp(z)
+    entropy           -Σ p log p
+    is_top1           whether z[label] is the first greatest z
+    mean_logit        Σ z / V
+    log_sum_sq_probs  log Σ p²
+
+    d log_prob / dl = (onehot(label) - p) * dz/dl
+    d entropy / dl  = -p (log p + entropy) * dz/dl
+
+A loss weighs the log-probabilities of tokens as it likes, but those weights are known in the backward pass
+alone. The gradient of a row is its weight times the gradient for weight 1, which the forward pass makes
+beside the scores, while the chunk's logits are at hand. So a step computes logits once. They are computed
+again only where a gradient reaches the entropy, or the head itself is trained.
+
+Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .chunked_head import (
+    LabelledRows,
+    add_product,
+    as_head_inputs,
+    block_and_warps,
+    even_chunks,
+    load_block,
+    logit_and_slope,
+    most_rows,
+    multiply,
+    project_to_logits,
+)
+from .launch import jit, takes_fused_path, tl
+from .reference import Field, TokenScores
+
+FIELDS = get_args(Field)
+
+
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor | LabelledRows,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    fields: Collection[Field] = (),
+) -> TokenScores:
+    """Scores of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
+
+    Args:
+        hidden: `[..., C]`, any strides; bfloat16, float16, float32 or float64. Under autocast it, weight and
+            bias are cast as `torch.nn.functional.linear` casts them.
+        weight: `[V, C]`, of hidden's dtype. Gets a gradient if it requires one, summed in float32.
+        labels: `[...]` int32 or int64 in [0, V), or -100 for none; already shifted: row i's label is
+            labels[i]. As a `LabelledRows` made earlier they cost no wait, and another number may mark none.
+        bias: `[V]`, of hidden's dtype. Gets a gradient if it requires one.
+        softcap: logits become softcap * tanh(logits / softcap), after the scale.
+        fields: which scores are wanted beside the log-probability.
+
+    Returns:
+        The scores. At most 2²⁸ bytes of logits exist at a time, or 1,024 rows if that is more.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together; or labels beyond the head. On a GPU, where
+            looking would wait for it, those make the scores NaN.
+    """
+    hidden, weight, bias, labelled = as_head_inputs(hidden, weight, bias, labels, softcap)
+    wanted = tuple(field in fields for field in FIELDS)
+    options = (scale, softcap, wanted, torch.is_grad_enabled())
+    scores = _TokenScores.apply(hidden, weight, bias, labelled, *options)
+    return TokenScores(*(None if score is None else score.view(labelled.labels.shape) for score in scores))
+
+
+class _TokenScores(torch.autograd.Function):
+    """`[T]` of each score."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labelled: LabelledRows, scale, softcap, wanted, with_grad):
+        ctx.set_materialize_grads(False)  # a score that no loss reads costs nothing
+        (V, C), N, rows = weight.shape, labelled.count, labelled.rows
+        hidden_TC, labels_N = hidden.reshape(-1, C), labelled.labels.reshape(-1).index_select(0, rows)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        for_hidden, *for_head = (with_grad and needed for needed in ctx.needs_input_grad[:3])
+        needs_logits_again = any(for_head) or (for_hidden and wanted[0])
+        g_NC = hidden.new_empty((N, C), dtype=wide) if for_hidden and not any(for_head) else None
+        scores_N = [hidden.new_empty(N, dtype=wide) if asked else None for asked in (True, *wanted)]
+        most = most_rows(V, hidden)
+        # Sized by T, not N: a size that recurs every step is memory that PyTorch reuses.
+        buffer_LV = hidden.new_empty((min(most, len(hidden_TC)), V))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk in even_chunks(N, most):
+                logits_LV = project_to_logits(hidden_TC.index_select(0, rows[chunk]), weight, bias, buffer_LV)
+                parts = [None if score is None else score[chunk] for score in scores_N]
+                _score(logits_LV, labels_N[chunk], parts, scale, softcap, g_NC is not None)
+                if g_NC is not None:
+                    multiply(logits_LV, weight, g_NC[chunk])
+        again = (hidden_TC, weight, bias, labels_N) if needs_logits_again else (None,) * 4
+        ctx.save_for_backward(rows, g_NC, *again)
+        ctx.shape, ctx.dtype, ctx.options = hidden.shape, hidden.dtype, (scale, softcap)
+        scores_T = [_spread(score, rows, len(hidden_TC)) for score in scores_N]
+        if scores_T[2] is not None:
+            scores_T[2] = scores_T[2].bool()
+        ctx.mark_non_differentiable(*(score for score in scores_T[2:] if score is not None))
+        return tuple(scores_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_log_prob_T, g_entropy_T, *_):
+        rows, g_NC, hidden_TC, weight, bias, labels_N = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        if g_log_prob_T is None and g_entropy_T is None:
+            return (None,) * 8
+        g_log_prob_N, g_entropy_N = (
+            None if g is None else g.reshape(-1).index_select(0, rows) for g in (g_log_prob_T, g_entropy_T)
+        )
+        g_weight = g_bias = None
+        if g_entropy_N is not None or any(needed[1:]):
+            upstream = (g_log_prob_N, g_entropy_N)
+            inputs = (hidden_TC.index_select(0, rows), weight, bias, labels_N)
+            g_NC, g_weight, g_bias = _weighted_gradients(*inputs, upstream, *ctx.options, needed)
+        elif g_NC is not None:
+            rounded = torch.empty_like(g_NC, dtype=ctx.dtype)
+            g_NC = torch.mul(g_NC, g_log_prob_N[:, None], out=rounded)
+        g_hidden = None
+        if g_NC is not None:
+            g_hidden = g_NC.new_zeros(ctx.shape, dtype=ctx.dtype)
+            g_hidden.view(-1, ctx.shape[-1]).index_copy_(0, rows, g_NC.to(ctx.dtype))
+        return g_hidden, g_weight, g_bias, None, None, None, None, None
+
+
+def _spread(score_N: Tensor | None, rows: Tensor, n_tokens: int) -> Tensor | None:
+    """`[T]` with 0 where there is no label."""
+    return None if score_N is None else score_N.new_zeros(n_tokens).index_copy_(0, rows, score_N)
+
+
+def _weighted_gradients(
+    x_NC: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels_N: Tensor,
+    upstream: tuple[Tensor | None, Tensor | None],
+    scale: float,
+    softcap: float | None,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden's rows `[N, C]` (wide), weight and bias, from logits that are computed again."""
+    (V, _), N = weight.shape, len(x_NC)
+    wide = torch.promote_types(x_NC.dtype, torch.float32)
+    g_NC = x_NC.new_empty(x_NC.shape, dtype=wide) if needed[0] else None
+    g_weight = weight.new_zeros(weight.shape, dtype=wide) if needed[1] else None
+    g_bias = weight.new_zeros(V, dtype=wide) if needed[2] else None
+    most = most_rows(V, x_NC)
+    buffer_LV = x_NC.new_empty((min(most, N), V))
+    upstream_N = [None if g is None else g.to(wide).contiguous() for g in upstream]
+    with torch.autocast(x_NC.device.type, enabled=False):
+        for chunk in even_chunks(N, most):
+            g_LV = project_to_logits(x_NC[chunk], weight, bias, buffer_LV)
+            weights = [None if g is None else g[chunk] for g in upstream_N]
+            _to_gradient(g_LV, labels_N[chunk], weights, scale, softcap)
+            if g_NC is not None:
+                multiply(g_LV, weight, g_NC[chunk])
+            if g_weight is not None:
+                add_product(g_LV.t(), x_NC[chunk], g_weight)
+            if g_bias is not None:
+                g_bias += g_LV.sum(0, dtype=wide)
+    g_weight, g_bias = (None if g is None else g.to(x_NC.dtype) for g in (g_weight, g_bias))
+    return g_NC, g_weight, g_bias
+
+
+# One chunk: its logits to scores, and to gradients
+
+
+def _score(
+    logits: Tensor, labels: Tensor, scores: list[Tensor | None], scale: float, softcap, with_grad: bool
+) -> None:
+    """scores `[L]` (log_prob, then `FIELDS`) of logits `[L, V]`, which become log_prob's gradient."""
+    if not takes_fused_path(logits, logits):
+        _plain_score(logits, labels, scores, scale, softcap, with_grad)
+        return
+    L, V = logits.shape
+    block, num_warps = block_and_warps(V)
+    log_prob, *others = scores
+    with torch.cuda.device_of(logits):
+        _score_kernel[(L,)](
+            *(logits, labels, log_prob, *(log_prob if other is None else other for other in others)),
+            *(float(scale), float(softcap or 1), V),
+            *(softcap is not None, *(other is not None for other in others), with_grad, block),
+            num_warps=num_warps,
+        )
+
+
+def _to_gradient(
+    logits: Tensor, labels: Tensor, upstream: list[Tensor | None], scale: float, softcap
+) -> None:
+    """logits `[L, V]` become the gradient of what weighs log_prob and entropy by upstream, `[L]` each."""
+    if not takes_fused_path(logits, logits):
+        _plain_to_gradient(logits, labels, upstream, scale, softcap)
+        return
+    L, V = logits.shape
+    block, num_warps = block_and_warps(V)
+    g_log_prob, g_entropy = upstream
+    some = g_log_prob if g_entropy is None else g_entropy
+    with torch.cuda.device_of(logits):
+        _gradient_kernel[(L,)](
+            *(logits, labels, some if g_log_prob is None else g_log_prob, some),
+            *(float(scale), float(softcap or 1), V),
+            *(softcap is not None, g_log_prob is not None, g_entropy is not None, block),
+            num_warps=num_warps,
+        )
+
+
+def _plain_logits(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """z in float32 or better, and dz/dl."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if softcap is None:
+        return z, scale
+    tanh = (z / softcap).tanh_()
+    return tanh * softcap, (1 - tanh.square()).mul_(scale)
+
+
+def _plain_score(
+    logits: Tensor, labels: Tensor, scores: list[Tensor | None], scale: float, softcap, with_grad: bool
+) -> None:
+    """In plain torch."""
+    log_prob, entropy, is_top1, mean_logit, log_sum_sq_probs = scores
+    assert log_prob is not None
+    column = labels.long()[:, None]
+    z, slope = _plain_logits(logits, scale, softcap)
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    log_prob.copy_(log_p.gather(1, column)[:, 0])
+    if entropy is not None:
+        entropy.copy_(-torch.special.xlogy(p, p).sum(-1))
+    if is_top1 is not None:
+        is_top1.copy_(z.argmax(-1, keepdim=True)[:, 0] == column[:, 0])
+    if mean_logit is not None:
+        mean_logit.copy_(z.mean(-1))
+    if log_sum_sq_probs is not None:
+        log_sum_sq_probs.copy_((2 * log_p).logsumexp(-1))
+    if with_grad:
+        g = p.neg_().scatter_add_(1, column, p.new_ones(()).expand_as(column))
+        logits.copy_(g.mul_(slope))
+
+
+def _plain_to_gradient(
+    logits: Tensor, labels: Tensor, upstream: list[Tensor | None], scale: float, softcap
+) -> None:
+    """In plain torch."""
+    g_log_prob, g_entropy = upstream
+    column = labels.long()[:, None]
+    z, slope = _plain_logits(logits, scale, softcap)
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    g = torch.zeros_like(p)
+    if g_log_prob is not None:
+        g -= p * g_log_prob[:, None]
+        g.scatter_add_(1, column, g_log_prob[:, None])
+    if g_entropy is not None:
+        p_log_p = torch.special.xlogy(p, p)
+        entropy = -p_log_p.sum(-1, keepdim=True)
+        g -= g_entropy[:, None] * (p_log_p + p * entropy)
+    logits.copy_(g.mul_(slope))
+
+
+@jit
+def _score_kernel(
+    logits, labels, log_probs, entropies, tops, means, squares, scale, softcap, V,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, TOP1: tl.constexpr, MEAN: tl.constexpr,
+    SQUARES: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scores `[L]`; logits `[L, V]` become log_probs' gradient, WITH_GRAD. Grid: L."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * V
+    label = tl.load(labels + row).to(tl.int64)
+    is_valid = (label >= 0) & (label < V)
+    x_label = tl.load(start + label, mask=is_valid, other=float("nan")).to(tl.float32)
+    z_label, _ = logit_and_slope(x_label, scale, softcap, CAPPED)
+    peak = -3e38  # finite: a row may begin with a block of -inf
+    before = float("-inf")  # the greatest logit before the label
+    total = 0.0
+    weighted = 0.0  # Σ exp(z - peak) (z - peak)
+    squared = 0.0  # Σ exp(z - peak)²
+    summed = 0.0
+    for first in range(0, V, BLOCK):
+        x_B, mask_B = load_block(start, first, V, BLOCK)
+        z_B, _ = logit_and_slope(x_B, scale, softcap, CAPPED)
+        if MEAN:
+            summed += tl.sum(tl.where(mask_B, z_B, 0.0))
+        z_B = tl.where(mask_B, z_B, float("-inf"))
+        if TOP1:
+            column_B = first + tl.arange(0, BLOCK)
+            before = tl.maximum(before, tl.max(tl.where(column_B < label, z_B, float("-inf"))))
+        higher = tl.maximum(peak, tl.max(z_B))
+        shrunk = tl.exp(peak - higher)
+        e_B = tl.exp(z_B - higher)
+        if ENTROPY:
+            below_B = tl.where(e_B > 0, z_B - higher, 0.0)
+            weighted = shrunk * (weighted + total * (peak - higher)) + tl.sum(e_B * below_B)
+        if SQUARES:
+            squared = squared * shrunk * shrunk + tl.sum(e_B * e_B)
+        total = total * shrunk + tl.sum(e_B)
+        peak = higher
+    log_total = tl.log(total)
+    tl.store(log_probs + row, (z_label - peak) - log_total)
+    if ENTROPY:
+        tl.store(entropies + row, log_total - weighted / total)
+    if TOP1:
+        is_top = (z_label >= peak) & (z_label > before)
+        tl.store(tops + row, is_top.to(tl.float32))
+    if MEAN:
+        tl.store(means + row, summed / V)
+    if SQUARES:
+        tl.store(squares + row, tl.log(squared) - 2 * log_total)
+    if WITH_GRAD:
+        per_total = tl.div_rn(1.0, total)
+        for first in range(0, V, BLOCK):
+            x_B, mask_B = load_block(start, first, V, BLOCK)
+            z_B, slope_B = logit_and_slope(x_B, scale, softcap, CAPPED)
+            column_B = first + tl.arange(0, BLOCK)
+            g_B = tl.where(column_B == label, 1.0, 0.0) - tl.exp(z_B - peak) * per_total
+            tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
+
+
+@jit
+def _gradient_kernel(
+    logits, labels, g_log_probs, g_entropies, scale, softcap, V,
+    CAPPED: tl.constexpr, FOR_LOG_PROB: tl.constexpr, FOR_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """logits `[L, V]` become the gradient of the weighted scores. Grid: L."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * V
+    label = tl.load(labels + row).to(tl.int64)
+    peak = -3e38
+    total = 0.0
+    weighted = 0.0
+    for first in range(0, V, BLOCK):
+        x_B, mask_B = load_block(start, first, V, BLOCK)
+        z_B, _ = logit_and_slope(x_B, scale, softcap, CAPPED)
+        z_B = tl.where(mask_B, z_B, float("-inf"))
+        higher = tl.maximum(peak, tl.max(z_B))
+        shrunk = tl.exp(peak - higher)
+        e_B = tl.exp(z_B - higher)
+        below_B = tl.where(e_B > 0, z_B - higher, 0.0)
+        weighted = shrunk * (weighted + total * (peak - higher)) + tl.sum(e_B * below_B)
+        total = total * shrunk + tl.sum(e_B)
+        peak = higher
+    log_total = tl.log(total)
+    entropy = log_total - weighted / total
+    per_total = tl.div_rn(1.0, total)
+    for first in range(0, V, BLOCK):
+        x_B, mask_B = load_block(start, first, V, BLOCK)
+        z_B, slope_B = logit_and_slope(x_B, scale, softcap, CAPPED)
+        column_B = first + tl.arange(0, BLOCK)
+        p_B = tl.exp(z_B - peak) * per_total
+        g_B = p_B * 0.0
+        if FOR_LOG_PROB:
+            g_B += tl.load(g_log_probs + row) * (tl.where(column_B == label, 1.0, 0.0) - p_B)
+        if FOR_ENTROPY:
+            log_p_B = tl.where(p_B > 0, z_B - peak - log_total, 0.0)
+            g_B -= tl.load(g_entropies + row) * p_B * (log_p_B + entropy)
+        tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
