@@ -143,7 +143,7 @@ def check_head(hidden: Tensor, weight: Tensor, labelled: LabelledRows, bias: Ten
         low, high = labels.reshape(-1)[labelled.rows].aminmax()
         if low < 0 or high >= len(weight):
             raise InputError(
-                f"labels reach from {low} to {high}, the head has {len(weight)} outputs; give ids below that, "
+                f"labels reach from {low} to {high}, the head has {len(weight)} outputs; give smaller ids, "
                 "or -100 for none"
             )
 
