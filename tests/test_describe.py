@@ -8,9 +8,20 @@ from hypothesis import strategies as st
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.row.from_call import describe_row
+from unsloth_pack.row.labels import CountedLabels, check_labels
 from unsloth_pack.row.packed_row import PackedRow
 
 CPU = torch.device("cpu")
+
+
+def row_of(shape, labels=None, counted=False, **descriptions):
+    """The row, whose labels are looked at as a model looks at them."""
+    row = describe_row(shape, CPU, **descriptions)
+    if labels is not None:
+        check_labels("labels", labels, shape, n_outputs=256)
+        if counted:
+            CountedLabels(row, labels).refuse()
+    return row
 
 
 def positions_of(lengths):
@@ -62,7 +73,7 @@ def test_all_descriptions_mean_the_same_row(lengths):
 
 
 def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.row.from_call._is_remote", lambda x: isinstance(x, torch.Tensor))
+    monkeypatch.setattr("unsloth_pack.row.readings.is_remote", lambda x: isinstance(x, torch.Tensor))
     lengths = [3, 1, 4, 2]
     for name, description in every_description(lengths).items():
         row = describe_row((1, 10), CPU, **description)
@@ -316,7 +327,7 @@ def test_a_document_may_start_above_position_0():
             {
                 "packed_seq_lengths": [3, 3],
                 "labels": torch.tensor([[1, 2, 3, 4, 5, 6, -100]]),
-                "labels_counted": True,
+                "counted": True,
             },
             "labels at document starts are counted",
             "-100",
@@ -326,7 +337,7 @@ def test_a_document_may_start_above_position_0():
             {
                 "packed_seq_lengths": [3, 3],
                 "labels": torch.tensor([[1, 2, 3, -100, 5, 6, 7]]),
-                "labels_counted": True,
+                "counted": True,
             },
             "counted in num_items_in_batch",
             "-100",
@@ -423,7 +434,7 @@ def test_a_document_may_start_above_position_0():
 )
 def test_what_cannot_be_is_refused_in_one_line(description, what, value, remedy):
     with pytest.raises(InputError) as refusal:
-        describe_row((1, 7), CPU, **description)
+        row_of((1, 7), **description)
     message = str(refusal.value)
     assert "\n" not in message
     for part in (what, value, remedy):
@@ -446,28 +457,22 @@ def test_what_is_left_of_a_running_sum_that_was_cut_to_the_number_of_rows():
 
 def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
     labels = torch.tensor([[1, 2, 3, -100, 5, 6, -100]])
-    row = describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=labels, labels_counted=True)
+    row = row_of((1, 7), packed_seq_lengths=[3, 3], labels=labels, counted=True)
     assert row.unscored_places.tolist() == [0, 3, 6]
-    assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels_counted=True).lengths == (3, 3, 1)
     rows = torch.tensor([[1, 2, -100, 4], [5, 6, 7, 8]])  # nothing predicts the first label of a row
-    counted = {"labels": rows, "labels_counted": True}
-    assert describe_row((2, 4), CPU, packed_seq_lengths=[[2, 2], [4]], **counted).lengths == (2, 2, 4)
+    counted = {"labels": rows, "counted": True}
+    assert row_of((2, 4), packed_seq_lengths=[[2, 2], [4]], **counted).lengths == (2, 2, 4)
     uncounted = torch.arange(7)[None]  # nobody has counted them: they are masked
-    assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 3], labels=uncounted).lengths == (3, 3, 1)
+    assert row_of((1, 7), packed_seq_lengths=[3, 3], labels=uncounted).lengths == (3, 3, 1)
 
 
-def test_what_is_on_a_device_comes_in_one_transfer_and_labels_not_at_all(monkeypatch):
-    labels, positions, seq_idx = (
-        torch.arange(7)[None],
-        positions_of([3, 4])[None],
-        torch.tensor([[0] * 3 + [1] * 4]),
-    )
-    remote = {id(labels), id(positions), id(seq_idx)}
-    monkeypatch.setattr("unsloth_pack.row.from_call._is_remote", lambda x: id(x) in remote)
+def test_what_is_on_a_device_comes_in_one_transfer(monkeypatch):
+    positions, seq_idx = positions_of([3, 4])[None], torch.tensor([[0] * 3 + [1] * 4])
+    remote = {id(positions), id(seq_idx)}
+    monkeypatch.setattr("unsloth_pack.row.readings.is_remote", lambda x: id(x) in remote)
     transfers, to_cpu = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.numel()) or to_cpu(x))
-    counted = {"labels": labels, "labels_counted": True}
-    assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 4], **counted) is not None
+    assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 4]) is not None
     assert transfers == []
-    assert describe_row((1, 7), CPU, position_ids=positions, seq_idx=seq_idx, **counted).lengths == (3, 4)
+    assert describe_row((1, 7), CPU, position_ids=positions, seq_idx=seq_idx).lengths == (3, 4)
     assert transfers == [14]

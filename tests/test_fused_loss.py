@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unsloth_pack import patch_model, supported_architectures
-from unsloth_pack.kernels import linear_cross_entropy
+from unsloth_pack.errors import InputError
+from unsloth_pack.kernels import chunked_head
 from unsloth_pack.losses.cross_entropy import LossOutput
 
 ARCHITECTURES = list(supported_architectures())
@@ -107,12 +107,23 @@ def test_num_items_in_batch(items):
 def test_labels_that_are_shifted_already_or_marked_otherwise():
     inputs = batch()
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
-    for more in ({"shift_labels": shifted, "labels": shifted}, {"ignore_index": 7}):
+    other = inputs["labels"].masked_fill(inputs["labels"] == -100, 7)
+    for more in ({"shift_labels": shifted}, {"ignore_index": 7, "labels": other}):
         given = {**inputs, **more}
-        if "ignore_index" in more:
-            del given["packed_seq_lengths"]
-            given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 7)
         assert_same_step(step(patched(), given), step(through_logits(patched()), given))
+    with pytest.raises(
+        InputError, match="labels and shift_labels contradict each other; leave shift_labels out"
+    ):
+        step(patched(), {**inputs, "shift_labels": inputs["labels"]})
+
+
+def test_shifted_labels_are_masked_at_boundaries_too():
+    """A label that stands one token before its own may not train the first token of the next document."""
+    inputs = batch()
+    inputs["labels"] = inputs["input_ids"]
+    expected = step(through_logits(patched()), inputs)
+    inputs["shift_labels"] = F.pad(inputs["labels"], (0, 1), value=5)[:, 1:]
+    assert_same_step(step(patched(), inputs), expected)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
@@ -133,7 +144,7 @@ def test_autocast(arch):
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "granite"])
 def test_the_logits_of_all_tokens_never_exist(arch, monkeypatch):
     for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 8), ("_STEP", 8)):
-        monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], name, value)
+        monkeypatch.setattr(chunked_head, name, value)
     V = 5000
     inputs = batch(vocab_size=V)
     most = []

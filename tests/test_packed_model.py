@@ -212,7 +212,7 @@ def test_a_mask_that_numbers_documents_is_not_passed_over(training):
     ids = torch.cat([*documents, documents[0][:2]]).to(DEVICE)[None]
     mask = torch.tensor([NUMBERED], device=DEVICE)
     if training or DEVICE == "cpu":
-        with pytest.raises(InputError, match=r"attention_mask numbers documents, .* give packed_seq"):
+        with pytest.raises(InputError, match=r"attention_mask holds document ids, .* give packed_seq"):
             model(input_ids=ids, attention_mask=mask)
     with pytest.raises(InputError, match="position_ids and attention_mask disagree on row 0"):
         model(ids[:, :10], attention_mask=mask[:, :10], position_ids=torch.arange(10, device=DEVICE)[None])
@@ -419,7 +419,7 @@ def test_generation_with_a_static_cache_is_as_in_transformers(arch, lengths):
 def test_the_positions_of_tokens_that_are_generated_are_not_looked_at(monkeypatch):
     """Which would wait for the device."""
     model = patched("llama").eval()
-    monkeypatch.setattr("unsloth_pack.forwards.decoder.describe_row", None)
+    monkeypatch.setattr("unsloth_pack.row.from_call.describe_row", None)
     token = torch.tensor([[5]], device=DEVICE)
     model(input_ids=token, position_ids=token)
     cache = model(input_ids=token.expand(1, 3)).past_key_values

@@ -137,7 +137,7 @@ class FastLanguageModel:
                     f"load_in_fp8=True computes in bfloat16, dtype is {model.dtype}; leave dtype out"
                 )
             quantize_to_fp8(model)
-        model.max_seq_length = max_seq_length
+        model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:
             if has_own_tokenizer:
                 match_vocabulary(model, adapter)
@@ -202,7 +202,7 @@ class FastLanguageModel:
             if loftq_config
             else {}
         )
-        targets = lora_targets(model, target_modules)
+        targets = of_text_model(model, lora_targets(model, target_modules))
         _check_parts(model, bias, layers_to_transform, modules_to_save)
         set_seed(random_state)
         patch = patch_of(model)
@@ -301,10 +301,10 @@ def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
         raise InputError(
             "the model has an adapter already; train it as it is, merge it first, or load the model anew"
         )
-    if any(parameter.requires_grad for parameter in model.parameters()):
+    if getattr(model, "full_finetuning", False):
         raise InputError(
-            "full_finetuning=True, or transformers' own loading, trains every weight; leave out "
-            "get_peft_model, or load by FastLanguageModel without that flag"
+            "the model was loaded with full_finetuning=True, which trains every weight; leave out "
+            "get_peft_model, or load the model without that flag"
         )
     loaded_with = getattr(model, "max_seq_length", None)
     if max_seq_length not in (None, loaded_with):
@@ -366,6 +366,22 @@ def lora_targets(model: nn.Module, target_modules: str | Sequence[str] | None) -
         raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
     _check_names(model, "target_modules", target_modules)
     return list(target_modules)
+
+
+def of_text_model(model: nn.Module, targets: str | list[str]) -> str | list[str]:
+    """Targets of the text model alone, where it is inside a model of vision and language.
+
+    A vision tower has projections of the same names, which rows of text never reach. A regular expression is
+    taken as it is.
+    """
+    base: Any = model
+    decoder = base.get_decoder()
+    if base.base_model is decoder or (isinstance(targets, str) and targets != "all-linear"):
+        return targets
+    (prefix,) = (path for path, module in model.named_modules() if module is decoder)
+    linear = [path for path, module in decoder.named_modules() if isinstance(module, nn.Linear)]
+    wanted = [path for path in linear if targets == "all-linear" or path.rpartition(".")[2] in targets]
+    return [f"{prefix}.{path}" for path in wanted]
 
 
 def _check_names(model: nn.Module, name: str, wanted: Collection[str]) -> None:

@@ -21,7 +21,8 @@ from unsloth_pack.checks.leaks import SLACK, largest, relative_error
 from unsloth_pack.checks.report import Check
 from unsloth_pack.checks.subject import Gradients, Subject, example_of, layers_given
 from unsloth_pack.errors import InputError
-from unsloth_pack.row.from_call import ROW_KEYWORDS, describe_row
+from unsloth_pack.row.from_call import describe_row
+from unsloth_pack.row.keywords import ROW_KEYWORDS
 from unsloth_pack.row.packed_row import IGNORE_INDEX
 
 _SAMPLES = 6  # of rounding, before a difference is held to be more than that

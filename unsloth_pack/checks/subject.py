@@ -68,8 +68,9 @@ class Subject(Probed):
 
     @cached_property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers: the outermost list of modules, which lies before those inside it."""
-        for module in self.model.modules():
+        """The decoder layers: the decoder's outermost list of modules, which lies before those inside it."""
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+        for module in decoder.modules():
             if isinstance(module, nn.ModuleList):
                 return list(module)
         raise InputError(f"a {type(self.model).__name__} has no list of layers; give a decoder")

@@ -79,8 +79,9 @@ def token_scores(
     hidden, weight, bias, labelled = as_head_inputs(hidden, weight, bias, labels, softcap)
     wanted = tuple(field in fields for field in FIELDS)
     options = (scale, softcap, wanted, torch.is_grad_enabled())
-    scores = _TokenScores.apply(hidden, weight, bias, labelled, *options)
-    return TokenScores(*(None if score is None else score.view(labelled.labels.shape) for score in scores))
+    log_prob, *others = _TokenScores.apply(hidden, weight, bias, labelled, *options)
+    shape = labelled.labels.shape
+    return TokenScores(log_prob.view(shape), *(None if x is None else x.view(shape) for x in others))
 
 
 class _TokenScores(torch.autograd.Function):
@@ -128,10 +129,13 @@ class _TokenScores(torch.autograd.Function):
         g_weight = g_bias = None
         if g_entropy_N is not None or any(needed[1:]):
             upstream = (g_log_prob_N, g_entropy_N)
-            inputs = (hidden_TC.index_select(0, rows), weight, bias, labels_N)
-            g_NC, g_weight, g_bias = _weighted_gradients(*inputs, upstream, *ctx.options, needed)
+            x_NC = hidden_TC.index_select(0, rows)
+            g_NC, g_weight, g_bias = _weighted_gradients(
+                x_NC, weight, bias, labels_N, upstream, ctx.options, needed
+            )
         elif g_NC is not None:
             rounded = torch.empty_like(g_NC, dtype=ctx.dtype)
+            assert g_log_prob_N is not None
             g_NC = torch.mul(g_NC, g_log_prob_N[:, None], out=rounded)
         g_hidden = None
         if g_NC is not None:
@@ -151,12 +155,12 @@ def _weighted_gradients(
     bias: Tensor | None,
     labels_N: Tensor,
     upstream: tuple[Tensor | None, Tensor | None],
-    scale: float,
-    softcap: float | None,
+    options: tuple[float, float | None],
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden's rows `[N, C]` (wide), weight and bias, from logits that are computed again."""
     (V, _), N = weight.shape, len(x_NC)
+    scale, softcap = options
     wide = torch.promote_types(x_NC.dtype, torch.float32)
     g_NC = x_NC.new_empty(x_NC.shape, dtype=wide) if needed[0] else None
     g_weight = weight.new_zeros(weight.shape, dtype=wide) if needed[1] else None

@@ -58,7 +58,7 @@ def quantize_to_fp8(model: Any) -> int:
     The head, the embeddings and layers whose sizes are no multiples of 16 stay as they are.
     """
     n_quantized = 0
-    for parent in list(model.base_model.layers.modules()):
+    for parent in list(model.get_decoder().layers.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.in_features % 16 == child.out_features % 16 == 0:
                 setattr(parent, name, Fp8Linear(child))

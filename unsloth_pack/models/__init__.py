@@ -1,26 +1,38 @@
 """The architectures that can be patched: one small file of data each."""
 
 from unsloth_pack.errors import UnsupportedArchitecture
-from unsloth_pack.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, qwen3_moe
+from unsloth_pack.models import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_moe,
+)
 from unsloth_pack.models.spec import ArchSpec
 
-_MODULES = (llama, mistral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, phi3, granite, olmo2)
+_MODULES = (llama, mistral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, phi3, granite, olmo2, qwen2_5_vl)
+_SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}
 
 
 def supported_architectures() -> dict[str, ArchSpec]:
-    """Every architecture that can be patched, by `config.model_type`."""
-    return {module.SPEC.model_type: module.SPEC for module in _MODULES}
+    """Every causal language model that can be patched, by `config.model_type`."""
+    return {name: spec for name, spec in _SPECS.items() if spec.stands_alone}
 
 
 def spec_of(model_type: str) -> ArchSpec:
-    """The declared differences of one architecture.
+    """The declared differences of one architecture, a text model inside another included.
 
     Raises:
         UnsupportedArchitecture: none is declared for `model_type`.
     """
-    specs = supported_architectures()
-    if model_type not in specs:
+    if model_type not in _SPECS:
         raise UnsupportedArchitecture(
-            f"model type {model_type!r} has no patch; supported are {', '.join(sorted(specs))}"
+            f"model type {model_type!r} has no patch; supported are {', '.join(sorted(_SPECS))}"
         )
-    return specs[model_type]
+    return _SPECS[model_type]

@@ -23,6 +23,8 @@ class ArchSpec:
         embedding_multiplier: config field by which the embeddings are multiplied on entry.
         logit_divisor: config field by which the head's logits are divided.
         logit_softcap: config field of the softcap of the head's logits.
+        stands_alone: whether transformers has a causal language model of it; otherwise it is the text model
+            inside another, as of vision and language.
         tiny: overrides that make the smallest config which still has all of the above.
     """
 
@@ -36,6 +38,7 @@ class ArchSpec:
     embedding_multiplier: str | None = None
     logit_divisor: str | None = None
     logit_softcap: str | None = None
+    stands_alone: bool = True
     tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def divisor_of_logits(self, config: Any) -> float:

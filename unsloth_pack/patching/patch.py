@@ -7,7 +7,7 @@ that puts a shared forward before transformers' own. So gradient checkpointing, 
 of hidden states and deep copies go on as they were, before and after PEFT.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,13 +21,16 @@ from unsloth_pack.attention.backends import requested_backend
 from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.attention import FastAttention, attention_options, fusable_qk_norm
-from unsloth_pack.forwards.decoder import FastCausalLM, FastDecoder
+from unsloth_pack.forwards.causal_lm import FastCausalLM
+from unsloth_pack.forwards.decoder import FastDecoder
+from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, let_in, set_forwards
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.mlp import FastMLP
 from unsloth_pack.forwards.norm import FastRMSNorm
 from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.losses.cross_entropy import cross_entropy
 from unsloth_pack.memory.spare import give_back_spare_memory
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
@@ -52,14 +55,15 @@ class Patch:
         self.attn_backend = attn_backend
         self._report = report
         self._model = model
+        self._decoder = model.get_decoder()
         self._swapped: list[tuple[nn.Module, type, tuple[str, ...]]] = []
-        self._attn_implementation = model.config._attn_implementation
+        self._attn_implementation = self._decoder.config._attn_implementation
 
     @property
     def report(self) -> PatchReport:
         """What is fused in the model as it is now: adapters may have come or gone since the patch."""
         if self._swapped:
-            loras = [module for module in self._model.base_model.modules() if isinstance(module, LoraLayer)]
+            loras = [module for module in self._decoder.modules() if isinstance(module, LoraLayer)]
             say_loras(
                 self._report,
                 [lora for lora in loras if isinstance(lora, FastLoraLinear)],
@@ -68,17 +72,21 @@ class Patch:
             say_loss(self._report, self._model)
         return self._report
 
-    def swap(self, module: nn.Module, fast: type, **attributes: Any) -> None:
-        """Make `module` an instance of `fast` over its own class, with these instance attributes."""
+    def swap(self, module: nn.Module, fast: type, later: Sequence[str] = (), **attributes: Any) -> None:
+        """Make `module` an instance of `fast` over its own class, with these instance attributes.
+
+        Args:
+            later: names of attributes that it may get while it is patched, and loses with the patch.
+        """
         if isinstance(module, fast):  # layers may share it
             return
-        self._swapped.append((module, type(module), tuple(attributes)))
+        self._swapped.append((module, type(module), (*attributes, *later)))
         module.__class__ = _subclass(fast, type(module))
         module.__dict__.update(attributes)
 
     def skip_probe(self) -> None:
         """Let the model not look for leaks before its first packed row in training."""
-        self._model.base_model.leak_probe = None
+        self._decoder.leak_probe = None
 
     def undo(self) -> None:
         """Restore the model that came in, bit for bit, and what PEFT has copied of it since for
@@ -93,7 +101,7 @@ class Patch:
         self._swapped.clear()
         if self._model.__dict__.get(_PATCH) is self:
             del self._model.__dict__[_PATCH]
-            self._model.config._attn_implementation = self._attn_implementation
+            self._decoder.config._attn_implementation = self._attn_implementation
 
     def adapt_to_sharding(self, how: str) -> None:
         """Run as parameters need it that were sharded after patching, and report that.
@@ -101,7 +109,7 @@ class Patch:
         Args:
             how: what shards them, for the report.
         """
-        decoder = self._model.base_model
+        decoder = self._decoder
         decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
         say_step(self.report, decoder.step_graphs)
         if (
@@ -153,11 +161,12 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         InputError: the model is built in a way whose documents could not be kept apart.
     """
     base = _transformers_model(model)
-    decoder = base.base_model
+    decoder = base.get_decoder()
     spec = spec_of(decoder.config.model_type)
     _refuse_what_would_leak(model, decoder)
     backend, source = requested_backend(attn_backend)
     chosen = _choose_backends(spec, decoder, backend, source)
+    set_before = set_forwards(base)
     if earlier := base.__dict__.get(_PATCH):  # only now: a refusal leaves the model as patched as it was
         earlier.undo()
     parts = DecoderParts.of(decoder)
@@ -188,10 +197,21 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
     )
     if base is not decoder and base.get_output_embeddings() is not None:
-        patch.swap(base, FastCausalLM, spec=spec, module_walk=ModuleWalk())
+        patch.swap(
+            base,
+            FastCausalLM,
+            DOOR_ATTRIBUTES,
+            spec=spec,
+            fast_decoder=decoder,
+            is_wrapper=base.base_model is not decoder,
+            training_loss=cross_entropy,
+            boundary_labels_sought=False,
+            module_walk=ModuleWalk(),
+        )
+        let_in(base, set_before)
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
-    base.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
+    decoder.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
     base.__dict__[_PATCH] = patch
     give_back_spare_memory()
     return patch

@@ -7,11 +7,12 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 
 from unsloth_pack.forwards.attention import fusable_qk_norm
+from unsloth_pack.forwards.door import trl_head_of
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.layers import LORA_TYPES, why_not_fused
 from unsloth_pack.lora.nf4 import is_linear_4bit
-from unsloth_pack.losses.cross_entropy import why_loss_not_fused
+from unsloth_pack.losses.fusable import why_head_not_fused, why_loss_not_fused
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.patching.decoder_parts import DecoderParts
 
@@ -53,7 +54,7 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, chosen: dict[str, 
         base: the transformers model.
         chosen: the attention backends of its layers, each with why.
     """
-    decoder = base.base_model
+    decoder = base.get_decoder()
     on_gpu = decoder.get_input_embeddings().weight.device.type == "cuda"
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
     fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
@@ -99,10 +100,16 @@ def say(report: PatchReport, kind: str, fused: str | None, not_fused: str | None
 def say_loss(report: PatchReport, model: Any) -> None:
     """Whether the loss of a causal language model is fused with its head."""
     if (why := why_loss_not_fused(model)) is None:
-        how = "with the head, for tokens that have a label; TRL's trainer computes its own"
-        say(report, "loss", how, None)
+        say(report, "loss", "with the head, for tokens that have a label", None)
     else:
         say(report, "loss", None, f"from the logits of all tokens: {why}")
+    trl_head = trl_head_of(model)
+    if trl_head is None:
+        say(report, "TRL's loss", None, None)
+    elif why := trl_head.why_not or why_head_not_fused(model):
+        say(report, "TRL's loss", None, f"in TRL's chunks of logits: {why}")
+    else:
+        say(report, "TRL's loss", "from the same kernel", None)
 
 
 def say_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:

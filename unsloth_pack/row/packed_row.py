@@ -10,7 +10,7 @@ its documents, and at its end perhaps one run of padding.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +66,14 @@ class PackedRow:
         cu_seqlens[: len(ends) + 1] = [0, *ends]
         self.cu_seqlens.copy_(self.upload(cu_seqlens))
         self.position_ids.copy_(self.upload(np.concatenate([row.positions, tail])))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What describes the row, for pickles: a loader's worker makes rows for another process."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"_built": {}}
+
+    def on(self, device: torch.device) -> "PackedRow":
+        """The row for a model that computes on `device`."""
+        return self if self.device == device else replace(self, device=device, _built={})
 
     @property
     def n_tokens(self) -> int:
@@ -144,11 +152,17 @@ class PackedRow:
         place[slots[::-1]] = np.arange(len(slots))[::-1]
         return self.upload(place)
 
-    def mask_labels(self, labels: Tensor) -> Tensor:
-        """A copy of `labels` (N elements, any shape), on the row's device, without loss at boundaries and on
-        padding."""
+    def mask_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """A copy of `labels` (N elements, any shape) on the row's device, `ignore_index` on the first token
+        of every document and on padding."""
         masked = labels.reshape(-1).to(self.device, copy=True)
-        return masked.index_fill_(0, self.unscored, IGNORE_INDEX).view(labels.shape)  # assigning would wait
+        return masked.index_fill_(0, self.unscored, ignore_index).view(labels.shape)  # assigning would wait
+
+    def mask_shifted_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """Likewise of labels that stand one token before the token they are of."""
+        masked = labels.reshape(-1).to(self.device, copy=True)
+        before = self.once("before unscored", lambda: self.upload((self.unscored_places - 1) % self.n_tokens))
+        return masked.index_fill_(0, before, ignore_index).view(labels.shape)
 
     def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """What `build` returns, built on the first call for `key` and shared by all layers of the step."""

@@ -1,0 +1,413 @@
+"""Whoever calls a patched model, the call enters one door, where its row is described and its loss chosen."""
+
+import copy
+
+import pytest
+import torch
+import trl.trainer.utils as trl_utils
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from datasets import Dataset
+from model_folder import byte_tokenizer
+from test_trainers import PACKING, ROWS, adapted, arguments, folder  # noqa: F401
+from tiny import DEVICE, error, random_documents, tiny_model
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
+from unsloth_pack.errors import InputError
+from unsloth_pack.losses.contract import LabelledHead
+from unsloth_pack.row import from_call
+from unsloth_pack.training.trl import _loss_needs_cuda
+
+LENGTHS = [5, 1, 9, 3]
+VOCABULARY = 260  # of the tokenizer that the trainers get
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The shapes of the rows that were described."""
+    shapes, describe = [], from_call.describe_row
+
+    def counted(shape, *args, **kwargs):
+        shapes.append(shape)
+        return describe(shape, *args, **kwargs)
+
+    monkeypatch.setattr(from_call, "describe_row", counted)
+    return shapes
+
+
+@pytest.fixture
+def no_chunked_head(monkeypatch):
+    """TRL's own head must not run."""
+
+    def refuse(*args):
+        raise AssertionError("TRL's chunked head was called")
+
+    monkeypatch.setattr(trl_utils._ChunkedLogProbFunction, "apply", refuse)
+
+
+def row(documents, labels=None):
+    ids = torch.cat(documents)[None].to(DEVICE)
+    return {"input_ids": ids, "labels": ids if labels is None else labels}
+
+
+def positions(lengths):
+    return torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE)
+
+
+def patched(arch="qwen3", dtype=torch.float32, adapter=True):
+    model = tiny_model(arch, dtype, vocab_size=VOCABULARY)
+    if not adapter:
+        model = model.unload().train()
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+    patch_model(model)
+    return model
+
+
+def base_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def sft(model, tmp_path, **options):
+    config = SFTConfig(**arguments(tmp_path, **(PACKING | {"max_length": 80, **options})))
+    rows = Dataset.from_list(ROWS["text"])
+    return SFTTrainer(model, config, train_dataset=rows, eval_dataset=rows, processing_class=byte_tokenizer())
+
+
+# Described once
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+def test_a_bare_loop_describes_a_row_once(described, adapter):
+    model = patched(adapter=adapter)
+    for _ in range(3):
+        model(**row(random_documents(LENGTHS)), position_ids=positions(LENGTHS)).loss.backward()
+    assert len(described) == 3
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+def test_a_plain_trainer_describes_a_row_once(described, adapter, tmp_path):
+    rows = [{"input_ids": d.tolist()} for d in random_documents(LENGTHS)]
+    trainer = Trainer(
+        patched(adapter=adapter),
+        TrainingArguments(**arguments(tmp_path, per_device_train_batch_size=4, max_steps=3)),
+        train_dataset=rows,
+        data_collator=DataCollatorWithFlattening(),
+    )
+    trainer.train()
+    assert described == [(1, sum(LENGTHS))] * 3
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+def test_trls_trainer_describes_a_row_once(described, adapter, tmp_path, no_chunked_head):
+    trainer = sft(patched(adapter=adapter), tmp_path, gradient_accumulation_steps=1, num_train_epochs=2)
+    trainer.train()
+    assert len(described) == 2 * len(trainer.train_dataset)
+    assert trainer.state.log_history[0]["mean_token_accuracy"] >= 0
+
+
+def test_generation_describes_no_row_twice(described):
+    model = patched().eval()
+    ids = torch.cat(random_documents([6])).to(DEVICE)[None]
+    model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert len(described) <= 1
+
+
+def test_a_row_that_comes_with_the_call_is_not_described(described):
+    model = patched()
+    documents = random_documents(LENGTHS)
+    expected = model(**row(documents), packed_seq_lengths=LENGTHS)
+    known = from_call.PackedRow.of_lengths(tuple(LENGTHS), torch.device("cpu"))
+    del described[:]
+    got = model(**row(documents), position_ids=positions(LENGTHS), packed_row=known)
+    assert torch.equal(got.loss, expected.loss)
+    assert described == []
+    with pytest.raises(InputError, match=r"packed_row describes \[1, 18\] tokens, the input ids are"):
+        model(**row(documents[:1]), packed_row=known)
+    with pytest.raises(InputError, match="packed_row is a list; give a PackedRow, or packed_seq_lengths"):
+        model(**row(documents), packed_row=LENGTHS)
+
+
+# What TRL asks for
+
+
+def asked_by_trl(model, fields=FIELDS, **options):
+    add_fused_lm_head(base_of(model), outputs=fields, **options)
+    return base_of(model)
+
+
+def scores_and_gradients(model, weights, forward=None, **inputs):
+    """What a trainer may make of the output: any weight for a token's log-probability and entropy."""
+    model.zero_grad()
+    out = (forward or model)(**inputs, fused_lm_head=True)
+    loss = (weights[0] * out.log_probs).sum() + (weights[1] * out.entropy).sum()
+    if out.aux_loss is not None:
+        loss = loss + 0.3 * out.aux_loss
+    loss.backward()
+    return out, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "granite", "qwen3_moe"])
+def test_scores_are_trls_own(arch, temperature, dtype, monkeypatch):
+    """With a softcap, a divisor, routed experts, at any temperature; where TRL's own can run."""
+    model = patched(arch, dtype)
+    base = asked_by_trl(model, temperature=temperature)
+    ids = torch.cat(random_documents(LENGTHS)).to(DEVICE)[None]
+    labels = ids.masked_fill(torch.rand(ids.shape, device=DEVICE) < 0.3, -100)
+    inputs = {"input_ids": ids, "labels": labels, "position_ids": positions(LENGTHS), "use_cache": False}
+    if arch == "qwen3_moe":
+        inputs["output_router_logits"] = True
+    weights = torch.randn(2, 1, ids.shape[1] - 1, device=DEVICE)
+    ours, our_grads = scores_and_gradients(model, weights, **inputs)
+    head = vars(base)["unsloth_pack_trl_head"]
+    assert head.why_not is None
+    assert isinstance(ours, trl_utils.FusedCausalLMOutput)
+    if _loss_needs_cuda() and DEVICE == "cpu":
+        return
+    # TRL's own gets the labels that the door masks
+    start = torch.tensor([0, *LENGTHS[:-1]]).cumsum(0)
+    inputs["labels"] = labels.index_fill(1, start.to(DEVICE), -100)
+    theirs, their_grads = scores_and_gradients(model, weights, head.forward, **inputs)
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "loss", "aux_loss"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        assert (mine is None) == (other is None), name
+        if mine is not None:
+            assert mine.shape == other.shape, name
+            torch.testing.assert_close(mine.to(wide), other.to(wide), **close, msg=name)
+    assert torch.equal(ours.label_mask, theirs.label_mask)
+    assert ours.is_top1.dtype == theirs.is_top1.dtype == torch.bool
+    if dtype == torch.float32:
+        assert torch.equal(ours.is_top1, theirs.is_top1)
+    bound = 0.05 if dtype == torch.bfloat16 else 1e-4
+    for name, gradient in their_grads.items():
+        assert error(our_grads[name].float(), gradient.float()) < bound, name
+
+
+def test_scores_in_float64_are_those_of_the_formulas():
+    """A head with a bias, against log-softmax of plain transformers' logits of each document alone."""
+    model = patched(dtype=torch.float64)
+    base = asked_by_trl(model)
+    head = torch.nn.Linear(64, VOCABULARY, bias=True, dtype=torch.float64, device=DEVICE)
+    base.lm_head = head.requires_grad_(False)
+    documents = random_documents(LENGTHS)
+    out = model(**row(documents), packed_seq_lengths=LENGTHS, fused_lm_head=True)
+    start = 0
+    for document in documents:
+        ids = document.to(DEVICE)[None]
+        log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        places = slice(start, start + len(document) - 1)
+        assert torch.allclose(out.log_probs[0, places], log_p.gather(1, ids[0, 1:, None])[:, 0], atol=1e-10)
+        assert torch.allclose(out.entropy[0, places], -(log_p.exp() * log_p).sum(-1), atol=1e-10)
+        assert torch.equal(out.is_top1[0, places], log_p.argmax(-1) == ids[0, 1:])
+        assert out.label_mask[0, places].all()
+        start += len(document)
+    assert int(out.label_mask.sum()) == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_labels_that_are_shifted_already_are_scored_where_they_stand():
+    model = patched()
+    asked_by_trl(model)
+    inputs = row(random_documents(LENGTHS))
+    expected = model(**inputs, packed_seq_lengths=LENGTHS, fused_lm_head=True)
+    shifted = F.pad(inputs.pop("labels"), (0, 1), value=7)[:, 1:]
+    got = model(**inputs, shift_labels=shifted, packed_seq_lengths=LENGTHS, fused_lm_head=True)
+    assert got.log_probs.shape == (1, sum(LENGTHS))
+    assert torch.equal(got.log_probs[:, :-1], expected.log_probs)
+    assert got.log_probs[0, -1] == 0
+
+
+def test_ordinary_batches_are_scored_as_packed_rows_are():
+    """DPO, KTO and GRPO hand over padded batches."""
+    model = patched()
+    asked_by_trl(model)
+    first, second = random_documents([9, 6])
+    ids = torch.zeros(2, 9, dtype=torch.int64)
+    ids[0], ids[1, 3:] = first, second  # padded on the left
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    out = model(**{name: x.to(DEVICE) for name, x in batch.items()}, fused_lm_head=True)
+    alone = model(**row([second]), fused_lm_head=True)
+    assert torch.allclose(out.log_probs[1, 3:], alone.log_probs[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("why", ["float32", "adapter"])
+def test_what_only_trls_head_can_do_goes_its_way(why, described):
+    model = patched()
+    base = base_of(model)
+    if why == "adapter":
+        base.lm_head = torch.nn.Sequential(base.lm_head)
+        base.lm_head.weight, base.lm_head.bias = base.lm_head[0].weight, None
+    asked_by_trl(model, cast_lm_head_to_fp32=why == "float32")
+    inputs = row(random_documents(LENGTHS))
+    if not (_loss_needs_cuda() and DEVICE == "cpu"):
+        out = model(**inputs, packed_seq_lengths=LENGTHS, fused_lm_head=True)
+        assert int(out.label_mask.sum()) == sum(LENGTHS) - len(LENGTHS)
+        assert len(described) == 1
+    said = patch_model(model).report.not_fused["TRL's loss"]
+    assert ("float32" if why == "float32" else "Sequential") in said
+
+
+def test_the_report_says_that_trls_trainers_get_the_kernel():
+    model = patched()
+    assert "TRL's loss" not in patch_model(model).report.fused
+    asked_by_trl(model)
+    assert patch_model(model).report.fused["TRL's loss"] == "from the same kernel"
+
+
+class CountsEverything:
+    """A collator that knows nothing of boundaries: every token has a label."""
+
+    def __call__(self, rows):
+        lengths = [len(row["input_ids"]) for row in rows]
+        ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
+        return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions(lengths).cpu()}
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+def test_labels_of_first_tokens_never_train(adapter, tmp_path, no_chunked_head, monkeypatch, caplog):
+    scored, scores = [], LabelledHead.scores
+    monkeypatch.setattr(
+        LabelledHead, "scores", lambda self, *a: scored.append(int(self.mask.sum())) or scores(self, *a)
+    )
+    rows = Dataset.from_list([{"input_ids": d.tolist()} for d in random_documents([6, 6])])
+    trainer = SFTTrainer(
+        patched(adapter=adapter),
+        SFTConfig(**arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=1)),
+        train_dataset=rows,
+        data_collator=CountsEverything(),
+        processing_class=byte_tokenizer(),
+    )
+    trainer.train()
+    assert scored == [10]  # of 12 tokens in two documents
+    assert "2 labels at document starts" not in caplog.text  # column 0 of a row no trainer counts
+    assert "1 labels at document starts or on padding carry no loss" in caplog.text
+
+
+# Undone
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+def test_undo_after_a_trainer_gives_back_the_model_that_came_in(adapter, tmp_path):
+    """And it runs: a forward that a trainer has put on the instance went with the patch."""
+    model = tiny_model("qwen3", torch.float32, vocab_size=VOCABULARY)
+    model = model if adapter else model.unload().requires_grad_(True)
+    before = {name: set(vars(module)) for name, module in base_of(model).named_modules()}
+    patch = patch_model(model)
+    sft(model, tmp_path, max_steps=2, num_train_epochs=1).train()
+    ids = torch.cat(random_documents([7])).to(DEVICE)[None]
+    model.eval()
+    expected = model(input_ids=ids).logits
+    patch.undo()
+    got = model(input_ids=ids, labels=ids)
+    assert torch.allclose(got.logits, expected, atol=1e-5)
+    assert torch.isfinite(got.loss)
+    for name, module in base_of(model).named_modules():
+        assert type(module).__module__.startswith(("transformers", "torch", "peft")), name
+        left = set(vars(module)) - before[name]
+        assert not {n for n in left if "unsloth" in n or n in ("forward", "spec", "fast_decoder")}, name
+    again = patch_model(model)
+    assert torch.allclose(model(input_ids=ids).logits, expected, atol=1e-5)
+    again.undo()
+
+
+def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(tmp_path, no_chunked_head, described):
+    """And keeps its own head when the patch is undone."""
+    model = tiny_model("qwen3", torch.float32, vocab_size=VOCABULARY)
+    trainer = sft(model, tmp_path, gradient_accumulation_steps=1, max_steps=2, num_train_epochs=1)
+    its_own = vars(base_of(model))["forward"]
+    patch = patch_model(model)
+    trainer.train()
+    assert len(described) == 2
+    patch.undo()
+    assert vars(base_of(model))["forward"] is its_own
+
+
+def test_two_trainers_after_one_another(tmp_path, no_chunked_head, described):
+    model = patched(adapter=False)
+    for number in range(2):
+        trainer = sft(model, tmp_path / str(number), max_steps=1, gradient_accumulation_steps=1)
+        trainer.train()
+    assert len(described) == 2
+    ids = torch.cat(random_documents([7])).to(DEVICE)[None]
+    assert model.generate(ids, max_new_tokens=2).shape == (1, 9)
+
+
+# Other forwards on the instance
+
+
+class Doubles(ModelHook):
+    def post_forward(self, module, output):
+        output.logits = 2 * output.logits
+        return output
+
+
+@pytest.mark.parametrize("order", ["hook first", "patch first"])
+def test_accelerates_hooks_wrap_the_door(order, described):
+    model = tiny_model("qwen3", torch.float32, vocab_size=VOCABULARY).unload().eval()
+    ids = torch.cat(random_documents(LENGTHS)).to(DEVICE)[None]
+    plain = model(input_ids=ids[:, :5]).logits
+    if order == "hook first":
+        add_hook_to_module(model, Doubles())
+    patch = patch_model(model)
+    if order == "patch first":
+        add_hook_to_module(model, Doubles())
+    assert torch.allclose(model(input_ids=ids[:, :5]).logits, 2 * plain, atol=1e-5)
+    got = model(input_ids=ids, packed_seq_lengths=LENGTHS).logits
+    assert torch.allclose(got[:, :5], 2 * plain, atol=1e-5)
+    assert len(described) == 1
+    if order == "patch first":
+        remove_hook_from_module(model)
+        assert torch.allclose(model(input_ids=ids[:, :5]).logits, plain, atol=1e-5)
+    patch.undo()
+    expected = 2 * plain if order == "hook first" else plain
+    assert torch.allclose(model(input_ids=ids[:, :5]).logits, expected, atol=1e-5)
+
+
+def test_a_deep_copy_has_a_door_of_its_own():
+    model = patched(adapter=False)
+    asked_by_trl(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    inputs = row(random_documents(LENGTHS)) | {"packed_seq_lengths": LENGTHS, "fused_lm_head": True}
+    assert torch.allclose(
+        other(**inputs).entropy[other(**inputs).label_mask], torch.tensor(float(VOCABULARY)).log()
+    )
+    assert not torch.allclose(model(**inputs).log_probs, other(**inputs).log_probs)
+    other.forward = other.forward  # what a library does that takes a wrapper off again
+    assert other(**inputs).log_probs.shape == (1, sum(LENGTHS) - 1)
+    del other.forward
+    assert other(**inputs).log_probs.shape == (1, sum(LENGTHS) - 1)
+
+
+# Models that somebody else has loaded
+
+
+def test_a_model_that_transformers_loaded_takes_an_adapter():
+    """Its base is frozen then, as PEFT does."""
+    config = supported_architectures()["qwen3"].tiny_config()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(DEVICE)
+    patch_model(model)
+    adapted_model = FastLanguageModel.get_peft_model(model, r=4)
+    trained = [name for name, p in adapted_model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    out = adapted_model(**row(random_documents(LENGTHS)), packed_seq_lengths=LENGTHS)
+    out.loss.backward()
+    unpatched = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert FastLanguageModel.get_peft_model(unpatched, r=4).get_nb_trainable_parameters()[0] > 0
+
+
+def test_full_finetuning_stays_refused_as_a_contradiction(folder):  # noqa: F811
+    model, _ = FastLanguageModel.from_pretrained(folder, max_seq_length=64, full_finetuning=True)
+    with pytest.raises(InputError, match="full_finetuning=True"):
+        FastLanguageModel.get_peft_model(model, r=4)

@@ -1,0 +1,294 @@
+"""The causal language model's forward: a call enters, its row is described and checked, its loss is chosen.
+
+Shapes: B rows of T tokens, C features, V outputs of the head.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.decoder import FastDecoder
+from unsloth_pack.forwards.door import Door, trl_head_of
+from unsloth_pack.losses.contract import LabelledHead, Loss
+from unsloth_pack.losses.cross_entropy import loss_output
+from unsloth_pack.losses.fusable import head_of, why_head_not_fused, why_loss_not_fused
+from unsloth_pack.losses.trl_head import TrlHead, cut, load_balancing_loss
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.walk import CountedParameters
+from unsloth_pack.row.from_call import row_of_call
+from unsloth_pack.row.keywords import ROW_KEYWORDS
+from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, check_labels
+from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
+
+_OF_IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+
+
+class FastCausalLM(CountedParameters):
+    """Takes the place of a transformers causal language model's class (`LlamaForCausalLM`, ...).
+
+    Also of a model around a text model (`Gemma3ForConditionalGeneration`, ...), for rows of text alone.
+    """
+
+    spec: ArchSpec
+    fast_decoder: FastDecoder  # no submodule of its own: it lies somewhere below
+    is_wrapper: bool  # a model around a text model, as of vision and language
+    training_loss: Loss
+    boundary_labels_sought: bool  # whether labels of one of TRL's trainers have been looked at
+
+    @Door
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        packed_seq_lengths: Any = None,
+        seq_lengths: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits, and the loss where labels are given.
+
+        In training, with labels, the loss is computed with the head, and `logits` only if they are asked for,
+        see `LossOutput`. The patch's report says where that is not so, and why.
+
+        Args:
+            input_ids: `[B, T]`; packed documents usually as one row `[1, T]`.
+            labels: `[B, T]`; the first label of each document and those of padding carry no loss.
+            packed_seq_lengths: the document lengths, see `describe_row`. `cu_seq_lens_q/k` with
+                `max_length_q/k`, `seq_idx` and `position_ids` that restart describe a row too.
+            seq_lengths: likewise, the column of packed data sets; named, so that trainers keep the column.
+
+        Raises:
+            InputError: descriptions of the row that disagree with each other or with its shape; a keyword
+                that is nearly one of them; labels beyond the head; labels of document starts that are counted
+                in `num_items_in_batch`; `labels` and `shift_labels` that differ.
+        """
+        kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
+        row = row_of_call(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+        for name in (*ROW_KEYWORDS, "packed_row"):
+            kwargs.pop(name, None)
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
+        inputs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
+        call = _Call(row, inputs, kwargs)
+        if row is not None:
+            inputs["attention_mask"] = row.token_mask
+            self._refuse_images(call)
+        trl_head = trl_head_of(self) if kwargs.pop("fused_lm_head", False) else None
+        step_labels = _StepLabels(self, call, labels, asked_by_trl=trl_head is not None)
+        if trl_head is not None:
+            out = self._scored_for_trl(trl_head, call, step_labels)
+        elif self._takes_fused_loss(call, step_labels, logits_to_keep):
+            out = self._with_fused_loss(call, step_labels)
+        else:
+            out = self._with_logits(call, step_labels, logits_to_keep)
+        step_labels.refuse()
+        return out
+
+    def _refuse_images(self, call: "_Call") -> None:
+        given = [name for name in _OF_IMAGES if {**call.inputs, **call.rest}.get(name) is not None]
+        if self.is_wrapper and given:
+            raise InputError(
+                f"a packed row comes with {given[0]}; a {type(self).__name__} packs rows of text alone: "
+                "give such examples unpacked"
+            )
+
+    def _decoded(self, call: "_Call") -> Any:
+        """The decoder's output; the call has been described."""
+        return self.fast_decoder(**call.inputs, packed_row=call.row, **call.rest)
+
+    # A step of training: the loss alone
+
+    def _takes_fused_loss(
+        self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor
+    ) -> bool:
+        """Whether a call is a training step whose loss can be computed with the head."""
+
+        def asked(name: str) -> Any:
+            value = call.rest.get(name)
+            return getattr(self.config, name, None) if value is None else value
+
+        if step_labels.labels is None or not (self.training and torch.is_grad_enabled()):
+            return False
+        if asked("return_dict") is False or asked("output_router_logits"):
+            return False
+        if self.is_wrapper and call.row is None:  # images may come with it
+            return False
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        return keeps_all and why_loss_not_fused(self) is None
+
+    def _with_fused_loss(self, call: "_Call", step_labels: "_StepLabels") -> Any:
+        head = head_of(self, self.spec, self.is_wrapper)
+        labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
+        call.rest.pop("return_dict", None)
+        decoded = self._decoded(call)
+        loss = self.training_loss(labelled, decoded.last_hidden_state, call.row, step_labels.num_items)
+        return loss_output(loss, head, decoded)
+
+    # TRL's trainers: scores of tokens
+
+    def _scored_for_trl(self, trl_head: TrlHead, call: "_Call", step_labels: "_StepLabels") -> Any:
+        call.inputs["use_cache"] = False
+        if trl_head.why_not or why_head_not_fused(self) or (self.is_wrapper and call.row is None):
+            given = {"packed_row": call.row} if call.row is not None else {}
+            arguments = {**call.inputs, **call.rest, **step_labels.as_given(), **given}
+            return trl_head.forward(**arguments, fused_lm_head=True)
+        text_config = self.config.get_text_config()
+        wants_router = call.rest.get("output_router_logits")
+        if wants_router is None and getattr(text_config, "output_router_logits", False):
+            wants_router = call.rest["output_router_logits"] = True
+        head = head_of(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
+        labelled = LabelledHead(head, step_labels.shifted())
+        decoded = self._decoded(call)
+        scores, mask = trl_head.scored(labelled, decoded.last_hidden_state), labelled.mask
+        if step_labels.shift_labels is None:  # nothing follows the last token
+            scores, mask = cut(scores, mask.shape[1] - 1), mask[:, :-1]
+        aux_loss = None
+        if wants_router:
+            token_mask = call.inputs["attention_mask"]
+            aux_loss = load_balancing_loss(decoded.router_logits, text_config, token_mask)
+        weight = getattr(text_config, "router_aux_loss_coef", 0.0)
+        return trl_head.output(scores, mask, step_labels.num_items, aux_loss, weight)
+
+    # Everything else: logits, as transformers makes them
+
+    def _with_logits(self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor) -> Any:
+        arguments = {**call.inputs, **call.rest, **step_labels.as_given()}
+        if not self.is_wrapper:
+            arguments["packed_row"] = call.row
+            return super().forward(**arguments, logits_to_keep=logits_to_keep)
+        if call.row is None:
+            return super().forward(**arguments, logits_to_keep=logits_to_keep)
+        return self._text_with_logits(call, step_labels, logits_to_keep)
+
+    def _text_with_logits(
+        self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor
+    ) -> CausalLMOutputWithPast:
+        """A packed row of text through a model around a text model, past all that it does with images."""
+        call.rest.pop("return_dict", None)
+        decoded = self._decoded(call)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.get_output_embeddings()(decoded.last_hidden_state[:, kept])
+        loss = None
+        if step_labels.labels is not None:
+            vocab_size = self.config.get_text_config().vocab_size
+            loss = self.loss_function(logits=logits, vocab_size=vocab_size, **step_labels.as_given())
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=decoded.hidden_states, attentions=decoded.attentions
+        )
+
+    # Gradient checkpointing, as trainers switch it on
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+        """Trainers turn checkpointing on by themselves: layers that offload or follow a plan go on so."""
+        decoder = self.fast_decoder
+        layer = decoder.layers[0]
+        is_own = layer.gradient_checkpointing and hasattr(layer._gradient_checkpointing_func, "recomputes")
+        if not (enable and is_own):
+            decoder.recompute_plan = None
+            super()._set_gradient_checkpointing(enable=enable, **options)
+
+    def enable_input_require_grads(self) -> None:
+        """Not where layers follow a plan: it needs no such hook, with which no step is captured."""
+        self.disable_input_require_grads()  # transformers forgets the hooks of an earlier call
+        if self.fast_decoder.recompute_plan is None:
+            super().enable_input_require_grads()
+
+
+@dataclass
+class _Call:
+    """A call that has come in.
+
+    Args:
+        row: what it describes; None for an ordinary batch.
+        inputs: the decoder's named arguments.
+        rest: the others; neither the row's nor the loss's.
+    """
+
+    row: PackedRow | None
+    inputs: dict[str, Any]
+    rest: dict[str, Any]
+
+
+class _StepLabels:
+    """The labels of a call: checked, and masked where no loss may see them. Made before the decoder runs.
+
+    Args:
+        model: a `FastCausalLM`.
+        call: what belongs to the loss alone is taken out of its `rest`.
+        labels: `[B, T]`, or None.
+        asked_by_trl: whether one of TRL's trainers asks, which counts labels without telling the model.
+    """
+
+    def __init__(self, model: Any, call: _Call, labels: Tensor | None, asked_by_trl: bool):
+        self.ignore_index: int = call.rest.pop("ignore_index", IGNORE_INDEX)
+        self.num_items = call.rest.pop("num_items_in_batch", None)
+        self.shift_labels: Tensor | None = call.rest.pop("shift_labels", None)
+        self.labels = labels
+        self._row = call.row
+        self._late: list[CountedLabels | ContradictingLabels] = []
+        shape = None if call.row is None else call.row.shape
+        n_outputs = getattr(model.get_output_embeddings(), "out_features", None)  # some wrappers hide it
+        for name, given in (("labels", labels), ("shift_labels", self.shift_labels)):
+            if given is not None:
+                check_labels(name, given, shape, n_outputs)
+        if call.row is not None:
+            self._mask(model, call.row, asked_by_trl)
+
+    def shifted(self) -> Tensor:
+        """`[B, T]`: of every token, the label that it predicts."""
+        if self.shift_labels is not None:
+            return self.shift_labels
+        assert self.labels is not None
+        return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
+
+    def as_given(self) -> dict[str, Any]:
+        """What another forward gets for its loss."""
+        given = {
+            "labels": self.labels,
+            "shift_labels": self.shift_labels,
+            "num_items_in_batch": self.num_items,
+            "ignore_index": None if self.ignore_index == IGNORE_INDEX else self.ignore_index,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def refuse(self) -> None:
+        """After the decoder: refuse what could be known only now.
+
+        Raises:
+            InputError: labels of document starts that were counted; labels that contradict each other.
+        """
+        for check in self._late:
+            check.refuse()
+
+    def _mask(self, model: Any, row: PackedRow, asked_by_trl: bool) -> None:
+        if self.labels is not None:
+            if self.num_items is not None:
+                self._look(CountedLabels(row, self.labels))
+            elif asked_by_trl and model.training and not model.boundary_labels_sought:
+                model.boundary_labels_sought = True  # once: on a device the look waits for it
+                CountedLabels(row, self.labels).warn()
+            self.labels = row.mask_labels(self.labels, self.ignore_index)
+        if self.shift_labels is not None:
+            self.shift_labels = row.mask_shifted_labels(self.shift_labels, self.ignore_index)
+        if self.labels is not None and self.shift_labels is not None:
+            self._look(ContradictingLabels(self.labels, self.shift_labels, self.ignore_index))
+
+    def _look(self, check: CountedLabels | ContradictingLabels) -> None:
+        """On the host at once, and on a device when the decoder has run."""
+        if check.is_on_host:
+            check.refuse()
+        else:
+            self._late.append(check)

@@ -1,0 +1,118 @@
+"""What a loss is: it gets the head, the labels and the hidden states of a step, never logits of all tokens.
+
+    labelled = LabelledHead(head, labels)           before the decoder runs
+    hidden   = decoder(...)
+    scores   = labelled.scores(hidden, ...)         log-probability, entropy, ... of every label
+    loss     = labelled.cross_entropy(hidden, ...)  or their sum, for less memory
+
+Cross-entropy is one user of it; distillation and preference losses are others.
+
+Shapes: B rows of T tokens, C features, V outputs of the head.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from unsloth_pack.kernels import LabelledRows, TokenScores, linear_cross_entropy, token_scores
+from unsloth_pack.kernels.reference import Field
+from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
+
+LOSS_KEYWORDS = (
+    "num_items_in_batch",
+    "shift_labels",
+    "ignore_index",
+)  # of a model's call
+
+
+@dataclass(frozen=True)
+class Head:
+    """A language-model head: z = (W x + b) / divisor, or softcap * tanh(z / softcap) with a softcap.
+
+    Args:
+        linear: W `[V, C]` and b `[V]`, or no b.
+    """
+
+    linear: nn.Linear
+    divisor: float = 1.0
+    softcap: float | None = None
+
+    def at_temperature(self, temperature: float) -> "Head":
+        """The head whose logits are divided by `temperature`."""
+        softcap = None if self.softcap is None else self.softcap / temperature
+        return Head(self.linear, self.divisor * temperature, softcap)
+
+    def logits(self, hidden_BTC: Tensor) -> Tensor:
+        """`[B, T, V]`, as transformers computes them."""
+        logits_BTV = self.linear(hidden_BTC.to(self.linear.weight.dtype))
+        if self.divisor != 1:
+            logits_BTV = logits_BTV / self.divisor
+        return logits_BTV if self.softcap is None else (logits_BTV / self.softcap).tanh() * self.softcap
+
+
+class LabelledHead:
+    """The head of one step with the labels of its row.
+
+    Made before the decoder runs: how many tokens have a label is asked of the device then, and read when a
+    loss needs it, see `LabelledRows`.
+
+    Args:
+        labels: `[B, T]`, shifted already: a token's label is that of the token after it. No label stands
+            where none may be seen.
+        ignore_index: what stands for no label.
+    """
+
+    def __init__(self, head: Head, labels: Tensor, ignore_index: int = IGNORE_INDEX):
+        self.head = head
+        labels = labels.to(head.linear.weight.device)
+        self.mask = labels != ignore_index
+        self._labelled = LabelledRows(labels, ignore_index)
+
+    def scores(self, hidden_BTC: Tensor, fields: Collection[Field] = ()) -> TokenScores:
+        """`[B, T]` of each label: its log-probability, differentiable, and what `fields` name."""
+        linear = self.head.linear
+        return token_scores(
+            hidden_BTC.to(linear.weight.device),
+            linear.weight,
+            self._labelled,
+            bias=linear.bias,
+            softcap=self.head.softcap,
+            scale=1 / self.head.divisor,
+            fields=fields,
+        )
+
+    def cross_entropy(self, hidden_BTC: Tensor, num_items: Tensor | float | None) -> Tensor:
+        """The sum of minus the log-probabilities, over `num_items` or else over the number of labels."""
+        linear = self.head.linear
+        return linear_cross_entropy(
+            hidden_BTC.to(linear.weight.device),
+            linear.weight,
+            self._labelled,
+            bias=linear.bias,
+            softcap=self.head.softcap,
+            scale=1 / self.head.divisor,
+            num_items=num_items,
+        )
+
+
+class Loss(Protocol):
+    """The loss of a training step, as a patched model computes it: `model.training_loss`."""
+
+    def __call__(
+        self,
+        labelled: LabelledHead,
+        hidden_BTC: Tensor,
+        row: PackedRow | None,
+        num_items: Tensor | float | None,
+    ) -> Tensor:
+        """The loss, a number.
+
+        Args:
+            labelled: the head and the labels.
+            hidden_BTC: the decoder's last hidden state.
+            row: which tokens form a document; None for an ordinary batch.
+            num_items: labels of the whole update, where a trainer has counted them.
+        """
+        ...

@@ -1,0 +1,51 @@
+"""Whether a loss can be computed with a model's head, and what that head does."""
+
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from unsloth_pack.lora.layers import GATHERED_BY_MODULE, is_gathered_by_module
+from unsloth_pack.losses.contract import Head
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.hooks import has_hooks
+
+
+def head_of(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
+    """The head of a causal language model for which `why_head_not_fused` finds nothing.
+
+    Args:
+        is_wrapper: whether the model is one around a text model, as of vision and language. transformers
+            neither divides nor caps the logits there.
+    """
+    linear: Any = model.get_output_embeddings()
+    if is_wrapper:
+        return Head(linear)
+    config = model.config
+    return Head(linear, spec.divisor_of_logits(config), spec.softcap_of_logits(config))
+
+
+def why_head_not_fused(model: Any) -> str | None:
+    """Why a model's head must make logits, or None."""
+    head = model.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        return "the head has an adapter"
+    if hasattr(head, "_is_fsdp_managed_module"):  # FSDP looks for tensors in every field of an output
+        return "FSDP shards the head"
+    if type(head) is not nn.Linear:  # wrapped by modules_to_save, quantised
+        return f"the head is a {type(head).__name__}"
+    if is_gathered_by_module(head.weight):
+        return GATHERED_BY_MODULE
+    if has_hooks(head):
+        return "the head has hooks"
+    return None
+
+
+def why_loss_not_fused(model: Any) -> str | None:
+    """Why a causal language model's own loss must come from its logits, or None."""
+    if (why := why_head_not_fused(model)) is not None:
+        return why
+    if model.loss_function is not ForCausalLMLoss:
+        return "the model has a loss function of its own"
+    return None

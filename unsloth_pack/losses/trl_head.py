@@ -1,0 +1,108 @@
+"""TRL's trainers ask a model for scores of tokens instead of logits; a patched model answers with its kernel.
+
+A trainer calls `add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs)`, which puts a `forward`
+on the model that runs the decoder by itself and scores the tokens in chunks. Its calls read
+
+    model(..., labels=labels, fused_lm_head=True) -> log_probs, entropy, is_top1, ... of every token
+
+What the kernel cannot do as TRL does it (a head in float32) goes through TRL's own forward.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from unsloth_pack.kernels import TokenScores
+from unsloth_pack.kernels.reference import Field
+from unsloth_pack.losses.contract import LabelledHead
+
+_HOME = "trl.trainer.utils"
+_FIELDS: dict[str, Field] = {  # TRL's names to the kernel's
+    "entropy": "entropy",
+    "is_top1": "is_top1",
+    "mean_logits": "mean_logit",
+    "log_sum_sq_probs": "log_sum_sq_probs",
+}
+
+
+@dataclass(frozen=True)
+class TrlHead:
+    """What a trainer has asked for by `add_fused_lm_head`.
+
+    Args:
+        forward: TRL's own, bound to the model.
+        temperature: by which logits are divided.
+        fields: the scores that are wanted beside the log-probability, by TRL's names.
+        why_not: why only TRL's forward can answer, or None.
+    """
+
+    forward: Callable[..., Any]
+    temperature: float
+    fields: tuple[str, ...]
+    why_not: str | None
+
+    @classmethod
+    def of(cls, forward: Any) -> "TrlHead | None":
+        """The settings of a forward that `add_fused_lm_head` has made; None of any other."""
+        function = getattr(forward, "__func__", None)
+        if getattr(function, "__globals__", {}).get("__name__") != _HOME:
+            return None
+        settings = inspect.getclosurevars(function).nonlocals
+        try:
+            temperature, outputs = settings["temperature"], settings["outputs"]
+            in_float32 = settings["cast_lm_head_to_fp32"]
+        except KeyError as missing:
+            return cls(forward, 1.0, (), f"this TRL does not tell its {missing}")
+        fields = tuple(name for name in outputs if name != "log_probs")
+        if unknown := set(fields) - _FIELDS.keys():
+            return cls(forward, temperature, fields, f"this TRL asks for {', '.join(sorted(unknown))}")
+        return cls(forward, temperature, fields, "the head computes in float32" if in_float32 else None)
+
+    def scored(self, labelled: LabelledHead, hidden_BTC: Tensor) -> TokenScores:
+        """`[B, T]` of every score that the trainer wants."""
+        return labelled.scores(hidden_BTC, [_FIELDS[name] for name in self.fields])
+
+    def output(
+        self,
+        scores: TokenScores,
+        mask: Tensor,
+        num_items: Tensor | float | None,
+        aux_loss: Tensor | None,
+        aux_weight: float,
+    ) -> Any:
+        """TRL's output of these scores.
+
+        Args:
+            scores: `[B, T']`, T - 1 where TRL has not shifted the labels by itself.
+            mask: `[B, T']`, which tokens have a label.
+            num_items: the loss is the sum over these, where given, instead of over the labels.
+            aux_loss: of routed experts, weighted by `aux_weight` in the loss.
+        """
+        loss = -scores.log_prob.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
+        if aux_loss is not None:
+            loss = loss + aux_weight * aux_loss
+        made = self.forward.__func__.__globals__["FusedCausalLMOutput"]
+        named = {name: getattr(scores, _FIELDS[name]) for name in self.fields}
+        return made(loss=loss, log_probs=scores.log_prob, label_mask=mask, aux_loss=aux_loss, **named)
+
+
+def load_balancing_loss(router_logits: Any, text_config: Any, token_mask: Tensor | None) -> Tensor:
+    """The auxiliary loss of routed experts, as transformers computes it for every family of them.
+
+    Args:
+        router_logits: of every layer with experts, `[tokens, experts]` each.
+        token_mask: `[B, T]`, 0 on padding; None where there is none.
+    """
+    loss: Tensor = load_balancing_loss_func(
+        router_logits, text_config.num_experts, text_config.num_experts_per_tok, token_mask
+    )
+    return loss
+
+
+def cut(scores: TokenScores, n_tokens: int) -> TokenScores:
+    """The scores of the first `n_tokens` of every row."""
+    return TokenScores(*(None if score is None else score[:, :n_tokens] for score in scores))

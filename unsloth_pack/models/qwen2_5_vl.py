@@ -1,0 +1,14 @@
+from unsloth_pack.models.spec import ArchSpec
+
+# Rows of text alone: a text token has the same position on all three axes, so they rotate as one.
+SPEC = ArchSpec(
+    "qwen2_5_vl_text",
+    window="layer",
+    stands_alone=False,
+    tiny=dict(
+        use_sliding_window=True,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
+    ),
+)
