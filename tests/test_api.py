@@ -18,9 +18,9 @@ from unsloth_pack import (
     InputError,
     UnsupportedArchitecture,
     api,
-    loading,
     supported_architectures,
 )
+from unsloth_pack.files import loading
 from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
