@@ -194,8 +194,10 @@ class FastCausalLM(CountedParameters):
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
         """Trainers turn checkpointing on by themselves: layers that offload or follow a plan go on so."""
         decoder = self.fast_decoder
-        layer = decoder.layers[0]
-        is_own = layer.gradient_checkpointing and hasattr(layer._gradient_checkpointing_func, "recomputes")
+        is_own = any(
+            layer.gradient_checkpointing and hasattr(layer._gradient_checkpointing_func, "recomputes")
+            for layer in decoder.layers
+        )
         if not (enable and is_own):
             decoder.recompute_plan = None
             super()._set_gradient_checkpointing(enable=enable, **options)

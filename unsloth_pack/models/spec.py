@@ -14,6 +14,7 @@ class ArchSpec:
 
     Args:
         model_type: `config.model_type` of the text model.
+        mixers: for layer types of `config.layer_types` that do not attend, which mixer they have.
         window: where a layer's sliding window stands: nowhere, in the config, or on the attention module.
         fused_qkv: one `qkv_proj` holds q, k and v.
         qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation.
@@ -29,6 +30,7 @@ class ArchSpec:
     """
 
     model_type: str
+    mixers: Mapping[str, str] = field(default_factory=dict)
     window: Literal["none", "config", "layer"] = "none"
     fused_qkv: bool = False
     qk_norm: Literal["head", "flat"] | None = None
@@ -40,6 +42,10 @@ class ArchSpec:
     logit_softcap: str | None = None
     stands_alone: bool = True
     tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def mixer_of(self, config: Any, layer: int) -> str:
+        """What a layer, counted from 0, does between tokens: a key of `forwards.mixers.MIXERS`."""
+        return self.mixers.get(config.layer_types[layer], "attention") if self.mixers else "attention"
 
     def divisor_of_logits(self, config: Any) -> float:
         """What the head's logits are divided by; 1 where none is declared."""

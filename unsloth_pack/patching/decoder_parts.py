@@ -6,8 +6,10 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from unsloth_pack.forwards.mixers import MIXERS, Mixer
 from unsloth_pack.forwards.mlp import activation_of
 from unsloth_pack.lora.layers import LORA_TYPES
+from unsloth_pack.models.spec import ArchSpec
 
 
 @dataclass(frozen=True)
@@ -15,21 +17,26 @@ class DecoderParts:
     """They are found before anything is swapped, and the report counts them.
 
     Args:
+        mixers: what every layer does between tokens, one a layer, and the copies that `modules_to_save` made.
         mlps: each with the kernel's name of its activation, None where it cannot be fused.
         loras: LoRA layers on linear layers, of a type in `LORA_TYPES`.
         other_loras: those in 8 bits, or on parameters such as stacked experts.
     """
 
-    attentions: list[Any]
+    mixers: list[tuple[Mixer, Any]]
     norms: list[nn.Module]
     mlps: list[tuple[nn.Module, str | None]]
     loras: list[LoraLayer]
     other_loras: list[LoraLayer]
 
     @classmethod
-    def of(cls, decoder: Any) -> "DecoderParts":
+    def of(cls, decoder: Any, spec: ArchSpec) -> "DecoderParts":
         return cls(
-            attentions=_alike(decoder, decoder.layers[0].self_attn),
+            mixers=[
+                (mixer, module)
+                for mixer, one in mixers_by_layer(decoder, spec)
+                for module in _itself_and_copies(one)
+            ],
             norms=_alike(decoder, decoder.norm),
             mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
             loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
@@ -39,6 +46,20 @@ class DecoderParts:
                 if isinstance(module, LoraLayer) and type(module) not in LORA_TYPES
             ],
         )
+
+
+def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
+    """What each layer does between tokens, and the module that does it."""
+    mixers = [MIXERS[spec.mixer_of(decoder.config, number)] for number in range(len(decoder.layers))]
+    return [
+        (mixer, getattr(layer, mixer.attribute)) for mixer, layer in zip(mixers, decoder.layers, strict=True)
+    ]
+
+
+def _itself_and_copies(one: nn.Module) -> list[nn.Module]:
+    """A module, or the original and the copies where `modules_to_save` wraps it."""
+    kind = type(getattr(one, "original_module", one))
+    return [module for module in one.modules() if type(module) is kind]
 
 
 def _alike(decoder: nn.Module, one: nn.Module) -> list[Any]:

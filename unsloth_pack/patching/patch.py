@@ -7,7 +7,7 @@ that puts a shared forward before transformers' own. So gradient checkpointing, 
 of hidden states and deep copies go on as they were, before and after PEFT.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -16,15 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForQuestionAnswering, GenericForSequenceClassification
 
-from unsloth_pack.attention import BACKENDS, choose_backend
 from unsloth_pack.attention.backends import requested_backend
-from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
-from unsloth_pack.forwards.attention import FastAttention, attention_options, fusable_qk_norm
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, let_in, set_forwards
 from unsloth_pack.forwards.leak_probe import OwnProbe
+from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mlp import FastMLP
 from unsloth_pack.forwards.norm import FastRMSNorm
 from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
@@ -35,7 +33,7 @@ from unsloth_pack.memory.spare import give_back_spare_memory
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
-from unsloth_pack.patching.decoder_parts import DecoderParts
+from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.report import PatchReport, report_of, say, say_loras, say_loss, say_step
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
@@ -112,11 +110,10 @@ class Patch:
         decoder = self._decoder
         decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
         say_step(self.report, decoder.step_graphs)
-        if (
-            "QK norm" in self._report.fused
-            and fusable_qk_norm(decoder.layers[0].self_attn, decoder.spec) is None
-        ):
-            say(self._report, "QK norm", None, f"{how} gathers it by itself")
+        for mixer, module in mixers_by_layer(decoder, decoder.spec):
+            _, not_fused = mixer.what_is_fused(module, decoder.spec, "")
+            for kind in not_fused.keys() & self._report.fused.keys():
+                say(self._report, kind, None, f"{how} gathers it by itself")
 
     def __enter__(self) -> "Patch":
         return self
@@ -165,49 +162,18 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     spec = spec_of(decoder.config.model_type)
     _refuse_what_would_leak(model, decoder)
     backend, source = requested_backend(attn_backend)
-    chosen = _choose_backends(spec, decoder, backend, source)
+    embedding = decoder.get_input_embeddings().weight
+    request = Request(embedding.device.type, embedding.dtype, backend, source)
+    choices = [mixer.choose(one, spec, request) for mixer, one in mixers_by_layer(decoder, spec)]
     set_before = set_forwards(base)
     if earlier := base.__dict__.get(_PATCH):  # only now: a refusal leaves the model as patched as it was
         earlier.undo()
-    parts = DecoderParts.of(decoder)
-    patch = Patch(base, attn_backend, report_of(spec, base, parts, chosen))
-    for attention in parts.attentions:
-        patch.swap(attention, FastAttention, spec=spec, attn_backend=backend)
-    for norm in parts.norms:
-        patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
-    for number, (mlp, activation) in enumerate(parts.mlps):
-        if activation is not None:
-            layer = decoder.layers[number]
-            patch.swap(mlp, FastMLP, decoder_layer=layer, number=number)
-    for lora in parts.loras:
-        patch.swap(lora, FastLoraLinear)
-    tables = rotary_tables(decoder, spec)
-    graphs = StepGraphs(_why_never_captured(decoder, parts, tables, chosen))
-    say_step(patch.report, graphs)
-    own_probe = OwnProbe(patch.report.attn_backend)
-    patch.swap(
-        decoder,
-        FastDecoder,
-        spec=spec,
-        rotary_tables=tables,
-        step_graphs=graphs,
-        leak_probe=own_probe,
-        trained_weights_sought=False,
-        numbers_sought=False,
-        answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
-    )
+    parts = DecoderParts.of(decoder, spec)
+    patch = Patch(base, attn_backend, report_of(spec, base, parts, choices))
+    _swap_inside_layers(patch, decoder, parts, spec, backend)
+    _swap_decoder(patch, base, decoder, parts, spec, choices)
     if base is not decoder and base.get_output_embeddings() is not None:
-        patch.swap(
-            base,
-            FastCausalLM,
-            DOOR_ATTRIBUTES,
-            spec=spec,
-            fast_decoder=decoder,
-            is_wrapper=base.base_model is not decoder,
-            training_loss=cross_entropy,
-            boundary_labels_sought=False,
-            module_walk=ModuleWalk(),
-        )
+        _swap_causal_lm(patch, base, decoder, spec)
         let_in(base, set_before)
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
@@ -215,6 +181,58 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     base.__dict__[_PATCH] = patch
     give_back_spare_memory()
     return patch
+
+
+def _swap_inside_layers(
+    patch: Patch, decoder: Any, parts: DecoderParts, spec: ArchSpec, backend: str
+) -> None:
+    for mixer, module in parts.mixers:
+        patch.swap(module, mixer.forward, **mixer.attributes(spec, backend))
+    for norm in parts.norms:
+        patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
+    for number, (mlp, activation) in enumerate(parts.mlps):
+        if activation is not None:
+            patch.swap(mlp, FastMLP, decoder_layer=decoder.layers[number], number=number)
+    for lora in parts.loras:
+        patch.swap(lora, FastLoraLinear)
+
+
+def _swap_decoder(
+    patch: Patch,
+    base: Any,
+    decoder: Any,
+    parts: DecoderParts,
+    spec: ArchSpec,
+    choices: Sequence[Choice],
+) -> None:
+    tables = rotary_tables(decoder, spec)
+    graphs = StepGraphs(_why_never_captured(decoder, parts, tables, choices))
+    say_step(patch.report, graphs)
+    patch.swap(
+        decoder,
+        FastDecoder,
+        spec=spec,
+        rotary_tables=tables,
+        step_graphs=graphs,
+        leak_probe=OwnProbe(patch.report.attn_backend),
+        trained_weights_sought=False,
+        numbers_sought=False,
+        answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
+    )
+
+
+def _swap_causal_lm(patch: Patch, base: Any, decoder: Any, spec: ArchSpec) -> None:
+    patch.swap(
+        base,
+        FastCausalLM,
+        DOOR_ATTRIBUTES,
+        spec=spec,
+        fast_decoder=decoder,
+        is_wrapper=base.base_model is not decoder,
+        training_loss=cross_entropy,
+        boundary_labels_sought=False,
+        module_walk=ModuleWalk(),
+    )
 
 
 def patch_of(model: nn.Module) -> Patch | None:
@@ -260,13 +278,16 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
 
 
 def _why_never_captured(
-    decoder: Any, parts: DecoderParts, tables: dict[str | None, RotaryTables], backends: Iterable[str]
+    decoder: Any,
+    parts: DecoderParts,
+    tables: dict[str | None, RotaryTables],
+    choices: Sequence[Choice],
 ) -> str | None:
     """Why no step of the model can be replayed from CUDA graphs, or None."""
     if decoder.get_input_embeddings().weight.device.type != "cuda":
         return "CUDA graphs need CUDA"
-    if on_host := [name for name in backends if not BACKENDS[name].can_be_captured]:
-        return f"{on_host[0]} reads the row on the host"
+    if why := next((choice.why_not_captured for choice in choices if choice.why_not_captured), None):
+        return why
     if any(activation is None for _, activation in parts.mlps):
         return "routed experts depend on the tokens"
     if parts.other_loras:
@@ -274,16 +295,3 @@ def _why_never_captured(
     if not all(table.is_static for table in tables.values()):
         return "the rotary embedding depends on the length of a document"
     return None
-
-
-def _choose_backends(spec: ArchSpec, decoder: Any, backend: str, source: str) -> dict[str, str]:
-    """The attention backends of the layers, each with why."""
-    embedding = decoder.get_input_embeddings().weight
-    chosen: dict[str, str] = {}
-    for layer in decoder.layers:
-        attention = layer.self_attn
-        options = attention_options(attention, spec)
-        need = AttentionNeed(embedding.device.type, embedding.dtype, attention.head_dim, options)
-        name, reason = choose_backend(backend, need, source)
-        chosen[name] = reason
-    return chosen

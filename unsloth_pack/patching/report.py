@@ -1,13 +1,14 @@
 """What a patch fuses, what it does not and why, in the words that its user reads."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from peft.tuners.lora import LoraLayer
 
-from unsloth_pack.forwards.attention import fusable_qk_norm
 from unsloth_pack.forwards.door import trl_head_of
+from unsloth_pack.forwards.mixers import Choice
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.layers import LORA_TYPES, why_not_fused
@@ -47,23 +48,21 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, chosen: dict[str, str]) -> PatchReport:
+def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[Choice]) -> PatchReport:
     """What patching these parts does. Of the step nothing is said yet, see `say_step`.
 
     Args:
         base: the transformers model.
-        chosen: the attention backends of its layers, each with why.
+        choices: how its layers compute.
     """
     decoder = base.get_decoder()
     on_gpu = decoder.get_input_embeddings().weight.device.type == "cuda"
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
-    fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
+    fused: dict[str, str] = {}
     not_fused: dict[str, str] = {}
-    if spec.qk_norm is not None:
-        if fusable_qk_norm(parts.attentions[0], spec) is not None:
-            fused["QK norm"] = "with the rotary embedding"
-        else:
-            not_fused["QK norm"] = "wrapped by modules_to_save, or with hooks"
+    for mixer, module in parts.mixers:
+        for said, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
+            said |= more
     fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
     gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
     if gated_mlps:
@@ -78,8 +77,8 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, chosen: dict[str, 
     report = PatchReport(
         model_type=spec.model_type,
         n_layers=len(decoder.layers),
-        attn_backend=" and ".join(chosen),
-        attn_reason="; ".join(dict.fromkeys(chosen.values())),
+        attn_backend=" and ".join(dict.fromkeys(choice.name for choice in choices)),
+        attn_reason="; ".join(dict.fromkeys(choice.reason for choice in choices)),
         fused=fused,
         not_fused=not_fused,
     )
