@@ -20,9 +20,12 @@ from unsloth_pack.attention import BACKENDS
 from unsloth_pack.forwards.leak_probe import left_alone
 from unsloth_pack.forwards.mixers import AttentionMixer, Choice, Request
 from unsloth_pack.forwards.rotary import rotary_tables
+from unsloth_pack.graphs.capture import CapturedForm, _Replay, capture_form
+from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.memory import GraphMemory
+from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
-from unsloth_pack.graphs.step_graphs import StepGraphs, _CapturedForm, _DecoderState, _Replay
+from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.models import spec_of
 from unsloth_pack.patching.decoder_parts import DecoderParts
@@ -221,16 +224,16 @@ def test_only_what_reads_the_row_on_the_device_is_captured(backend):
 def test_what_is_too_large_is_not_captured(limit, why, monkeypatch):
     model = tiny_model("llama", device="cpu")
     patch_model(model)
-    state, row = _DecoderState(model.get_base_model().model), PackedRow.of_lengths([64], CPU)
+    state, row = DecoderState(model.get_base_model().model), PackedRow.of_lengths([64], CPU)
     assert state.why_not_captured(row) is None
     layer, decoder = state._decoder.layers[0], state._decoder
     most = {
         "_PAYS_BELOW": 64 * sum(p.numel() for p in layer.parameters()),
         "_MOST_TRAINED": sum(p.numel() for p in decoder.parameters() if p.requires_grad),
     }[limit]
-    monkeypatch.setattr(f"unsloth_pack.graphs.step_graphs.{limit}", most)
+    monkeypatch.setattr(f"unsloth_pack.graphs.decoder_state.{limit}", most)
     assert state.why_not_captured(row) is None
-    monkeypatch.setattr(f"unsloth_pack.graphs.step_graphs.{limit}", most - 1)
+    monkeypatch.setattr(f"unsloth_pack.graphs.decoder_state.{limit}", most - 1)
     assert why in state.why_not_captured(row)
 
 
@@ -244,15 +247,13 @@ def test_a_step_that_recomputes_is_not_captured(mode, n_recomputed):
         decoder.recompute_plan.n_recomputed = n_recomputed
     else:  # a hook is reason enough
         model.disable_input_require_grads()
-    why = _DecoderState(decoder).why_not_captured(PackedRow.of_lengths([64], CPU))
+    why = DecoderState(decoder).why_not_captured(PackedRow.of_lengths([64], CPU))
     assert why == (None if (mode, n_recomputed) == ("auto", 0) else "gradient checkpointing")
 
 
 def test_which_forms_are_captured(monkeypatch):
     """The third row of a form, or any longer one once there are graphs; a little waste is none's reason."""
-    monkeypatch.setattr(
-        "unsloth_pack.graphs.step_graphs._CapturedForm", lambda decoder, form, *_: form.tokens
-    )
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda decoder, form, *_: form.tokens)
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs._MOST_FORMS", 3)
     graphs = StepGraphs(None)
 
@@ -299,7 +300,7 @@ def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     states = []
     generator = SimpleNamespace(clone_state=lambda: "its state", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "default_generators", {number: generator})
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", fail)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", fail)
     graphs, form = StepGraphs(None), RowForm(64, 64, 64, None)
     graphs._graphs, before = {form: "from before"}, graphs._memory
     monkeypatch.setattr(before, "give_back", lambda: states.append(f"{len(graphs._graphs)} graphs left"))
@@ -340,7 +341,7 @@ def test_memory_is_not_released_for_graphs_that_are_held_still(allocations, monk
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments if allocations.sharing else [])
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *what: released.append(what), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    held = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, memory)
+    held = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, memory)
     assert {held.forward_graph, held.backward_graph} < allocations.sharing
     memory.give_back()
     assert not allocations.sharing
@@ -362,7 +363,7 @@ def test_a_capture_is_of_the_device_of_the_model(monkeypatch):
         return SimpleNamespace(replay=lambda *_: "replayed")
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", capture_there)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", capture_there)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     row, ids = PackedRow.of_lengths([64], CPU), torch.zeros(1, 64, dtype=torch.int64)
@@ -416,12 +417,12 @@ def merge(decoder):
 )
 def test_what_a_graph_takes_for_granted_is_looked_at(change):
     decoder = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5}).get_base_model().model
-    state = _DecoderState(decoder)
-    assert state.holds(decoder)
-    assert state.drops_alike()
-    assert not state.holds(copy.copy(decoder))
+    state = DecoderState(decoder)
+    assert state.matches(decoder)
+    assert state.dropout_matches()
+    assert not state.matches(copy.copy(decoder))
     change(decoder)
-    assert not (state.holds(decoder) and state.drops_alike())
+    assert not (state.matches(decoder) and state.dropout_matches())
 
 
 @pytest.mark.parametrize(
@@ -432,11 +433,11 @@ def test_frozen_adapters_are_looked_at_too(change):
     model.add_adapter("other", model.peft_config["default"])
     decoder = model.requires_grad_(False).get_base_model().model
     layer = decoder.layers[0].mlp.up_proj
-    state = _DecoderState(decoder)
-    assert state.holds(decoder)
+    state = DecoderState(decoder)
+    assert state.matches(decoder)
     change(layer)
     assert not any(p.requires_grad for p in decoder.parameters())
-    assert not state.holds(decoder)
+    assert not state.matches(decoder)
 
 
 def test_adapters_of_other_kinds_are_looked_at_too():
@@ -444,10 +445,10 @@ def test_adapters_of_other_kinds_are_looked_at_too():
     base = tiny_model("llama", device="cpu").unload()
     config = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
     decoder = get_peft_model(base, config).get_base_model().model
-    state = _DecoderState(decoder)
-    assert state.holds(decoder)
+    state = DecoderState(decoder)
+    assert state.matches(decoder)
     decoder.layers[1].self_attn.q_proj.enable_adapters(False)
-    assert not state.holds(decoder)
+    assert not state.matches(decoder)
 
 
 def test_graphs_outlive_evaluation_and_probes(monkeypatch):
@@ -457,12 +458,12 @@ def test_graphs_outlive_evaluation_and_probes(monkeypatch):
         captures.append(SimpleNamespace(replay=lambda *given: (f"captured anew {len(captures)}", *given)))
         return captures[-1]
 
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", capture_anew)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", capture_anew)
     model = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5})
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
-    graphs._state = _DecoderState(decoder)
+    graphs._state = DecoderState(decoder)
     graphs._graphs[RowForm.of(row)] = SimpleNamespace(replay=lambda *given: given)
     assert graphs.run(decoder, row, ids) == (row, ids)
     assert graphs.run(decoder, row, None) is None
@@ -489,9 +490,9 @@ def test_no_hook_is_passed_over(register):
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
-    assert _DecoderState(decoder).why_not_captured(row) is None
+    assert DecoderState(decoder).why_not_captured(row) is None
     getattr(decoder.layers[0].mlp, register)(lambda *_: None)
-    assert _DecoderState(decoder).why_not_captured(row) == "modules have hooks"
+    assert DecoderState(decoder).why_not_captured(row) == "modules have hooks"
 
 
 def without_kernels(memory, weight):
@@ -542,7 +543,7 @@ def test_a_replay_gives_what_the_next_does_not_overwrite_and_no_gradient_to_the_
 
 def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
     captured = SimpleNamespace(replay=lambda *_: "replayed")
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", lambda *_: captured)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
@@ -555,19 +556,28 @@ def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) == "replayed"
 
 
-class TinyDecoder(nn.Module):
-    """What a capture needs of a decoder."""
+class TinyDecoder:
+    """A second decoder that can be captured: no module, and nothing but what `CapturableDecoder` declares."""
+
+    training = True
+    recompute_plan = None
 
     def __init__(self, tables=()):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(8, 4)
+        self._embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([nn.Identity()])
         self.rotary_tables = dict(enumerate(tables))
 
+    def modules(self):
+        return iter((self._embedding, *self.layers.modules()))
+
+    def parameters(self):
+        return self._embedding.parameters()
+
     def get_input_embeddings(self):
-        return self.embed_tokens
+        return self._embedding
 
     def _packed_forward(self, row, input_ids, inputs_embeds):
-        return SimpleNamespace(last_hidden_state=self.embed_tokens(input_ids))
+        return SimpleNamespace(last_hidden_state=self._embedding(input_ids))
 
 
 class Asked(list):
@@ -625,22 +635,47 @@ def allocations(monkeypatch):
     return asked
 
 
+def test_our_decoder_is_one_that_can_be_captured():
+    model = tiny_model("llama", device="cpu")
+    decoder = model.get_decoder()
+    assert not isinstance(decoder, CapturableDecoder)
+    patch_model(model)
+    assert isinstance(decoder, CapturableDecoder)
+
+
+def test_another_decoder_is_captured_and_replayed(allocations, monkeypatch):
+    """All that graphs ask of a decoder is declared: this one has nothing else."""
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    decoder, graphs = TinyDecoder(), StepGraphs(None)
+    assert isinstance(decoder, CapturableDecoder)
+    row, ids = PackedRow.of_lengths([9, 3], CPU), torch.arange(12)[None] % 8
+    assert [graphs.run(decoder, row, ids) for _ in range(2)] == [None, None]
+    hidden = graphs.run(decoder, row, ids)
+    assert hidden.shape == (1, 12, 4)
+    assert str(graphs) == "captured for 1 forms of rows, of 64 tokens"
+    (captured,) = graphs._graphs.values()
+    captured.flat_grads.copy_(torch.arange(32.0))  # as the backward graph would on a GPU
+    hidden.sum().backward()
+    (weight,) = decoder.parameters()
+    assert weight.grad.flatten().tolist() == list(range(32))
+
+
 def without_waits(asked):
     return [what for what in asked if what != ("wait",)]
 
 
 def test_a_capture_restricts_no_other_thread(allocations):
     """Under torch's default a loader's thread that pins memory meanwhile fails, and takes the run with it."""
-    captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
+    captured = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
     captures = [asked for asked in allocations if asked[0] == "capture"]
     assert [mode for *_, mode in captures] == ["thread_local"] * 3
-    assert captured.sizes == [32]
+    assert captured.grad_shapes == [(8, 4)]
 
 
 def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocations):
     decoder, memory = TinyDecoder(), GraphMemory()
     for tokens in (64, 128):
-        _CapturedForm(decoder, RowForm(tokens, 64, 64, None), CPU, memory)
+        capture_form(decoder, RowForm(tokens, 64, 64, None), CPU, memory)
     asked = without_waits(allocations)
     what, pools = zip(*((first, pool) for first, pool, *_ in asked), strict=True)
     assert what == ("capture", *("warm-up", "capture", "capture") * 2)
@@ -651,7 +686,7 @@ def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocation
 
 
 def test_a_replay_is_of_the_row_that_came(allocations):
-    captured = _CapturedForm(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
+    captured = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
     for lengths in ([9, 3], [5]):
         ids = torch.arange(sum(lengths)) % 8 + 1
         assert captured.replay(PackedRow.of_lengths(lengths, CPU), ids[None]).shape == (1, len(ids), 4)
@@ -662,7 +697,7 @@ def test_a_replay_is_of_the_row_that_came(allocations):
 def test_a_model_that_moves_gets_memory_on_its_new_device(allocations):
     memory, form = GraphMemory(), RowForm(64, 64, 64, None)
     for allocations.device in (0, 1, 1):
-        _CapturedForm(TinyDecoder(), form, CPU, memory)
+        capture_form(TinyDecoder(), form, CPU, memory)
     whole = ("capture", "warm-up", "capture", "capture")
     assert [what for what, *_ in without_waits(allocations)] == [*whole, *whole, *whole[1:]]
     assert [asked[1] for asked in allocations if asked[0] == "warm-up"] == [(0, 1), (1, 1), (1, 1)]
@@ -678,7 +713,7 @@ def test_a_warm_up_that_breaks_is_waited_for(allocations):
     decoder = TinyDecoder()
     decoder._packed_forward = fail
     with pytest.raises(torch.OutOfMemoryError):
-        _CapturedForm(decoder, RowForm(64, 64, 64, None), CPU, GraphMemory())
+        capture_form(decoder, RowForm(64, 64, 64, None), CPU, GraphMemory())
     assert allocations == [("wait",)]
 
 
@@ -688,8 +723,8 @@ def test_a_memory_whose_making_was_interrupted_is_made_again(allocations, monkey
     with monkeypatch.context() as broken:
         broken.setattr(torch.cuda, "graph", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            _CapturedForm(decoder, form, CPU, memory)
-    assert _CapturedForm(decoder, form, CPU, memory).sizes == [32]
+            capture_form(decoder, form, CPU, memory)
+    assert capture_form(decoder, form, CPU, memory).grad_shapes == [(8, 4)]
 
 
 def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
@@ -697,7 +732,7 @@ def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
     tables = [
         SimpleNamespace(for_row=lambda row: allocations.append(("tables", row.longest)), static_table=None)
     ]
-    _CapturedForm(TinyDecoder(tables), RowForm(64, 64, 48, None), CPU, GraphMemory())
+    capture_form(TinyDecoder(tables), RowForm(64, 64, 48, None), CPU, GraphMemory())
     asked = without_waits(allocations)
     assert [what for what, *_ in asked] == ["tables", "capture", "warm-up", "capture", "capture"]
     assert asked[0] == ("tables", 48)
@@ -729,10 +764,8 @@ def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
 def test_gradients_of_several_dtypes_are_not_rounded():
     parameters = [torch.zeros(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
     flat = torch.tensor([1, 2, 1 + 2**-20, 4])
-    form = SimpleNamespace(
-        flat_grads=flat, parameters=parameters, used=[True, True], sizes=[2, 2], shapes=[(2,), (2,)]
-    )
-    gradients, expected = _CapturedForm.gradients(form), flat.clone()
+    form = SimpleNamespace(flat_grads=flat, parameters=parameters, grad_shapes=[torch.Size([2])] * 2)
+    gradients, expected = CapturedForm.gradients(form), flat.clone()
     flat.zero_()  # as the next replay does, in its way
     assert torch.equal(torch.cat(gradients), expected)
 
@@ -1007,7 +1040,7 @@ def test_a_warm_up_that_breaks_while_a_loss_holds_graphs(monkeypatch):
 
     decoder, lengths = model.get_base_model().model, [200, 300]
     with monkeypatch.context() as broken:
-        broken.setattr("unsloth_pack.graphs.step_graphs._StandIns.__enter__", no_memory)
+        broken.setattr("unsloth_pack.graphs.stand_ins.StandIns.__enter__", no_memory)
         ids = torch.cat(random_documents(lengths)).cuda()[None]
         decoder(input_ids=ids, packed_seq_lengths=lengths).last_hidden_state.sum().backward()
     assert "capture failed (OutOfMemoryError" in str(graphs_of(model))
@@ -1040,7 +1073,7 @@ def test_no_memory_for_a_capture(monkeypatch):
     def no_memory(*args, **kwargs):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", no_memory)
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", no_memory)
     for step in range(5):
         step_both(models, step)
     assert_alike(models)

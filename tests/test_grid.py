@@ -163,7 +163,7 @@ class Stale(Replayed):
 def captures(monkeypatch):
     """Steps that CUDA graphs would hold if they ran here."""
     monkeypatch.setattr("unsloth_pack.patching.patch._why_never_captured", lambda *_: None)
-    return lambda form: monkeypatch.setattr("unsloth_pack.graphs.step_graphs._CapturedForm", form)
+    return lambda form: monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", form)
 
 
 def rows_of(checkpointing, variant="dropout"):

@@ -4,7 +4,7 @@ An ordinary batch goes through transformers' own forward, masks and cache includ
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ _NOTHING_TRAINS = (
 class FastDecoder(nn.Module):
     """Takes the place of a transformers decoder's class (`LlamaModel`, ...)."""
 
+    layers: nn.ModuleList
+    get_input_embeddings: Callable[[], nn.Embedding]
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs

@@ -1,107 +1,149 @@
 """The memory that all graphs of a decoder share.
 
-Warm-ups and captures allocate from one pool, since what one row computes is used up before the next is
-replayed. So every graph writes where another's tensors lay: whatever is read by later replays too, such as
-rotary tables, has to be made outside.
+Warm-ups and captures allocate from one pool, and every graph writes where another graph's tensors lay: what
+one row computes is used up before the next row is replayed. So tensors that later replays read again, such as
+rotary tables, have to be made outside the pool.
 """
 
 import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 
 class Token:
     """Lives as long as the autograd node of a replay may run its backward."""
 
 
+class _Pool(NamedTuple):
+    """Stands for a `torch.cuda.MemPool`, of which torch reads the id alone.
+
+    A real one frees its memory when it is garbage collected, and that aborts while a capture runs.
+    """
+
+    id: "_POOL_HANDLE"
+
+
 class GraphMemory:
-    """The pool, and whose activations it holds."""
+    """A pool of GPU memory, and which replay's activations lie in it."""
 
     def __init__(self) -> None:
-        self._holder: torch.cuda.CUDAGraph | None = None  # keeps the pool while forms come and go
-        self._pool: Any = None
-        self._stream: Any = None  # of all captures: a pool serves every stream apart
-        self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # share the pool
-        self._holds: weakref.ref[Token] | None = None
+        self._holder: torch.cuda.CUDAGraph | None = None  # keeps the pool while other graphs come and go
+        self._pool: _Pool | None = None
+        self._stream: torch.cuda.Stream | None = None  # of all captures: streams share no memory of a pool
+        self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # whole, in the pool
+        self._awaited: weakref.ref[Token] | None = None
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """Allocate from the pool, where the capture that follows allocates the same again.
 
-        The pool is of the current device; where the model has moved to another, it gets a new one.
+        The pool is on the current device. After the model has moved to another device, a new one is made.
         """
-        if self._pool is None or self._stream.device_index != torch.cuda.current_device():
-            self._begin()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        pool, stream = self._pool_here()
+        stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+            with torch.cuda.stream(stream), torch.cuda.use_mem_pool(cast(torch.cuda.MemPool, pool)):
                 yield
-        finally:  # one that breaks may still be reading what is freed next
-            torch.cuda.current_stream().wait_stream(self._stream)
+        finally:  # kernels of a warm-up that breaks may still be reading what is freed next
+            torch.cuda.current_stream().wait_stream(stream)
 
-    def _begin(self) -> None:
+    def _pool_here(self) -> tuple[_Pool, torch.cuda.Stream]:
+        pool, stream = self._pool, self._stream
+        if pool is None or stream is None or stream.device_index != torch.cuda.current_device():
+            return self._make_pool()
+        return pool, stream
+
+    def _make_pool(self) -> tuple[_Pool, torch.cuda.Stream]:
         self._pool, self._stream = None, torch.cuda.Stream()
         holder = torch.cuda.CUDAGraph()
         with self.capturing(holder):
             torch.zeros(1, device="cuda")
-        # Not a `torch.cuda.MemPool`, which frees memory when collected: that aborts where a capture runs.
-        self._holder, self._pool = holder, SimpleNamespace(id=holder.pool())
+        self._holder, self._pool = holder, _Pool(holder.pool())
+        return self._pool, self._stream
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Other threads go on: a loader's that pins memory, or a process group's, would else end the run."""
-        pool = self._pool and self._pool.id
-        stream = torch.cuda.current_stream()
+        """Record what runs inside this context in the graph, in memory of the pool.
+
+        Only this thread is restricted meanwhile. Under torch's default, CUDA calls of other threads would end
+        the run, such as those of a data loader that pins memory or of a process group.
+        """
+        pool = None if self._pool is None else self._pool.id
+        stream_before = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
                 yield
             self._captured.add(graph)
         except RuntimeError:
             if pool is not None:
-                with suppress(RuntimeError):  # torch before 2.12 would count it as going on and free nothing
-                    torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                _end_allocating_to(pool, stream_before.device_index)
             raise
         finally:
-            torch.cuda.set_stream(stream)  # a capture that breaks leaves its own
+            torch.cuda.set_stream(stream_before)  # a capture that breaks leaves its own stream current
 
     def give_back(self) -> None:
-        """Free the pool, whose graphs nothing needs any more; a capture that broke still holds it."""
-        for graph in self._captured:  # a loss of the step before may hold some: no share but the broken one's
-            graph.reset()  # may be left, or releasing that takes one of theirs, and torch aborts when they go
-        self._holder = None
-        gc.collect()  # an error's frames hold the tensors of its capture
-        if self._pool is None:
+        """Free the pool after a capture that broke. Nobody replays its graphs any more."""
+        self._end_shares_of_whole_graphs()
+        gc.collect()  # frees the tensors of the broken capture, which the frames of its error hold
+        pool, stream = self._pool, self._stream
+        if pool is None or stream is None:
             return
-        torch._C._cuda_clearCublasWorkspaces()  # that of the captures' stream lies in the pool
+        torch._C._cuda_clearCublasWorkspaces()  # the workspace of the captures' stream lies in the pool
         torch.cuda.empty_cache()
-        segments = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == self._pool.id]
-        if any(segment["active_size"] == 0 for segment in segments):
-            torch._C._cuda_releasePool(self._stream.device_index, self._pool.id)
+        if _has_share_left(pool):  # the broken capture's, which has no graph to reset
+            torch._C._cuda_releasePool(stream.device_index, pool.id)
             torch.cuda.empty_cache()
+
+    def _end_shares_of_whole_graphs(self) -> None:
+        """Reset every graph whose capture did not break, even where a loss of the step before still holds it.
+
+        Releasing the pool ends any one share in it. If that were the share of a whole graph, torch would
+        abort when the graph goes.
+        """
+        for graph in self._captured:
+            graph.reset()
+        self._holder = None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a forward has been replayed whose backward may still come."""
-        return self._holds is not None and self._holds() is not None
+        """Whether a forward pass has been replayed whose backward pass may still come."""
+        return self._awaited is not None and self._awaited() is not None
 
     def fill(self, token: Token) -> None:
-        """A forward has been replayed."""
-        self._holds = weakref.ref(token)
+        """Note that a forward pass has been replayed, whose activations fill the pool from now on."""
+        self._awaited = weakref.ref(token)
 
     def use_up(self, token: Token) -> None:
-        """Its backward is about to be replayed, which overwrites what it has read.
+        """Note that its backward pass is about to be replayed, which overwrites the activations it reads.
 
         Raises:
-            RuntimeError: that has happened before.
+            RuntimeError: they have been overwritten, by that backward pass or by another row.
         """
-        if self._holds is None or self._holds() is not token:
+        if self._awaited is None or self._awaited() is not token:
             raise RuntimeError(
                 "a step captured in CUDA graphs goes through its backward pass once; add up the losses "
                 "before it, or run a forward pass for each"
             )
-        self._holds = None
+        self._awaited = None
+
+
+def _end_allocating_to(pool: "_POOL_HANDLE", device: int) -> None:
+    """For torch before 2.12, which counts a broken capture as going on and would free nothing of the pool.
+
+    Later versions have ended it themselves, and raise here.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def _has_share_left(pool: _Pool) -> bool:
+    """Whether a segment of the pool has outlived `empty_cache` though nothing lies in it."""
+    segments = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool.id]
+    return any(segment["active_size"] == 0 for segment in segments)

@@ -9,11 +9,13 @@ from unsloth_pack.row.packed_row import PackedRow
 
 @dataclass(frozen=True)
 class RowForm:
-    """What rows that replay the same graphs have in common, all rounded up.
+    """The sizes of a row, rounded up. Rows of one form replay the same graphs.
 
     Args:
-        tokens, segments, longest: of the padded row.
-        autocast: the dtype that autocast computes in, None without.
+        tokens: of the padded row.
+        segments: of the padded row: its documents, and what the padding is cut into.
+        longest: tokens of a segment at most, and positions that the row reaches.
+        autocast: the dtype that autocast computes in; None without autocast.
     """
 
     tokens: int
@@ -23,14 +25,14 @@ class RowForm:
 
     @classmethod
     def of(cls, row: PackedRow) -> "RowForm":
-        """The form of a row: tokens by sixteenths of the power of 2 above them, the rest powers of 2."""
+        """The form of a row: tokens in steps of a sixteenth of the power of 2 above, the rest powers of 2."""
         tokens = _round_up(row.n_tokens, max(64, _power_of_2(row.n_tokens) // 16))
         longest = _power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, _power_of_2(_segments(row, tokens, longest)))
         return cls(tokens, segments, longest, _autocast())
 
     def holds(self, row: PackedRow) -> bool:
-        """Whether the row fits, as things are now."""
+        """Whether the row fits into the form, under the autocast that is on now."""
         return (
             row.n_tokens <= self.tokens
             and _longest(row) <= self.longest
@@ -40,12 +42,12 @@ class RowForm:
 
 
 def _longest(row: PackedRow) -> int:
-    """Positions that the row reaches, which may start above 0 in a document."""
+    """Positions that the row reaches. A document may start above position 0."""
     return max(row.longest, int(row.positions.max()) + 1)
 
 
 def _segments(row: PackedRow, tokens: int, longest: int) -> int:
-    """Segments of the row padded to so many tokens, by runs no longer than the longest document."""
+    """Segments of the row once it is padded to `tokens`, by runs of at most `longest` tokens."""
     return len(row.lengths) + -(-(tokens - row.n_tokens) // longest)
 
 

@@ -6,9 +6,19 @@ walks over some two thousand modules of a small model with its adapters: a third
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
+
+
+class Walkable(Protocol):
+    """Has modules and parameters that can be walked over, as every `torch.nn.Module` has."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """As `torch.nn.Module.modules`."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As `torch.nn.Module.parameters`."""
 
 
 class ModuleWalk:
