@@ -3,14 +3,15 @@
 import pytest
 import torch
 from tiny import DEVICE, MIXED_LENGTHS, error, random_documents, run_packed, tiny_model
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from unsloth_pack import patch_model
 from unsloth_pack.forwards import mlp
 from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.modules import sharding
 
 DOCUMENTS = random_documents(MIXED_LENGTHS)
 
@@ -122,3 +123,62 @@ def test_factors_that_fsdp2_gathers_by_themselves_are_not_fused(mesh):
     patch.adapt_to_sharding("FSDP2")
     assert patch.report.not_fused["LoRA"] == "2 layers: FSDP2 gathers its factors by themselves"
     assert_same_step(packed_step(model), whole)
+
+
+# What is asked of modules and parameters
+
+
+def by_nothing(layers, mesh):
+    pass
+
+
+def by_zero3(layers, mesh):
+    layers[1].bias.ds_id = 0
+
+
+def by_fsdp2(layers, mesh):
+    fully_shard(layers[1], mesh=mesh)
+
+
+def by_fsdp1(layers, mesh):
+    layers[1] = nn.ModuleDict({"_fsdp_wrapped_module": layers[1]})
+
+
+def by_tensor_parallelism(layers, mesh):
+    layers[1].weight = nn.Parameter(distribute_tensor(layers[1].weight.detach(), mesh, [Shard(0)]))
+
+
+@pytest.mark.parametrize(
+    ("shard", "how"),
+    [
+        (by_nothing, None),
+        (by_zero3, "ZeRO-3"),
+        (by_fsdp2, "FSDP2"),
+        (by_fsdp1, "FSDP1"),
+        (by_tensor_parallelism, "tensor parallelism"),
+    ],
+)
+def test_what_shards_a_model(shard, how, mesh):
+    layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))
+    shard(layers, mesh)
+    assert sharding.sharded_by(layers) == how
+
+
+def test_which_modules_gather_weights(mesh):
+    layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(2)))
+    group = nn.Sequential(layers, nn.Linear(4, 4, device=DEVICE))
+    assert not any(map(sharding.is_managed_by_fsdp, group.modules()))
+    fully_shard(layers, mesh=mesh)
+    assert [*filter(sharding.is_gathered_as_group, group.modules())] == [layers]
+    assert [*filter(sharding.is_managed_by_fsdp, group.modules())] == [layers, *layers]
+    layers[0].weight.ds_id = 0
+    assert [*filter(sharding.is_gathered_by_module, group.parameters())] == [layers[0].weight]
+
+
+def test_a_sharded_tensor_is_gathered(mesh):
+    values = torch.arange(4.0, device=DEVICE)
+    sharded_values = distribute_tensor(values, mesh, [Shard(0)])
+    assert isinstance(sharded_values, DTensor)
+    for whole in (sharding.whole(sharded_values), sharding.whole(values)):
+        assert type(whole) is torch.Tensor
+        assert torch.equal(whole, values)

@@ -11,9 +11,10 @@ from unsloth_pack.attention import AttentionOptions, attend, attend_dense
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.norm import norm_eps
 from unsloth_pack.kernels import QKNorm, rope_qk
-from unsloth_pack.lora.layers import is_gathered_by_module, project
+from unsloth_pack.lora.layers import project
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.hooks import has_hooks
+from unsloth_pack.modules.sharding import is_gathered_by_module
 from unsloth_pack.row.packed_row import PackedRow
 
 

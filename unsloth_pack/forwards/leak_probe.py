@@ -20,7 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from unsloth_pack.errors import LeakFound
+from unsloth_pack.graphs.protocols import PackedDecoder
 from unsloth_pack.modules.hooks import HOOKS
+from unsloth_pack.modules.sharding import sharded_by
+from unsloth_pack.modules.walk import Walkable
 from unsloth_pack.row.packed_row import PackedRow
 
 _LENGTHS = 2 * (5, 1, 16, 2, 8)
@@ -133,7 +136,7 @@ def greatest_by_document(gradient_TC: Tensor, documents: Sequence[Tensor]) -> li
 
 
 @contextmanager
-def left_alone(model: nn.Module, training: bool = True) -> Iterator[None]:
+def left_alone(model: Walkable, training: bool = True) -> Iterator[None]:
     """The model in one mode, without dropout and what it looks for itself; then everything is as it was."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -174,7 +177,7 @@ class OwnProbe:
     def __init__(self, attn_backend: str):
         self.attn_backend = attn_backend
 
-    def is_due(self, decoder: nn.Module, row: PackedRow) -> bool:
+    def is_due(self, decoder: PackedDecoder, row: PackedRow) -> bool:
         """Whether this is a row in training that could leak, at a moment when the host may look."""
         return (
             decoder.training
@@ -184,13 +187,14 @@ class OwnProbe:
             and not (row.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         )
 
-    def look(self, decoder: Any) -> None:
+    def look(self, decoder: PackedDecoder) -> None:
         """`look_for_leaks` on the last hidden state; says so in the log where it cannot.
 
         Raises:
             LeakFound: likewise.
         """
-        why_not = "the parameters are sharded" if _is_sharded(decoder) else None
+        # A forward pass would gather parameters from other processes, which may not be at this point
+        why_not = "the parameters are sharded" if sharded_by(decoder) else None
         if why_not is None:
             with left_alone(decoder), _without_hooks(decoder), _without_cached_casts(decoder):
                 why_not = look_for_leaks(_Decoder(decoder, self.attn_backend))
@@ -201,7 +205,7 @@ class OwnProbe:
 class _Decoder(Probed):
     """Embeddings come in and hidden states go out, so that no trained weight gets a gradient but they."""
 
-    def __init__(self, decoder: Any, attn_backend: str):
+    def __init__(self, decoder: PackedDecoder, attn_backend: str):
         self.attn_backend = attn_backend
         self.vocab_size = len(decoder.get_input_embeddings().weight)
         self._decoder = decoder
@@ -235,14 +239,8 @@ class _Decoder(Probed):
         return hidden_1TC[0].split(lengths)
 
 
-def _is_sharded(decoder: nn.Module) -> bool:
-    """Whether a forward pass gathers parameters from other processes, which may not be at this point."""
-    is_marked = any(hasattr(p, mark) for p in decoder.parameters() for mark in ("placements", "ds_id"))
-    return is_marked or any("_fsdp_wrapped_module" in module._modules for module in decoder.modules())
-
-
 @contextmanager
-def _without_hooks(decoder: nn.Module) -> Iterator[None]:
+def _without_hooks(decoder: Walkable) -> Iterator[None]:
     """No hook of a module runs meanwhile, and no layer is recomputed."""
     held = [
         (vars(module), name, vars(module)[name])
@@ -259,7 +257,7 @@ def _without_hooks(decoder: nn.Module) -> Iterator[None]:
             attributes[name] = value
 
 
-def _without_cached_casts(decoder: Any) -> torch.autocast:
+def _without_cached_casts(decoder: PackedDecoder) -> torch.autocast:
     """Autocast as it is, but what it casts meanwhile is not kept for the step that follows."""
     kind = decoder.get_input_embeddings().weight.device.type
     return torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.nf4 import LoraLinear4bit, is_linear_4bit, nf4_weight, why_not_opened
 from unsloth_pack.modules.hooks import has_hooks
+from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_as_group, is_gathered_by_module
 
 LORA_TYPES = (LoraLinear, LoraLinear4bit)  # the second is None without bitsandbytes
-GATHERED_BY_MODULE = "ZeRO-3 gathers the weights of one module at a time"
 
 
 class Recipe(NamedTuple):
@@ -118,16 +117,11 @@ def why_not_fused(layer: Any) -> str | None:
     dropout = layer.lora_dropout[adapter]
     if dropout.training and type(dropout) not in (nn.Identity, nn.Dropout):
         return f"LoRA dropout by a {type(dropout).__name__}"
-    if isinstance(lora_a, FSDPModule) or isinstance(lora_b, FSDPModule):
+    if is_gathered_as_group(lora_a) or is_gathered_as_group(lora_b):
         return "FSDP2 gathers its factors by themselves"
     if has_hooks(base, lora_a, lora_b, dropout):
         return "hooks inside"
     return None
-
-
-def is_gathered_by_module(parameter: Tensor) -> bool:
-    """Whether a parameter is empty outside the forward of its own module, as ZeRO-3 leaves it."""
-    return hasattr(parameter, "ds_id")
 
 
 def computes_in(x: Tensor) -> torch.dtype:

@@ -6,10 +6,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from unsloth_pack.lora.layers import GATHERED_BY_MODULE, is_gathered_by_module
 from unsloth_pack.losses.contract import Head
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.hooks import has_hooks
+from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_by_module, is_managed_by_fsdp
 
 
 def head_of(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
@@ -31,7 +31,7 @@ def why_head_not_fused(model: Any) -> str | None:
     head = model.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
         return "the head has an adapter"
-    if hasattr(head, "_is_fsdp_managed_module"):  # FSDP looks for tensors in every field of an output
+    if is_managed_by_fsdp(head):  # FSDP looks for tensors in every field of an output
         return "FSDP shards the head"
     if type(head) is not nn.Linear:  # wrapped by modules_to_save, quantised
         return f"the head is a {type(head).__name__}"

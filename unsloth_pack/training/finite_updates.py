@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
+from unsloth_pack.modules.sharding import whole
 from unsloth_pack.training.sharded_weights import ShardedWeights
 
 _MOST_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
@@ -98,9 +98,7 @@ class FiniteUpdates(ShardedWeights):
         return loss.nan_to_num(0.0, 0.0, 0.0)  # the trainer's running sum would never recover
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        norm = super()._clip_grad_norm(model)
-        if isinstance(norm, DTensor):  # of sharded gradients
-            norm = norm.full_tensor()
+        norm = whole(super()._clip_grad_norm(model))
         total = torch.stack(self._losses).sum()
         if self.args.world_size > 1:
             total = self.accelerator.reduce(total)  # all leave out the same updates

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.modules.sharding import sharded_by
 from unsloth_pack.patching.patch import patch_of
 
 
@@ -27,14 +28,6 @@ class ShardedWeights(Trainer):
     def is_sharded(self) -> bool:
         """Whether FSDP2 or DeepSpeed trains."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
-
-    @property
-    def shards_weights_by(self) -> str | None:
-        """What leaves a process with a part of the weights; None where each holds them all."""
-        if self.is_fsdp_enabled:
-            return "FSDP2"
-        is_zero3 = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
-        return "ZeRO-3" if is_zero3 else None
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -52,9 +45,10 @@ class ShardedWeights(Trainer):
                 raise
             said = " ".join(str(error).split())
             raise InputError(f"DeepSpeed refuses its settings: {said}; correct the file") from error
-        patch = patch_of(self.accelerator.unwrap_model(self.model))
-        if patch is not None and self.shards_weights_by:
-            patch.adapt_to_sharding(self.shards_weights_by)
+        model: Any = self.accelerator.unwrap_model(self.model)
+        patch, how = patch_of(model), sharded_by(model)
+        if patch is not None and how is not None:
+            patch.adapt_to_sharding(how)
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
