@@ -3,17 +3,19 @@
     y = down(act(gate(x)) * up(x))
 
 The activations inside are a decoder layer's largest. Gate and up are kept for the backward pass or computed
-again there, the product always is; neither it nor a gradient inside is ever whole.
+again there; their product is always computed again. The product and the gradients inside exist for one tile
+at a time, never for all tokens.
 
-Where the layer is checkpointed, it is computed again from its input up to `_Start` and no further: checkpoint
-stops where it has all that was saved, and this node saves nothing there. So down is not computed twice.
+Where the layer is checkpointed, its recomputation ends at `_Start`. A checkpoint stops as soon as it has
+recomputed all that was saved; `_Start` saves the MLP's inputs, and this node saves nothing. So down is not
+computed a second time.
 
-Shapes: N tokens, t of a tile, I inputs, F features inside, as in `arithmetic`.
+Shapes: N tokens, t of a tile, I inputs, F features inside, R and r ranks, as in `arithmetic`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,49 +48,63 @@ def gated_mlp(
     return _GatedMLP.apply(x, plan, recipe.inputs, *tensors)
 
 
+class _Stack(NamedTuple):
+    """Layers over one input: their A, stacked, and each of them."""
+
+    a: Tensor
+    layers: list[arithmetic.Layer]
+
+
 @dataclass
 class _Plan:
+    """What one call of the node needs beside tensors.
+
+    Args:
+        compute: makes x of the first `n_inputs` saved tensors.
+        start: the autograd node of `_Start`, where that saved them.
+    """
+
     activation: str
     frozen: list[arithmetic.Frozen]
-    compute: Callable[..., Tensor]  # x, from so many inputs
+    compute: Callable[..., Tensor]
     n_inputs: int
     keep: bool
-    start: Any = None  # the node of `_Start`
+    start: Any = None
 
-    def layers(
-        self, dtype: torch.dtype, tensors: Sequence[Any]
-    ) -> tuple[Tensor, list[arithmetic.Layer], Tensor, list[arithmetic.Layer]]:
-        """The stacked A and the layers of gate and up, then those of down."""
+    def stacks(self, dtype: torch.dtype, tensors: Sequence[Any]) -> tuple[_Stack, _Stack]:
+        """The layers of gate and up, and that of down."""
         a_RI, inner = arithmetic.stack(dtype, self.frozen[:-1], tensors[:-3])
         a_rF, down = arithmetic.stack(dtype, self.frozen[-1:], tensors[-3:])
-        return a_RI, arithmetic.opened(inner, dtype), a_rF, arithmetic.opened(down, dtype)
+        return _Stack(a_RI, arithmetic.opened(inner, dtype)), _Stack(a_rF, arithmetic.opened(down, dtype))
 
 
 class _Start(torch.autograd.Function):
-    """Nothing but a place that keeps what the backward pass of the MLP begins with."""
+    """Passes x through, and saves what the MLP's backward pass begins with."""
 
     @staticmethod
-    def forward(ctx, x, inputs):
+    def forward(ctx: Any, x: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         ctx.save_for_backward(*inputs)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _GatedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, plan, inputs, *tensors):
-        a_RI, inner, a_rF, down = plan.layers(x.dtype, tensors)
+    def forward(
+        ctx: Any, x: Tensor, plan: _Plan, inputs: tuple[Tensor, ...], *tensors: Tensor | None
+    ) -> Tensor:
+        inner, down = plan.stacks(x.dtype, tensors)
         x_NI = x.reshape(-1, x.shape[-1])
-        kept = arithmetic.forward(x_NI, a_RI, inner)[0] if plan.keep else []
+        kept = arithmetic.forward(x_NI, *inner)[0] if plan.keep else []
         parts = []
-        for tile in _tiles(len(x_NI), a_rF.shape[1]):
-            outputs = [y[tile] for y in kept] or arithmetic.forward(x_NI[tile], a_RI, inner, tile.start)[0]
+        for tile in _tiles(len(x_NI), down.a.shape[1]):
+            outputs = [y[tile] for y in kept] or arithmetic.forward(x_NI[tile], *inner, tile.start)[0]
             product_tF = gated(*gate_and_up(outputs), plan.activation)
-            parts += arithmetic.forward(product_tF, a_rF, down, tile.start)[0]
+            parts += arithmetic.forward(product_tF, *down, tile.start)[0]
         if plan.start is None:
             ctx.save_for_backward(*inputs, *kept)
         ctx.plan, ctx.shape = plan, x.shape
@@ -97,47 +113,76 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     @arithmetic.backward_pass
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         arithmetic.unchanged(ctx.versions)
-        plan = ctx.plan
+        plan: _Plan = ctx.plan
         saved = (ctx if plan.start is None else plan.start).saved_tensors
         x_NI = plan.compute(*saved[: plan.n_inputs]).reshape(-1, ctx.shape[-1])
         kept = saved[plan.n_inputs :]
         g_NO = grad.reshape(-1, grad.shape[-1])
-        a_RI, inner, a_rF, down = plan.layers(x_NI.dtype, ctx.tensors)
+        inner, down = plan.stacks(x_NI.dtype, ctx.tensors)
+        trains_bias = ctx.needs_input_grad[3::3]
         grad_xs: list[Tensor] = []
         sums: list[Tensor] = []
-        for tile in _tiles(len(x_NI), a_rF.shape[1]):
+        for tile in _tiles(len(x_NI), down.a.shape[1]):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
-            if plan.keep:
-                outputs, h_tR = [y[tile] for y in kept], arithmetic.to_ranks(x_tI, a_RI, inner, row)
-                grads = [torch.empty_like(y) for y in outputs]
-            else:
-                outputs, h_tR = arithmetic.forward(x_tI, a_RI, inner, row)
-                grads = outputs
-            gh_tr = arithmetic.backward_to_ranks([g_tO], a_rF, down)
-            # Its gradient, until `gated_backward_` has made it the product
-            product_tF = arithmetic.backward_to_input([g_tO], gh_tr, a_rF, down, row)
-            gated_backward_(product_tF, *gate_and_up(outputs), plan.activation, *gate_and_up(grads))
-            h_tr = arithmetic.to_ranks(product_tF, a_rF, down, row)
-            of_down = arithmetic.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down, row)
-            del product_tF
-            gh_tR = arithmetic.backward_to_ranks(grads, a_RI, inner)
-            of_inner = arithmetic.backward_to_factors(grads, gh_tR, x_tI, h_tR, inner, row)
-            biases = [
-                g.sum(0, dtype=_wide(g.dtype)) if trained else g.new_zeros(())
-                for g, trained in zip([*grads, g_tO], ctx.needs_input_grad[3::3], strict=True)
-            ]
-            sums = _added(sums, [*of_inner, *of_down, *biases])
+            outputs, grads, h_tR = _gate_and_up_again(x_tI, [y[tile] for y in kept], inner, row)
+            of_down = _through_down(g_tO, outputs, grads, plan.activation, down, row)
+            gh_tR = arithmetic.backward_to_ranks(grads, *inner)
+            of_inner = arithmetic.backward_to_factors(grads, gh_tR, x_tI, h_tR, inner.layers, row)
+            of_biases = _bias_grads([*grads, g_tO], trains_bias)
+            sums = _added(sums, [*of_inner, *of_down, *of_biases])
             if ctx.needs_input_grad[0]:
-                grad_xs.append(arithmetic.backward_to_input(grads, gh_tR, a_RI, inner, row))
+                grad_xs.append(arithmetic.backward_to_input(grads, gh_tR, *inner, row))
         grad_x = _joined(grad_xs).view(ctx.shape) if grad_xs else None
-        return grad_x, None, None, *_by_layer(sums, ctx.needs_input_grad[3::3], inner, down)
+        return grad_x, None, None, *_by_layer(sums, trains_bias, inner.layers, down.layers)
 
 
-def gate_and_up(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Gate and up, of the outputs of two layers or of the one that makes both, gate first."""
-    return outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+    gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+    return gate, up
+
+
+def _gate_and_up_again(
+    x_tI: Tensor, kept: list[Tensor], inner: _Stack, first_row: int
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """The outputs of gate and up, tensors for their gradients, and h.
+
+    Args:
+        kept: the outputs, or nothing where they were not kept. Those that were may be read again; those that
+            are computed here are overwritten by their gradients.
+    """
+    if kept:
+        h_tR = arithmetic.to_ranks(x_tI, *inner, first_row)
+        return kept, [torch.empty_like(y) for y in kept], h_tR
+    outputs, h_tR = arithmetic.forward(x_tI, *inner, first_row)
+    return outputs, outputs, h_tR
+
+
+def _through_down(
+    g_tO: Tensor,
+    outputs: list[Tensor],
+    grads: list[Tensor],
+    activation: str,
+    down: _Stack,
+    first_row: int,
+) -> list[Tensor]:
+    """Write the gradients of gate and up into `grads`; return those of the factors of down."""
+    gh_tr = arithmetic.backward_to_ranks([g_tO], *down)
+    # The gradient of the product, until `gated_backward_` has turned it into the product
+    product_tF = arithmetic.backward_to_input([g_tO], gh_tr, *down, first_row)
+    gated_backward_(product_tF, *gate_and_up(outputs), activation, *gate_and_up(grads))
+    h_tr = arithmetic.to_ranks(product_tF, *down, first_row)
+    return arithmetic.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down.layers, first_row)
+
+
+def _bias_grads(grads: Sequence[Tensor], trains_bias: Sequence[bool]) -> list[Tensor]:
+    """Of the bias of every layer from the gradient of its output; a zero where the bias is not trained."""
+    return [
+        g.sum(0, dtype=_wide(g.dtype)) if trained else g.new_zeros(())
+        for g, trained in zip(grads, trains_bias, strict=True)
+    ]
 
 
 def _tiles(n_tokens: int, n_features: int) -> list[slice]:
@@ -153,7 +198,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _added(sums: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-    """Sums over tiles, of several in float32: their rounding does not add up."""
+    """Sums over tiles. From the second tile on they are in float32, so that rounding does not add up."""
     if not sums:
         return parts
     return [total.to(_wide(total.dtype)).add_(part) for total, part in zip(sums, parts, strict=True)]
@@ -164,8 +209,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_layer(
-    sums: Sequence[Tensor], trains_bias: Sequence[bool], inner: Sequence[Any], down: Sequence[Any]
-) -> list[Any]:
+    sums: Sequence[Tensor],
+    trains_bias: Sequence[bool],
+    inner: Sequence[arithmetic.Layer],
+    down: Sequence[arithmetic.Layer],
+) -> list[Tensor | None]:
     """Gradients of bias, A and B of each layer in turn, from those of the factors and biases."""
     n = 1 + len(inner)
     biases = [bias if trained else None for bias, trained in zip(sums[n + 2 :], trains_bias, strict=True)]
