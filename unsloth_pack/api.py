@@ -109,7 +109,7 @@ class FastLanguageModel:
         _let_segments_grow()
         dtype = weight_dtype(dtype, full_finetuning)
         source, adapter = resolve(model_name)
-        hub = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
+        hub: dict[str, Any] = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
         hub |= take_file_options(hf_kwargs)
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
         config, for_weights = split_config(source, **hub, **hf_kwargs)
@@ -211,14 +211,14 @@ class FastLanguageModel:
             config = LoraConfig(
                 r=r,
                 target_modules=targets,
-                lora_alpha=lora_alpha,
                 lora_dropout=lora_dropout,
                 bias=bias,
                 layers_to_transform=layers_to_transform,
                 modules_to_save=modules_to_save,
                 use_rslora=use_rslora,
                 use_dora=use_dora,
-                **{"task_type": "CAUSAL_LM", **loftq, **lora_kwargs},
+                # PEFT types alpha as a whole number, and takes any
+                **{"lora_alpha": lora_alpha, "task_type": "CAUSAL_LM", **loftq, **lora_kwargs},
             )
             adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
@@ -338,7 +338,7 @@ def _device_map(device_map: Any) -> Any:
     return own_device() if device_map is None else device_map
 
 
-def lora_targets(model: nn.Module, target_modules: str | Sequence[str] | None) -> str | list[str]:
+def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None) -> str | list[str]:
     """What `LoraConfig` takes as `target_modules`; for None those of `PROJECTIONS` that the model has.
 
     Raises:
@@ -411,7 +411,7 @@ def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
     model.save_pretrained_merged = _bound(save_pretrained_merged, model)
     if isinstance(model, PeftModel) and model.get_base_model().name_or_path == "demo":
-        model.save_pretrained = _bound(save_demo_adapter, model)
+        model.__dict__["save_pretrained"] = _bound(save_demo_adapter, model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what loading and quantising took for a moment
     return model

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from peft import PeftConfig, PeftModel, PeftType
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -44,9 +44,18 @@ _DECIDED_HERE = {
     "return_unused_kwargs": "leave it out",
 }
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
-# What transformers and PEFT meet in files that are broken, or say what cannot be
-_UNREADABLE = (OSError, ValueError, ImportError, StrictDataclassError)
-_UNREADABLE += (pickle.UnpicklingError, TypeError, LookupError, AttributeError, ArithmeticError)
+# What transformers and PEFT raise over files that are broken, or that describe a model that cannot be
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    ImportError,
+    StrictDataclassError,
+    pickle.UnpicklingError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 def resolve(model_name: str) -> tuple[str, str | None]:
@@ -260,9 +269,12 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
         raise InputError(
             f"{complaint}: {_reason(error)}; give the base model that it was trained on, or save it anew"
         ) from error
-    alpha = adapted.peft_config["default"].lora_alpha
-    if not 0 < alpha < math.inf:
-        raise InputError(f"{complaint}: its lora_alpha is {alpha!r}; correct it in adapter_config.json")
+    config = adapted.peft_config["default"]
+    assert isinstance(config, LoraConfig)  # `resolve` has refused any other
+    if not 0 < config.lora_alpha < math.inf:
+        raise InputError(
+            f"{complaint}: its lora_alpha is {config.lora_alpha!r}; correct it in adapter_config.json"
+        )
     faults = {
         "lacks {} weights": found.missing_keys,
         # PEFT saves the end of a model with added tokens that `modules_to_save` names twice, once so:

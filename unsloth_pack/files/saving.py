@@ -2,12 +2,13 @@
 
 import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import ModulesToSaveWrapper
@@ -47,15 +48,16 @@ def save_pretrained_merged(
     """
     if save_method not in ("merged_16bit", "lora"):
         raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
-    if save_method == "lora" and not isinstance(model, PeftModel):
+    adapted = model if isinstance(model, PeftModel) and save_method == "lora" else None
+    if save_method == "lora" and adapted is None:
         raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
 
     if not str(save_directory).strip():
         raise InputError(f"save_directory is {save_directory!r}; give a folder")
 
     with write_whole(Path(save_directory)) as folder:
-        if save_method == "lora":
-            model.save_pretrained(str(folder), state_dict=state_dict)
+        if adapted is not None:
+            adapted.save_pretrained(str(folder), state_dict=state_dict)
         else:
             _write_merged(model, folder)
         if tokenizer is not None:
@@ -109,13 +111,16 @@ def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
                 module = module.base_layer
             return
         if isinstance(module, LoraLayer):
-            layer = module.get_base_layer()
-            weights[f"{path}.weight"] = _merged_weight(module, path)
-            if layer.bias is not None:
-                weights[f"{path}.bias"] = _merged_bias(module)
+            base_layer = module.get_base_layer()
+            if not isinstance(base_layer, nn.Linear):
+                kind = type(base_layer).__name__
+                raise InputError(f"the adapter of {path} is on a {kind}; save it with save_method 'lora'")
+            weights[f"{path}.weight"] = _merged_weight(module, base_layer)
+            if base_layer.bias is not None:
+                weights[f"{path}.bias"] = _merged_bias(module, base_layer.bias)
             return
         if isinstance(module, ModulesToSaveWrapper):
-            return visit(module.modules_to_save[module.active_adapter], path)
+            return visit(module.modules_to_save[module.active_adapters[0]], path)
         for name, parameter in module.named_parameters(recurse=False):
             is_weight = name == "weight"
             weights[f"{path}.{name}"] = _weight(module) if is_weight else parameter
@@ -137,19 +142,23 @@ def _weight(module: nn.Module) -> Tensor:
     return dequantize_module_weight(module)
 
 
-def _merged_weight(layer: LoraLayer, path: str) -> Tensor:
-    base = layer.get_base_layer()
-    if not isinstance(base, nn.Linear):
-        raise InputError(
-            f"the adapter of {path} is on a {type(base).__name__}; save it with save_method 'lora'"
-        )
-    weight = _weight(base).detach().float()
+@runtime_checkable
+class _HasDeltas(Protocol):
+    """LoRA layers have it, though not their base class."""
+
+    def get_delta_weight(self, adapter: str) -> Tensor: ...
+
+
+def _merged_weight(layer: LoraLayer, base_layer: nn.Linear) -> Tensor:
+    assert isinstance(layer, _HasDeltas)
+    weight = _weight(base_layer).detach().float()
     for adapter in layer.active_adapters:
         if adapter not in layer.lora_A:
             continue
         delta = layer.get_delta_weight(adapter).detach().float()
         if adapter in layer.lora_magnitude_vector:  # DoRA (Liu et al. 2024): a learned norm for every output
             magnitude = layer.lora_magnitude_vector[adapter]
+            assert isinstance(magnitude, DoraLinearLayer)
             norm = magnitude.get_weight_norm(weight, delta, scaling=1).detach()
             weight = (magnitude.weight.detach().float() / norm)[:, None] * (weight + delta)
         else:
@@ -166,11 +175,15 @@ def _with_deltas(weight: Tensor, layer: ParamWrapper) -> Tensor:
     return weight
 
 
-def _merged_bias(layer: LoraLayer) -> Tensor:
-    bias = layer.get_base_layer().bias.detach().float()
+def _merged_bias(layer: LoraLayer, bias: Tensor) -> Tensor:
+    bias = bias.detach().float()
     for adapter in layer.active_adapters:
-        if adapter in layer.lora_B and layer.lora_B[adapter].bias is not None:
-            bias = bias + layer.lora_B[adapter].bias.detach().float() * layer.scaling[adapter]
+        if adapter not in layer.lora_B:
+            continue
+        lora_b = layer.lora_B[adapter]
+        assert isinstance(lora_b, nn.Linear)
+        if lora_b.bias is not None:
+            bias = bias + lora_b.bias.detach().float() * layer.scaling[adapter]
     return bias
 
 

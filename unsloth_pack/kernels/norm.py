@@ -74,7 +74,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_out):
         x, weight = ctx.saved_tensors
-        gx, g_weight = _norm_backward(g_out, x, weight, *ctx.eps_and_offset, ctx.needs_input_grad[1])
+        eps, offset = ctx.eps_and_offset
+        gx, g_weight = _norm_backward(g_out, x, weight, eps, offset, ctx.needs_input_grad[1])
         return gx, g_weight, None, None
 
 

@@ -18,6 +18,8 @@ class Fp8Linear(nn.Linear):
         linear: `in_features` and `out_features` are multiples of 16.
     """
 
+    scale: Tensor
+
     def __init__(self, linear: nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features

@@ -1,6 +1,6 @@
 """PEFT's LoRA linear layers, those over one input as one autograd node. The arithmetic is in `arithmetic`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,29 +10,43 @@ from torch import Tensor, nn
 
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.fp8 import Fp8Linear
-from unsloth_pack.lora.nf4 import LoraLinear4bit, is_linear_4bit, nf4_weight, why_not_opened
+from unsloth_pack.lora.nf4 import LORA_4BIT_TYPES, is_linear_4bit, nf4_weight, why_not_opened
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_as_group, is_gathered_by_module
 
-LORA_TYPES = (LoraLinear, LoraLinear4bit)  # the second is None without bitsandbytes
+LORA_TYPES: tuple[type[nn.Module], ...] = (LoraLinear, *LORA_4BIT_TYPES)
 
 
 class Recipe(NamedTuple):
-    """How to compute an activation again in the backward pass, in place of keeping it.
+    """How to compute an activation again in the backward pass, which then need not keep it.
 
     Args:
-        compute: the function; gives the same bits every time.
-        inputs: the tensors that it takes, kept for the backward pass anyway.
+        compute: gives the same bits every time.
+        inputs: what it takes: tensors that are kept for the backward pass anyway.
     """
 
     compute: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
 
 
-class FastLoraLinear(nn.Module):
+class PeftLinear(nn.Module):
+    """A PEFT layer in `LORA_TYPES`: the types of its attributes, which PEFT leaves open."""
+
+    base_layer: nn.Linear
+    lora_A: Mapping[str, nn.Linear]
+    lora_B: Mapping[str, nn.Linear]
+    lora_dropout: Mapping[str, nn.Module]
+    lora_variant: Mapping[str, object]
+    scaling: Mapping[str, float]
+    active_adapters: list[str]
+    disable_adapters: bool
+    merged: bool
+
+
+class FastLoraLinear(PeftLinear):
     """Takes the place of the class of a PEFT layer in `LORA_TYPES`.
 
-    What it cannot fuse goes through PEFT's forward.
+    Calls that cannot be fused go through PEFT's own forward.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -42,39 +56,38 @@ class FastLoraLinear(nn.Module):
         return _apply_fused(x, [self])[0]
 
     def cast_when_used(self) -> list[Tensor]:
-        """The parameters that every call casts to what it computes in: A and B, where it runs fused."""
-        return list(self.tensors()[1:]) if self._is_plain else []
+        """The parameters that every call casts to the dtype it computes in: A and B, where it runs fused."""
+        return list(self.tensors()[1:]) if self._can_be_fused else []
 
     def runs_fused(self, x: Tensor) -> bool:
         """Whether `forward` of this input is one autograd node."""
-        base = self.base_layer
-        dtype = base.compute_dtype if hasattr(base, "compute_dtype") else base.weight.dtype
-        return self._is_plain and dtype == computes_in(x)
+        dtype = getattr(self.base_layer, "compute_dtype", self.base_layer.weight.dtype)
+        return self._can_be_fused and dtype == computes_in(x)
 
     @property
-    def _is_plain(self) -> bool:
+    def _can_be_fused(self) -> bool:
         return not self.disable_adapters and not self.merged and why_not_fused(self) is None
 
     def frozen(self) -> arithmetic.Frozen:
-        """The weight, the scaling, and dropout with a seed of its own at every call."""
-        base: Any = self.base_layer
-        adapter = self.active_adapters[0]
-        scaling: Any = self.scaling[adapter]
-        weight: Any = base.weight
+        """The weight, the scaling, and dropout with a new seed at every call."""
+        base, adapter = self.base_layer, self.active_adapters[0]
+        weight: arithmetic.Weight = base.weight
         if isinstance(base, Fp8Linear):
             weight = base.rows
         elif is_linear_4bit(base):
             weight = nf4_weight(base)
-        dropout: Any = self.lora_dropout[adapter]
-        if not (dropout.training and getattr(dropout, "p", 0)):
-            return arithmetic.Frozen(weight, scaling)
-        seed = torch.randint(2**62, (1,), device=base.weight.device)  # drawn there, and not waited for
-        return arithmetic.Frozen(weight, scaling, dropout.p, seed)
+        dropout = self.lora_dropout[adapter]
+        p: float = getattr(dropout, "p", 0.0)
+        if not (dropout.training and p):
+            return arithmetic.Frozen(weight, self.scaling[adapter])
+        seed = torch.randint(2**62, (1,), device=base.weight.device)  # drawn there, so nothing waits for it
+        return arithmetic.Frozen(weight, self.scaling[adapter], p, seed)
 
-    def tensors(self) -> tuple[Any, ...]:
+    def tensors(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """What may be trained: the bias (the base's, the adapter's or their sum) or None, A and B."""
         adapter = self.active_adapters[0]
-        lora_b, bias = self.lora_B[adapter], self.base_layer.bias
+        lora_b = self.lora_B[adapter]
+        bias: Tensor | None = self.base_layer.bias
         if lora_b.bias is not None:
             own = self.scaling[adapter] * lora_b.bias
             bias = own if bias is None else bias + own
@@ -84,19 +97,19 @@ class FastLoraLinear(nn.Module):
 def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """Every layer applied to `x`: `[..., O]` each from `[..., I]`.
 
-    LoRA layers that can all be fused run as one autograd node. Where x carries a `recipe`, it is computed
-    again in the backward pass.
+    LoRA layers run as one autograd node if all of them can be fused. Where x carries a `recipe`, the backward
+    pass computes it again.
     """
     return _apply_fused(x, layers) if run_fused(x, layers) else [layer(x) for layer in layers]
 
 
 def run_fused(x: Tensor, layers: Sequence[nn.Module]) -> bool:
-    """Whether all layers may take part in one autograd node over x."""
+    """Whether all layers can be part of one autograd node over x."""
     return all(isinstance(p, FastLoraLinear) and not has_hooks(p) and p.runs_fused(x) for p in layers)
 
 
-def why_not_fused(layer: Any) -> str | None:
-    """Why a LoRA layer runs through PEFT's own forward, or None where it is fused."""
+def why_not_fused(layer: PeftLinear) -> str | None:
+    """Why a LoRA layer runs through PEFT's own forward; None where it is fused."""
     base = layer.base_layer
     if type(base) not in (nn.Linear, Fp8Linear) and not is_linear_4bit(base):
         return f"on a {type(base).__name__}"
@@ -125,16 +138,16 @@ def why_not_fused(layer: Any) -> str | None:
 
 
 def computes_in(x: Tensor) -> torch.dtype:
-    """The dtype that a linear layer over x computes in, autocast or not."""
+    """The dtype that a linear layer over x computes in, with and without autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def prepared(x: Tensor) -> tuple[Tensor, Recipe]:
-    """x in the dtype that is computed in, and how the backward pass gets it: as it is, or by its recipe."""
+    """x in the dtype that layers compute in, and how the backward pass gets it: kept, or by x's recipe."""
     cast = x.to(computes_in(x))
     recipe = getattr(cast, "recipe", None)
-    if recipe is None or cast._version:  # a hook has changed it in place
+    if recipe is None or cast._version:  # the recipe is wrong after a hook has changed x in place
         recipe = Recipe(_itself, (cast,))
     return cast, recipe
 
@@ -150,10 +163,16 @@ def _apply_fused(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
 
 
 class _LoraLinears(torch.autograd.Function):
-    """Launch-bound on small models, so what the forward has cast and stacked is kept."""
+    """Keeps the cast and stacked factors: on small models the launches of casting them again cost more."""
 
     @staticmethod
-    def forward(ctx, x, recipe, frozen, *tensors):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        recipe: Recipe,
+        frozen: Sequence[arithmetic.Frozen],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         x_NI = x.reshape(-1, x.shape[-1])
         a_RI, layers = arithmetic.stack(x.dtype, frozen, tensors)
         outputs, h_NR = arithmetic.forward(x_NI, a_RI, layers)
@@ -166,7 +185,7 @@ class _LoraLinears(torch.autograd.Function):
 
     @staticmethod
     @arithmetic.backward_pass
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         arithmetic.unchanged(ctx.versions)
         a_RI, h_NR, *saved = ctx.saved_tensors
         n = len(ctx.layers)

@@ -10,8 +10,11 @@ if is_bitsandbytes_available():
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
     from peft.tuners.lora.bnb import Linear4bit as LoraLinear4bit
+
+    LINEAR_4BIT_TYPES: tuple[type[nn.Module], ...] = (Linear4bit,)
+    LORA_4BIT_TYPES: tuple[type[nn.Module], ...] = (LoraLinear4bit,)
 else:
-    Linear4bit = LoraLinear4bit = None
+    LINEAR_4BIT_TYPES = LORA_4BIT_TYPES = ()
 
 
 class Nf4Weight(NamedTuple):
@@ -27,7 +30,7 @@ class Nf4Weight(NamedTuple):
 
 def is_linear_4bit(layer: nn.Module) -> bool:
     """Whether `layer` is a linear layer of bitsandbytes in four bits."""
-    return Linear4bit is not None and type(layer) is Linear4bit
+    return type(layer) in LINEAR_4BIT_TYPES
 
 
 def nf4_weight(layer: Any) -> Nf4Weight:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from peft import PeftModel
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.memory.offload import HostStore
@@ -26,7 +27,7 @@ def check_mode(mode: Any) -> None:
         )
 
 
-def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
+def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: CheckpointingMode) -> None:
     """Turn gradient checkpointing on, as `use_gradient_checkpointing` asks.
 
     Args:
@@ -41,17 +42,19 @@ def enable_checkpointing(model: nn.Module, mode: CheckpointingMode) -> None:
     check_mode(mode)
     if mode is False:
         return
-    decoder = model.get_decoder()
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    decoder = base.get_decoder()
     if decoder.layers[0].gradient_checkpointing:  # in another mode, perhaps
-        model.gradient_checkpointing_disable()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        base.gradient_checkpointing_disable()
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if mode == "auto":
         decoder.recompute_plan = RecomputePlan(decoder)
         for number, layer in enumerate(decoder.layers):
             layer._gradient_checkpointing_func = _AsPlanned(decoder, number)
-        model.disable_input_require_grads()  # a hook, see `FastCausalLM.enable_input_require_grads`
+        base.disable_input_require_grads()  # a hook, see `FastCausalLM.enable_input_require_grads`
         return
-    model.enable_input_require_grads()
+    base.enable_input_require_grads()
     if mode is not True:
         on_host = _OnHost()
         for layer in decoder.layers:

@@ -6,9 +6,16 @@ walks over some two thousand modules of a small model with its adapters: a third
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
+
+if TYPE_CHECKING:
+
+    class _TransformersModel(nn.Module):
+        def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int: ...
+else:
+    _TransformersModel = nn.Module  # the transformers class comes behind, when a model is patched
 
 
 class Walkable(Protocol):
@@ -104,7 +111,7 @@ class ListedModules(nn.Module):
         return super().train(mode)
 
 
-class CountedParameters(ListedModules):
+class CountedParameters(ListedModules, _TransformersModel):
     """Of a transformers model: `num_parameters` counts once as long as no module changes."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
