@@ -219,6 +219,9 @@ def test_overlong_is_an_error_unless_asked():
         (torch.tensor([1, 2]), "sequences[0] has shape ()"),
         (torch.tensor(3), "sequences is a single number"),
         ([np.array(["a"])], "sequences[0] is an array of <U1; give numbers"),
+        ([[1], [2, None]], "sequences[1] holds None at place 1; give numbers, one a token"),
+        ([[1], [2, "a"]], "sequences[1] holds 'a' at place 1; give numbers"),
+        ([np.array([1, None])], "sequences[0] is an array of object; give numbers"),
     ],
 )
 def test_what_is_no_list_of_sequences(sequences, says):
@@ -318,6 +321,37 @@ def test_columns_that_do_not_match(labels, masks, says):
     with pytest.raises(InputError) as caught:
         concatenate_and_pack(IDS, labels, masks, max_length=8, pad_token_id=0)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "masks", "says"),
+    [
+        (
+            [[1, 2, 3], [4, None, 6, 7]],
+            LABELS,
+            MASKS,
+            "input_ids[1] holds None at place 1; give whole numbers",
+        ),
+        ([[1, 2, 3.5], IDS[1]], LABELS, MASKS, "input_ids[0] holds 3.5 at place 2; give whole numbers"),
+        (IDS, [LABELS[0], [-100, -100, 6.0, 7]], MASKS, "labels[1] holds 6.0 at place 2"),
+        (IDS, LABELS, [[1, 1, 1], [1, 1, None, 1]], "attention_masks[1] holds None at place 2; give numbers"),
+        ([np.array(x, np.float32) for x in IDS], LABELS, MASKS, "input_ids[0] holds float32; give whole"),
+        (IDS, [torch.tensor(x).float() for x in LABELS], MASKS, "labels[0] holds torch.float32; give whole"),
+    ],
+)
+def test_ids_and_labels_are_whole_numbers(ids, labels, masks, says):
+    with pytest.raises(InputError) as caught:
+        concatenate_and_pack(ids, labels, masks, max_length=8, pad_token_id=0)
+    assert says in str(caught.value)
+
+
+def test_lists_of_numpy_numbers_whose_sum_overflows():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows, *_ = concatenate_and_pack(
+            [[np.int8(100)] * 3], [[1] * 3], [[1] * 3], max_length=4, pad_token_id=0
+        )
+        assert rows == [[100, 100, 100, 0]]
 
 
 def test_three_columns_overlong_and_bad_length():

@@ -360,6 +360,14 @@ def test_bad_arguments(arguments, says):
     assert says in str(caught.value)
 
 
+def test_other_columns_may_hold_fractions_but_no_nulls():
+    stream = PackingStream(8)
+    weighted = {"input_ids": [1, 2], "weight": [0.5, 1.0]}
+    assert list(stream.pack([weighted])) == [weighted | {"seq_lengths": [2]}]
+    with pytest.raises(InputError, match=r"example 0, column 'weight', holds None at place 0; give numbers"):
+        stream.push({"input_ids": [1, 2], "weight": [None, 1.0]})
+
+
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
@@ -375,6 +383,13 @@ def test_bad_arguments(arguments, says):
         ({"input_ids": [[1, 2]], "labels": [[1, 2]]}, "column 'input_ids', holds lists, not tokens"),
         ({"input_ids": torch.ones(1, 2), "labels": [1]}, "column 'input_ids', has shape (1, 2)"),
         (7, "column 'input_ids', is a int"),
+        (
+            {"input_ids": [1, None], "labels": [1, 2]},
+            "example 1, column 'input_ids', holds None at place 1; give whole numbers, one a token",
+        ),
+        ({"input_ids": [1, 2], "labels": [1, 0.5]}, "column 'labels', holds 0.5 at place 1; give whole"),
+        ({"input_ids": np.array([1.0]), "labels": [1]}, "column 'input_ids', holds float64; give whole"),
+        ({"input_ids": [1], "labels": torch.ones(1)}, "column 'labels', holds torch.float32; give whole"),
     ],
 )
 def test_bad_examples(bad, says):

@@ -4,8 +4,9 @@ torch is never imported here: a tensor can only come in where somebody else has 
 """
 
 import gc
+import numbers
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy as np
 
 from unsloth_pack.errors import InputError
 
+WHOLE_COLUMNS = ("input_ids", "labels")  # other columns may hold fractions, such as a weight a token
 _LISTS = (list, tuple, range)
 _TRAITS = ("__class__", "dtype", "ndim", "device")  # arrays and tensors alike in these are of one kind
 
@@ -127,6 +129,44 @@ def kind_of_one(name: str, sequence: Any) -> Kind:
     if sequence.dtype.kind not in "iufb":
         raise InputError(f"{name} is an array of {sequence.dtype}; give numbers")
     return Kind("numpy", sequence.dtype)
+
+
+def check_values(sequences: Sequence[Any], name_of: Callable[[int], str], *, whole: bool) -> None:
+    """Refuse sequences of one kind that hold something else than numbers.
+
+    Args:
+        name_of: the number of a sequence to its name in the error.
+        whole: refuse fractions too.
+
+    Raises:
+        InputError: names the first value that is refused.
+    """
+    if sequences and not isinstance(sequences[0], _LISTS):  # no array holds a null
+        if whole and _is_fractional(sequences[0]):
+            raise InputError(f"{name_of(0)} holds {sequences[0].dtype}; give whole numbers, such as int64")
+        return
+    wanted = numbers.Integral if whole else numbers.Real
+    with np.errstate(all="ignore"):  # a sum of numpy's numbers may not fit into their type
+        for i, sequence in enumerate(sequences):
+            if not isinstance(_sum(sequence), wanted):
+                place, value = next((k, v) for k, v in enumerate(sequence) if not isinstance(v, wanted))
+                raise InputError(
+                    f"{name_of(i)} holds {value!r} at place {place}; "
+                    f"give {'whole numbers' if whole else 'numbers'}, one a token"
+                )
+
+
+def _sum(values: Any) -> Any:
+    """The sum, or None where there is none: the fastest look at every value. One fraction makes it one."""
+    try:
+        return sum(values)
+    except TypeError:
+        return None
+
+
+def _is_fractional(array: Any) -> bool:
+    """Whether an array or tensor is of a type that holds fractions."""
+    return array.dtype.kind == "f" if isinstance(array, np.ndarray) else array.is_floating_point()
 
 
 def as_filler(name: str, value: Any, kind: Kind) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.packing.containers import WHOLE_COLUMNS
 from unsloth_pack.packing.plan import PackPlan, plan_packs
 from unsloth_pack.packing.stream import PackingStream
 
@@ -47,8 +48,8 @@ def pack_dataset(
         without padding, and `seq_lengths`, their lengths. Documents without tokens are left out.
 
     Raises:
-        InputError: a document is longer than `capacity`; a column has not one number a token; or the data set
-            is packed already.
+        InputError: a document is longer than `capacity`; a column has not one number a token; ids or labels
+            are not whole numbers; or the data set is packed already.
     """
     import datasets
 
@@ -133,22 +134,52 @@ def _check_columns(dataset: datasets.Dataset) -> list[str]:
 
 
 def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
-    """`[rows]` int64: the numbers in each row's list.
+    """`[rows]` int64: how many numbers each row's list has. The numbers themselves are checked on the way.
 
     Raises:
-        InputError: the column holds no lists.
+        InputError: the column does not hold lists of numbers, one of them is null, or ids or labels are not
+            whole numbers.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     batches = dataset.select_columns(column).with_format("arrow").iter(batch_size=_DOCUMENTS_A_BATCH)
     parts = [np.zeros(0, np.int64)]
+    row = 0
     for table in batches:
-        kind = table[column].type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            raise InputError(f"column {column!r} holds {kind}, not one number a token; remove it")
-        if table[column].null_count:
-            number = sum(map(len, parts)) + pc.index(pc.is_null(table[column]), True).as_py()
-            raise InputError(f"row {number}, column {column!r}: expected a list, got None; remove the row")
-        parts.append(pc.list_value_length(table[column]).to_numpy().astype(np.int64))
+        lists = table[column].combine_chunks()  # a shuffled set has a chunk a row, and a look at each is slow
+        if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
+            raise InputError(f"column {column!r} holds {lists.type}, not one number a token; remove it")
+        if lists.null_count:
+            row += pc.index(pc.is_null(lists), True).as_py()
+            raise InputError(f"row {row}, column {column!r}: expected a list, got None; remove the row")
+        _check_numbers(lists, column, row)
+        parts.append(pc.list_value_length(lists).to_numpy().astype(np.int64))
+        row += len(lists)
     return np.concatenate(parts)
+
+
+def _check_numbers(lists: pa.Array, column: str, row: int) -> None:
+    """Refuse lists of anything but numbers, the first of which is in row `row`.
+
+    Raises:
+        InputError: names the first row with a null or a fraction.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = lists.flatten()
+    if values.null_count:
+        first = pc.index(pc.is_null(values), True).as_py()
+        remedy = "give one number a token, or remove the row"
+    elif pa.types.is_integer(values.type) or pa.types.is_boolean(values.type) or not len(values):
+        return
+    elif not pa.types.is_floating(values.type):
+        raise InputError(f"column {column!r} holds {lists.type}, not one number a token; remove it")
+    elif column in WHOLE_COLUMNS:
+        first = max(0, pc.index(pc.equal(values, pc.floor(values)), False).as_py())
+        remedy = f"the column holds {values.type}; give whole numbers, such as int64"
+    else:
+        return
+    row += pc.list_parent_indices(lists)[first].as_py()
+    raise InputError(f"row {row}, column {column!r}: a token is {values[first].as_py()}; {remedy}")

@@ -12,9 +12,11 @@ import numpy as np
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import (
+    WHOLE_COLUMNS,
     Kind,
     Layout,
     as_filler,
+    check_values,
     fill_array,
     fill_lists,
     no_garbage_collection,
@@ -42,7 +44,8 @@ def pack_sequences(
     The rows depend on the sequences' lengths alone, so that ids and labels packed apart stay aligned.
 
     Args:
-        sequences: lists, numpy arrays or torch tensors of tokens, one a document; of any lengths.
+        sequences: lists, numpy arrays or torch tensors, one a document, of any lengths: token ids, or other
+            numbers of the tokens, such as labels or weights.
         strategy: as for `plan_packs`; "next_fit" keeps the order of the documents.
         sep_token_id: stands between two documents of a row; never at its end.
         overlong: what becomes of a sequence longer than a row: "error", "truncate" (its end is lost),
@@ -57,11 +60,12 @@ def pack_sequences(
         device. With boundaries or counts a tuple, in this order.
 
     Raises:
-        InputError: `max_length` is below 1, a sequence is over-long or no flat run of tokens, kinds are
-            mixed, or the padding or separator is no number that the sequences can hold.
+        InputError: `max_length` is below 1; a sequence is over-long, is no flat run of tokens or holds a
+            null; kinds are mixed; or the padding or separator is no number that the sequences can hold.
     """
     max_length = check_positive("max_length", max_length)
     sequences, kind = read_sequences("sequences", sequences)
+    check_values(sequences, "sequences[{}]".format, whole=False)
     pad = as_filler("pad_token_id", pad_token_id, kind)
     separator = None if sep_token_id is None else as_filler("sep_token_id", sep_token_id, kind)
     lengths = list(map(len, sequences))
@@ -107,11 +111,14 @@ def concatenate_and_pack(
         Rows of ids, of labels and of masks; with counts, these as a fourth.
 
     Raises:
-        InputError: the columns differ in documents or lengths; or as for `pack_sequences`.
+        InputError: the columns differ in documents or lengths; ids or labels are not whole numbers; or as for
+            `pack_sequences`.
     """
     max_length = check_positive("max_length", max_length)
     columns = {"input_ids": input_ids, "labels": labels, "attention_masks": attention_masks}
     read = {name: read_sequences(name, column) for name, column in columns.items()}
+    for name, (column, _) in read.items():
+        check_values(column, f"{name}[{{}}]".format, whole=name in WHOLE_COLUMNS)
     kinds = [kind for _, kind in read.values()]
     fillers = {"pad_token_id": pad_token_id, "label_pad_id": label_pad_id, "mask padding": 0}
     pads = [as_filler(*filler, kind) for filler, kind in zip(fillers.items(), kinds, strict=True)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing.containers import joined, kind_of_one
+from unsloth_pack.packing.containers import WHOLE_COLUMNS, check_values, joined, kind_of_one
 from unsloth_pack.packing.lengths import check_positive
 from unsloth_pack.packing.overlong import CutCounts, check_overlong, pieces_of
 from unsloth_pack.packing.plan import STRATEGIES, plan_packs
@@ -134,8 +134,8 @@ class PackingStream:
 
         Raises:
             InputError: it is no example, has other columns than the first one, has columns of different
-                lengths, is over-long, or, in atomic mode, `buffer_size` segments wait already. The stream is
-                as it was before.
+                lengths, holds a null, has ids or labels that are not whole numbers, is over-long, or, in
+                atomic mode, `buffer_size` segments wait already. The stream is as it was before.
         """
         columns, kinds = self._checked(example)
         if self.atomic and self.waiting >= self.buffer_size:
@@ -223,7 +223,7 @@ class PackingStream:
                 "input_ids that are not packed yet"
             )
         for column, value in columns.items():
-            kinds[column] = str(kind_of_one(f"{name}, column {column!r},", value))
+            kinds[column] = _checked_kind(f"{name}, column {column!r},", value, whole=column in WHOLE_COLUMNS)
             if len(value) != len(columns["input_ids"]):
                 raise InputError(
                     f"{name}: column {column!r} has {len(value)} values for {len(columns['input_ids'])} "
@@ -272,6 +272,12 @@ class PackingStream:
             self.counts.leftover_documents += len(self._buffer)
             self.counts.leftover_tokens += sum(map(_length, self._buffer))
             self._buffer = []
+
+
+def _checked_kind(name: str, value: Any, *, whole: bool) -> str:
+    kind = kind_of_one(name, value)
+    check_values([value], lambda _: name, whole=whole)
+    return str(kind)
 
 
 def _check_atomic(drop_last: bool | None, strategy: str | None, overlong: str) -> None:
