@@ -9,11 +9,27 @@ import pytest
 import torch
 from test_describe import positions_of
 from tiny import random_documents, tiny_model
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from unsloth_pack import InputError, LeakFound, patch_model, probe, supported_architectures, verify
+from unsloth_pack import (
+    FastLanguageModel,
+    InputError,
+    LeakFound,
+    patch_model,
+    probe,
+    supported_architectures,
+    verify,
+)
 from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.forwards import attention
 from unsloth_pack.losses import cross_entropy
@@ -395,3 +411,35 @@ def test_graphs_of_the_step_take_no_notice(look):
 def test_bad_input(options, message):
     with pytest.raises(InputError, match=message):
         verify(patched(), **options)
+
+
+CONFIG = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+
+
+NO_MODELS = [
+    (None, "None"),
+    ("demo", "'demo'"),
+    (CONFIG, "LlamaConfig {.*}"),
+    (LlamaForCausalLM, "<class '.*ForCausalLM'>"),
+    ((1, 2), r"\(1, 2\)"),
+]
+
+
+@pytest.mark.parametrize(("model", "shown"), NO_MODELS, ids=[str(type(model)) for model, _ in NO_MODELS])
+def test_what_is_no_model(model, shown):
+    for look in (verify, probe, FastLanguageModel.for_inference, FastLanguageModel.for_training):
+        with pytest.raises(InputError, match=f"^model is {shown}; give a transformers model, or a PEFT"):
+            look(model)
+    with pytest.raises(InputError, match=f"^model is {shown}; give what from_pretrained returned first$"):
+        FastLanguageModel.get_peft_model(model)
+    with pytest.raises(InputError, match=r"^cannot patch a [A-Za-z]+; give a transformers model"):
+        patch_model(model)
+
+
+@pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
+@pytest.mark.parametrize("look", [verify, probe])
+def test_a_model_without_a_head_has_no_logits_to_compare(look, kind):
+    with pytest.raises(
+        InputError, match=f"^a {kind.__name__} has no language model's head, .*; give a causal"
+    ):
+        look(kind(CONFIG))

@@ -34,6 +34,7 @@ from unsloth_pack.files.saving import save_demo_adapter, save_pretrained_merged
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import spec_of
+from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
 
 PROJECTIONS = (
@@ -233,11 +234,13 @@ class FastLanguageModel:
     @staticmethod
     def for_inference(model: Any) -> Any:
         """The model, ready to generate: no dropout, no recomputation, cache on."""
+        require_model(model)
         return model.eval()
 
     @staticmethod
     def for_training(model: Any) -> Any:
         """The model, ready to train again."""
+        require_model(model)
         return model.train()
 
 
@@ -295,8 +298,7 @@ def check_loading(
 
 def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
     """Refuse what no adapter can be put on, and rows of another length than the model was loaded for."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is {model!r}; give what from_pretrained returned first")
+    require_model(model, "give what from_pretrained returned first")
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise InputError(
             "the model has an adapter already; train it as it is, merge it first, or load the model anew"

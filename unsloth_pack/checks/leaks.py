@@ -49,10 +49,12 @@ def probe(model: Any, describe: Description | Describe | None = None) -> None:
         describe: likewise.
 
     Raises:
+        InputError: `model` is no causal language model of transformers.
         LeakFound: names the documents, the attention backend, and the first layer that lets one through.
     """
+    subject = Subject(model, describe)
     with left_alone(model):
-        if why_not := look_for_leaks(Subject(model, describe)):
+        if why_not := look_for_leaks(subject):
             raise LeakFound(f"{why_not}; nothing can be probed")
     if (patch := patch_of(model)) is not None:
         patch.skip_probe()

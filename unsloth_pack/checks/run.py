@@ -53,8 +53,9 @@ def verify(
         The report; `report.passed` is the verdict.
 
     Raises:
-        InputError: documents that are too few, empty, too long, or neither texts nor token ids of this model;
-            texts without a tokenizer; a `max_seq_length` or `seed` that cannot be.
+        InputError: `model` is no causal language model of transformers; documents that are too few, empty,
+            too long, or neither texts nor token ids of this model; texts without a tokenizer; a
+            `max_seq_length` or `seed` that cannot be.
     """
     require_whole("seed", seed, 0, LAST_SEED)
     if max_seq_length is not None:

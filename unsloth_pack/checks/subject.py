@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.leak_probe import Probed, greatest_by_document
+from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_of
 
 Description = Literal["packed_seq_lengths", "position_ids", "trl"]
@@ -46,10 +47,19 @@ class Subject(Probed):
         describe: "packed_seq_lengths", "position_ids", "trl" for what TRL's collator describes, or a function
             from the lengths to what a call carries beside the ids. None: "packed_seq_lengths" where the model
             is patched, else "position_ids".
+
+    Raises:
+        InputError: the model is no module, not of transformers, or has no language model's head.
     """
 
     def __init__(self, model: Any, describe: Description | Describe | None):
+        require_model(model)
         patch = patch_of(model)
+        if model.get_output_embeddings() is None:
+            raise InputError(
+                f"a {type(model).__name__} has no language model's head, whose logits are compared; "
+                "give a causal language model"
+            )
         self.model = model
         self.config = model.config.get_text_config()
         self.attn_backend = (
