@@ -321,6 +321,42 @@ def test_overwriting_removes_links_and_not_what_they_point_to(train, tmp_path):
     assert (tmp_path / "moved" / "trainer_state.json").is_file()
 
 
+LINKED_FILES = (
+    "loss.png",
+    "lengths.png",
+    "adapter_model.safetensors",
+    "tokenizer.json",
+    ".metrics.jsonl.aside",
+)
+
+
+def test_links_in_the_output_folder_are_replaced_and_not_written_through(train, tmp_path):
+    out, theirs = tmp_path / "out", tmp_path / "theirs"
+    for folder in (out, theirs, theirs / "folder"):
+        folder.mkdir()
+    (theirs / "file").write_text("precious")
+    for name in LINKED_FILES:
+        (out / name).symlink_to(theirs / "file")
+    for name in (".saving", "checkpoint-1"):
+        (out / name).symlink_to(theirs / "folder")
+    (out / "checkpoint-2").symlink_to(theirs / "gone")
+    assert train("--overwrite_output_dir", save_steps=1, max_steps=2) == 0
+    assert not [path for path in out.rglob("*") if path.is_symlink()]
+    assert {"loss.png", "lengths.png", "adapter_model.safetensors", "checkpoint-1", "checkpoint-2"} <= {
+        path.name for path in out.iterdir()
+    }
+    assert (theirs / "file").read_text() == "precious"
+    assert sorted(theirs.rglob("*")) == [theirs / "file", theirs / "folder"]
+
+
+def test_a_merged_model_is_not_saved_through_a_link(refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "out" / "merged").symlink_to(tmp_path / "theirs")
+    error = refused("--save_model", "--overwrite_output_dir")
+    assert "out/merged' is a link; remove it, or give the folder that it points to" in error
+
+
 def test_flags_from_a_file_and_the_command_line_wins(train, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("learning_rate: 3e-3\npacking: true\nr: 4\nuse_rslora: false\nmax_steps: 2\n")

@@ -159,14 +159,14 @@ def _load_model(options: TrainOptions) -> Any:
 
 def _open_metrics(options: TrainOptions, folder: Path, checkpoint: Path | None) -> "MetricsFile":
     """The metrics file of this run; what an earlier run left goes, or stays up to the checkpoint."""
-    from unsloth_pack.files.whole_folders import remove_leftovers
+    from unsloth_pack.files.whole_folders import remove_folder, remove_leftovers
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.training.checkpoints import ASIDE, step_of
 
     is_main = is_main_process()
     if is_main:
         remove_leftovers(folder)
-        shutil.rmtree(folder / ASIDE, ignore_errors=True)
+        remove_folder(folder / ASIDE)
     if is_main and checkpoint is None and (options.overwrite_output_dir or options.resume):
         for path in checks.run_files(folder):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

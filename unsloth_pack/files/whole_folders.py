@@ -1,4 +1,8 @@
-"""Folders that are whole or not there: written aside, flushed to the disk, then renamed."""
+"""Folders and files that are whole or not there: written aside, flushed to the disk, then renamed.
+
+A folder that a caller names may be a link, and is written to. A link inside of it is replaced by a file or
+folder of its own: what it points to may be anybody's.
+"""
 
 import glob
 import os
@@ -8,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import SafetensorError
 
@@ -20,7 +25,8 @@ _ASIDE = ".aside"
 def write_whole(target: Path) -> Iterator[Path]:
     """A new folder beside `target` to be filled, which then takes its place; a failure changes nothing.
 
-    Where `target` holds something already, the files are moved into it and replace those of the same names.
+    Where `target` holds something already, the files are moved into it and replace those of the same names,
+    links too.
 
     Raises:
         InputError: `target` is a file, or cannot be written to, or the disk is full.
@@ -36,7 +42,7 @@ def write_whole(target: Path) -> Iterator[Path]:
     try:
         with _aside(target) as aside:
             yield aside
-            if target.exists() and any(target.iterdir()):
+            if target.exists() and (target.is_symlink() or any(target.iterdir())):
                 _flush_all(aside)
                 _move_files(aside, target)
             else:
@@ -58,6 +64,32 @@ def _aside(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextmanager
+def write_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file beside `path` to be filled, which then takes its place; a failure changes nothing.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    aside = path.with_name(f".{path.name}{_ASIDE}")
+    aside.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        with aside.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and all in it, as far as that is possible; of a link, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_leftovers(target: Path) -> None:
     """Remove what `write_whole` was writing when its process was killed."""
     for aside in target.parent.glob(f".{glob.escape(target.name)}.*{_ASIDE}"):
@@ -72,9 +104,13 @@ def put_in_place(aside: Path, target: Path) -> None:
 
 
 def _move_files(source: Path, target: Path) -> None:
+    for place, folders, _ in os.walk(source):
+        for folder in (target / Path(place, name).relative_to(source) for name in folders):
+            if folder.is_symlink():
+                folder.unlink()
+            folder.mkdir(exist_ok=True)
     for place, _, names in os.walk(source, topdown=False):  # a folder's name is flushed after what it holds
         inside = target / Path(place).relative_to(source)
-        inside.mkdir(parents=True, exist_ok=True)
         for name in names:
             os.replace(Path(place, name), inside / name)
         _flush(inside)

@@ -76,6 +76,10 @@ def _check_folders(options: TrainOptions) -> None:
             raise InputError(
                 f"save_path {str(target)!r} is where the run itself writes in output_dir; give another folder"
             )
+        if target.is_symlink() and target.parent.resolve() == folder.resolve():
+            raise InputError(
+                f"save_path {str(target)!r} is a link; remove it, or give the folder that it points to"
+            )
         check_new_folder("save_path", target, may_replace=options.overwrite_output_dir or options.resume)
 
 

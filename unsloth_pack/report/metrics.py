@@ -12,17 +12,17 @@ summary   the last line of a run that came to its end: its figures, and the ledg
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.files.whole_folders import write_file
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """Appends to the metrics of a run; the file is complete after every line.
+    """Appends to the metrics of a run; the file is complete after every line, and never a link.
 
     Args:
         folder: made where it is missing.
@@ -41,6 +41,8 @@ class MetricsFile:
         line = {"kind": kind, **_finite(values)}
         if not self.path.exists():  # from its first moment the file says how to resume the run
             return self._replace([line])
+        if self.path.is_symlink():
+            return self._replace([*_read(self.path), line])
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_encoded(line))
 
@@ -51,12 +53,8 @@ class MetricsFile:
         self._replace([line for line in _read(self.path) if _belongs(line, step)])
 
     def _replace(self, lines: list[dict[str, Any]]) -> None:
-        beside = self.path.with_suffix(".tmp")
-        with beside.open("w", encoding="utf-8") as file:
-            file.writelines(map(_encoded, lines))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self.path)
+        with write_file(self.path) as file:
+            file.writelines(_encoded(line).encode() for line in lines)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

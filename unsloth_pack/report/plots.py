@@ -8,6 +8,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from unsloth_pack.files.whole_folders import write_file
+
 
 def plot_loss(log_history: Sequence[dict[str, Any]], path: Path) -> None:
     """The training loss over the updates, and the evaluation loss where there is one.
@@ -45,4 +47,5 @@ def plot_lengths(lengths: np.ndarray, max_length: int, path: Path) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=130)
+    with write_file(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=130)

@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainerState
 
 from unsloth_pack.errors import RunStopped, first_line
-from unsloth_pack.files.whole_folders import put_in_place
+from unsloth_pack.files.whole_folders import put_in_place, remove_folder
 
 ASIDE = ".saving"
 _COUNTS = "counts.json"
@@ -153,11 +153,11 @@ class WholeCheckpoints(Trainer):
         try:
             self._write_aside(aside, name, model, trial)
             if self.args.should_save:
-                if (folder / name).exists():  # not whole, or `train_from` had begun there
+                if os.path.lexists(folder / name):  # not whole, or `train_from` had begun there
                     os.replace(folder / name, aside / "replaced")
                 put_in_place(aside / name, folder / name)
         except Exception as error:  # a full disk: OSError, or whatever torch and safetensors make of it
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_folder(aside)
             if lost_a_process(error):
                 raise
             raise RunStopped(
@@ -169,7 +169,7 @@ class WholeCheckpoints(Trainer):
 
     def _write_aside(self, aside: Path, name: str, model: Any, trial: Any) -> None:
         if self.args.should_save:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_folder(aside)
             (aside / name).mkdir(parents=True)
             (aside / name / _COUNTS).write_text(json.dumps(asdict(self.trained)), encoding="utf-8")
         self.accelerator.wait_for_everyone()
@@ -184,7 +184,7 @@ class WholeCheckpoints(Trainer):
         """Rename before deleting: what a kill leaves of a deleted checkpoint must not pass for one."""
         for old in _checkpoints(folder)[: -(self.args.save_total_limit or 2**31)]:
             os.replace(old, aside / old.name)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_folder(aside)
 
 
 def _free(folder: Path) -> str:

@@ -1,0 +1,124 @@
+"""A link inside an output folder is replaced; what it points to stays as it was."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from unsloth_pack.files.whole_folders import remove_folder, write_file, write_whole
+from unsloth_pack.report.metrics import MetricsFile
+from unsloth_pack.report.plots import plot_lengths, plot_loss
+
+
+@pytest.fixture
+def precious(tmp_path):
+    """A file that nothing here may change."""
+    path = tmp_path / "precious"
+    path.write_text('{"kind": "mine"}\n')
+    yield path
+    assert path.read_text() == '{"kind": "mine"}\n'
+    assert path.stat().st_nlink == 1
+
+
+@pytest.fixture
+def out(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def holds_only(folder, *names):
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    return not any(path.is_symlink() for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["loss.png", ".loss.png.aside"])
+def test_plots(name, out, precious):
+    (out / name).symlink_to(precious)
+    plot_loss([{"step": 1, "loss": 2.0}], out / "loss.png")
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    plot_lengths(np.array([1, 2]), 8, out / "lengths.png")
+    assert holds_only(out, "loss.png", "lengths.png")
+
+
+def test_a_dangling_link_is_replaced_and_its_target_not_made(out, tmp_path):
+    (out / "loss.png").symlink_to(tmp_path / "gone")
+    plot_loss([], out / "loss.png")
+    assert holds_only(out, "loss.png")
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".metrics.jsonl.aside"])
+def test_metrics(name, out, precious):
+    (out / name).symlink_to(precious)
+    metrics = MetricsFile(out)
+    metrics.write("log", step=1)
+    metrics.write("log", step=2)
+    metrics.rewind(1)
+    kinds = [json.loads(line)["kind"] for line in metrics.path.read_text().splitlines()]
+    assert kinds == ["log"]
+    assert holds_only(out, "metrics.jsonl")
+
+
+def test_metrics_keep_what_a_link_held(out, precious):
+    (out / "metrics.jsonl").symlink_to(precious)
+    MetricsFile(out).write("log", step=1)
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["mine", "log"]
+
+
+def test_saved_folders(out, precious, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (out / "config.json").symlink_to(precious)
+    (out / "other").symlink_to(tmp_path / "elsewhere")
+    with write_whole(out) as folder:
+        (folder / "other" / "deep").mkdir(parents=True)
+        for name in ("config.json", "other/weights", "other/deep/weights"):
+            (folder / name).write_text("new")
+    assert holds_only(out, "config.json", "other")
+    assert (out / "other" / "deep" / "weights").read_text() == "new"
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("already", [[], ["old"]])
+def test_a_folder_that_is_named_may_be_a_link(already, out, tmp_path):
+    (tmp_path / "link").symlink_to(out)
+    for name in already:
+        (out / name).write_text("old")
+    with write_whole(tmp_path / "link") as folder:
+        (folder / "new").write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert holds_only(out, "new", *already)
+
+
+def write_half(path):
+    with write_file(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+
+def test_a_file_that_fails_leaves_what_was_there(out):
+    (out / "file").write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        write_half(out / "file")
+    assert (out / "file").read_text() == "old"
+    assert holds_only(out, "file")
+
+
+def test_files_are_readable_as_others_are(out):
+    (out / "other").write_text("")
+    with write_file(out / "file") as file:
+        file.write(b"new")
+    assert (out / "file").stat().st_mode == (out / "other").stat().st_mode
+
+
+def test_removing_a_link_to_a_folder(out, tmp_path):
+    (out / "kept").write_text("")
+    (tmp_path / "link").symlink_to(out)
+    remove_folder(tmp_path / "link")
+    assert not os.path.lexists(tmp_path / "link")
+    assert holds_only(out, "kept")
+    remove_folder(out)
+    assert not out.exists()
+    remove_folder(out)
