@@ -114,9 +114,43 @@ def test_no_breakdown_of_a_run_that_failed(model, data, answers, capsys):
     assert not any(case.is_profiled for case in asked)
 
 
+def test_fp8_is_for_the_patched_model(model, data, answers, capsys, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.api.check_loading", lambda *_: None)  # as on a GPU that has it
+    planned, asked = answers
+    planned[True, True, True] = bench_figures(kernel_ms=dict.fromkeys(CATEGORIES, 1.0), busy_ms=6.0)
+    assert main(["bench", "--model_name", model, "--dataset", data, "--load_in_fp8", "--json"]) == 0
+    assert [case.load_in_fp8 for case in asked] == [True] * len(asked)
+    weights = [run["weights"] for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert weights[:2] == ["fp8", "fp8"]
+    assert not {"fp8"} & {*weights[2:]}
+
+
+def test_fp8_reaches_the_loading_of_the_patched_model_alone(case, tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(*lengths):
+        asked.append(lengths)
+        raise InputError("no fp8 here")
+
+    monkeypatch.setattr("unsloth_pack.api.check_loading", refuse)
+    with pytest.raises(InputError, match="no fp8 here"):
+        measure(replace(case, load_in_fp8=True), tmp_path, time.time())
+    assert asked == [(16, False, False, True, False)]
+    measure(replace(case, load_in_fp8=True, is_patched=False), tmp_path, time.time())
+    assert len(asked) == 1
+
+
+def test_fp8_is_refused_where_the_device_lacks_it(model, answers, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))  # of a GPU without fp8
+    assert main(["bench", "--model_name", model, "--dataset", "no-such.json", "--load_in_fp8"]) == 2
+    assert "load_in_fp8=True needs a GPU of compute capability 8.9 or more" in capsys.readouterr().err
+    assert not answers[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--load_in_4bit", "--load_in_fp8"], "load_in_4bit and load_in_fp8 are set together; choose one"),
         (["--steps", "0"], "give a whole number of at least 1"),
         (["--max_seq_length", "1000"], "max_seq_length is 1000"),
         (["--attn_backend", "flash"], "attn_backend 'flash' cannot run"),

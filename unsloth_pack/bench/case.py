@@ -17,6 +17,7 @@ class Case:
         is_patched: with unsloth_pack, else as transformers and PEFT have it.
         rows_per_step: rows of a micro-batch, which is the whole update.
         steps: that are measured, after the warm-up; or that are profiled.
+        load_in_fp8: the patched model; transformers and PEFT cannot, so the plain one stays in 16 bits.
         use_gradient_checkpointing: as for `get_peft_model`; the plain model recomputes where it is not False.
         is_profiled: break the step down instead of timing it.
     """
@@ -29,6 +30,7 @@ class Case:
     rows_per_step: int
     steps: int
     load_in_4bit: bool = False
+    load_in_fp8: bool = False
     attn_backend: str = "auto"
     use_gradient_checkpointing: Any = False
     is_profiled: bool = False

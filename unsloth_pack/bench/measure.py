@@ -111,6 +111,7 @@ def _patched_model(case: Case) -> tuple[Any, Any]:
         case.model_name,
         case.max_seq_length,
         load_in_4bit=case.load_in_4bit,
+        load_in_fp8=case.load_in_fp8,
         attn_backend=case.attn_backend,
         random_state=SEED,
     )

@@ -24,11 +24,16 @@ _SEED = 3407
 
 @dataclass(frozen=True)
 class Run:
-    """One line of the table: a run and its figures, or why there are none."""
+    """One column of the table: a run and its figures, or why there are none.
+
+    Args:
+        weights: the form of the frozen weights: fp8, NF4 or their dtype.
+    """
 
     model: str
     rows: str
     rows_per_step: int
+    weights: str
     figures: "Figures | None" = None
     why_not: str | None = None
 
@@ -88,6 +93,10 @@ def _parser() -> Parser:
     )
     add("--steps", type=whole(1), help="that are measured, after a warm-up (default: 10)")
     parser.add_switch("--load_in_4bit", "hold the frozen weights in NF4")
+    parser.add_switch(
+        "--load_in_fp8",
+        "hold the patched model's frozen weights in fp8, on GPUs that have it; the plain one's stay 16-bit",
+    )
     add("--attn_backend", help="of packed attention in the patched model (default: auto)")
     parser.add_switch(
         "--use_gradient_checkpointing",
@@ -100,7 +109,7 @@ def _parser() -> Parser:
 
 def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     """Documents and packed rows on disk, and the four runs over them, the patched packed one first."""
-    from unsloth_pack.api import check_positions
+    from unsloth_pack.api import check_loading, check_positions
     from unsloth_pack.bench import Case
     from unsloth_pack.files.loading import load_config, resolve, weight_dtype
     from unsloth_pack.packing import pack_dataset
@@ -112,6 +121,8 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     attn_backend = given.get("attn_backend", "auto")
     check_backend(attn_backend, config, weight_dtype(None), device_type())
     length = given.get("max_seq_length", min(2048, config.max_position_embeddings))
+    in_4bit, in_fp8 = given.get("load_in_4bit", False), given.get("load_in_fp8", False)
+    check_loading(length, in_4bit, False, in_fp8)
     check_positions(length, name, config)
     documents = _documents(given.get("dataset", "demo"), name, length, config.vocab_size)
     packed = pack_dataset(documents, length)
@@ -127,7 +138,8 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
         max_seq_length=length,
         rows_per_step=rows,
         steps=given.get("steps", 10),
-        load_in_4bit=given.get("load_in_4bit", False),
+        load_in_4bit=in_4bit,
+        load_in_fp8=in_fp8,
         attn_backend=attn_backend,
         use_gradient_checkpointing=given.get("use_gradient_checkpointing", False),
     )
@@ -159,6 +171,7 @@ def _runs(cases: Sequence["Case"], progress: "Console") -> Iterator[Run]:
             "patched" if case.is_patched else "plain",
             "packed" if case.is_packed else "padded",
             case.rows_per_step,
+            _weights(case),
         )
         if case.is_packed and not case.is_patched and plain_packing_leaks():
             yield replace(made, why_not="left out: documents would leak without flash-attn")
@@ -168,6 +181,14 @@ def _runs(cases: Sequence["Case"], progress: "Console") -> Iterator[Run]:
                 yield replace(made, figures=measure_apart(case))
         except Failed as error:
             yield replace(made, why_not=str(error))
+
+
+def _weights(case: "Case") -> str:
+    from unsloth_pack.files.loading import weight_dtype
+
+    if case.load_in_fp8 and case.is_patched:
+        return "fp8"
+    return "NF4" if case.load_in_4bit else str(weight_dtype(None)).removeprefix("torch.")
 
 
 def _breakdown(case: "Case", figures: "Figures", progress: "Console") -> dict[str, float] | None:
@@ -205,6 +226,7 @@ def _print(console: "Console", runs: Sequence[Run], breakdown: Mapping[str, floa
         ("first step", lambda f: f"{f.first_step_seconds:.1f} s"),
     ]
     table.add_row("rows a step", *(str(run.rows_per_step) for run in runs))
+    table.add_row("weights", *(run.weights for run in runs))
     for title, show in lines:
         table.add_row(title, *(show(run.figures) if run.figures else "" for run in runs))
     console.print(table)
