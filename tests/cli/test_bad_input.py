@@ -8,7 +8,7 @@ import pytest
 from model_folder import save_model
 
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.options import TrainOptions, train_parser
 from unsloth_pack.recipe.other_trainers import FLAGS, REMEDIES
 
 
@@ -113,8 +113,71 @@ def test_what_others_call_the_flags_leads_to_flags():
 
 
 @pytest.mark.parametrize(
+    ("written", "meant"),
+    {
+        "learning_rat": "learning_rate",
+        "lerning_rate": "learning_rate",
+        "learning-rat": "learning_rate",
+        "lora_alhpa": "lora_alpha",
+        "max_seq_len": "max_seq_length",
+        "max_sequence_length": "max_seq_length",
+        "out_dir": "output_dir",
+        "load_4bit": "load_in_4bit",
+        "load_in_4bits": "load_in_4bit",
+        "num_train_epoch": "num_train_epochs",
+        "use_rs_lora": "use_rslora",
+        "attention_backend": "attn_backend",
+        "grad_accumulation_steps": "gradient_accumulation_steps",
+        "per_device_batch_size": "per_device_train_batch_size",
+        "bais": "bias",
+        "sede": "seed",
+        "dtpye": "dtype",
+        "rr": "r",
+        "learn": "learning_rate",
+        "output": "output_dir",
+        "pack": "packing",
+    }.items(),
+)
+def test_a_slip_leads_to_the_flag(written, meant, refused):
+    assert refused(command=[f"--{written}"]).endswith(f"; did you mean --{meant}?\n")
+
+
+FOUR_OR_EIGHT = {f"load_in{slip}it" for slip in ("_b", "4_b", "8_b", "_b4", "_b8")}  # as near to either
+
+
+@pytest.mark.parametrize("flag", [field.name for field in fields(TrainOptions) if len(field.name) > 3])
+def test_one_letter_left_out_doubled_or_swapped_leads_to_the_flag(flag):
+    parser = train_parser()
+    ours = {name.removeprefix("--") for name in parser._option_string_actions}
+    for i in range(1, len(flag) - 1):
+        slips = flag[:i] + flag[i + 1 :], flag[:i] + flag[i] + flag[i:]
+        slips += (flag[:i] + flag[i + 1] + flag[i] + flag[i + 2 :],)
+        for slip in {*slips} - ours - FLAGS.keys() - REMEDIES.keys() - FOUR_OR_EIGHT:
+            assert parser._remedy(f"--{slip}") == f"did you mean --{flag}?"
+
+
+# Of TRL, transformers, PEFT, Axolotl, LLaMA-Factory and ms-swift: what there is no flag for, nor a word about
+NO_FLAGS_OF_OURS = """
+    ddp_backend data_seed dataset_kwargs dataset_num_proc eval_accumulation_steps eval_delay eval_on_start
+    eval_steps eval_strategy eva_config fsdp_config group_by_length label_names logging_first_step
+    logging_strategy lora_bias lora_on_cpu max_samples model_type neftune_noise_alpha nproc optim_args
+    output_type packing_strategy pad_token precompute_ref_batch_size prediction_loss_only rope_scaling
+    save_on_each_node save_only_model save_strategy shuffle_dataset torch_compile train_on_eos
+    vllm_mode wandb_project bogus frobnicate verbose max load save lo b
+"""
+
+
+@pytest.mark.parametrize("flag", NO_FLAGS_OF_OURS.split())
+def test_no_guess_where_nothing_is_alike(flag, refused):
+    assert refused(command=[f"--{flag}"]).endswith("; see `unsloth-pack --help`\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "complaint", "remedy"),
     [
+        (["--train_type=lora"], "unknown argument '--train_type'", "every run trains a LoRA adapter"),
+        (["--modules_to_save=lm_head"], "'--modules_to_save'", "get_peft_model takes modules_to_save"),
+        (["--lr_scheduler=cosine"], "'--lr_scheduler'", "did you mean --lr_scheduler_type?"),
         (["--lerning_rate", "1"], "unknown argument '--lerning_rate'", "did you mean --learning_rate?"),
         (["--frobnicate"], "unknown argument '--frobnicate'", "--help"),
         (
