@@ -287,3 +287,15 @@ def test_anything_else_is_one_line_and_exit_code_1(train, monkeypatch, capsys):
     assert (
         capsys.readouterr().err == "unsloth-pack: RuntimeError: first line; add --debug for the traceback\n"
     )
+
+
+def test_a_launcher_is_told_of_the_exit_code(monkeypatch, tmp_path, capsys):
+    for file in (tmp_path / "error.json", tmp_path / "no-such-folder" / "error.json"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert main(["--r", "0"]) == 2
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["errorCode"] == 2
+    assert capsys.readouterr().err == f"unsloth-pack: {told['message']}\n" * 2
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none.json"))
+    assert main(["--help"]) == 0
+    assert not (tmp_path / "none.json").exists()

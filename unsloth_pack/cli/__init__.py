@@ -1,13 +1,15 @@
 """The command line: `unsloth-pack [train] ...` and its other subcommands."""
 
 import io
+import json
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
 
@@ -17,6 +19,7 @@ from unsloth_pack.errors import InputError, LeakFound, RunStopped, Terminated, f
 # Each a module here with `run(argv) -> exit code`
 SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor")
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun gives each process the name of one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,15 +39,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _terminated_as_interrupted():
             code = _run(arguments)
         _flush()
-        return code
+        line = f"ended with exit code {code}"
     except SystemExit as help_was_shown:
         return int(help_was_shown.code or 0)
     except (KeyboardInterrupt, Exception) as error:
         code, line = _exit_of(error)
         if "--debug" in arguments:
             traceback.print_exc()
-    sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: several processes may share the terminal
+        sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: several processes may share the terminal
+    if code and (path := os.environ.get(_ERROR_FILE)):
+        _leave_error(path, code, line)
     return code
+
+
+def _leave_error(path: str, code: int, line: str) -> None:
+    """Write why this process ended for torchrun, which exits with 1 whatever its processes exited with.
+
+    It shows the line, and copies the file of the first process that failed to the one that its own
+    environment names: there a script finds the exit code. The form is torch's (`ErrorHandler`).
+    """
+    told = {"message": line, "errorCode": code, "extraInfo": {"timestamp": str(int(time.time()))}}
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": told}, file)
 
 
 def _flush() -> None:
