@@ -7,15 +7,17 @@ import os
 import sys
 import warnings
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from tiny import random_documents, tiny_model
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 
 import unsloth_pack
 from unsloth_pack import FastLanguageModel, patch_model
+from unsloth_pack.report.callbacks import StopOnSignal
 from unsloth_pack.training.trl import make_trainer, row_collator, sft_config
 
 pytestmark = pytest.mark.gpu
@@ -139,3 +141,21 @@ def test_the_trainer_of_a_run(tmp_path):
         assert len(at_once) <= 1, at_once
         assert all(place.startswith(os.path.join(OURS, "row", "from_call.py")) for place in at_once)
         assert len(late) <= 1  # for the labels at document starts, which were counted
+
+
+def test_asking_other_processes_for_a_signal():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        stop, control = StopOnSignal(), TrainerControl()
+        arguments = SimpleNamespace(device=torch.device("cuda", torch.cuda.current_device()))
+        for _ in range(3):  # the first reduction makes its communicator
+            stop.on_step_end(arguments, None, control)
+        with counted_waits() as waits:
+            stop.on_step_end(arguments, None, control)
+        at_once, late = at_once_and_late(waits)
+        assert not at_once
+        assert len(late) == 1
+        assert not control.should_training_stop
+    finally:
+        torch.distributed.destroy_process_group()

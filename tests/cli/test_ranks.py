@@ -3,30 +3,36 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cli_runs import losses, read_metrics
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
+from transformers import TrainerControl
 
 from unsloth_pack.recipe import sharding
 from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.report.callbacks import StopOnSignal
 
 ROOT = Path(__file__).parents[2]
 CUT = {"max_seq_length": 128, "max_token_loss": 1}
 SIX_UPDATES = CUT | {"max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
 
 
-def torchrun(processes, *arguments, program=ROOT / "cli.py", **flags):
+def torchrun(processes, *arguments, program=ROOT / "cli.py", error_file=None, **flags):
     spelt = [f"--{name}={value}" for name, value in flags.items()]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(program), *arguments, *spelt]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    if error_file is not None:
+        environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -90,6 +96,68 @@ def test_a_process_that_is_killed_ends_the_run_with_the_way_on(model, data, tmp_
         "unsloth-pack: another process of this run has ended; checkpoint-2 is whole, go on with: "
         f"torchrun --nproc_per_node 2 cli.py --resume --output_dir {tmp_path / 'out'}"
     ]
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_update(model, data, tmp_path):
+    out, error_file = tmp_path / "out", tmp_path / "error.json"
+    flags = (
+        {"model_name": model, "dataset": data, "output_dir": out}
+        | CUT
+        | {"max_steps": 40, "gradient_accumulation_steps": 1}
+    )
+    program = Path(__file__).with_name("stopped_rank.py")
+    done = torchrun(2, "--sample_packing", program=program, error_file=error_file, **flags)
+    assert done.returncode == 1
+    assert json.loads(error_file.read_text())["message"]["errorCode"] == 143
+    (stopped,) = read_metrics(out)["stopped"]
+    assert (stopped["step"], stopped["signal"]) == (5, "SIGTERM")  # asked for after the fourth
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-5"]
+    assert len(list((out / "checkpoint-5").glob("rng_state_*.pth"))) == 2
+
+
+class Work:
+    """A reduction that ends when somebody waits for it; then the numbers of the others have come in."""
+
+    def __init__(self, tensor, others):
+        self.tensor, self.others, self.waited = tensor, others, False
+
+    def wait(self):
+        self.waited = True
+        self.tensor.clamp_(min=self.others)
+
+
+def test_no_step_waits_for_what_it_asks_the_other_processes(monkeypatch):
+    works, others = [], iter([0, signal.SIGTERM, 0])
+
+    def all_reduce(tensor, operation, async_op=False):
+        assert async_op
+        works.append(Work(tensor, next(others)))
+        return works[-1]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    stop, control = StopOnSignal(), TrainerControl()
+    arguments = SimpleNamespace(device=torch.device("cpu"))
+    for asked in (1, 2, 3):
+        assert not control.should_training_stop
+        stop.on_step_end(arguments, None, control)
+        assert [work.waited for work in works] == [True] * (asked - 1) + [False]
+    assert control.should_training_stop
+    assert control.should_save
+    assert stop.received is signal.SIGTERM
+    stop.on_train_end(arguments, None, control)
+    assert works[-1].waited  # nothing is left for the end of the process
+
+
+def test_torchrun_hands_the_exit_code_on(tmp_path):
+    """In the file that its environment names, as docs/ranks.md says; its own exit code is always 1."""
+    error_file = tmp_path / "error.json"
+    done = torchrun(2, error_file=error_file, max_steps=0)
+    assert done.returncode == 1
+    told = json.loads(error_file.read_text())["message"]
+    assert told["errorCode"] == 2
+    assert told["message"].startswith("argument --max_steps: got '0'")
+    assert f"traceback : {told['message']}" in done.stderr
 
 
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")

@@ -18,6 +18,7 @@ from rich.progress import (
 )
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.report.metrics import MetricsFile
 
 _LINES = 20  # of progress in a run, where there is no terminal for a bar
@@ -105,12 +106,15 @@ class ProgressCallback(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """Inside `with`, the first SIGINT or SIGTERM ends the run after the step at hand, with a checkpoint.
 
-    The second one does what it would without us.
+    Several processes ask each other at the end of every step, and read the answer at the end of the next, so
+    that nobody waits for it: they all stop at the same step, one later. The second signal does what it would
+    without us.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._handlers: dict[signal.Signals, Any] = {}
+        self._asked: _Asked | None = None
 
     def __enter__(self) -> "StopOnSignal":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -132,15 +136,38 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self._received_anywhere(args.device):
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            was_received = self._read_answer()
+            self._asked = _Asked(int(self.received or 0), args.device)
+        else:
+            was_received = self.received is not None
+        if was_received:
             control.should_training_stop = control.should_save = True
 
-    def _received_anywhere(self, device: torch.device) -> bool:
-        """Whether any process got a signal: all must stop at the same step, or some would wait forever."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return self.received is not None
-        number = torch.tensor(int(self.received or 0), device=device)
-        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
-        if number.item():
-            self.received = signal.Signals(int(number))
-        return self.received is not None
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._read_answer()
+
+    def _read_answer(self) -> bool:
+        """Whether any process had a signal when they were asked last."""
+        number = self._asked.greatest() if self._asked is not None else 0
+        self._asked = None
+        if number:
+            self.received = signal.Signals(number)
+        return number > 0
+
+
+class _Asked:
+    """The greatest of a number that each process has, asked for now and read later."""
+
+    def __init__(self, number: int, device: torch.device):
+        greatest = torch.full((), number, device=device)
+        self._work = torch.distributed.all_reduce(greatest, torch.distributed.ReduceOp.MAX, async_op=True)
+        if greatest.is_cuda:
+            self._work.wait()  # the stream does, not the host
+        self._copy = HostCopy(greatest)
+
+    def greatest(self) -> int:
+        self._work.wait()
+        return int(self._copy.read())
