@@ -32,7 +32,7 @@ from unsloth_pack import (
 )
 from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.forwards import attention
-from unsloth_pack.losses import cross_entropy
+from unsloth_pack.losses import contract
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.training.trl import row_collator
 
@@ -259,14 +259,14 @@ def test_a_loss_that_counts_boundaries(monkeypatch):
     labels = Wrong("boundary labels")
     found = failed(verify(model, documents=FEW, collate=labels))
     assert "counted loss" not in found  # the model masks them itself
-    monkeypatch.setattr(PackedRow, "mask_labels", lambda row, labels: labels)
+    monkeypatch.setattr(PackedRow, "mask_labels", lambda row, labels, ignore_index=-100: labels)
     assert "counted loss" in failed(verify(model, documents=FEW, collate=labels))
 
 
 @pytest.mark.parametrize("wrong", ["the loss", "its gradients"])
 def test_the_loss_of_training_is_wrong(wrong, monkeypatch):
     """It is fused with the head: neither logits nor a loss without gradients tell."""
-    right = cross_entropy.linear_cross_entropy
+    right = contract.linear_cross_entropy
 
     def shifted(hidden, *args, **options):
         hidden.register_hook(lambda gradient: gradient.roll(1, dims=-2))
@@ -277,7 +277,7 @@ def test_the_loss_of_training_is_wrong(wrong, monkeypatch):
 
     model = patched()
     assert verify(model).passed
-    monkeypatch.setattr(cross_entropy, "linear_cross_entropy", too_large if wrong == "the loss" else shifted)
+    monkeypatch.setattr(contract, "linear_cross_entropy", too_large if wrong == "the loss" else shifted)
     expected = ["counted loss"] if wrong == "the loss" else []
     assert failed(verify(model)) == [*expected, "gradients of the counted loss"]
 

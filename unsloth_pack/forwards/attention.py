@@ -6,6 +6,7 @@ Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D h
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from unsloth_pack.attention import AttentionOptions, attend, attend_dense
 from unsloth_pack.errors import InputError
@@ -23,6 +24,18 @@ class FastAttention(nn.Module):
 
     spec: ArchSpec
     attn_backend: str
+    # What transformers' module has
+    config: PreTrainedConfig
+    layer_idx: int
+    head_dim: int
+    num_key_value_heads: int
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    qkv_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
 
     def forward(
         self,
@@ -88,7 +101,7 @@ class FastAttention(nn.Module):
         return q.view(by_head), k.view(by_head), v.view(by_head), qk_norm
 
 
-def attention_options(attention: nn.Module, spec: ArchSpec) -> AttentionOptions:
+def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
     """What an attention module needs of a backend, read off the module where its spec declares it."""
     config = attention.config
     window = None
@@ -102,7 +115,7 @@ def attention_options(attention: nn.Module, spec: ArchSpec) -> AttentionOptions:
     )
 
 
-def fusable_qk_norm(attention: nn.Module, spec: ArchSpec) -> QKNorm | None:
+def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
     """The q and k norms as the rotary kernel takes them, or None.
 
     None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.

@@ -3,12 +3,14 @@
 Shapes: B rows of T tokens, C features, V outputs of the head.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unsloth_pack.errors import InputError
@@ -34,6 +36,11 @@ class FastCausalLM(CountedParameters):
     Also of a model around a text model (`Gemma3ForConditionalGeneration`, ...), for rows of text alone.
     """
 
+    config: PreTrainedConfig
+    base_model: nn.Module
+    loss_function: Callable[..., Tensor]
+    get_output_embeddings: Callable[[], Any]
+    disable_input_require_grads: Callable[[], None]
     spec: ArchSpec
     fast_decoder: FastDecoder  # no submodule of its own: it lies somewhere below
     is_wrapper: bool  # a model around a text model, as of vision and language
@@ -200,13 +207,15 @@ class FastCausalLM(CountedParameters):
         )
         if not (enable and is_own):
             decoder.recompute_plan = None
-            super()._set_gradient_checkpointing(enable=enable, **options)
+            theirs: Any = super()
+            theirs._set_gradient_checkpointing(enable=enable, **options)
 
     def enable_input_require_grads(self) -> None:
         """Not where layers follow a plan: it needs no such hook, with which no step is captured."""
         self.disable_input_require_grads()  # transformers forgets the hooks of an earlier call
         if self.fast_decoder.recompute_plan is None:
-            super().enable_input_require_grads()
+            theirs: Any = super()
+            theirs.enable_input_require_grads()
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
@@ -33,7 +34,10 @@ _NOTHING_TRAINS = (
 class FastDecoder(nn.Module):
     """Takes the place of a transformers decoder's class (`LlamaModel`, ...)."""
 
+    config: PreTrainedConfig
+    embed_tokens: nn.Module
     layers: nn.ModuleList
+    norm: nn.Module
     get_input_embeddings: Callable[[], nn.Embedding]
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]

@@ -12,7 +12,6 @@ the instance's attributes:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -29,7 +28,7 @@ class Door:
 
     def __init__(self, enter: Callable[..., Any]):
         self._enter = enter
-        functools.update_wrapper(self, enter)
+        self.__doc__ = enter.__doc__
 
     def __get__(self, model: Any, owner: type | None = None) -> Callable[..., Any]:
         if model is None:

@@ -29,6 +29,10 @@ class FastMLP(nn.Module):
 
     decoder_layer: Any
     number: int
+    gate_up_proj: nn.Linear
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` through the gate, up and down projections."""

@@ -12,6 +12,7 @@ class FastRMSNorm(nn.Module):
     """Takes the place of a transformers RMS norm's class."""
 
     norm_offset: float
+    weight: nn.Parameter
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., C]` normalised over the last dimension.
@@ -21,7 +22,7 @@ class FastRMSNorm(nn.Module):
         eps, offset = norm_eps(self), self.norm_offset
         normed = rms_norm(hidden_states, self.weight, eps, offset)
         if normed.is_cuda and normed.requires_grad:
-            normed.recipe = Recipe(
+            vars(normed)["recipe"] = Recipe(
                 lambda x, weight: rms_norm(x, weight, eps, offset), (hidden_states, self.weight)
             )
         return normed

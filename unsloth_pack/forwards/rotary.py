@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -31,7 +31,7 @@ class RotaryTables:
     `static_table` holds the `cos` and `sin` made last, where all documents rotate alike.
     """
 
-    def __init__(self, rotary_emb: nn.Module, layer_type: str | None):
+    def __init__(self, rotary_emb: Any, layer_type: str | None):
         self.rotary_emb = rotary_emb
         self.layer_type = layer_type
         self.static_table: tuple[Tensor, Tensor] | None = None

@@ -40,9 +40,10 @@ def loss_output(loss: Tensor, head: Head, decoded: Any) -> "LossOutput":
         with torch.enable_grad():
             return head.logits(hidden_BTC)
 
+    unmade: Any = _Unmade(make_logits)
     return LossOutput(
         loss=loss,
-        logits=_Unmade(make_logits),
+        logits=unmade,
         past_key_values=decoded.past_key_values,
         hidden_states=decoded.hidden_states,
         attentions=decoded.attentions,
@@ -70,7 +71,7 @@ class LossOutput(MoeCausalLMOutputWithPast):
     rebuild an output, hand on what stands for them.
     """
 
-    @property
+    @property  # type: ignore[misc]  # in place of a field
     def logits(self) -> Tensor | None:
         held = self.__dict__.get("logits")
         if isinstance(held, _Unmade):

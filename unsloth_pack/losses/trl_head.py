@@ -9,10 +9,11 @@ What the kernel cannot do as TRL does it (a head in float32) goes through TRL's 
 """
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -40,7 +41,7 @@ class TrlHead:
         why_not: why only TRL's forward can answer, or None.
     """
 
-    forward: Callable[..., Any]
+    forward: MethodType
     temperature: float
     fields: tuple[str, ...]
     why_not: str | None
@@ -49,7 +50,7 @@ class TrlHead:
     def of(cls, forward: Any) -> "TrlHead | None":
         """The settings of a forward that `add_fused_lm_head` has made; None of any other."""
         function = getattr(forward, "__func__", None)
-        if getattr(function, "__globals__", {}).get("__name__") != _HOME:
+        if function is None or getattr(function, "__globals__", {}).get("__name__") != _HOME:
             return None
         settings = inspect.getclosurevars(function).nonlocals
         try:
@@ -82,7 +83,8 @@ class TrlHead:
             num_items: the loss is the sum over these, where given, instead of over the labels.
             aux_loss: of routed experts, weighted by `aux_weight` in the loss.
         """
-        loss = -scores.log_prob.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
+        divisor: Any = mask.sum().clamp(min=1) if num_items is None else num_items
+        loss: Tensor = -scores.log_prob.sum() / divisor
         if aux_loss is not None:
             loss = loss + aux_weight * aux_loss
         made = self.forward.__func__.__globals__["FusedCausalLMOutput"]
@@ -97,12 +99,13 @@ def load_balancing_loss(router_logits: Any, text_config: Any, token_mask: Tensor
         router_logits: of every layer with experts, `[tokens, experts]` each.
         token_mask: `[B, T]`, 0 on padding; None where there is none.
     """
-    loss: Tensor = load_balancing_loss_func(
+    loss = load_balancing_loss_func(
         router_logits, text_config.num_experts, text_config.num_experts_per_tok, token_mask
     )
-    return loss
+    return torch.as_tensor(loss)  # transformers gives 0 for no layers
 
 
 def cut(scores: TokenScores, n_tokens: int) -> TokenScores:
     """The scores of the first `n_tokens` of every row."""
-    return TokenScores(*(None if score is None else score[:, :n_tokens] for score in scores))
+    log_prob, *others = scores
+    return TokenScores(log_prob[:, :n_tokens], *(None if x is None else x[:, :n_tokens] for x in others))

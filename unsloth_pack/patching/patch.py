@@ -70,7 +70,7 @@ class Patch:
             say_loss(self._report, self._model)
         return self._report
 
-    def swap(self, module: nn.Module, fast: type, later: Sequence[str] = (), **attributes: Any) -> None:
+    def swap(self, module: Any, fast: type, later: Sequence[str] = (), **attributes: Any) -> None:
         """Make `module` an instance of `fast` over its own class, with these instance attributes.
 
         Args:
@@ -79,7 +79,8 @@ class Patch:
         if isinstance(module, fast):  # layers may share it
             return
         self._swapped.append((module, type(module), (*attributes, *later)))
-        module.__class__ = _subclass(fast, type(module))
+        original: Any = type(module)
+        module.__class__ = _subclass(fast, original)
         module.__dict__.update(attributes)
 
     def skip_probe(self) -> None:
@@ -241,11 +242,9 @@ def patch_of(model: nn.Module) -> Patch | None:
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
-    base = (
-        model.get_base_model()
-        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-        else model
-    )
+    base: Any = model
+    if hasattr(base, "peft_config") and hasattr(base, "get_base_model"):
+        base = base.get_base_model()
     if not isinstance(base, PreTrainedModel):
         raise InputError(
             f"cannot patch a {type(model).__name__}; give a transformers model, or a PEFT model of one"

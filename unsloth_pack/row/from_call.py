@@ -26,6 +26,7 @@ from unsloth_pack.row.readings import (
     without_padding,
 )
 
+_MAX_LENGTHS = ("max_length_q", "max_length_k")
 _LAST_POSITION = 2**24  # angles are computed in float32, which skips whole numbers above
 
 
@@ -101,7 +102,7 @@ def describe_row(
             not fit a packed row.
     """
     given = _given(descriptions)
-    max_lengths = {name: given.pop(name) for name in ("max_length_q", "max_length_k") if name in given}
+    max_lengths: dict[str, Any] = {name: given.pop(name) for name in _MAX_LENGTHS if name in given}
     if max_lengths and not given:
         (name, value), *_ = max_lengths.items()
         raise InputError(f"{name} is {value} and nothing says where documents end; give cu_seq_lens_q too")
@@ -168,13 +169,13 @@ def _given(descriptions: Mapping[str, Any]) -> dict[str, Any]:
     unknown = set(descriptions) - {*ROW_KEYWORDS, "position_ids"}
     if unknown:
         raise TypeError(f"describe_row takes no {', '.join(sorted(unknown))}")
-    names = (*order, "max_length_q", "max_length_k")
+    names = (*order, *_MAX_LENGTHS)
     given = {name: descriptions[name] for name in names if descriptions.get(name) is not None}
     for name, value in given.items():
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             raise InputError(f"{name} is a tensor of {value.dtype}; give whole numbers")
     whole = {name: value for name, value in given.items() if not _is_cut(name, value)}
-    return whole if whole.keys() - {"max_length_q", "max_length_k"} else given
+    return whole if whole.keys() - {*_MAX_LENGTHS} else given
 
 
 def _is_cut(name: str, value: Any) -> bool:

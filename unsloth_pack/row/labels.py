@@ -36,8 +36,9 @@ def check_labels(name: str, labels: Any, shape: tuple[int, ...] | None, n_output
         raise InputError(
             f"{name} have shape {list(labels.shape)}, the input ids {list(shape)}; give one label a token"
         )
-    is_seen = n_outputs is not None and labels.device.type == "cpu" and labels.numel()
-    if is_seen and int(labels.max()) >= n_outputs:
+    if n_outputs is None or labels.device.type != "cpu" or not labels.numel():
+        return
+    if int(labels.max()) >= n_outputs:
         raise InputError(
             f"{name} reach up to {int(labels.max())}, the head has {n_outputs} outputs; give smaller ids, or "
             f"{IGNORE_INDEX} for none"
