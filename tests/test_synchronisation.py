@@ -71,7 +71,7 @@ def batch(described_on, seed):
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("described_on", "allowed"), [("host", 0), ("device", 1)])
 def test_a_bare_loop(described_on, allowed, captured, checkpointing):
-    """`describe._to_host` fetches all that describes the row in one transfer; described on the host, none."""
+    """A row that is described on the device is fetched in one transfer, on the host in none."""
     if captured and checkpointing:
         pytest.skip("a recomputed step is not captured")
     model = tiny_model("qwen3", torch.bfloat16)
@@ -139,7 +139,7 @@ def test_the_trainer_of_a_run(tmp_path):
     assert len(counts) == len(rows) - 1 - BEFORE
     for at_once, late in map(at_once_and_late, counts):
         assert len(at_once) <= 1, at_once
-        assert all(place.startswith(os.path.join(OURS, "row", "from_call.py")) for place in at_once)
+        assert all(place.startswith(os.path.join(OURS, "row", "readings.py")) for place in at_once)
         assert len(late) <= 1  # for the labels at document starts, which were counted
 
 

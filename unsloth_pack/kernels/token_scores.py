@@ -290,7 +290,7 @@ def _score_kernel(
     label = tl.load(labels + row).to(tl.int64)
     is_valid = (label >= 0) & (label < V)
     x_label = tl.load(start + label, mask=is_valid, other=float("nan")).to(tl.float32)
-    z_label, _ = logit_and_slope(x_label, scale, softcap, CAPPED)
+    z_label, _slope = logit_and_slope(x_label, scale, softcap, CAPPED)
     peak = -3e38  # finite: a row may begin with a block of -inf
     before = float("-inf")  # the greatest logit before the label
     total = 0.0
