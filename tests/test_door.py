@@ -1,6 +1,7 @@
 """Whoever calls a patched model, the call enters one door, where its row is described and its loss chosen."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from test_trainers import PACKING, ROWS, adapted, arguments, folder  # noqa: F40
 from tiny import DEVICE, error, random_documents, tiny_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
@@ -153,10 +154,13 @@ def scores_and_gradients(model, weights, forward=None, **inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "granite", "qwen3_moe"])
-def test_scores_are_trls_own(arch, temperature, dtype, monkeypatch):
-    """With a softcap, a divisor, routed experts, at any temperature; where TRL's own can run."""
-    model = patched(arch, dtype)
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3 with a bias", "gemma2", "granite", "qwen3_moe"])
+def test_scores_are_trls_own(arch, temperature, dtype):
+    """With a bias, a softcap, a divisor, routed experts, at any temperature; where TRL's own can run."""
+    model = patched(arch.split()[0], dtype)
+    if "bias" in arch:
+        torch.manual_seed(3)
+        base_of(model).lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY, device=DEVICE, dtype=dtype))
     base = asked_by_trl(model, temperature=temperature)
     ids = torch.cat(random_documents(LENGTHS)).to(DEVICE)[None]
     labels = ids.masked_fill(torch.rand(ids.shape, device=DEVICE) < 0.3, -100)
@@ -290,6 +294,37 @@ def test_labels_of_first_tokens_never_train(adapter, tmp_path, no_chunked_head, 
     assert scored == [10]  # of 12 tokens in two documents
     assert "2 labels at document starts" not in caplog.text  # column 0 of a row no trainer counts
     assert "1 labels at document starts or on padding carry no loss" in caplog.text
+
+
+def test_dpo_gets_the_kernel(tmp_path, no_chunked_head):
+    """Its batches are padded, and its reference is the model without its adapter."""
+    pairs = [
+        {"prompt": "ab", "chosen": "cdefg", "rejected": "hij"},
+        {"prompt": "xyz", "chosen": "k", "rejected": "lmnopq"},
+    ]
+    trainer = DPOTrainer(
+        patched(),
+        args=DPOConfig(**arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1, max_length=64)),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=byte_tokenizer(),
+    )
+    trainer.train()
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_grpo_gets_the_kernel(tmp_path, no_chunked_head):
+    """At its temperature, which divides the logits before and after a softcap alike."""
+    options = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
+    options |= {"num_generations": 2, "max_completion_length": 4, "temperature": 0.8, "beta": 0.1}
+    trainer = GRPOTrainer(
+        patched(),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=GRPOConfig(**arguments(tmp_path, **options)),
+        train_dataset=Dataset.from_list([{"prompt": "ab"}, {"prompt": "xyz"}]),
+        processing_class=byte_tokenizer(),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 # Undone
