@@ -1,9 +1,9 @@
 """Does a packed row give what its documents give alone, and are exactly the right tokens counted?
 
-Packed and alone differ by rounding at least. How much that is on this model and dtype is measured, not
-assumed: the document runs alone once more, the input of every layer moved at random by up to one unit in the
-last place. On dense models in float32 and bfloat16, the logits and gradients of packed differ from alone by 0
-to 1.5 times as much.
+A document's results in a row and alone differ by rounding. How much that is on this model and dtype is
+measured: the document runs alone once more, while the input of every layer is moved at random by up to one
+unit in the last place. On dense models in float32 and bfloat16, packed logits and gradients differ from those
+alone by 0 to 1.5 times as much.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

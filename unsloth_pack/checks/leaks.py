@@ -1,11 +1,13 @@
-"""Does one document of a packed row reach another? Nothing here needs a tolerance on a dense model.
+"""Does one document of a packed row reach another? On a dense model no check here needs a tolerance.
 
-Changing a document must change no bit of another's logits, and the loss of one must have a gradient of
-exactly 0 at the input embeddings of another: what does not enter a computation does not round it either.
+Changing a document must change no bit of another's logits. The loss of one document must have a gradient of
+exactly 0 at the input embeddings of another. A number that takes no part in a computation does not change its
+rounding either.
 
-Where documents share more than a row (experts whose GEMMs depend on how many tokens they get, int8 scales),
-a neighbour moves the rounding. How far is then measured where nothing can leak: between the rows of an
-ordinary batch. And a kernel may sum in another order every time, which two equal runs show.
+In some models documents share more than a row: the GEMMs of experts depend on how many tokens they get, int8
+scales on all tokens. There a neighbour changes the rounding. How far it does is measured between the rows of
+an ordinary batch, where nothing can leak. A kernel may also sum in another order every time; two equal runs
+show that.
 """
 
 import math
@@ -38,7 +40,7 @@ Found = tuple[float, int, int]  # how much, of which document, reaches which oth
 @torch.inference_mode(False)
 @torch.enable_grad()  # whatever mode the caller is in
 def probe(model: Any, describe: Description | Describe | None = None) -> None:
-    """Refuse a model whose documents reach each other in a packed row; takes two short steps.
+    """Refuse a model in which documents of a packed row reach each other. This takes two short steps.
 
     The loss of half of the documents is sent back to the input embeddings of all, then that of the others.
     Mode, gradients, random states and captured graphs of the model stay as they are. A patched model that

@@ -32,10 +32,10 @@ def verify(
     max_seq_length: int | None = None,
     seed: int = 3407,
 ) -> VerifyReport:
-    """Whether this very model keeps the documents of a packed row apart, and gives what they give alone.
+    """Verify on this very model that documents of a packed row do not mix and come out as they do alone.
 
-    The model runs as it trains, with its adapter, backend, dtype and checkpointing, but without dropout and
-    uncaptured. Modes, gradients and random states are left as they were.
+    The model runs as in training, with its adapter, backend, dtype and checkpointing, but without dropout and
+    without CUDA graphs. Modes, gradients and random states stay as they were.
 
     Args:
         model: a causal language model of transformers, or a PEFT model of one; patched or not.

@@ -1,4 +1,4 @@
-"""The model under test: how it is called, what is read off it, and how it is left as it was.
+"""The model under test: how it is called, what is measured on it, and how its state is restored.
 
 Shapes: T tokens of a row or L of a document, C channels, V words of the vocabulary.
 """

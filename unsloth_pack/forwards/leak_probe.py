@@ -1,7 +1,8 @@
-"""Does one document of a packed row reach another? Asked of a whole model, or by a decoder of itself.
+"""The leak probe: does one document of a packed row reach another?
 
-A decoder asks before its first packed row in training, whoever trains it, and nothing of that can be noticed:
-no hook runs, no gradient is accumulated, no random number is drawn, no step is recomputed or captured.
+`checks` probes whole models with it. A patched decoder probes itself before its first packed row in training,
+under any trainer. Training does not notice the probe: it runs no hook, accumulates no gradient, draws no
+random number, and recomputes and captures nothing.
 
 Shapes: T tokens of a row or L of a document, C channels.
 """
@@ -27,18 +28,19 @@ from unsloth_pack.modules.walk import Walkable
 from unsloth_pack.row.packed_row import PackedRow
 
 _LENGTHS = 2 * (5, 1, 16, 2, 8)
-_SCORED = (0, 2, 4, 7, 8)  # neighbours are apart in the first half, documents with one between in the second
+# Direct neighbours are in different halves in the first five documents, next but one in the others
+_SCORED = (0, 2, 4, 7, 8)
 
 logger = logging.getLogger("unsloth_pack")
 
 
 class Probed(Protocol):
-    """What is looked at.
+    """A model or decoder that the probe looks at.
 
     Args:
-        attn_backend: its name, for the message.
-        vocab_size: ids of tokens are below.
-        layers: the decoder's.
+        attn_backend: the name of its attention backend, for messages.
+        vocab_size: token ids are smaller.
+        layers: the decoder layers.
     """
 
     attn_backend: str

@@ -10,21 +10,21 @@ from unsloth_pack.lora.gated_mlp import gate_and_up, gated_mlp
 from unsloth_pack.lora.layers import project, run_fused
 from unsloth_pack.modules.hooks import has_hooks
 
-ACTIVATIONS = {  # the kernel's name of a module's class
+ACTIVATIONS = {  # class of the activation module -> its name in `kernels.gated`
     nn.SiLU: "silu",
     type(ACT2FN["silu"]): "silu",
     type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
 }
-_MANY_BYTES = 2**27  # of gate and up in a layer
-_SPARING = 448  # width for which every layer would compute them again; fewer do, the wider they are
+_MANY_BYTES = 2**27  # of gate and up in a layer; below it they are always kept
+_SPARING = 448  # one layer in (width / 448), at least one in two, computes gate and up again
 
 
 class FastMLP(nn.Module):
     """Takes the place of a transformers gated MLP's class.
 
     Args:
-        decoder_layer: that it is part of.
-        number: of that layer, from 0.
+        decoder_layer: the layer that holds this MLP.
+        number: the layer's number, from 0.
     """
 
     decoder_layer: Any
@@ -37,7 +37,7 @@ class FastMLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` through the gate, up and down projections."""
         activation = _activation_of(self)
-        if activation is None:  # it was replaced, or has got hooks
+        if activation is None:  # the activation was replaced, or has hooks now
             return super().forward(hidden_states)
         is_joined = hasattr(self, "gate_up_proj")
         inner: list[Any] = [self.gate_up_proj] if is_joined else [self.gate_proj, self.up_proj]
@@ -48,10 +48,11 @@ class FastMLP(nn.Module):
         return down(gated(gate, up, activation))
 
     def _keeps(self, x: Tensor) -> bool:
-        """Whether gate and up are kept for the backward pass: not where the layer is recomputed anyway.
+        """Whether gate and up are kept for the backward pass.
 
-        Nor, without gradient checkpointing, in every second layer of a narrow model and every ninth of one
-        4,096 wide, on long rows: a byte of them costs as many FLOP as the layer is wide.
+        A layer that is recomputed does not keep them. Without gradient checkpointing some layers do not keep
+        them either on long rows: every second of a narrow model, every ninth of one that is 4,096 wide.
+        Computing a byte of them again costs as many FLOP as the layer is wide.
         """
         layer = self.decoder_layer
         if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation

@@ -14,11 +14,12 @@ from unsloth_pack.models.spec import ArchSpec
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """They are found before anything is swapped, and the report counts them.
+    """The modules, found before any class is swapped. The report counts them.
 
     Args:
-        mixers: what every layer does between tokens, one a layer, and the copies that `modules_to_save` made.
-        mlps: each with the kernel's name of its activation, None where it cannot be fused.
+        mixers: the module of every layer that works between tokens, with its kind; also the copies that
+            `modules_to_save` made.
+        mlps: each with its activation's name in `kernels.gated`, None where it cannot be fused.
         loras: LoRA layers on linear layers, of a type in `LORA_TYPES`.
         other_loras: those in 8 bits, or on parameters such as stacked experts.
     """

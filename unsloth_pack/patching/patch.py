@@ -1,10 +1,11 @@
-"""Patching a transformers model in place: on the instance, reported, undone exactly.
+"""Patching a transformers model in place: on the instance, with a report, undone exactly.
 
-Outside of it only trainers learn to give spare GPU memory back when they are done, see `spare_memory`.
+A patched module keeps its parameters, attributes, hooks and name. Only its `__class__` changes, to a subclass
+whose forward comes before transformers' own. So gradient checkpointing, `state_dict` keys, recorded hidden
+states and deep copies work as before, with and without PEFT.
 
-A patched module keeps its parameters, attributes, hooks and name; only its `__class__` becomes a subclass
-that puts a shared forward before transformers' own. So gradient checkpointing, `state_dict` keys, recording
-of hidden states and deep copies go on as they were, before and after PEFT.
+Patching changes one thing outside the model: trainers give spare GPU memory back when they are done, see
+`memory.spare`.
 """
 
 from collections.abc import Sequence
@@ -41,12 +42,12 @@ _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
 
 
 class Patch:
-    """A patch in force. `undo()` takes it off; as a context manager it does so on leaving.
+    """A patch on a model. `undo()` takes it off; used as a context manager, leaving the context does.
 
     Args:
-        model: the transformers model it is on.
-        attn_backend: the backend that was asked for, "auto" included.
-        report: what it did, on patching.
+        model: the patched transformers model.
+        attn_backend: the attention backend that was asked for, "auto" included.
+        report: what patching did.
     """
 
     def __init__(self, model: PreTrainedModel, attn_backend: str, report: PatchReport):
@@ -84,12 +85,15 @@ class Patch:
         module.__dict__.update(attributes)
 
     def skip_probe(self) -> None:
-        """Let the model not look for leaks before its first packed row in training."""
+        """Do not probe the model for leaks before its first packed row in training."""
         self._decoder.leak_probe = None
 
     def undo(self) -> None:
-        """Restore the model that came in, bit for bit, and what PEFT has copied of it since for
-        `modules_to_save`. Undoing twice is harmless."""
+        """Restore the model that came in, bit for bit.
+
+        Copies that PEFT has made of patched modules since, for `modules_to_save`, are restored too, and
+        forwards that trainers have set on the model are removed. Undoing twice is harmless.
+        """
         kinds = {type(module): (original, attributes) for module, original, attributes in self._swapped}
         for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
             if type(module) not in kinds:
@@ -103,7 +107,7 @@ class Patch:
             self._decoder.config._attn_implementation = self._attn_implementation
 
     def adapt_to_sharding(self, how: str) -> None:
-        """Run as parameters need it that were sharded after patching, and report that.
+        """Adapt to parameters that were sharded after patching, and report it.
 
         Args:
             how: what shards them, for the report.
@@ -143,7 +147,7 @@ def _new(fast: type, original: type) -> Any:
 
 
 def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
-    """Thread packed rows through a transformers model and fuse what can be fused.
+    """Patch a transformers model: it takes packed rows, and its layers run fused where they can.
 
     Args:
         model: a supported transformers model, or a PEFT model around one, before or after training.
@@ -156,7 +160,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     Raises:
         UnsupportedArchitecture: no patch is declared for the model type.
         BackendUnavailable: the backend that was asked for cannot run here.
-        InputError: the model is built in a way whose documents could not be kept apart.
+        InputError: the documents of a packed row could not be kept apart in this model.
     """
     base = _transformers_model(model)
     decoder = base.get_decoder()

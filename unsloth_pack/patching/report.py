@@ -1,4 +1,4 @@
-"""What a patch fuses, what it does not and why, in the words that its user reads."""
+"""The report of a patch: what is fused, what is not and why."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class PatchReport:
 
 
 def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[Choice]) -> PatchReport:
-    """What patching these parts does. Of the step nothing is said yet, see `say_step`.
+    """What patching these parts does. `say_step` adds whether steps are captured.
 
     Args:
         base: the transformers model.
@@ -88,7 +88,7 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
 
 
 def say(report: PatchReport, kind: str, fused: str | None, not_fused: str | None) -> None:
-    """Report this of a layer kind, in place of what was reported."""
+    """Report this for a kind of layer, in place of what was reported before."""
     for said, what in ((report.fused, fused), (report.not_fused, not_fused)):
         if what:
             said[kind] = what
@@ -112,7 +112,7 @@ def say_loss(report: PatchReport, model: Any) -> None:
 
 
 def say_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
-    """How many LoRA layers are fused: of those that the patch covers, and of the others none."""
+    """How many LoRA layers are fused. `other_loras` never are: the patch does not cover them."""
     reasons = Counter(why_not_fused(lora) for lora in loras)
     reasons.update(
         "put on after the patch; call patch_model again"

@@ -1,7 +1,7 @@
-"""The packed row: which token belongs to which document. Described once a step, on the host.
+"""The packed row: which token belongs to which document. It is made once a step, on the host.
 
-Shapes: B rows of T tokens come in and are seen as one row of N = B * T tokens. A row is cut into segments:
-its documents, and at its end perhaps one run of padding.
+Shapes: B rows of T tokens are flattened to one row of N = B * T tokens. A row consists of segments: its
+documents, and perhaps one run of padding at the end of each of the B rows.
 
     lengths   3     4         2   | padding 3
     tokens    a a a b b b b   c c | . . .
@@ -50,8 +50,10 @@ class PackedRow:
 
     @classmethod
     def static(cls, n_tokens: int, n_segments: int, longest: int, device: torch.device) -> "PackedRow":
-        """A row to `fill` anew every step, for CUDA graphs. Its host side describes no row: only its sizes,
-        `cu_seqlens` and `position_ids` may be used."""
+        """A row of fixed sizes for CUDA graphs, to `fill` anew every step.
+
+        Use only its sizes, `cu_seqlens` and `position_ids`: the rest of it describes no row.
+        """
         positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
         row = cls((longest, *[0] * (n_segments - 1)), (False,) * n_segments, positions, (1, n_tokens), device)
         row.__dict__["cu_seqlens"] = torch.full((n_segments + 1,), n_tokens, dtype=torch.int32, device=device)
@@ -59,7 +61,7 @@ class PackedRow:
         return row
 
     def fill(self, row: "PackedRow") -> None:
-        """Let this static row describe `row`, with padding behind it and empty segments at the end."""
+        """Make this static row describe `row`, followed by padding and empty segments."""
         tail = np.arange(self.n_tokens - row.n_tokens) % self.longest
         ends = [*np.cumsum(row.lengths), *(row.n_tokens + np.flatnonzero(tail == 0)[1:])]
         cu_seqlens = np.full(len(self.lengths) + 1, self.n_tokens, dtype=np.int32)
@@ -109,7 +111,7 @@ class PackedRow:
 
     @cached_property
     def unscored_places(self) -> np.ndarray:
-        """Int64 on the host: the tokens whose label carries no loss, first of a document or padding."""
+        """Int64 on the host: the tokens whose label carries no loss, the first of every document and padding."""
         is_unscored = np.repeat(np.array(self.is_padding), self.lengths)
         is_unscored[self.starts] = True
         return np.flatnonzero(is_unscored)
@@ -165,7 +167,7 @@ class PackedRow:
         return masked.index_fill_(0, before, ignore_index).view(labels.shape)
 
     def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """What `build` returns, built on the first call for `key` and shared by all layers of the step."""
+        """The result of `build`, which runs on the first call for `key`; all layers of the step share it."""
         if key not in self._built:
             self._built[key] = build()
         return self._built[key]

@@ -1,0 +1,82 @@
+"""Under the trainer of a run the row is described in the loader, and nothing of it is read from the device."""
+
+import pickle
+
+import pytest
+import torch
+from datasets import Dataset
+from test_door import described, no_chunked_head, patched  # noqa: F401
+from test_trainers import arguments
+from tiny import DEVICE, random_documents
+
+from unsloth_pack.row import from_call, readings
+from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.training.collator import RowCollator
+from unsloth_pack.training.trl import make_trainer, row_collator, sft_config
+
+LENGTHS = [5, 1, 9, 3]
+
+
+def example(lengths=LENGTHS, seed=0):
+    ids = torch.cat(random_documents(lengths, seed=seed)).tolist()
+    return {"input_ids": ids, "labels": ids, "seq_lengths": list(lengths)}
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [7]], ids=["four documents", "one document"])
+def test_the_row_is_that_which_the_tensors_describe(lengths):
+    batch = RowCollator(row_collator())([example(lengths), example([4, 2])])
+    row = batch["packed_row"]
+    assert row.lengths == (*lengths, 4, 2)
+    assert row.shape == tuple(batch["input_ids"].shape)
+    assert set(batch) == {"input_ids", "labels", "position_ids", "packed_row"}
+    single = RowCollator(row_collator())([example([7])])["packed_row"]
+    assert single.lengths == (7,)
+
+
+def test_a_row_comes_from_another_process():
+    """What was built of it stays behind: tensors of a device do not belong in a pipe."""
+    row = RowCollator(row_collator())([example()])["packed_row"]
+    assert row.cu_seqlens.tolist() == [0, 5, 6, 15, 18]
+    row.once("something", lambda: torch.zeros(1000))
+    there = pickle.loads(pickle.dumps(row))
+    assert there.lengths == row.lengths
+    assert there.cu_seqlens.tolist() == row.cu_seqlens.tolist()
+    assert len(pickle.dumps(row)) < 2000
+    moved = row.on(torch.device("meta"))
+    assert moved.device.type == "meta"
+    assert row.on(torch.device("cpu")) is row
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_trainer_of_a_run_reads_nothing_back(
+    workers,
+    tmp_path,
+    described,
+    no_chunked_head,
+    monkeypatch,  # noqa: F811
+):
+    """Rows are described in the loader alone; none of the descriptions is looked for in a call."""
+    entered, row_itself = [], from_call._row_itself
+    monkeypatch.setattr(from_call, "_row_itself", lambda row, *a: entered.append(row) or row_itself(row, *a))
+    monkeypatch.setattr(readings, "is_remote", lambda value: pytest.fail("a description came from a device"))
+    monkeypatch.setattr("unsloth_pack.training.collator.readings", readings, raising=False)
+    rows = Dataset.from_list([example(seed=seed) for seed in range(4)])
+    config = sft_config(
+        str(tmp_path),
+        padding_free=True,
+        dtype=torch.float32,
+        **{k: v for k, v in arguments(tmp_path).items() if k in ("optim", "max_grad_norm")},
+        max_steps=4,
+        per_device_train_batch_size=1,
+        dataloader_num_workers=workers,
+        report_to="none",
+        save_strategy="no",
+    )
+    model = patched()
+    from model_folder import byte_tokenizer
+
+    make_trainer(model, byte_tokenizer(), config, rows, rows, []).train()
+    assert len(entered) == 4
+    assert all(isinstance(row, PackedRow) for row in entered)
+    assert len(described) == (4 if workers == 0 else 0)  # in this process; workers have their own
+    assert DEVICE == "cpu" or entered[0].device.type == "cpu"

@@ -1,0 +1,36 @@
+"""Batches whose row is described where the data lies: nothing that describes it comes back from the GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unsloth_pack.row.from_call import describe_row
+from unsloth_pack.row.keywords import ROW_KEYWORDS
+from unsloth_pack.row.packed_row import PackedRow
+
+_CPU = torch.device("cpu")
+
+
+class RowCollator:
+    """A collator that hands on the `packed_row` of a padding-free batch beside its tensors.
+
+    It runs in the loader, in a worker's process if there are workers. A trainer leaves the row on the host and
+    passes it to the model, which then has nothing to read from the device.
+
+    Args:
+        collate: TRL's collator. The tensors by which it describes a row stay out of the batch, but for
+            `position_ids`, from which TRL's trainer counts tokens.
+    """
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Mapping[str, Any]]):
+        self.collate = collate
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+        batch = dict(self.collate(examples))
+        if "position_ids" not in batch:  # padded
+            return batch
+        shape = (batch["input_ids"].shape[0], batch["input_ids"].shape[1])
+        described = {name: batch.pop(name) for name in ROW_KEYWORDS if name in batch}
+        row = describe_row(shape, _CPU, position_ids=batch["position_ids"], **described)
+        return batch | {"packed_row": row or PackedRow.of_lengths((shape[1],), _CPU)}
