@@ -43,3 +43,29 @@ def leak(monkeypatch):
 
     monkeypatch.setattr(PackedRow, "stacks", property(shifted))
     monkeypatch.setattr("unsloth_pack.forwards.leak_probe._LENGTHS", (7, 3, 16, 2))
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The shapes of the rows that were described."""
+    from unsloth_pack.row import from_call
+
+    shapes, describe = [], from_call.describe_row
+
+    def counted(shape, *args, **kwargs):
+        shapes.append(shape)
+        return describe(shape, *args, **kwargs)
+
+    monkeypatch.setattr(from_call, "describe_row", counted)
+    return shapes
+
+
+@pytest.fixture
+def no_chunked_head(monkeypatch):
+    """TRL's own head must not run."""
+    from trl.trainer import utils
+
+    def refuse(*args):
+        raise AssertionError("TRL's chunked head was called")
+
+    monkeypatch.setattr(utils._ChunkedLogProbFunction, "apply", refuse)

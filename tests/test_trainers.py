@@ -11,6 +11,7 @@ from datasets import Dataset
 from model_folder import byte_tokenizer, save_model
 from tiny import DEVICE, error
 from torch.nn import functional as F
+from trainer_runs import PACKING, PAIRS, ROWS, adapted, arguments, fill_adapter
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -27,21 +28,6 @@ from unsloth_pack.packing import pack_dataset
 from unsloth_pack.training.trl import row_collator, sft_config
 
 BOUND = 1e-4
-SIZES = [(5, 30), (12, 3), (1, 9), (20, 21), (2, 2), (7, 50), (3, 11), (30, 28), (1, 1), (16, 4)]  # bytes
-
-
-def text(n, start):
-    return "".join(chr(97 + (start + 7 * i) % 26) for i in range(n))
-
-
-PAIRS = [(text(p, i), text(c, 3 * i + 1)) for i, (p, c) in enumerate(SIZES)]
-ROWS = {
-    "text": [{"text": prompt + answer} for prompt, answer in PAIRS],
-    "completion": [{"prompt": prompt, "completion": answer} for prompt, answer in PAIRS],
-    "assistant": [
-        {"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": a}]} for p, a in PAIRS
-    ],
-}
 
 
 def tokens(kind):
@@ -62,21 +48,6 @@ def folder(tmp_path_factory):
     return str(save_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3"))
 
 
-def adapted(folder):
-    model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=256, dtype=torch.float32)
-    model = FastLanguageModel.get_peft_model(model, r=4)
-    _fill_adapter(model)
-    return model, tokenizer
-
-
-def _fill_adapter(model):
-    """B starts at 0, where A would have no gradient."""
-    generator = torch.Generator().manual_seed(1)
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            weight.data = 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
-
-
 @pytest.fixture(scope="module")
 def truth(folder):
     """The loss and the gradients of each kind of document, by plain transformers and PEFT."""
@@ -87,7 +58,7 @@ def truth(folder):
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         config = LoraConfig(r=4, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
         model = get_peft_model(base, config)
-        _fill_adapter(model)
+        fill_adapter(model)
         model.double()
         documents = list(tokens(kind))
         counted = sum(sum(marks[1:]) for _, marks in documents)
@@ -113,14 +84,6 @@ class Gradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         assert not self.seen, "one update was expected"
         self.seen = {n: p.grad.double().cpu() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def arguments(tmp_path, **options):
-    given = {"output_dir": str(tmp_path), "num_train_epochs": 1, "per_device_train_batch_size": 1}
-    given |= {"gradient_accumulation_steps": 32, "max_grad_norm": 0.0, "report_to": "none", "optim": "sgd"}
-    given |= {"use_cpu": DEVICE == "cpu", "bf16": False, "disable_tqdm": True, "logging_steps": 1}
-    given |= {"save_strategy": "no", "gradient_checkpointing": False, "logging_nan_inf_filter": False}
-    return given | options
 
 
 def sft(folder, tmp_path, kind, streamed_eval=False, **options):
@@ -152,9 +115,6 @@ def train(trainer):
     trainer.train()
     assert trainer.state.global_step == 1
     return trainer.state.log_history[0]["loss"]
-
-
-PACKING = {"packing": True, "padding_free": True}
 
 
 @pytest.mark.parametrize("kind", ROWS)

@@ -111,7 +111,7 @@ class PackedRow:
 
     @cached_property
     def unscored_places(self) -> np.ndarray:
-        """Int64 on the host: the tokens whose label carries no loss, the first of every document and padding."""
+        """Int64 on the host: the tokens whose label carries no loss, first of a document or padding."""
         is_unscored = np.repeat(np.array(self.is_padding), self.lengths)
         is_unscored[self.starts] = True
         return np.flatnonzero(is_unscored)

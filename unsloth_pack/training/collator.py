@@ -15,8 +15,8 @@ _CPU = torch.device("cpu")
 class RowCollator:
     """A collator that hands on the `packed_row` of a padding-free batch beside its tensors.
 
-    It runs in the loader, in a worker's process if there are workers. A trainer leaves the row on the host and
-    passes it to the model, which then has nothing to read from the device.
+    It runs in the loader, in a worker's process if there are workers. A trainer leaves the row on the host
+    and passes it to the model, which then has nothing to read from the device.
 
     Args:
         collate: TRL's collator. The tensors by which it describes a row stay out of the batch, but for

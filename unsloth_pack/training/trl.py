@@ -17,7 +17,9 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.training.checkpoints import WholeCheckpoints
+from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.evaluation import DocumentMeans
 from unsloth_pack.training.finite_updates import FiniteUpdates
 from unsloth_pack.training.memory_watch import MemoryWatch
@@ -117,6 +119,8 @@ def make_trainer(
             callbacks=list(callbacks),
         )
     trainer.remove_callback(PrinterCallback)
+    if patch_of(model) is not None:
+        trainer.data_collator = RowCollator(trainer.data_collator)
     return trainer
 
 
