@@ -139,8 +139,7 @@ def test_the_trainer_of_a_run(tmp_path):
     assert len(counts) == len(rows) - 1 - BEFORE
     for at_once, late in map(at_once_and_late, counts):
         assert not at_once
-        assert all(place.startswith(os.path.join(OURS, "row", "readings.py")) for place in at_once)
-        assert len(late) <= 1  # for the labels at document starts, which were counted
+        assert len(late) <= 1  # for how many tokens have a label
 
 
 def test_asking_other_processes_for_a_signal():
