@@ -1,6 +1,6 @@
 """Batches whose row is described where the data lies: nothing that describes it comes back from the GPU."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ class RowCollator:
             `position_ids`, from which TRL's trainer counts tokens.
     """
 
-    def __init__(self, collate: Callable[[Sequence[Any]], Mapping[str, Any]]):
+    def __init__(self, collate: Callable[[list[Any]], Mapping[str, Any]]):
         self.collate = collate
 
-    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
         batch = dict(self.collate(examples))
         if "position_ids" not in batch:  # padded
             return batch
