@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pkgutil
 import random
 import resource
 import signal
@@ -283,6 +284,32 @@ def test_what_goes_wrong_after_the_training(
         return
     assert main(["--resume", f"--output_dir={out}"]) == 0
     assert (out / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("at", ["mishaps.way_on", "_exit_of", "_one_line"])
+def test_sigterm_takes_no_line_away(at, train, monkeypatch, capsys):
+    """torchrun sends it to the processes that remain, as soon as one has ended."""
+    where, came_through = f"unsloth_pack.cli.{at}", []
+    call = pkgutil.resolve_name(where)
+
+    def terminated(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return call(*arguments)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = signal.signal(signal.SIGTERM, lambda *_: came_through.append(at))
+    try:
+        monkeypatch.setattr("unsloth_pack.training.trl.RunTrainer.training_step", full)
+        monkeypatch.setattr(where, terminated)
+        assert train() == 1
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came_through == [at]  # when all was over
+    said = capsys.readouterr().err
+    assert "No space left on device; there is no checkpoint yet, start over with" in said
 
 
 def test_a_full_disk_while_the_metrics_are_written(train, monkeypatch, capsys, tmp_path):

@@ -35,21 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that it cannot show ends no run
         sys.stdout.reconfigure(errors="replace")
-    try:
-        with _terminated_as_interrupted():
+    with _terminated_as_interrupted():
+        try:
             code = _run(arguments)
-        _flush()
-        line = f"ended with exit code {code}"
-    except SystemExit as help_was_shown:
-        return int(help_was_shown.code or 0)
-    except (KeyboardInterrupt, Exception) as error:
-        code, line = _exit_of(error)
-        if "--debug" in arguments:
-            traceback.print_exc()
-        sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: several processes may share the terminal
-    if code and (path := os.environ.get(_ERROR_FILE)):
-        _leave_error(path, code, line)
-    return code
+            _flush()
+            line = f"ended with exit code {code}"
+        except SystemExit as help_was_shown:
+            return int(help_was_shown.code or 0)
+        except (KeyboardInterrupt, Exception) as error:
+            _ignore_termination()
+            code, line = _exit_of(error)
+            if "--debug" in arguments:
+                traceback.print_exc()
+            sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: processes may share the terminal
+        if code and (path := os.environ.get(_ERROR_FILE)):
+            _leave_error(path, code, line)
+        return code
 
 
 def _leave_error(path: str, code: int, line: str) -> None:
@@ -87,6 +88,12 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _ignore_termination() -> None:
+    """From now on: torchrun sends SIGTERM to all that remain, and each has its line to print first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_of(error: BaseException) -> tuple[int, str]:

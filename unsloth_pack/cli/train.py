@@ -92,7 +92,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     trainer.add_callback(
         ProgressCallback(console, lambda updates: _announce(console, trainer, prepared, fill, updates))
     )
-    with explained(trainer, options), stop:
+    with stop, explained(trainer, options):
         report_nonfinite(trainer, options, console, metrics)
         trainer.train_from(checkpoint)
         check_finite(trainer)

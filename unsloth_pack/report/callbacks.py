@@ -108,7 +108,8 @@ class StopOnSignal(TrainerCallback):
 
     Several processes ask each other at the end of every step, and read the answer at the end of the next, so
     that nobody waits for it: they all stop at the same step, one later. The second signal does what it would
-    without us.
+    without us. Once an error has ended the run, SIGTERM is ignored: torchrun sends it to the processes that
+    remain when one has ended, and each still has to say how to go on.
     """
 
     def __init__(self) -> None:
@@ -122,6 +123,8 @@ class StopOnSignal(TrainerCallback):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._handlers[signal.SIGTERM] = signal.SIG_IGN
         self._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
