@@ -322,6 +322,7 @@ def test_overwriting_removes_links_and_not_what_they_point_to(train, tmp_path):
 
 
 LINKED_FILES = (
+    "README.md",
     "loss.png",
     "lengths.png",
     "adapter_model.safetensors",

@@ -167,6 +167,13 @@ class WholeCheckpoints(Trainer):
         if self.args.should_save:
             self._remove_oldest(folder, aside)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card into the output folder; a link of its name is replaced."""
+        card = Path(str(self.args.output_dir)) / "README.md"
+        if card.is_symlink():
+            card.unlink(missing_ok=True)
+        super().create_model_card(*args, **kwargs)
+
     def _write_aside(self, aside: Path, name: str, model: Any, trial: Any) -> None:
         if self.args.should_save:
             remove_folder(aside)
