@@ -182,6 +182,7 @@ def subjects(shape: Shape) -> Iterator[Subject]:
     yield from fp8(shape)
     yield from lora(shape)
     yield loss(shape)
+    yield scores(shape)
 
 
 def rotary(shape: Shape) -> Iterator[Subject]:
@@ -434,6 +435,35 @@ def loss(shape: Shape) -> Subject:
         inputs=lambda: ((randn(shape.tokens, shape.hidden),), ()),
         ours=lambda hidden: forward_backward(ours, (hidden,), (one,)),
         plain=lambda hidden: forward_backward(plain, (hidden,), (one,)),
+    )
+
+
+def scores(shape: Shape) -> Subject:
+    """What TRL's trainers ask for: log-probability, entropy and top-1 of every label, weighed one by one."""
+    from unsloth_pack.kernels import LabelledRows, token_scores
+
+    weight = randn(shape.vocab, shape.hidden, grad=False) / shape.hidden**0.5
+    labels = torch.randint(0, shape.vocab, (shape.tokens,), device="cuda")
+    found = LabelledRows(labels)
+    assert found.count == shape.tokens  # read before the capture
+    upstream = torch.randn(shape.tokens, device="cuda")
+
+    def ours(hidden: Tensor) -> Tensor:
+        return token_scores(hidden, weight, found, fields=("entropy", "is_top1")).log_prob
+
+    def plain(hidden: Tensor) -> Tensor:
+        log_p = F.linear(hidden, weight).float().log_softmax(-1)
+        log_p.detach().exp().mul(log_p.detach()).sum(-1).neg_()
+        log_p.detach().argmax(-1).eq(labels)
+        return log_p.gather(1, labels[:, None])[:, 0]
+
+    return Subject(
+        name="token_scores",
+        ceiling="bf16",
+        work=(4.0 * shape.tokens * shape.hidden * shape.vocab, None),
+        inputs=lambda: ((randn(shape.tokens, shape.hidden),), ()),
+        ours=lambda hidden: forward_backward(ours, (hidden,), (upstream,)),
+        plain=lambda hidden: forward_backward(plain, (hidden,), (upstream,)),
     )
 
 
