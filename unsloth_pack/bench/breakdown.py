@@ -31,7 +31,7 @@ _OF_OPERATOR = (
 )
 _OF_KERNEL = (
     ("attention", re.compile(r"flash|fmha|sdpa|attention", re.I)),
-    ("loss", re.compile(r"cross_entropy|nll_loss|log_?softmax|logprob|^_(forward|backward)_kernel", re.I)),
+    ("loss", re.compile(r"cross_entropy|nll_loss|log_?softmax|logprob|^_(forward|backward|score|gradient)_kernel", re.I)),
     ("optimizer", re.compile(r"adam|lamb|lion|sgd|LpNorm", re.I)),
     ("GEMMs", re.compile(r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk", re.I)),
 )
