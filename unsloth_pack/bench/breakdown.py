@@ -22,7 +22,7 @@ HOST_GAPS = "host gaps"  # the rest of the step, when nothing runs
 
 _OF_CALLER = (
     ("optimizer", re.compile(r"^Optimizer\.|clip_grad|_foreach_norm")),
-    ("loss", re.compile(r"LogProb|CrossEntropy|cross_entropy|nll_loss")),
+    ("loss", re.compile(r"LogProb|TokenScores|CrossEntropy|cross_entropy|nll_loss")),
 )
 _OF_OPERATOR = (
     *_OF_CALLER,
@@ -31,7 +31,8 @@ _OF_OPERATOR = (
 )
 _OF_KERNEL = (
     ("attention", re.compile(r"flash|fmha|sdpa|attention", re.I)),
-    ("loss", re.compile(r"cross_entropy|nll_loss|log_?softmax|logprob|^_(forward|backward|score|gradient)_kernel", re.I)),
+    ("loss", re.compile(r"cross_entropy|nll_loss|log_?softmax|logprob", re.I)),
+    ("loss", re.compile(r"^_(forward|backward|score|gradient)_kernel")),  # TRL's, and those of `token_scores`
     ("optimizer", re.compile(r"adam|lamb|lion|sgd|LpNorm", re.I)),
     ("GEMMs", re.compile(r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk", re.I)),
 )
