@@ -276,8 +276,12 @@ def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):
     monkeypatch.setattr(recompute, "_free", free)
     monkeypatch.setattr(plan, "lower", lambda: len(tried) < plan.n_layers)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    hooked = []
+    model.get_decoder().register_forward_pre_hook(lambda *_: hooked.append("before"))
+    model.get_decoder().register_forward_hook(lambda *_: hooked.append("after"))
     got = run_packed(model, documents)
     assert tried == [0, 1]
+    assert hooked == ["before", "after"]  # once, though the layers ran twice
     assert all(torch.equal(got.grads[name], grad) for name, grad in expected.grads.items())
     tried.clear()
     embeddings = model.get_input_embeddings()(torch.cat(documents)[None].to(DEVICE)).detach()

@@ -13,6 +13,7 @@ from refusals import Case
 
 from unsloth_pack import FastLanguageModel, packing
 from unsloth_pack.data import check_token_ids, load_rows, to_trl
+from unsloth_pack.row.packed_row import PackedRow
 
 T = 12  # tokens of the row in every model call
 INF, NAN = float("inf"), float("nan")
@@ -185,6 +186,32 @@ CALLS = [
     ),
     forward(
         "positions beyond float32", "position_ids reach 1099511627787", position_ids=positions(12) + 2**40
+    ),
+    forward("labels beyond the head", "labels reach up to 99999", labels=torch.full((1, T), 99_999)),
+    forward(
+        "labels beyond the head, in a packed row",
+        "labels reach up to 99999",
+        packed_seq_lengths=[5, 7],
+        labels=torch.full((1, T), 99_999),
+    ),
+    forward(
+        "shifted labels beyond the head",
+        "shift_labels reach up to",
+        packed_seq_lengths=[5, 7],
+        shift_labels=torch.full((1, T), 99_999),
+    ),
+    forward(
+        "shifted labels of another row",
+        "labels and shift_labels contradict each other",
+        packed_seq_lengths=[5, 7],
+        labels=torch.arange(T)[None],
+        shift_labels=torch.arange(T)[None],
+    ),
+    forward("a packed row that is a list", "packed_row is a list", packed_row=[5, 7]),
+    forward(
+        "a packed row of other tokens",
+        r"packed_row describes [1, 9] tokens",
+        packed_row=PackedRow.of_lengths((4, 5), torch.device("cpu")),
     ),
     forward("labels in a list", "labels are list", packed_seq_lengths=[5, 7], labels=[[1] * T]),
     forward("ids without a row", r"input_ids is \[12\]; give a tensor", input_ids=torch.arange(T)),
