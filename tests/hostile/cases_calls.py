@@ -143,8 +143,8 @@ CALLS = [
         packed_seq_lengths=[5, 7],
     ),
     forward(
-        "a mask that alone numbers documents",
-        "alone parts none",
+        "a mask of document ids alone",
+        "which alone do not separate documents",
         attention_mask=torch.tensor([[1] * 5 + [2] * 7]),
     ),
     forward("a keyword spelt out", "do you mean packed_seq_lengths", packed_sequence_lengths=[5, 7]),
@@ -210,7 +210,7 @@ CALLS = [
     forward("a packed row that is a list", "packed_row is a list", packed_row=[5, 7]),
     forward(
         "a packed row of other tokens",
-        r"packed_row describes [1, 9] tokens",
+        r"packed_row describes \[1, 9\] tokens",
         packed_row=PackedRow.of_lengths((4, 5), torch.device("cpu")),
     ),
     forward("labels in a list", "labels are list", packed_seq_lengths=[5, 7], labels=[[1] * T]),

@@ -61,7 +61,7 @@ def row_of_call(
     if kwargs.get("packed_row") is not None:
         return _row_itself(kwargs["packed_row"], shape, inputs.device)
     given = {name: kwargs[name] for name in ROW_KEYWORDS if kwargs.get(name) is not None}
-    if not given and (position_ids is None or inputs.shape[1] == 1 or position_ids.ndim > 2):
+    if not given and (position_ids is None or inputs.shape[1] == 1 or getattr(position_ids, "ndim", 0) > 2):
         return None  # positions on several axes, as of vision and language, describe no row by themselves
     if past_key_values is not None:
         continues = past_key_values.get_seq_length() > 0
