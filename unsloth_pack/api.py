@@ -1,4 +1,4 @@
-"""`FastLanguageModel`: load, adapt, switch between training and inference. The notebook's entry."""
+"""`FastLanguageModel`: load a model, adapt it, switch between training and inference. For notebooks."""
 
 import json
 import os
@@ -83,16 +83,17 @@ class FastLanguageModel:
         Args:
             model_name: "demo" (bundled), a local folder of a model or of a saved adapter, or a hub name.
             max_seq_length: tokens of the longest document or packed row, at most the model's positions.
-            dtype: of the weights. None: bfloat16 where the GPU has it, else float16 on CUDA, else float32;
-                float32 for full fine-tuning, whose small updates 16 bits would swallow.
+            dtype: of the weights. None: bfloat16 where the GPU has it, else float16 on CUDA, else float32.
+                For full fine-tuning None means float32, since small updates are lost in 16 bits.
             load_in_4bit: frozen weights in NF4 through bitsandbytes.
             load_in_8bit: frozen weights in int8 through bitsandbytes.
-            load_in_fp8: frozen weights of the layers in e4m3, quantised by output; needs a GPU that has it.
-            full_finetuning: train every weight; no adapter then.
+            load_in_fp8: frozen weights of the layers in e4m3, with a scale for every output; needs a GPU that
+                computes in it.
+            full_finetuning: train every weight, without an adapter.
             attn_backend: see `patch_model`.
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
-            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`, attributes
-                of the configuration too; pickled weights are refused unless `use_safetensors=False` is given.
+            token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`, including
+                attributes of the configuration. Pickled weights are refused unless `use_safetensors=False`.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -101,8 +102,8 @@ class FastLanguageModel:
 
         Raises:
             UnsupportedArchitecture: no patch is declared for the model.
-            InputError: arguments that contradict each other or that nothing knows, or a model that cannot be
-                found or loaded.
+            InputError: arguments that contradict each other or are unknown, or a model that cannot be found
+                or loaded.
         """
         check_loading(max_seq_length, load_in_4bit, load_in_8bit, load_in_fp8, full_finetuning)
         require_whole("random_state", random_state, 0, LAST_SEED)
@@ -130,7 +131,7 @@ class FastLanguageModel:
             **for_weights,
         )
         if source == str(MODEL_DIR):
-            # Adapters name their base: not by a path in this package
+            # An adapter stores this name of its base; a path into this package would not last
             model.name_or_path = model.config._name_or_path = "demo"
         if load_in_fp8:
             if model.dtype != torch.bfloat16:
@@ -169,22 +170,23 @@ class FastLanguageModel:
         """The model with a LoRA adapter (Hu et al. 2021), through PEFT, ready to train.
 
         Args:
-            model: from `from_pretrained`, not yet adapted.
+            model: from `from_pretrained`, without an adapter.
             r: rank, from 1 to the model's hidden size.
             target_modules: names of linear layers, "all-linear", or None for the seven projections.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
             bias, layers_to_transform, modules_to_save, use_rslora, use_dora: as in PEFT's `LoraConfig`.
-            use_gradient_checkpointing: False; True; "offload" (alias "unsloth") to hold the inputs of layers
-                in host memory; or "auto" to recompute as few layers as the GPU's free memory allows.
+            use_gradient_checkpointing: False; True to recompute every layer; "offload" (alias "unsloth") to
+                also hold the layers' inputs in host memory; or "auto" to recompute as few layers as the GPU's
+                free memory allows.
             random_state: seed of the adapter's initial weights.
             loftq_config: arguments of PEFT's `LoftQConfig`; the adapter then starts from LoftQ.
-            max_seq_length: of `from_pretrained`, which has set it; another one is refused.
+            max_seq_length: None, or what `from_pretrained` was given; anything else is refused.
             lora_kwargs: further arguments of PEFT's `LoraConfig`, such as `rank_pattern`.
 
         Raises:
-            InputError: an argument out of range or that PEFT does not know, a target that the model does not
-                have, or a model that has an adapter already.
+            InputError: an argument out of range or unknown to PEFT, a target that the model does not have, or
+                a model that already has an adapter.
         """
         _check_adaptable(model, max_seq_length)
         check_mode(use_gradient_checkpointing)
@@ -218,7 +220,7 @@ class FastLanguageModel:
                 modules_to_save=modules_to_save,
                 use_rslora=use_rslora,
                 use_dora=use_dora,
-                # PEFT types alpha as a whole number, and takes any
+                # Not by keyword: PEFT declares alpha an int, and takes any number
                 **{"lora_alpha": lora_alpha, "task_type": "CAUSAL_LM", **loftq, **lora_kwargs},
             )
             adapted = get_peft_model(model, config)
@@ -248,7 +250,7 @@ def check_positions(max_seq_length: int, model_name: str, text_config: Any) -> N
     """Refuse rows that are longer than the model has positions.
 
     Raises:
-        InputError: they are.
+        InputError: `max_seq_length` is above `max_position_embeddings`.
     """
     if max_seq_length > text_config.max_position_embeddings:
         raise InputError(
@@ -271,7 +273,7 @@ def check_loftq(loftq_config: Mapping[str, Any]) -> None:
 def check_loading(
     max_seq_length: int, in_4bit: bool, in_8bit: bool, in_fp8: bool, full: bool = False
 ) -> None:
-    """Refuse a length that is none, and weights in a form that contradicts another or cannot be had here.
+    """Refuse a row length below 1, and forms of weights that contradict each other or cannot run here.
 
     Raises:
         InputError: names the argument, its value and the remedy.
@@ -317,13 +319,13 @@ def _check_adaptable(model: Any, max_seq_length: int | None) -> None:
 
 
 def _let_segments_grow() -> None:
-    """Have torch reserve GPU memory in segments that grow: rows of changing lengths leave fewer gaps so.
+    """Let torch reserve GPU memory in segments that grow: rows of changing lengths then leave fewer gaps.
 
-    Where the process has reserved memory already, or its user has set the allocator up, it stays as it is.
+    Changes nothing if the process has reserved memory already, or the environment configures the allocator.
     """
     is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.cuda.is_available() and not is_set and not torch.cuda.memory_reserved():
-        with warnings.catch_warnings():  # deprecated for a name that is private as well
+        with warnings.catch_warnings():  # torch deprecates it for another private function
             warnings.simplefilter("ignore", FutureWarning)
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
@@ -341,7 +343,10 @@ def _device_map(device_map: Any) -> Any:
 
 
 def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None) -> str | list[str]:
-    """What `LoraConfig` takes as `target_modules`; for None those of `PROJECTIONS` that the model has.
+    """The `target_modules` for `LoraConfig`.
+
+    Args:
+        target_modules: None for those of `PROJECTIONS` that the model has.
 
     Raises:
         InputError: a target that the model does not have.
@@ -397,7 +402,7 @@ def _check_names(model: nn.Module, name: str, wanted: Collection[str]) -> None:
 
 
 def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_to_save: Any) -> None:
-    """Refuse what PEFT would pass over without a word, or stumble on."""
+    """Refuse values that PEFT would ignore without a word, or fail on without saying why."""
     if bias not in ("none", "all", "lora_only"):
         raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only")
     n_layers = model.config.get_text_config().num_hidden_layers
@@ -415,12 +420,12 @@ def _finish(model: PreTrainedModel | PeftModel) -> Any:
     if isinstance(model, PeftModel) and model.get_base_model().name_or_path == "demo":
         model.__dict__["save_pretrained"] = _bound(save_demo_adapter, model)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what loading and quantising took for a moment
+        torch.cuda.empty_cache()  # memory that only loading and quantising needed
     return model
 
 
 def _bound(function: Any, model: nn.Module) -> Any:
-    """A method of this one model. A bound one would be pickled by a name that the class does not have."""
+    """A method of this one model. A bound method would be pickled by name, and the class has no such name."""
     method = partial(function, model)
     method.__doc__ = function.__doc__
     return method

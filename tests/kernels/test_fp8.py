@@ -5,7 +5,7 @@ import torch
 from exactness import DEVICE
 
 from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows, reference
-from unsloth_pack.kernels.fp8 import _turned
+from unsloth_pack.kernels.fp8 import _transposed
 
 pytest.importorskip("triton")
 HAS_FP8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
@@ -71,6 +71,6 @@ def _close_for_bfloat16(out, exact, slack=0.01):
 @pytest.mark.gpu
 @needs_fp8
 @pytest.mark.parametrize("shape", [(16, 16), (48, 80), (1024, 4096)], ids=str)
-def test_a_turned_matrix(shape):
+def test_a_transposed_matrix(shape):
     values = torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
-    assert torch.equal(_turned(values).float(), values.float().t())
+    assert torch.equal(_transposed(values).float(), values.float().t())

@@ -1,4 +1,4 @@
-"""Which backends there are, which can run, and which `auto` takes."""
+"""The attention backends: which can run, and which one `auto` chooses."""
 
 import os
 from collections.abc import Callable
@@ -22,10 +22,10 @@ class Backend:
     """One way to compute attention over a packed row.
 
     Args:
-        why_unavailable: one clause saying why it cannot serve a need, or None when it can.
+        why_unavailable: one clause that says why it cannot serve a need, or None where it can.
         attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row and the options.
         name_of_kernel: which of its kernels serves a need, where it has several.
-        can_be_captured: whether CUDA graphs can hold it: it reads the row on the device alone.
+        can_be_captured: whether CUDA graphs can hold it: it reads nothing of the row on the host.
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
@@ -42,10 +42,13 @@ BACKENDS = {  # fastest first
 
 
 def requested_backend(name: str) -> tuple[str, str]:
-    """`name`, or what the environment overrides it with, and which of the two asks for it.
+    """The backend that is asked for, and what asks for it: `attn_backend` or the environment variable.
+
+    Args:
+        name: "auto" or a backend; the environment variable overrides it.
 
     Raises:
-        InputError: neither "auto" nor a backend.
+        InputError: what is asked for is neither "auto" nor a backend.
     """
     source, value = "attn_backend", name
     if override := os.environ.get(ENVIRONMENT_VARIABLE):
@@ -57,7 +60,7 @@ def requested_backend(name: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def why_unavailable(name: str, need: AttentionNeed) -> str | None:
-    """Why the backend cannot serve `need`: what it says itself, or the error of one tiny step."""
+    """Why the backend cannot serve `need`, None where it can: by its own word, then by one tiny step."""
     return BACKENDS[name].why_unavailable(need) or _error_of_a_tiny_step(BACKENDS[name], need)
 
 
@@ -70,7 +73,7 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
         source: what asks for it, for messages.
 
     Raises:
-        BackendUnavailable: the backend that was asked for cannot run; says why, and what can.
+        BackendUnavailable: the backend that was asked for cannot run. Says why, and which ones can.
     """
     reasons = {candidate: why_unavailable(candidate, need) for candidate in BACKENDS}
     able = [candidate for candidate, reason in reasons.items() if reason is None]
@@ -97,7 +100,7 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
             torch.random.fork_rng(gpus),  # dropout draws
             torch.inference_mode(False),
             torch.enable_grad(),
-            saved_tensors_hooks(_itself, _itself),  # a checkpoint around counts what is saved
+            saved_tensors_hooks(_itself, _itself),  # a checkpoint around this must not count what it saves
             torch.autocast(need.device_type, enabled=False),
         ):
             q, k, v = (
@@ -105,7 +108,7 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
                 for heads in (2, 1, 1)
             )
             backend.attend(q, k, v, row, need.options).sum().backward()
-    except Exception as error:  # a kernel that compiles itself raises errors of its compiler's own
+    except Exception as error:  # kernels that compile themselves raise their compiler's own errors
         return f"a tiny step failed with {type(error).__name__}: {first_line(error)[:120]}"
     return None
 

@@ -15,9 +15,10 @@ def attend_dense(
     Args:
         q_BHTD: `[B, H, T, D]`.
         k_BKSD, v_BKSD: `[B, K, S, D]`, K dividing H.
-        mask: `[B, 1, T, S]` (or broadcastable), True where a query may look, or added to the logits; window
-            and padding are in it. None means that one query sees all keys and several are causal, the first
-            facing the first key: keys past the queries are slots of a static cache that hold none yet.
+        mask: `[B, 1, T, S]` (or broadcastable): a bool, True where a query may look, or numbers that are
+            added to the logits. It includes the window and padding. With None one query sees all keys, and
+            several queries are causal: query i sees the keys up to i. Keys after the last query are then
+            empty slots of a static cache.
 
     Returns:
         `[B, T, H, D]` in the dtype of `q_BHTD`.

@@ -1,6 +1,6 @@
 """Packed attention through FlashAttention's varlen kernels (Dao 2023).
 
-The flash-attn packages where they import and can serve a layer, else the kernels as they ship in torch.
+They come from the flash-attn packages that import and can serve the layer, else from torch itself.
 """
 
 import inspect
@@ -37,7 +37,7 @@ def why_unavailable(need: AttentionNeed) -> str | None:
 def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions) -> Tensor:
     refuse_int32_overflow(q_NHD, row)
     kernel = varlen_kernel(q_NHD.shape[-1], options)
-    assert kernel is not None  # or `why_unavailable` has said so
+    assert kernel is not None  # `why_unavailable` has made sure
     return kernel.call(q_NHD, k_NKD, v_NKD, row.cu_seqlens, row.longest, options)
 
 
@@ -47,26 +47,29 @@ def name_of_kernel(need: AttentionNeed) -> str | None:
 
 
 def refuse_int32_overflow(q_NHD: Tensor, row: PackedRow) -> None:
-    """Raise before FlashAttention-2's backward pass would corrupt the CUDA context.
+    """Refuse a row whose backward pass in FlashAttention-2 would corrupt the CUDA context.
 
     It indexes its float32 dQ accumulator, `[N + 128 * segments, H, D rounded up to 32]`, with 32 bits.
+
+    Raises:
+        InputError: the accumulator has 2³¹ elements or more.
     """
     n_tokens, n_heads, head_dim = q_NHD.shape
     if (n_tokens + 128 * len(row.lengths)) * n_heads * (-(-head_dim // 32) * 32) >= 2**31:
         raise InputError(
-            f"a packed row of {n_tokens} tokens, {n_heads} heads of {head_dim} passes FlashAttention's "
+            f"a packed row of {n_tokens} tokens, {n_heads} heads of {head_dim} exceeds FlashAttention's "
             "32-bit index; use a smaller max_seq_length, or attn_backend 'sdpa'"
         )
 
 
 class VarlenKernel:
-    """One varlen FlashAttention, its spelling of the options hidden.
+    """One varlen FlashAttention. Each names its options differently; callers do not see that.
 
     Args:
-        name: for people.
-        function: called with q, k, v, `cu_seqlens` and the longest document of each, then options by name.
-        capability: the least compute capability that it runs forward and backward on.
-        head_dims: the only sizes of a head that it is trusted with; None for all.
+        name: for reports.
+        function: takes q, k, v, `cu_seqlens` and the longest document of each, then options by name.
+        capability: the least compute capability that it runs on, forward and backward.
+        head_dims: the head sizes that it is trusted with; None for all.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class VarlenKernel:
         self.options = set(inspect.signature(function).parameters)
 
     def serves(self, head_dim: int, options: AttentionOptions) -> bool:
-        """Whether it is trusted with heads of this size, and has the options that are in use."""
+        """Whether it is trusted with heads of this size, and has all options that are in use."""
         if self.head_dims is not None and head_dim not in self.head_dims:
             return False
         needed = {"softcap": options.softcap is not None, "dropout_p": options.dropout > 0}
@@ -121,7 +124,7 @@ class VarlenKernel:
 
 
 def flash_attn_4() -> VarlenKernel:
-    """It compiles itself in the first forward and backward pass of a kind, for about 5 s in all."""
+    """Compiles itself in the first forward and backward pass of each kind of layer, in about 5 s in all."""
     from flash_attn.cute import flash_attn_varlen_func
 
     def varlen(
@@ -148,7 +151,7 @@ def flash_attn_4() -> VarlenKernel:
             max_seqlen_k=longest_k,
             softmax_scale=softmax_scale,
             causal=causal,
-            # With 0 beside it, -1 is a bound like any other.
+            # Its "no window" is None: it takes -1 beside a 0 as a real bound.
             window_size=window_size if window_size[0] >= 0 else (None, None),
             softcap=softcap,
         )
@@ -180,7 +183,7 @@ KERNELS = (flash_attn_4, flash_attn_3, flash_attn_2, torch_flash)  # fastest fir
 
 @lru_cache(maxsize=256)
 def varlen_kernel(head_dim: int, options: AttentionOptions) -> VarlenKernel | None:
-    """The fastest that imports, runs on this GPU and serves such a layer."""
+    """The fastest kernel that imports, runs on this GPU and serves such a layer, or None."""
     here = torch.cuda.get_device_capability()
     return next((k for k in _kernels() if k.capability <= here and k.serves(head_dim, options)), None)
 

@@ -1,4 +1,4 @@
-"""What the attention of one layer needs, whichever backend computes it."""
+"""What the attention of one layer needs of a backend."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class AttentionOptions:
 
     Args:
         scale: factor on the logits, before the softcap.
-        window: keys that a query sees, its own included; None for all before it.
+        window: how many keys a query sees, its own included; None for all up to its own.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         dropout: probability of dropping an attention weight.
     """
@@ -24,7 +24,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """What decides whether a backend can run a layer: where, on what, with which options."""
+    """What decides whether a backend can run a layer: device, dtype, head size, options."""
 
     device_type: str
     dtype: torch.dtype

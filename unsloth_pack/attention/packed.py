@@ -19,7 +19,7 @@ def attend(
 
     Args:
         q_NHD: `[N, H, D]`, any strides with a contiguous last dimension.
-        k_NKD, v_NKD: `[N, K, D]`, K dividing H.
+        k_NKD, v_NKD: `[N, K, D]`; K divides H.
         row: the segments of the N tokens.
         backend: "auto", or a name in `BACKENDS`.
 

@@ -1,9 +1,9 @@
 """Packed attention through `scaled_dot_product_attention`: documents of similar length as one batch.
 
-No mask over the whole row is ever built. A stack is padded on the right, where a causal mask hides the
-padding by itself. Where a sliding window is shorter than the stack, blocks of queries look at the keys they
-can reach, under one mask of at most 2 * max(window, 256) keys a side. A softcap has its logits written out:
-those of long documents by blocks of queries too, computed again in the backward pass.
+No mask over the whole row is ever built. Such a batch, a stack, is padded on the right, where the causal mask
+hides the padding anyway. Where a sliding window is shorter than the stack, each block of queries looks only
+at the keys that it can reach, under a mask of at most 2 * max(window, 256) keys a side. With a softcap the
+logits are written out; those of long documents block by block, and again in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.row.packed_row import PackedRow
 
 _SHORTEST_BLOCK = 256
-_SOFTCAPPED_BLOCK = 1024  # queries whose logits exist at a time
+_SOFTCAPPED_BLOCK = 1024  # queries whose logits exist at the same time
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:
@@ -68,7 +68,7 @@ def _attend_softcapped(
 
 
 def _blocks(length: int, size: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Queries, and the keys that they can reach."""
+    """Blocks of queries, each with the keys that it can reach."""
     for start in range(0, length, size):
         end = min(start + size, length)
         yield slice(start, end), slice(0 if window is None else max(0, start - window + 1), end)

@@ -30,7 +30,7 @@ def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options:
     flash.refuse_int32_overflow(q_NHD, row)  # its flash operator is the same kernel
     bias = row.once(("xformers", options.window), lambda: _block_diagonal_mask(row, options.window))
     groups = q_NHD.shape[1] // k_NKD.shape[1]
-    # Its backward takes no grouped heads
+    # Its backward pass does not take grouped heads
     k_NHD, v_NHD = (x.repeat_interleave(groups, dim=1) for x in (k_NKD, v_NKD))
     return ops.memory_efficient_attention(
         q_NHD[None], k_NHD[None], v_NHD[None], attn_bias=bias, p=options.dropout, scale=options.scale

@@ -1,4 +1,4 @@
-"""Models, tokenizers and adapters from folders or the hub. What is wrong with one is said in one line."""
+"""Models, tokenizers and adapters from folders or the hub. Each fault is an error of one line."""
 
 import math
 import os
@@ -31,8 +31,8 @@ from unsloth_pack.errors import InputError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EMBEDDING = re.compile(r"\.embed_tokens\.(.*\.)?weight$")
-_WHERE_FILES_LIE = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder")
-_DECIDED_HERE = {
+_FILE_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "subfolder")
+_NOT_TAKEN = {  # options of transformers that callers may not give, and what to do instead
     "torch_dtype": "give dtype",
     "attn_implementation": "give attn_backend",
     "quantization_config": "give load_in_4bit, load_in_8bit or load_in_fp8",
@@ -115,20 +115,24 @@ def _base_of(adapter: str) -> str:
 
 
 def take_file_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those among transformers' options that say where files lie, taken out: configuration, tokenizer and
-    weights need them alike.
+    """Take out the options that say where files lie: configuration, tokenizer and weights all need them.
+
+    Args:
+        options: of transformers' `from_pretrained`.
 
     Raises:
-        InputError: an option that is not for the caller to give; says what is.
+        InputError: an option that from_pretrained does not take. Says what to give instead.
     """
-    for name in options.keys() & _DECIDED_HERE.keys():
-        raise InputError(f"{name} is {options[name]!r}, and is decided here; {_DECIDED_HERE[name]}")
+    for name in options.keys() & _NOT_TAKEN.keys():
+        raise InputError(
+            f"{name} is {options[name]!r}, which from_pretrained does not take; {_NOT_TAKEN[name]}"
+        )
     if (scaling := options.pop("rope_scaling", None)) is not None:
         raise InputError(
             f"rope_scaling is {scaling!r}, which transformers 5 takes within rope_parameters; give those "
             "whole, with rope_type and rope_theta"
         )
-    return {name: options.pop(name) for name in _WHERE_FILES_LIE if name in options}
+    return {name: options.pop(name) for name in _FILE_OPTIONS if name in options}
 
 
 def load_config(source: str, **options: Any) -> Any:
@@ -141,7 +145,10 @@ def load_config(source: str, **options: Any) -> Any:
 
 
 def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The configuration of a model, with the attributes of it that are among the options, and the others.
+    """The configuration of a model, and the options that are no attributes of it.
+
+    Args:
+        options: those that are attributes of the configuration replace them.
 
     Raises:
         InputError: as `load_config`.
@@ -162,16 +169,19 @@ def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _positive_numbers(config: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of what a model computes with, and transformers takes as it is."""
+    """Name and value of numbers that a model computes with, and that transformers does not check."""
     rope = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # of all layers, or by type
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one, or by type of layer
     given = [(name, getattr(config, name, None)) for name in ("sliding_window", "rms_norm_eps")]
     given += [("rope_theta", part.get("rope_theta")) for part in parts]
     yield from ((name, value) for name, value in given if value is not None)
 
 
 def weight_dtype(dtype: torch.dtype | str | None, full_finetuning: bool = False) -> torch.dtype:
-    """The type to load the weights in; None: the default that `FastLanguageModel.from_pretrained` states.
+    """The type to load the weights in.
+
+    Args:
+        dtype: None for the default that `FastLanguageModel.from_pretrained` states.
 
     Raises:
         InputError: a type that weights cannot have.
@@ -208,7 +218,7 @@ def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, or of a hub name.
 
     Raises:
-        InputError: it cannot be found or read, or would be saved outside its folder.
+        InputError: it cannot be found or read, or saving it would write outside its folder.
     """
     tokenizer = _load(AutoTokenizer, source, **options)
     if isinstance(tokenizer.chat_template, dict):  # each is saved in a file of its name
@@ -219,13 +229,13 @@ def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
 
 
 def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> Any:
-    """A causal model with all of its weights, each finite and of the shape that its configuration says.
+    """A causal model with all of its weights, each finite and of the shape that its configuration gives.
 
     Args:
         use_safetensors: False also takes pickled weights.
 
     Raises:
-        InputError: it is not like that.
+        InputError: it cannot be found or read; weights are missing, not finite or of another shape.
     """
     if os.path.isdir(source):
         _check_files(source, "model", use_safetensors)
@@ -234,7 +244,7 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
         source,
         use_safetensors=use_safetensors,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused here, by name
+        ignore_mismatched_sizes=True,  # refused below, by name
         **options,
     )
     for name, in_file, in_model in sorted(found["mismatched_keys"]):
@@ -252,17 +262,17 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
 
 
 def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool = True) -> PeftModel:
-    """The model with the adapter in a folder, to be trained on.
+    """The model with the adapter in a folder, which can be trained further.
 
     Raises:
-        InputError: it is cut, of another base model, not finite, or pickled.
+        InputError: the adapter is cut, of another base model, not finite, or pickled.
     """
     complaint = f"cannot load the adapter {adapter} onto its base model"
     _check_files(adapter, "adapter", use_safetensors)
     try:
         with _without_reports():
             adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-            found = adapted.load_adapter(adapter, "default", is_trainable=True)  # which says what was found
+            found = adapted.load_adapter(adapter, "default", is_trainable=True)  # only this reports
     except (*_UNREADABLE, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -277,7 +287,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
         )
     faults = {
         "lacks {} weights": found.missing_keys,
-        # PEFT saves the end of a model with added tokens that `modules_to_save` names twice, once so:
+        # With added tokens PEFT saves an embedding or head in `modules_to_save` twice, once under this name:
         "holds {} weights without a place": [
             k for k in found.unexpected_keys if ".modules_to_save." not in k
         ],
@@ -293,7 +303,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
 
 
 def match_vocabulary(model: PreTrainedModel, adapter: str) -> None:
-    """Give the model as many tokens as an adapter's embedding has: some may have been added to train it."""
+    """Give the model as many tokens as an adapter's embedding has: training may have added some."""
     path = os.path.join(adapter, "adapter_model.safetensors")
     if not os.path.isfile(path):
         return
@@ -301,7 +311,7 @@ def match_vocabulary(model: PreTrainedModel, adapter: str) -> None:
         with safe_open(path, "pt") as file:
             names = [*filter(_EMBEDDING.search, file.keys())]
             sizes = {file.get_slice(name).get_shape()[0] for name in names}
-    except (SafetensorError, OSError):  # `load_adapter` says so
+    except (SafetensorError, OSError):  # `load_adapter` refuses the file
         return
     if len(sizes) == 1 and sizes != {model.get_input_embeddings().num_embeddings}:
         model.resize_token_embeddings(sizes.pop(), mean_resizing=False)  # the adapter holds the new rows
@@ -318,7 +328,7 @@ def _load(auto_class: Any, source: str, **options: Any) -> Any:
         if unknown and unknown[1] in options:
             given = f"{unknown[1]}={options[unknown[1]]!r}"
             raise InputError(
-                f"nothing that loads a model knows {given}; correct the name, or leave it out"
+                f"from_pretrained does not know {given}; correct the name, or leave it out"
             ) from error
         remedy = "correct its files, or download it again"
         if not os.path.isdir(source):
@@ -333,7 +343,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_files(folder: str, what: str, use_safetensors: bool) -> None:
-    """Refuse weights whose files are cut, and those whose files run code as they are read."""
+    """Refuse weights in files that are cut, or that can run code when they are read."""
     if not use_safetensors:
         return
     names = sorted(os.listdir(folder))
@@ -371,7 +381,7 @@ def _refuse_not_finite(model: nn.Module, complaint: str) -> None:
 
 @contextmanager
 def _without_reports() -> Iterator[None]:
-    """Without what transformers and PEFT print about what they find; what matters is raised here."""
+    """Silence what transformers and PEFT print about files; what matters is raised here."""
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:

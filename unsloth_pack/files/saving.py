@@ -1,4 +1,4 @@
-"""Saving a trained model: the adapter alone, or merged into 16-bit weights. Whole or not at all."""
+"""Saving a trained model, whole or not at all: the adapter alone, or merged into 16-bit weights."""
 
 import copy
 from pathlib import Path
@@ -35,12 +35,12 @@ def save_pretrained_merged(
 
     Args:
         model: a model from `FastLanguageModel`, with or without an adapter.
-        save_directory: a folder. Files are written beside it and moved in at the end; those of the same names
-            are replaced.
+        save_directory: a folder. Files are written beside it and moved in at the end, where they replace
+            files of the same names.
         tokenizer: saved beside the model when given.
         save_method: "merged_16bit" adds the adapter to the (dequantised) base weights in float32 and saves
             them in the model's 16-bit type, bfloat16 if it has none; "lora" saves the adapter as PEFT does.
-        state_dict: the weights that "lora" saves, where the model's own are sharded.
+        state_dict: the weights for "lora" to save, where the model holds only shards of them.
 
     Raises:
         InputError: an unknown `save_method`; "lora" without an adapter; an adapter that cannot be merged; a
@@ -65,7 +65,7 @@ def save_pretrained_merged(
 
 
 def save_demo_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
-    """PEFT's own `save_pretrained`, which would ask the hub for the vocabulary of a base model "demo"."""
+    """PEFT's `save_pretrained`, kept from asking the hub for the vocabulary of a base model named "demo"."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if not any(isinstance(end, LoraLayer) for end in ends):
         has_grown = model.config.vocab_size != AutoConfig.from_pretrained(MODEL_DIR).vocab_size
@@ -87,7 +87,7 @@ def _write_merged(model: nn.Module, folder: Path) -> None:
         else:
             for name in base._tied_weights_keys or ():
                 weights.pop(name, None)
-    as_on_the_hub = revert_weight_conversion(base, weights)  # stacked experts come apart, as views
+    as_on_the_hub = revert_weight_conversion(base, weights)  # takes stacked experts apart, as views
     save_torch_state_dict({name: weight.clone() for name, weight in as_on_the_hub.items()}, folder)
     config.save_pretrained(folder)
     if base.generation_config is not None:
@@ -105,7 +105,7 @@ def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     def visit(module: nn.Module, path: str) -> None:
         if isinstance(module, ParamWrapper):
             visit(module.get_base_layer(), path)
-            while isinstance(module, ParamWrapper):  # one around the other, each for one parameter
+            while isinstance(module, ParamWrapper):  # nested, each for one parameter
                 name = f"{path}.{module.parameter_name}"
                 weights[name] = _with_deltas(weights[name], module)
                 module = module.base_layer
@@ -167,7 +167,7 @@ def _merged_weight(layer: LoraLayer, base_layer: nn.Linear) -> Tensor:
 
 
 def _with_deltas(weight: Tensor, layer: ParamWrapper) -> Tensor:
-    """Stacked experts, `[experts, in, out]` or `[experts, out, in]`, with every active adapter."""
+    """Stacked experts, `[experts, in, out]` or `[experts, out, in]`, with all active adapters merged."""
     weight = weight.detach().float()
     for adapter in layer.active_adapters:
         if adapter in layer.lora_A:

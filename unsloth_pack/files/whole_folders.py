@@ -23,7 +23,7 @@ _ASIDE = ".aside"
 
 @contextmanager
 def write_whole(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` to be filled, which then takes its place; a failure changes nothing.
+    """A new folder to fill, which takes the place of `target` at the end. A failure changes nothing.
 
     Where `target` holds something already, the files are moved into it and replace those of the same names,
     links too.
@@ -33,7 +33,7 @@ def write_whole(target: Path) -> Iterator[Path]:
     """
     try:
         is_folder = stat.S_ISDIR(os.stat(target).st_mode)
-    except (FileNotFoundError, NotADirectoryError):  # of a file above it the system says more, below
+    except (FileNotFoundError, NotADirectoryError):  # a file above it fails below, with a better message
         is_folder = True
     except (OSError, ValueError) as error:  # too long, or with a zero byte
         raise InputError(f"{str(target)[:80]!r} is no name for a folder ({error}); give another") from None
@@ -91,13 +91,13 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what `write_whole` was writing when its process was killed."""
+    """Remove the folders that `write_whole` was filling when its process was killed."""
     for aside in target.parent.glob(f".{glob.escape(target.name)}.*{_ASIDE}"):
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def put_in_place(aside: Path, target: Path) -> None:
-    """Rename a folder, once all of it is on the disk: after a crash `target` is whole or not there."""
+    """Rename a folder once all of it is on the disk: after a crash `target` is whole or not there."""
     _flush_all(aside)
     os.replace(aside, target)
     _flush(target.parent)
@@ -123,7 +123,7 @@ def _flush_all(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, reach the disk."""
+    """Write a file's bytes, or the names in a folder, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
 """Fused kernels: plain functions, each with a torch oracle of the same name and arguments in `reference`.
 
-They have autograd, but for those of fp8, `dropout` and `gated_backward_`, which stand inside of autograd
+All have autograd except `dropout`, `gated_backward_` and those of fp8, which are called inside autograd
 nodes. CUDA tensors run on Triton, or on torch's own GEMMs. CPU tensors run on the oracle, or on Triton's
 interpreter when TRITON_INTERPRET=1 is set before the first import. Triton itself is optional.
 """

@@ -1,8 +1,8 @@
 """Dropout whose mask is never stored: it is drawn again from its seed, forward and backward.
 
-Element (n, c) of C columns takes number c // Q, with Q = ⌈C / 8⌉, of the eight of 16 bits that Philox makes
-of the counter (c mod Q, n) and the seed; it is kept where that number is at least p · 2¹⁶. So one call draws
-for eight runs of columns, each contiguous, and rows may be computed in tiles.
+With Q = ⌈C / 8⌉ for C columns, Philox turns the counter (c mod Q, n) and the seed into eight numbers of 16
+bits. Element (n, c) takes number c // Q of them, and is kept where that is at least p · 2¹⁶. So one counter
+serves eight elements of a row, in eight contiguous runs of Q columns, and rows may be computed in tiles.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 from . import reference
 from .launch import as_rows, jit, takes_fused_path, tl, triton
 
-_MOST_COUNTERS = 1024  # of a program
+_MOST_COUNTERS = 1024  # that a program takes
 _PER_THREAD = 8  # counters: a 16-byte load of bf16 in each run
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:
-    """x / (1 - p), p as rounded, where an element is kept, else 0; no autograd.
+    """x / (1 - p) where an element is kept, with p as rounded, else 0. Without autograd.
 
     Args:
         x: `[N, C]`, bfloat16, float16 or float32; float64 takes the reference path.
-        seed: an int64 on x's device, which is not waited for. The same seed keeps the same elements.
+        seed: one int64 on x's device; the host does not wait for it. The same seed keeps the same elements.
         p: probability that an element is dropped, in [0, 1]; rounded to a multiple of 2⁻¹⁶.
-        first_row: how many rows of the mask lie before those of x, which may be a tile.
+        first_row: the mask's row for the first row of x, where x is a tile of a longer input.
         add_to: `[N, C]`, contiguous, of x's dtype: the result is added to it in place.
 
     Returns:

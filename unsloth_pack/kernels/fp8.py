@@ -16,7 +16,7 @@ from torch import Tensor
 from . import reference
 from .launch import MAX_WARPS, PER_THREAD, as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
 
-_TILE = 64  # rows and columns that a program turns
+_TILE = 64  # rows and columns that a program transposes
 
 
 class Fp8Rows(NamedTuple):
@@ -36,11 +36,11 @@ class Fp8Rows(NamedTuple):
 
 
 def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> Fp8Rows:
-    """`[N, C]` to e4m3, each row by its largest element, in one launch.
+    """`[N, C]` to e4m3, each row scaled by its largest element, in one launch.
 
     Args:
         x: `[N, C]` bfloat16, float16 or float32. Rows of zeros give zeros.
-        column_scale: `[C, 1]` float32 that multiplies the columns first.
+        column_scale: `[C, 1]` float32; the columns are multiplied by it first.
     """
     if not takes_fused_path(x, x):
         return Fp8Rows(*reference.quantize_rows(x, column_scale))
@@ -70,13 +70,13 @@ def fp8_linear(x: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> Tensor:
 def fp8_linear_backward(g: Tensor, weight: Fp8Rows) -> Tensor:
     """g W: `[N, I]`, the gradient of x, from `[N, O]` and `[O, I]`.
 
-    The weight's scales lie along the sum, so they go into g before it is quantised.
+    The sum runs over the rows of W, each with its own scale, so g takes in the scales before it is quantised.
     """
     if not g.is_cuda:
         return reference.fp8_linear_backward(g, weight)
     g_rows = quantize_rows(g, weight.scale)
     ones = weight.scale.new_ones((weight.values.shape[1], 1))
-    return _scaled_mm(g_rows, _turned(weight.values), ones, g.dtype)
+    return _scaled_mm(g_rows, _transposed(weight.values), ones, g.dtype)
 
 
 def _scaled_mm(x: Fp8Rows, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,19 +85,21 @@ def _scaled_mm(x: Fp8Rows, values: Tensor, scale: Tensor, dtype: torch.dtype) ->
     )
 
 
-def _turned(values: Tensor) -> Tensor:
-    """`[C, R]` contiguous from `[R, C]`: the tensor cores take e4m3 with the summed dim last only."""
+def _transposed(values: Tensor) -> Tensor:
+    """`[C, R]` contiguous from `[R, C]`: tensor cores take e4m3 only with the summed dim last."""
     R, C = values.shape
-    turned = values.new_empty((C, R))
+    transposed = values.new_empty((C, R))
     grid = (triton.cdiv(R, _TILE), triton.cdiv(C, _TILE))
     with torch.cuda.device_of(values):
-        _turn_kernel[grid](values.view(torch.uint8), turned.view(torch.uint8), R, C, _TILE, num_warps=4)
-    return turned
+        _transpose_kernel[grid](
+            values.view(torch.uint8), transposed.view(torch.uint8), R, C, _TILE, num_warps=4
+        )
+    return transposed
 
 
 @jit
 def _quantize_kernel(x, column_scale, values, scale, x_sr, C, BLOCK_C: tl.constexpr):
-    """One row a program."""
+    """values `[N, C]` and scale `[N, 1]` of x. Grid: N rows."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_C)
     mask = column < C
@@ -111,9 +113,10 @@ def _quantize_kernel(x, column_scale, values, scale, x_sr, C, BLOCK_C: tl.conste
 
 
 @jit
-def _turn_kernel(values, turned, R, C, TILE: tl.constexpr):
+def _transpose_kernel(values, out, R, C, TILE: tl.constexpr):
+    """out `[C, R]`: values `[R, C]`. Grid: tiles of TILE rows and TILE columns."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = (row < R)[:, None] & (column < C)[None, :]
     tile = tl.load(values + row.to(tl.int64)[:, None] * C + column[None, :], mask=inside)
-    tl.store(turned + column.to(tl.int64)[:, None] * R + row[None, :], tl.trans(tile), mask=tl.trans(inside))
+    tl.store(out + column.to(tl.int64)[:, None] * R + row[None, :], tl.trans(tile), mask=tl.trans(inside))

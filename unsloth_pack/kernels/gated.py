@@ -1,6 +1,7 @@
 """The product in a gated MLP, act(gate) * up, in one launch, forward and backward.
 
-R rows of F features; tensors that are all contiguous are one row of R * F. Both activations are x * σ(z(x)):
+R rows of F features, seen as one row of R * F where all tensors are contiguous. Both activations are
+x * σ(z(x)):
 
     silu       z = x
     gelu_tanh  z = 2 √(2/π) (x + 0.044715 x³), because (1 + tanh u) / 2 = σ(2u)
@@ -75,13 +76,13 @@ class _Gated(torch.autograd.Function):
 def gated_backward_(
     g_out: Tensor, gate: Tensor, up: Tensor, activation: str, g_gate: Tensor, g_up: Tensor
 ) -> None:
-    """The backward pass for callers that did not keep the product: g_out becomes it.
+    """The backward pass of `gated`, which also makes the product again, for callers that did not keep it.
 
     Args:
-        g_out: `[..., F]`, the gradient of the product; then the product as `gated` returns it.
+        g_out: `[..., F]`, the gradient of the product; overwritten by the product, as `gated` returns it.
         gate, up: as for `gated`, of the dtype of g_out.
         activation: as for `gated`.
-        g_gate, g_up: where the gradients go; may be gate and up themselves.
+        g_gate, g_up: their gradients are written there; may be gate and up themselves.
     """
     _check(gate, up, activation)
     if not takes_fused_path(gate, up):
@@ -94,7 +95,7 @@ def _backward(
     g_out: Tensor, gate: Tensor, up: Tensor, activation: str,
     g_gate: Tensor, g_up: Tensor, out: Tensor | None,
 ) -> None:  # fmt: skip
-    """Writes into the last three, which may be the first three: a program reads its elements first."""
+    """Write g_gate, g_up and out, which may be the inputs: a program reads its elements before it writes."""
     product = [] if out is None else [out]
     tensors, strides, F, programs = _lay_out(g_out, gate, up, g_gate, g_up, *product)
     if out is None:
@@ -127,7 +128,7 @@ def _check(gate: Tensor, up: Tensor, activation: str) -> None:
         raise ValueError(f"gate is on {gate.device} but up on {up.device}: move it there")
 
 
-# F is specialised, unlike the kernels' other sizes: whole 16-byte accesses need to know that 16 divides it.
+# F is specialised, unlike the kernels' other sizes: Triton must know that 16 divides it for 16-byte accesses.
 
 
 @jit

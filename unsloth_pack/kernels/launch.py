@@ -1,4 +1,4 @@
-"""What the row-wise kernels share: whether a tensor takes the fused path, and how it is laid out for it."""
+"""What the row-wise kernels share: whether tensors run on Triton, and their layout as rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # an install without Triton: the kernels are the reference there
+except ImportError:  # without Triton the reference runs in place of every kernel
     triton = tl = None
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
@@ -19,7 +19,7 @@ MAX_WARPS = 16
 
 
 def takes_fused_path(x: Tensor, other: Tensor) -> bool:
-    """Whether a kernel of these two runs on Triton; else it is the reference."""
+    """Whether a kernel over these tensors runs on Triton; the reference runs otherwise."""
     if triton is None or x.dtype not in FUSED_DTYPES or other.dtype not in FUSED_DTYPES:
         return False
     return x.is_cuda or INTERPRETED
@@ -28,8 +28,7 @@ def takes_fused_path(x: Tensor, other: Tensor) -> bool:
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
     """The memory of `[..., C]` as rows whose last dim is contiguous, and the stride between them.
 
-    A copy is made only where the strides leave no other way: the last dim is not contiguous, or the dims
-    before it do not collapse into one.
+    A copy is made only where the last dim is not contiguous, or the dims before it do not collapse into one.
     """
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -40,7 +39,7 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def jit(kernel=None, **options):
-    """Triton's jit where there is Triton."""
+    """Triton's jit; without Triton the function as it is."""
     if kernel is None:
         return lambda kernel: jit(kernel, **options)
     return kernel if triton is None else triton.jit(kernel, **options)

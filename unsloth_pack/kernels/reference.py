@@ -1,4 +1,4 @@
-"""The kernels again in plain torch: slow, obvious, differentiable by autograd; what the tests compare with.
+"""The kernels in plain torch: slow, obvious, differentiable by autograd. The tests compare with them.
 
 B rows of T tokens, H heads (k may have fewer than q), D head dim, R <= D rotated dims.
 """
@@ -238,7 +238,7 @@ def dropout_threshold(p: float) -> int:
 
 
 def dropout_scale(p: float) -> float:
-    """What is kept is multiplied by it, so that the mean stays: 1 by the probability as rounded."""
+    """The factor on kept elements that keeps the mean: 1 / (1 - p), with p as rounded."""
     n_keeping = 2**16 - dropout_threshold(p)
     return 2**16 / n_keeping if n_keeping else 0.0
 

@@ -42,16 +42,16 @@ def rope_qk(
     Args:
         q, k: `[T, H, D]` or `[B, H, T, D]`, D even, any strides; k may have fewer heads. bfloat16, float16 or
             float32; float64 takes the reference path. Neither is copied nor written to.
-        cos, sin: tables `[positions, R]` with position_ids; without, a row a token: `[T, R]`, `[1, T, R]` or
-            `[B, T, R]`. R even, R <= D; dims from R on pass through. The second half of R repeats the first,
-            as in transformers, and is not read. Any float dtype. They get no gradient.
+        cos, sin: with position_ids tables `[positions, R]`; without them a row for each token: `[T, R]`,
+            `[1, T, R]` or `[B, T, R]`. R even, R <= D; dims from R on pass through. The second half of R
+            repeats the first, as in transformers, and is not read. Any float dtype. They get no gradient.
         position_ids: int32 or int64, `[T]`, `[1, T]` or `[B, T]`: each token's row of the tables, any order.
             Not checked against the tables' length, which would synchronise the device.
         qk_norm: RMSNorm of q and k before the rotation. Its weights get gradients if they require them.
 
     Returns:
         q and k turned: fresh tensors of the inputs' shapes and dtype, computed in float32 and rounded once.
-        The kernel's are contiguous as `[T, H, D]` or, behind `[B, H, T, D]`, as `[B, T, H, D]`.
+        From the kernel `[T, H, D]` is contiguous, `[B, H, T, D]` a view of a contiguous `[B, T, H, D]`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
@@ -153,7 +153,7 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 
 
 def _table_strides(cos: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
-    """The strides of row and token in what a token looks up (position_ids, else cos), and cos's last two."""
+    """The strides of row and token in what a token reads first (position_ids or cos), and cos's last two."""
     *rows, table_row, table_column = cos.stride()
     if position_ids is None:
         one_a_row, token = len(rows) == 1 and cos.shape[0] > 1, table_row

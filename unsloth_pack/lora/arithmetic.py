@@ -3,11 +3,11 @@
     y_p = x W_pᵀ + b_p + s_p · (drop_p(x) A_pᵀ) B_pᵀ      for each of the layers p     (Hu et al. 2021)
 
 The A of all layers are stacked, so that x is read once for all of them, forward and backward. Factors are
-cast once, and the scale rides along in a GEMM's alpha. Layers with dropout read x one after the other; what
-they read is drawn again from a seed wherever it is needed, and never kept.
+cast once, and s_p is the alpha of a GEMM. Layers with dropout read x one after the other: what dropout leaves
+of x differs between them. It is never kept, but drawn again from a seed wherever it is needed.
 
 Shapes: N tokens, I inputs, O outputs, r rank, R ranks of all layers together; W `[O, I]`, A `[r, I]`,
-B `[O, r]`.
+B `[O, r]`, h = drop(x) Aᵀ `[N, R]`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,15 +24,17 @@ from unsloth_pack.kernels import Fp8Rows, dropout, fp8_linear, fp8_linear_backwa
 from unsloth_pack.lora.nf4 import Nf4Weight
 
 Weight = Tensor | Fp8Rows | Nf4Weight
-Versions = list[tuple[Tensor | None, int]]  # of tensors that a node reads again in its backward pass
+Versions = list[tuple[Tensor | None, int]]  # tensors that a node reads again, with torch's count of changes
 
 
 class Frozen(NamedTuple):
-    """What no gradient reaches of a layer.
+    """The parts of a layer that get no gradient.
 
     Args:
+        weight: `[O, I]`.
+        scaling: factor on the adapter's output.
         p: probability that an element of the adapter's input is dropped.
-        seed: of what is dropped; None where p is 0.
+        seed: decides which elements are dropped; None where p is 0.
     """
 
     weight: Weight
@@ -43,7 +45,12 @@ class Frozen(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: what is frozen, its bias and B in the dtype computed in, its place among the ranks."""
+    """One layer.
+
+    Args:
+        bias, b_Or: in the dtype that is computed in.
+        ranks: which of the R stacked ranks are the layer's.
+    """
 
     frozen: Frozen
     bias: Tensor | None
@@ -59,7 +66,12 @@ class Layer:
         return self.frozen.scaling
 
     def dropped(self, x_NC: Tensor, first_row: int, add_to: Tensor | None = None) -> Tensor:
-        """What dropout leaves of rows that lie so far into the layer's input, or of their gradient."""
+        """What dropout leaves of rows of the layer's input, or of their gradient.
+
+        Args:
+            first_row: of the input, at which these rows begin.
+            add_to: the result is added to it in place.
+        """
         _, _, p, seed = self.frozen
         if seed is None:
             return x_NC if add_to is None else add_to.add_(x_NC)
@@ -67,10 +79,10 @@ class Layer:
 
 
 def stack(dtype: torch.dtype, frozen: Sequence[Frozen], tensors: Sequence[Any]) -> tuple[Tensor, list[Layer]]:
-    """A `[R, I]` of all layers in the dtype, and the layers.
+    """A `[R, I]` of all layers, and the layers, all in the dtype.
 
     Args:
-        tensors: bias (or None), A and B of each in turn.
+        tensors: bias (or None), A and B of each layer in turn.
     """
     layers, start = [], 0
     for own, bias, lora_a, lora_b in zip(frozen, tensors[::3], tensors[1::3], tensors[2::3], strict=True):
@@ -82,8 +94,8 @@ def stack(dtype: torch.dtype, frozen: Sequence[Frozen], tensors: Sequence[Any]) 
     return stacked[0] if len(stacked) == 1 else torch.cat(stacked), layers
 
 
-def opened(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
-    """The layers with 4-bit weights dequantised, for callers that go through their tokens in parts."""
+def dequantised(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
+    """The layers with 4-bit weights dequantised: once for all tiles, for callers that work in tiles."""
     return [
         replace(p, frozen=p.frozen._replace(weight=p.weight.dequantized(dtype)))
         if isinstance(p.weight, Nf4Weight)
@@ -95,7 +107,11 @@ def opened(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
 def forward(
     x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
 ) -> tuple[list[Tensor], Tensor]:
-    """Every layer's output, and h of all. As below, x may be a tile: `first_row` is where it begins."""
+    """Every layer's output, and h.
+
+    Args:
+        first_row: of the whole input, at which x begins, which may be a tile; here and below.
+    """
     h_NR = to_ranks(x_NI, a_RI, layers, first_row)
     x_fp8 = quantize_rows(x_NI) if any(isinstance(p.weight, Fp8Rows) for p in layers) else None
     outputs = []
@@ -112,8 +128,8 @@ def forward(
 
 
 def to_ranks(x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:
-    """h = drop(x) Aᵀ of all layers."""
-    if not _drop(layers):
+    """h."""
+    if not _any_drops(layers):
         return x_NI @ a_RI.t()
     h_NR = x_NI.new_empty(x_NI.shape[0], a_RI.shape[0])
     for p in layers:
@@ -143,7 +159,7 @@ def backward_to_input(
             weight = _dense(p.weight, g_NO.dtype)
             gx_NI = g_NO @ weight if gx_NI is None else gx_NI.addmm_(g_NO, weight)
     assert gx_NI is not None
-    if not _drop(layers):
+    if not _any_drops(layers):
         return gx_NI.addmm_(gh_NR, a_RI)
     for p in layers:
         p.dropped(gh_NR[:, p.ranks] @ a_RI[p.ranks], first_row, add_to=gx_NI)
@@ -159,7 +175,7 @@ def backward_to_factors(
     first_row: int = 0,
 ) -> list[Tensor]:
     """The gradients of the stacked A, then of every B, in the dtype of x."""
-    if _drop(layers):
+    if _any_drops(layers):
         grads = [gh_NR[:, p.ranks].t() @ p.dropped(x_NI, first_row) for p in layers]
         grad_a_RI = grads[0] if len(grads) == 1 else torch.cat(grads)
     else:
@@ -183,22 +199,22 @@ def by_layer(
 
 
 def shaped(y_NO: Tensor, shape: Sequence[int]) -> Tensor:
-    """`[..., O]` for an input of this shape. No view to autograd, which forbids changing such in place."""
+    """`[..., O]` for an input of this shape. To autograd it is no view: those may not be changed in place."""
     return torch.ops.aten._unsafe_view(y_NO, [*shape[:-1], y_NO.shape[-1]])
 
 
 def versions(frozen: Sequence[Frozen], tensors: Sequence[Tensor | None] = ()) -> Versions:
-    """What `unchanged` compares with: for tensors that are kept by reference.
+    """What `unchanged` compares with, for tensors that a node keeps by reference.
 
-    What is saved the usual way has to be computed again under checkpointing, and a quantised weight is no
-    tensor.
+    They are not saved through autograd: under checkpointing all that is saved is computed again, and a
+    quantised weight is no tensor.
     """
     memory = [own.weight if isinstance(own.weight, Tensor) else own.weight[0] for own in frozen]
     return [(x, 0 if x is None or x.is_inference() else x._version) for x in (*memory, *tensors)]
 
 
 def unchanged(held: Versions) -> None:
-    """Ask what autograd itself would ask of saved tensors.
+    """Check what autograd checks for tensors that it saves.
 
     Raises:
         RuntimeError: one was modified in place since the forward pass.
@@ -210,7 +226,7 @@ def unchanged(held: Versions) -> None:
 
 
 def backward_pass(backward: Callable[..., Any]) -> Any:
-    """`once_differentiable`, in the dtypes of the forward pass even where autocast is on by now."""
+    """`once_differentiable`, with autocast off: the dtypes are those of the forward pass."""
 
     @once_differentiable
     @wraps(backward)
@@ -224,7 +240,7 @@ def backward_pass(backward: Callable[..., Any]) -> Any:
     return run
 
 
-def _drop(layers: Sequence[Layer]) -> bool:
+def _any_drops(layers: Sequence[Layer]) -> bool:
     return any(p.frozen.seed is not None for p in layers)
 
 

@@ -10,12 +10,12 @@ from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, quant
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose weight is held in e4m3 with a scale for every output, and never trained.
+    """A linear layer whose weight is frozen, in e4m3 with a scale for every output.
 
-    Activations, and gradients on their way to the input, are quantised by row as they come.
+    Every call quantises its input row by row, and its backward pass the gradient of the output.
 
     Args:
-        linear: `in_features` and `out_features` are multiples of 16.
+        linear: the layer that it replaces; `in_features` and `out_features` are multiples of 16.
     """
 
     scale: Tensor
@@ -23,7 +23,7 @@ class Fp8Linear(nn.Linear):
     def __init__(self, linear: nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.compute_dtype = linear.weight.dtype  # PEFT makes adapters in it
+        self.compute_dtype = linear.weight.dtype  # read by PEFT, which makes adapters in it
         rows = quantize_rows(linear.weight.detach())
         self.weight = nn.Parameter(rows.values, requires_grad=False)
         self.register_buffer("scale", rows.scale)
@@ -55,9 +55,9 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def quantize_to_fp8(model: Any) -> int:
-    """Hold the linear layers of a decoder in fp8, one after another, and return how many.
+    """Put the linear layers of a model's decoder into fp8, one after another, and return how many.
 
-    The head, the embeddings and layers whose sizes are no multiples of 16 stay as they are.
+    The head, the embeddings, and layers whose sizes are not multiples of 16 stay as they are.
     """
     n_quantized = 0
     for parent in list(model.get_decoder().layers.modules()):

@@ -75,7 +75,8 @@ class _Plan:
         """The layers of gate and up, and that of down."""
         a_RI, inner = arithmetic.stack(dtype, self.frozen[:-1], tensors[:-3])
         a_rF, down = arithmetic.stack(dtype, self.frozen[-1:], tensors[-3:])
-        return _Stack(a_RI, arithmetic.opened(inner, dtype)), _Stack(a_rF, arithmetic.opened(down, dtype))
+        inner, down = (arithmetic.dequantised(layers, dtype) for layers in (inner, down))
+        return _Stack(a_RI, inner), _Stack(a_rF, down)
 
 
 class _Start(torch.autograd.Function):

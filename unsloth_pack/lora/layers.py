@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.fp8 import Fp8Linear
-from unsloth_pack.lora.nf4 import LORA_4BIT_TYPES, is_linear_4bit, nf4_weight, why_not_opened
+from unsloth_pack.lora.nf4 import LORA_4BIT_TYPES, is_linear_4bit, nf4_weight, why_not_dequantised
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_as_group, is_gathered_by_module
 
@@ -117,7 +117,7 @@ def why_not_fused(layer: PeftLinear) -> str | None:
         return GATHERED_BY_MODULE
     if base.weight.requires_grad:
         return "the base weight is trained"
-    if is_linear_4bit(base) and (why := why_not_opened(base)):
+    if is_linear_4bit(base) and (why := why_not_dequantised(base)):
         return why
     if len(layer.active_adapters) != 1:
         return f"{len(layer.active_adapters)} active adapters"

@@ -18,13 +18,18 @@ else:
 
 
 class Nf4Weight(NamedTuple):
-    """A weight `[O, I]` in four bits: what bitsandbytes packed, and how."""
+    """A weight `[O, I]` in four bits.
+
+    Args:
+        packed: bytes in the layout of bitsandbytes.
+        state: bitsandbytes' `QuantState`: how they were quantised.
+    """
 
     packed: Tensor
     state: Any
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """`[O, I]` in `dtype`. Freed after its use, so that the next one lands in the same memory."""
+        """`[O, I]` in `dtype`. Callers drop it after its use, so that the next one gets the same memory."""
         return dequantize_4bit(self.packed, self.state).to(dtype)
 
 
@@ -34,12 +39,12 @@ def is_linear_4bit(layer: nn.Module) -> bool:
 
 
 def nf4_weight(layer: Any) -> Nf4Weight:
-    """The weight of a `Linear4bit` that `why_not_opened` has nothing against."""
+    """The weight of a `Linear4bit` for which `why_not_dequantised` is None."""
     return Nf4Weight(layer.weight, layer.weight.quant_state)
 
 
-def why_not_opened(layer: Any) -> str | None:
-    """Why the weight of a `Linear4bit` cannot be dequantised here, or None where it can."""
+def why_not_dequantised(layer: Any) -> str | None:
+    """Why the weight of a `Linear4bit` cannot be dequantised here; None where it can."""
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
         return "its weight is not quantised yet"

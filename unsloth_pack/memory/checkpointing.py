@@ -16,10 +16,10 @@ CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
 
 
 def check_mode(mode: Any) -> None:
-    """Refuse what is no `CheckpointingMode`.
+    """Refuse anything but a `CheckpointingMode`.
 
     Raises:
-        InputError: it is not.
+        InputError: `mode` is something else.
     """
     if mode is not False and mode not in (True, "offload", "unsloth", "auto"):
         raise InputError(
@@ -32,9 +32,9 @@ def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: Checkpointing
 
     Args:
         model: a patched transformers model, or a PEFT model of one.
-        mode: False for none; True to recompute every layer; "offload" (alias "unsloth") to hold the layers'
-            inputs in host memory meanwhile; "auto" to recompute as few layers as the free memory of the GPU
-            allows, decided anew for every row (see `RecomputePlan`).
+        mode: False for none; True to recompute every layer; "offload" (alias "unsloth") to also hold the
+            layers' inputs in host memory until then; "auto" to recompute as few layers as the free memory of
+            the GPU allows, decided anew for every row (see `RecomputePlan`).
 
     Raises:
         InputError: any other mode.
@@ -45,23 +45,23 @@ def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: Checkpointing
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     decoder = base.get_decoder()
-    if decoder.layers[0].gradient_checkpointing:  # in another mode, perhaps
+    if decoder.layers[0].gradient_checkpointing:  # perhaps in another mode
         base.gradient_checkpointing_disable()
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if mode == "auto":
         decoder.recompute_plan = RecomputePlan(decoder)
         for number, layer in enumerate(decoder.layers):
             layer._gradient_checkpointing_func = _AsPlanned(decoder, number)
-        base.disable_input_require_grads()  # a hook, see `FastCausalLM.enable_input_require_grads`
+        base.disable_input_require_grads()  # see `FastCausalLM.enable_input_require_grads`
         return
     base.enable_input_require_grads()
     if mode is not True:
-        on_host = _OnHost()
+        offloaded = _Offloaded()
         for layer in decoder.layers:
-            layer._gradient_checkpointing_func = on_host
+            layer._gradient_checkpointing_func = offloaded
 
 
-class _OnHost:
+class _Offloaded:
     """Checkpoints a layer and holds its input in host memory."""
 
     recomputes = True
@@ -75,12 +75,12 @@ class _OnHost:
 
 
 class _AsPlanned:
-    """Checkpoints a layer of a decoder where its plan recomputes it."""
+    """Checkpoints a layer of a decoder if the decoder's plan recomputes it."""
 
     def __init__(self, decoder: Any, number: int):
         self._decoder, self._number = decoder, number
-        # Read by `FastMLP`, and had by what `FastCausalLM` leaves alone: whether the layer that runs now is
-        # recomputed. The plan may be another by the time of its recomputation.
+        # Whether the layer runs checkpointed now. `FastMLP` asks in the forward pass and when it is computed
+        # again; the plan may change in between. `FastCausalLM` knows our functions by this attribute.
         self.recomputes = False
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:

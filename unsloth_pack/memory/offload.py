@@ -13,26 +13,26 @@ from unsloth_pack.errors import InputError
 class HostStore:
     """A stack of tensors in pinned host memory, as hooks for `torch.autograd.graph.saved_tensors_hooks`.
 
-    Both ways are copied on a stream of their own. When one tensor is taken, the copy of the one that was put
-    before it begins: two are on the device at a time. The device's own stream waits for every copy before the
-    memory is given on, long after the copy has ended; so memory is reused in the order of that stream, no
+    Copies run on a stream of their own, in both directions. Taking a tensor starts the copy of the one that
+    was put before it, so two are on the device at a time. The stream that computes waits for each copy before
+    its memory is reused, by when the copy has long ended. So memory is reused in the order of that stream, no
     matter how far the host is ahead. Tensors that are not on a GPU stay where they are.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._stack: list[weakref.ref[_OnHost]] = []  # the graph owns them, and may drop them untaken
+        self._stack: list[weakref.ref[_OnHost]] = []  # autograd owns them, and may drop them untaken
         self._leaving: _OnHost | None = None
-        self._had_room_for: dict[int, int] = {}  # how many blocks of so many bytes
+        self._had_room_for: dict[int, int] = {}  # by the size of a block in bytes, how many blocks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostStore":
         return HostStore()
 
     def put(self, x: Tensor) -> Any:
-        """What stands for `x` until `take`: its copy on the host, or `x` where that is not on a GPU.
+        """A stand-in for `x` until `take`: its copy on the host, or `x` itself where it is not on a GPU.
 
         Raises:
-            InputError: the host has no room for it.
+            InputError: the host has too little memory for the copy.
         """
         if not x.is_cuda:
             return x
@@ -45,7 +45,7 @@ class HostStore:
         return held
 
     def take(self, held: Any) -> Tensor:
-        """The tensor for which `put` gave this, on its device."""
+        """The tensor that `put` has returned this stand-in for, on its device."""
         if not isinstance(held, _OnHost):
             return held
         self._let_go()
@@ -59,11 +59,11 @@ class HostStore:
         return x
 
     def _require_room(self, n_bytes: int) -> None:
-        """Refuse one more tensor where the host lacks memory for it: the system would end the process."""
+        """Refuse a tensor for which the host lacks memory, or the system would end the process."""
         while self._stack and self._stack[-1]() is None:
             self._stack.pop()
         n_held = len(self._stack) + 1
-        block = 1 << (n_bytes - 1).bit_length()  # torch rounds pinned memory up, and keeps it for such blocks
+        block = 1 << (n_bytes - 1).bit_length()  # torch rounds pinned memory up, and keeps the blocks
         n_new = n_held - self._had_room_for.get(block, 0)
         if n_new <= 0:
             return
@@ -83,6 +83,8 @@ class HostStore:
 
 
 class _OnHost:
+    """A tensor's copy in host memory, and on its way there and back."""
+
     def __init__(self, x: Tensor, stream: torch.cuda.Stream):
         self._device, self._stream = x.device, stream
         self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -91,17 +93,19 @@ class _OnHost:
         self._copied = self._copy(self._host, x)
 
     def let_go(self) -> None:
-        """The device's memory may be reused: its stream waits for the copy to the host."""
+        """Let the tensor's memory on the device be reused, after the copy to the host."""
         if self._source is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._source = None
 
     def fetch(self) -> None:
+        """Start the copy to the device."""
         if self._fetched is None:
             self._fetched = torch.empty_like(self._host, device=self._device)
             self._copied = self._copy(self._fetched, self._host)
 
     def on_device(self) -> Tensor:
+        """The tensor on its device; work on the current stream waits for the copy."""
         self.fetch()
         x, self._fetched = self._fetched, None
         assert x is not None

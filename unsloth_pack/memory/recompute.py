@@ -1,8 +1,8 @@
 """Which layers to recompute in the backward pass: as few as the free memory of the GPU allows.
 
-The last layers are kept, since their activations are freed before the first layers are recomputed. Before the
-first step what a layer keeps is estimated from its sizes; then it is measured, and so is what a step needs
-beside: the loss, gradients, one layer in its backward pass.
+The last layers are kept, since their activations are freed before the first layers are recomputed. Two sizes
+decide how many: what a kept layer holds, and what a step needs beside that (the loss, gradients, one layer in
+its backward pass). Both are estimated before the first step, and measured afterwards.
 """
 
 import logging
@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-_USABLE = 0.95  # of the memory that is free: the rest goes to fragments
-_LAYERS_BESIDE = 3  # layers' worth of activations that a backward pass works in, until it is measured
-_BYTES_A_LOGIT = 10  # in 16 bits, in float32 and their gradient, until it is measured
+_USABLE = 0.95  # of the free memory: the rest is lost to fragments
+# Estimates, until a step is measured:
+_LAYERS_BESIDE = 3  # layers' worth of activations that a backward pass works in
+_BYTES_A_LOGIT = 10  # in 16 bits, in float32, and the gradient
 
 logger = logging.getLogger("unsloth_pack")
 
 
 class RecomputePlan:
-    """How many of a decoder's first layers are recomputed, for rows of so many tokens.
+    """How many of a decoder's first layers are recomputed, decided for every step by its tokens.
 
     Args:
         decoder: a patched transformers decoder.
@@ -31,11 +32,12 @@ class RecomputePlan:
         self.n_layers = len(decoder.layers)
         self.n_recomputed = 0
         width = decoder.get_input_embeddings().weight.element_size()
+        # Bytes a token: that a kept layer holds, and that a step needs beside the kept layers
         self._per_token = width * max(_estimate(layer, decoder.config) for layer in decoder.layers)
         self._beside = _LAYERS_BESIDE * self._per_token + _BYTES_A_LOGIT * decoder.config.vocab_size
         self._is_measured = False
         self._tokens = 0
-        self._before: tuple[int, int] | None = None  # bytes at rest, and the most ever, as the step began
+        self._before: tuple[int, int] | None = None  # as the step began: bytes allocated, and the peak so far
         self._said: int | None = None
 
     def __str__(self) -> str:
@@ -46,7 +48,7 @@ class RecomputePlan:
         return layer >= self.n_recomputed
 
     def decide(self, tokens: int, device: torch.device) -> None:
-        """Decide for the step that begins, from what is free now and from what the last one took."""
+        """Decide for the step that begins, from the memory that is free and what the last step took."""
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         self._learn(device)
@@ -63,13 +65,13 @@ class RecomputePlan:
             )
 
     def leaves_room(self, device: torch.device) -> bool:
-        """Whether the forward pass that has ended left what the loss and the backward pass need."""
+        """Whether the forward pass has left enough memory for the loss and the backward pass."""
         if self._before is None or self.n_recomputed == self.n_layers:
             return True
         return _free(device) >= self._beside * self._tokens
 
     def lower(self) -> bool:
-        """After running out of memory: expect a fifth more of every layer. False where all is recomputed."""
+        """After memory ran out: expect a fifth more a token. False where all layers are recomputed anyway."""
         self._before = None
         self._per_token *= 1.2
         self._beside *= 1.2
@@ -77,7 +79,7 @@ class RecomputePlan:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around a layer that is kept: the first one tells what a layer keeps."""
+        """Goes around a layer that is kept. The first one shows how much a layer holds."""
         if self._is_measured or not self._tokens:
             yield
             return
@@ -87,7 +89,7 @@ class RecomputePlan:
         self._is_measured = True
 
     def _learn(self, device: torch.device) -> None:
-        """What the last step needed beside the kept layers, where it needed more than any before it."""
+        """Measure what the last step needed beside the kept layers, if it set a new peak."""
         if self._before is None or not (self._is_measured or self.n_recomputed == self.n_layers):
             return
         at_rest, most = self._before
@@ -98,7 +100,7 @@ class RecomputePlan:
 
 
 def _estimate(layer: nn.Module, config: Any) -> float:
-    """Numbers a token that a layer keeps: the outputs of its projections, and four hidden states."""
+    """Numbers that a layer holds for each token: the outputs of its projections, and four hidden states."""
     outputs = sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
     experts = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
     return outputs + 3 * experts + 4 * config.hidden_size

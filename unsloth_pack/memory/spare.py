@@ -1,8 +1,8 @@
-"""GPU memory that training took for a moment goes back to the device when a trainer is done.
+"""When a trainer is done, GPU memory that only training needed goes back to the device.
 
 Torch keeps what its largest step needed. After `trainer.train()` a notebook merges, generates or starts
-another process, which want that memory. A model does not learn that its trainer is done, so trainers have to
-be told: this is the one thing that patching changes outside the model.
+another process, all of which need that memory. A model is not told that its trainer is done, but callbacks
+are: adding one is the only thing that patching changes outside the model.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from unsloth_pack.forwards.decoder import FastDecoder
 
 
 class GiveBackSpareMemory(TrainerCallback):
-    """For trainers of patched models alone; others keep theirs."""
+    """Acts for trainers of patched models only."""
 
     def on_train_end(
         self,
@@ -34,7 +34,7 @@ class GiveBackSpareMemory(TrainerCallback):
 
 
 def give_back_spare_memory() -> None:
-    """Have every trainer that is made from now on do so."""
+    """Give the callback to every trainer that is made from now on."""
     callbacks: Any = DEFAULT_CALLBACKS
     if GiveBackSpareMemory not in callbacks:
         callbacks.append(GiveBackSpareMemory)

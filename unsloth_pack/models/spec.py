@@ -1,4 +1,4 @@
-"""What may differ between architectures, as data. The shared forwards branch on these fields alone."""
+"""What may differ between architectures, as data. The shared forwards branch only on these fields."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from typing import Any, Literal
 class ArchSpec:
     """How one transformers architecture departs from the plain decoder.
 
-    Norm placement, MLP and experts, and residual multipliers stay in transformers' own layers, which the
-    patch runs as they are; only what the attention, the decoder's entry and the loss need is declared.
+    Norm placement, MLP, experts and residual multipliers are not declared: the patch runs transformers' own
+    layers. Declared is what the attention, the decoder's entry and the loss need.
 
     Args:
         model_type: `config.model_type` of the text model.
@@ -52,7 +52,7 @@ class ArchSpec:
         return getattr(config, self.logit_divisor) if self.logit_divisor else 1.0
 
     def softcap_of_logits(self, config: Any) -> float | None:
-        """The softcap of the head's logits, if they have one."""
+        """The softcap of the head's logits; None where none is declared."""
         return getattr(config, self.logit_softcap) if self.logit_softcap else None
 
     def tiny_config(self, **overrides: Any):

@@ -1,7 +1,8 @@
-"""A model's modules and parameters, listed once: trainers walk over all of them several times a step.
+"""A model's modules and parameters, listed once, since trainers walk over all of them several times a step.
 
-Transformers' `Trainer` sets the mode, counts parameters, clips and clears gradients every step, and each
-walks over some two thousand modules of a small model with its adapters: a third of a captured step.
+Every step transformers' `Trainer` sets the mode, counts parameters, clips gradients and clears them. Each of
+these walks over all modules, some two thousand in a small model with its adapters. Together they take a third
+of a captured step.
 """
 
 from collections.abc import Iterator
@@ -29,25 +30,26 @@ class Walkable(Protocol):
 
 
 class ModuleWalk:
-    """What lies below one module, as long as no module or parameter is added, removed or renamed."""
+    """All that lies below one module, as long as no module or parameter is added, removed or renamed."""
 
     def __init__(self) -> None:
-        self.modules: list[tuple[str, nn.Module]] = []  # a module that is there twice is there twice
-        self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []  # and the dict it is in
-        self.n_parameters: dict[bool, int] = {}
+        self.modules: list[tuple[str, nn.Module]] = []  # by path; a module at two paths is listed twice
+        # By path; each is read from the dict of its module, under its name there
+        self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
+        self.n_parameters: dict[bool, int] = {}  # as counted without embeddings, or with them
         self._inner: list[dict[str, nn.Module | None]] = []
         self._leaves: list[dict[str, nn.Module | None]] = []
         self._holders: list[dict[str, nn.Parameter | None]] = []
         self._look: tuple[list[Any], ...] = ()
 
     def is_current(self, root: nn.Module) -> bool:
-        """Whether the lists still hold: compared in C, which is far cheaper than a walk."""
+        """Whether the lists are still right. They are compared in C, which is far cheaper than a walk."""
         if not self.modules or self.modules[0][1] is not root or any(self._leaves):
             return False
         return self._take_look() == self._look
 
     def renew(self, modules: list[tuple[str, nn.Module]]) -> None:
-        """Take these as all that lies below, by path, the module itself first."""
+        """List these modules, by path, the module itself first, and their parameters."""
         self.modules = modules
         self.parameters = [
             (f"{name}.{key}" if name else key, module._parameters, key)
@@ -67,7 +69,7 @@ class ModuleWalk:
 
 
 class ListedModules(nn.Module):
-    """Walks over modules and parameters with the same results as ever, from lists instead of by recursion."""
+    """Gives the same modules and parameters as any `torch.nn.Module`, from lists instead of by recursion."""
 
     module_walk: ModuleWalk
 
@@ -105,14 +107,14 @@ class ListedModules(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, parameter
 
     def train(self, mode: bool = True) -> Any:
-        """As `torch.nn.Module.train`; nothing is set where all modules are in this mode already."""
+        """As `torch.nn.Module.train`; sets nothing where all modules are in this mode already."""
         if all(module.training is mode for _, module in self._walk().modules):
             return self
         return super().train(mode)
 
 
 class CountedParameters(ListedModules, _TransformersModel):
-    """Of a transformers model: `num_parameters` counts once as long as no module changes."""
+    """Goes before a transformers model's class: `num_parameters` counts only after a module has changed."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As transformers' `num_parameters`."""
