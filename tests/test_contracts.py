@@ -8,6 +8,7 @@ from tiny import DEVICE, error, random_documents, tiny_model
 from torch import nn
 
 from unsloth_pack import patch_model, verify
+from unsloth_pack.errors import InputError
 from unsloth_pack.forwards import mixers
 from unsloth_pack.forwards.mixers import Choice
 from unsloth_pack.patching import patch as patching
@@ -156,3 +157,13 @@ def test_a_loss_of_another_kind_takes_the_place_of_cross_entropy(num_items):
     for (name, got), (_, true) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         if true.grad is not None:
             assert error(got.grad, true.grad) < 1e-6, name
+
+
+def test_a_loss_that_needs_the_head_is_refused_where_the_head_cannot_be_fused():
+    model = tiny_model("llama", torch.float32)
+    patch_model(model)
+    model.get_base_model().training_loss = Surprise()
+    model.get_base_model().lm_head.register_forward_hook(lambda *_: None)
+    ids = torch.cat(random_documents(LENGTHS)).to(DEVICE)[None]
+    with pytest.raises(InputError, match="training_loss needs the head: the head has hooks; set it back"):
+        model(input_ids=ids, labels=ids, packed_seq_lengths=LENGTHS)

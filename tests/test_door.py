@@ -237,6 +237,12 @@ def test_what_only_trls_head_can_do_goes_its_way(why, described):
     assert ("float32" if why == "float32" else "Sequential") in said
 
 
+def test_scores_that_no_trainer_has_prepared_are_refused():
+    """As after a patch was undone and laid anew: the trainer's head went with it."""
+    with pytest.raises(InputError, match="no trainer has prepared this model; make it a new trainer"):
+        patched()(**row(random_documents(LENGTHS)), packed_seq_lengths=LENGTHS, fused_lm_head=True)
+
+
 def test_the_report_says_that_trls_trainers_get_the_kernel():
     model = patched()
     assert "TRL's loss" not in patch_model(model).report.fused

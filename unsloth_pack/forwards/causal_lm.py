@@ -17,7 +17,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import Door, trl_head_of
 from unsloth_pack.losses.contract import LabelledHead, Loss
-from unsloth_pack.losses.cross_entropy import loss_output
+from unsloth_pack.losses.cross_entropy import cross_entropy, loss_output
 from unsloth_pack.losses.fusable import head_of, why_head_not_fused, why_loss_not_fused
 from unsloth_pack.losses.trl_head import TrlHead, cut, load_balancing_loss
 from unsloth_pack.models.spec import ArchSpec
@@ -93,7 +93,11 @@ class FastCausalLM(CountedParameters):
         if row is not None:
             inputs["attention_mask"] = row.token_mask
             self._refuse_images(call)
-        trl_head = trl_head_of(self) if kwargs.pop("fused_lm_head", False) else None
+        trl_head = None
+        if kwargs.pop("fused_lm_head", False) and (trl_head := trl_head_of(self)) is None:
+            raise InputError(
+                "fused_lm_head=True, but no trainer has prepared this model; make it a new trainer"
+            )
         step_labels = _StepLabels(self, call, labels, asked_by_trl=trl_head is not None)
         if trl_head is not None:
             out = self._scored_for_trl(trl_head, call, step_labels)
@@ -134,7 +138,10 @@ class FastCausalLM(CountedParameters):
         if self.is_wrapper and call.row is None:  # images may come with it
             return False
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
-        return keeps_all and why_loss_not_fused(self) is None
+        why_not = why_loss_not_fused(self)
+        if why_not is not None and self.training_loss is not cross_entropy:
+            raise InputError(f"training_loss needs the head: {why_not}; set it back to cross_entropy")
+        return keeps_all and why_not is None
 
     def _with_fused_loss(self, call: "_Call", step_labels: "_StepLabels") -> Any:
         head = head_of(self, self.spec, self.is_wrapper)
