@@ -43,3 +43,23 @@ def round_as_hardware_does(monkeypatch):
 
     for name in ("cast_impl", "create_fp_to_fp"):
         monkeypatch.setattr(InterpreterBuilder, name, rounding(getattr(InterpreterBuilder, name)))
+
+
+@pytest.fixture(params=["kernel", "plain torch"])
+def path(request, monkeypatch):
+    """Either way through a chunk of the head's logits; on a GPU the first only."""
+    from unsloth_pack.kernels import launch
+
+    if request.param == "plain torch":
+        if torch.cuda.is_available():
+            pytest.skip("CUDA tensors run on Triton")
+        monkeypatch.setattr(launch, "INTERPRETED", False)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 4 rows of logits, whatever the vocabulary."""
+    from unsloth_pack.kernels import chunked_head
+
+    for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 4), ("_STEP", 4)):
+        monkeypatch.setattr(chunked_head, name, value)

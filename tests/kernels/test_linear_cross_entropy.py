@@ -15,29 +15,13 @@ from exactness import DEVICE, LAYOUTS, assert_same
 from largest import Largest
 from torch import Tensor
 
-from unsloth_pack.kernels import LabelledRows, chunked_head, launch, linear_cross_entropy, reference
+from unsloth_pack.kernels import LabelledRows, chunked_head, linear_cross_entropy, reference
 from unsloth_pack.kernels import linear_cross_entropy as _function
 
 pytest.importorskip("triton")
 module = sys.modules[_function.__module__]
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPTIONS = [{}, {"scale": 0.5}, {"softcap": 5.0}, {"softcap": 3.0, "scale": 2.0, "num_items": 7}]
-
-
-@pytest.fixture(params=["kernel", "plain torch"])
-def path(request, monkeypatch):
-    """Either way through a chunk's logits; on a GPU the first only."""
-    if request.param == "plain torch":
-        if DEVICE == "cuda":
-            pytest.skip("CUDA tensors run on Triton")
-        monkeypatch.setattr(launch, "INTERPRETED", False)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    """Of 4 rows, whatever the vocabulary."""
-    for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 4), ("_STEP", 4)):
-        monkeypatch.setattr(chunked_head, name, value)
 
 
 def plain(hidden, weight, labels, *, bias=None, softcap=None, scale=1.0, num_items=None) -> Tensor:

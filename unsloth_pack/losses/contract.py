@@ -12,7 +12,7 @@ Shapes: B rows of T tokens, C features, V outputs of the head.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -72,29 +72,20 @@ class LabelledHead:
 
     def scores(self, hidden_BTC: Tensor, fields: Collection[Field] = ()) -> TokenScores:
         """`[B, T]` of each label: its log-probability, differentiable, and what `fields` name."""
-        linear = self.head.linear
-        return token_scores(
-            hidden_BTC.to(linear.weight.device),
-            linear.weight,
-            self._labelled,
-            bias=linear.bias,
-            softcap=self.head.softcap,
-            scale=1 / self.head.divisor,
-            fields=fields,
-        )
+        return token_scores(*self._inputs(hidden_BTC), **self._options, fields=fields)
 
     def cross_entropy(self, hidden_BTC: Tensor, num_items: Tensor | float | None) -> Tensor:
         """The sum of minus the log-probabilities, over `num_items` or else over the number of labels."""
-        linear = self.head.linear
-        return linear_cross_entropy(
-            hidden_BTC.to(linear.weight.device),
-            linear.weight,
-            self._labelled,
-            bias=linear.bias,
-            softcap=self.head.softcap,
-            scale=1 / self.head.divisor,
-            num_items=num_items,
-        )
+        return linear_cross_entropy(*self._inputs(hidden_BTC), **self._options, num_items=num_items)
+
+    def _inputs(self, hidden_BTC: Tensor) -> tuple[Tensor, Tensor, LabelledRows]:
+        weight = self.head.linear.weight
+        return hidden_BTC.to(weight.device), weight, self._labelled
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        head = self.head
+        return {"bias": head.linear.bias, "softcap": head.softcap, "scale": 1 / head.divisor}
 
 
 class Loss(Protocol):
