@@ -14,6 +14,8 @@ import torch
 from peft import IA3Config, get_peft_model
 from tiny import error, random_documents, tiny_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
@@ -589,18 +591,43 @@ class Asked(list):
         self.sharing = set()
 
 
+class Recorder(TorchDispatchMode):
+    """What is computed inside is computed again, over the same tensors, by `replay`: a graph on a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}, made))
+        return made
+
+    @torch.no_grad()
+    def replay(self):
+        for function, args, kwargs, made in self.calls:
+            again = tree_leaves(function(*args, **kwargs))
+            for first, second in zip(tree_leaves(made), again, strict=True):
+                if isinstance(first, torch.Tensor):
+                    first.copy_(second)
+
+
 @pytest.fixture
 def allocations(monkeypatch):
-    """CUDA without a GPU: what captures and warm-ups ask of it, in order."""
+    """CUDA without a GPU: what captures and warm-ups ask of it, in order. A replay computes again."""
     asked = Asked()
 
     @contextmanager
     def graph(graph, pool, stream, capture_error_mode="global"):
         asked.append(("capture", pool, stream, capture_error_mode))
-        yield
+        with graph.recorder:
+            yield
         asked.sharing.add(graph)
 
     class Graph:
+        def __init__(self):
+            self.recorder = Recorder()
+
         def pool(self):
             return (asked.device, 1)
 
@@ -608,7 +635,7 @@ def allocations(monkeypatch):
             asked.sharing.discard(self)
 
         def replay(self):
-            pass
+            self.recorder.replay()
 
     @contextmanager
     def use_mem_pool(pool):
@@ -687,11 +714,15 @@ def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocation
 
 def test_a_replay_is_of_the_row_that_came(allocations):
     captured = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
+    (weight,) = captured.parameters
     for lengths in ([9, 3], [5]):
-        ids = torch.arange(sum(lengths)) % 8 + 1
-        assert captured.replay(PackedRow.of_lengths(lengths, CPU), ids[None]).shape == (1, len(ids), 4)
-        assert captured.input_ids[0, : len(ids)].tolist() == ids.tolist()
+        ids = torch.randint(8, (sum(lengths),))
+        hidden = captured.replay(PackedRow.of_lengths(lengths, CPU), ids[None])
+        assert torch.equal(hidden[0], weight[ids])
         assert captured.row.cu_seqlens.tolist()[: len(lengths) + 1] == [0, *torch.tensor(lengths).cumsum(0)]
+        of_hidden = torch.randn(hidden.shape)
+        (found,) = torch.autograd.grad(hidden, weight, of_hidden)
+        torch.testing.assert_close(found, torch.zeros(8, 4).index_add(0, ids, of_hidden[0]))
 
 
 def test_a_model_that_moves_gets_memory_on_its_new_device(allocations):

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import TrainerControl
 
+from unsloth_pack.errors import InputError
 from unsloth_pack.recipe import sharding
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.report.callbacks import StopOnSignal
@@ -212,10 +214,16 @@ def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model
     AutoPeftModelForCausalLM.from_pretrained(resumed)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_where_weights_are_whole_each_process_may_choose_what_to_recompute(stage, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("stage", "are_whole"), [(1, True), (2, True), (3, False)])
+def test_where_weights_are_whole_each_process_may_choose_what_to_recompute(
+    stage, are_whole, tmp_path, monkeypatch
+):
     monkeypatch.setattr(sharding, "find_spec", lambda name: name)
     monkeypatch.setenv("WORLD_SIZE", "2")
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    sharding.check_sharding(TrainOptions(deepspeed=str(settings), use_gradient_checkpointing="auto"))
+    options = TrainOptions(deepspeed=str(settings), use_gradient_checkpointing="auto")
+    refused = pytest.raises(InputError, match="'auto', which every process decides for itself, and deepspeed")
+    with nullcontext() if are_whole else refused:
+        sharding.check_sharding(options)
+    assert sharding.zero_stage(options) == stage  # it is the file that decides

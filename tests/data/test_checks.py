@@ -13,8 +13,11 @@ def error_of(dataset, vocab_size):
     return str(caught.value)
 
 
-def test_valid_ids_pass():
+def test_the_ids_of_a_vocabulary_pass_from_the_first_to_the_last():
     check_token_ids(VALID, 10)
+    assert "row 2, column 'input_ids': token id 9 is outside the vocabulary, 0 to 8" in error_of(VALID, 9)
+    below = datasets.Dataset.from_dict({"input_ids": [[0, -1]]})
+    assert "row 0, column 'input_ids': token id -1 is outside" in error_of(below, 10)
 
 
 @pytest.mark.parametrize("bad", [-1, 10, 2**40])
