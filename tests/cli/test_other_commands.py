@@ -20,6 +20,7 @@ from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
 from unsloth_pack.cli import SUBCOMMANDS, main
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED, Breakage
+from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName
 from unsloth_pack.recipe.options import TrainOptions
 
 
@@ -119,6 +120,23 @@ def test_doctor_finds_nothing(fine, capsys):
     assert "llama" in found["architectures"][0]
     assert main(["doctor"]) == 0
     assert "all is fine" in capsys.readouterr().out
+
+
+def test_doctor_on_private_names(fine, monkeypatch, capsys):
+    _, lines = doctor(capsys)
+    n_of_torch = sum(name.library == "torch" for name in PRIVATE_NAMES)
+    assert n_of_torch > 10
+    assert lines["of torch"] == (f"{n_of_torch} are used, all there", "")
+    gone = PrivateName("torch", "_was_dropped", "for a test", ())
+    monkeypatch.setattr("unsloth_pack.cli.doctor.PRIVATE_NAMES", (*PRIVATE_NAMES[:2], gone))
+    monkeypatch.setattr("unsloth_pack.cli.doctor.TESTED", {"torch": ("0.1", "0.2")})
+    code, lines = doctor(capsys)
+    assert code == 1
+    assert "outside the tested range; 3 of its private names are used" in lines["torch"][0]
+    assert lines["of torch"] == (
+        "3 are used, gone: torch._was_dropped (for a test)",
+        "pip install 'torch>=0.1,<0.2'",
+    )
 
 
 @pytest.mark.parametrize(

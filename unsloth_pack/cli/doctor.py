@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
+from unsloth_pack.cli.private_names import PRIVATE_NAMES, missing_names
 from unsloth_pack.errors import InputError, printable
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.parser import Parser
@@ -47,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
 
     lines = [
         line
-        for look in (_versions, _devices, _attention, _breakages, _variables)
+        for look in (_versions, _private_names, _devices, _attention, _breakages, _variables)
         for line in look(device_type())
     ]
     is_fine = not any(line.remedy for line in lines)
@@ -70,15 +72,33 @@ def _versions(device_type: str) -> Iterator[Line]:
     for name, (first, beyond) in TESTED.items():
         installed = _installed(name)
         remedy = "" if installed and _holds(installed, f">={first},<{beyond}") else _install(name)
-        found = (
-            f"{installed}, {'outside the tested range' if remedy else 'tested'}" if installed else "missing"
-        )
-        yield Line("versions", name, found, remedy)
+        yield Line("versions", name, _tested(name, installed, is_outside=bool(remedy)), remedy)
     for name, (purpose, for_cuda) in OPTIONAL.items():
         installed = _installed(name)
         needed = for_cuda and device_type == "cuda" and not installed
         remedy = f"pip install {name}" if needed else ""
         yield Line("versions", name, installed or f"not installed; for {purpose}", remedy)
+
+
+def _tested(name: str, installed: str | None, *, is_outside: bool) -> str:
+    if installed is None:
+        return "missing"
+    if not is_outside:
+        return f"{installed}, tested"
+    n_private = sum(private.library == name for private in PRIVATE_NAMES)
+    relied_on = f"; {n_private} of its private names are used" if n_private else ""
+    return f"{installed}, outside the tested range{relied_on}"
+
+
+def _private_names(device_type: str) -> Iterator[Line]:
+    """Whether the libraries still have what is used of them and may go without a word."""
+    by_library = groupby(sorted(PRIVATE_NAMES, key=attrgetter("library")), key=attrgetter("library"))
+    for library, names in ((library, list(names)) for library, names in by_library if _installed(library)):
+        gone = [f"{name.owner}.{name.name} ({name.purpose})" for name in missing_names(names)]
+        found = (
+            f"{len(names)} are used, gone: {', '.join(gone)}" if gone else f"{len(names)} are used, all there"
+        )
+        yield Line("private names", f"of {library}", found, _install(library) if gone else "")
 
 
 def _install(name: str) -> str:

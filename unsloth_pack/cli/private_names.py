@@ -1,0 +1,254 @@
+"""Private names of torch, transformers, PEFT and TRL that are used here. A release may drop any of them.
+
+`TESTED` in `known.py` says in which releases they have been seen.
+"""
+
+import pkgutil
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name that begins with an underscore, or that its library does not document.
+
+    Args:
+        owner: the module that makes it, or the object that has it.
+        purpose: what it is used for here.
+        files: of this package, that use it.
+        needs_cuda: torch has it in builds with CUDA alone.
+    """
+
+    owner: str
+    name: str
+    purpose: str
+    files: tuple[str, ...]
+    needs_cuda: bool = False
+
+    @property
+    def library(self) -> str:
+        return self.owner.partition(".")[0]
+
+
+_HOOKS = "to see whether calling a module does more than its forward"
+_CHECKPOINTS = "checkpoints that are whole or not there"
+
+PRIVATE_NAMES = (
+    *(
+        PrivateName("torch.nn.modules.module", name, _HOOKS, ("modules/hooks.py",))
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    ),
+    PrivateName(
+        "torch.nn.modules.module",
+        "_modules",
+        "to see whether a module was added, removed or wrapped, without a walk",
+        ("forwards/leak_probe.py", "forwards/mlp.py", "graphs/step_graphs.py", "modules/walk.py"),
+    ),
+    PrivateName(
+        "torch.nn.modules.module",
+        "_parameters",
+        "to see whether a parameter was replaced, and to put a stand-in into its place",
+        ("forwards/attention.py", "graphs/step_graphs.py", "modules/walk.py"),
+    ),
+    PrivateName(
+        "torch.nn.modules.dropout",
+        "_DropoutNd",
+        "to turn dropout off in a probe",
+        ("forwards/leak_probe.py",),
+    ),
+    PrivateName(
+        "torch.Tensor",
+        "_version",
+        "to see that a saved tensor was changed in place",
+        ("lora/arithmetic.py", "lora/layers.py", "losses/cross_entropy.py"),
+    ),
+    PrivateName("torch", "_foreach_copy_", "to cast all adapters in one launch", ("graphs/step_graphs.py",)),
+    PrivateName("torch", "_scaled_mm", "GEMMs in fp8", ("kernels/fp8.py",)),
+    PrivateName(
+        "torch.ops.aten",
+        "_unsafe_view",
+        "a shape that autograd does not take for a view",
+        ("lora/arithmetic.py",),
+    ),
+    PrivateName("torch.cuda.memory", "_set_allocator_settings", "segments that grow", ("api.py",)),
+    *(
+        PrivateName("torch._C", name, "to free the memory of CUDA graphs", ("graphs/memory.py",), True)
+        for name in ("_cuda_clearCublasWorkspaces", "_cuda_endAllocateToPool", "_cuda_releasePool")
+    ),
+    PrivateName(
+        "torch.optim.adam",
+        "_step_supports_amp_scaling",
+        "to leave out an update that is not finite, on the device",
+        ("training/finite_updates.py",),
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._common_utils",
+        "_fsdp_wrapped_module",
+        "to see that FSDP1 shards the model",
+        ("forwards/leak_probe.py",),
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fully_shard",
+        "_is_fsdp_managed_module",
+        "to see that FSDP2 shards the head",
+        ("losses/cross_entropy.py",),
+    ),
+    PrivateName(
+        "transformers.configuration_utils",
+        "_attn_implementation",
+        "the masks that an ordinary batch gets",
+        ("bench/measure.py", "checks/subject.py", "forwards/decoder.py", "patching/patch.py"),
+    ),
+    PrivateName(
+        "transformers.configuration_utils",
+        "_name_or_path",
+        "the name that a saved model gives",
+        ("api.py", "files/saving.py"),
+    ),
+    PrivateName(
+        "transformers.modeling_utils",
+        "_set_gradient_checkpointing",
+        "trainers turn checkpointing on: our own mode stays",
+        ("forwards/decoder.py",),
+    ),
+    PrivateName(
+        "transformers.modeling_utils",
+        "_gradient_checkpointing_func",
+        "to recompute by a plan, or to offload",
+        ("forwards/decoder.py", "forwards/mlp.py", "memory/checkpointing.py"),
+    ),
+    PrivateName(
+        "transformers.modeling_utils",
+        "_tied_weights_keys",
+        "which merged weights are left out as tied",
+        ("files/saving.py",),
+    ),
+    PrivateName(
+        "transformers.training_args",
+        "_n_gpu",
+        "a process trains on one GPU",
+        ("training/trl.py",),
+    ),
+    *(
+        PrivateName("transformers.trainer", name, _CHECKPOINTS, ("training/checkpoints.py",))
+        for name in ("_get_output_dir", "_inner_training_loop", "_load_from_checkpoint", "_save_checkpoint")
+    ),
+    *(
+        PrivateName(
+            "transformers.trainer", name, "updates that are not finite", ("training/finite_updates.py",)
+        )
+        for name in ("_clip_grad_norm", "_maybe_log_save_evaluate")
+    ),
+    PrivateName(
+        "transformers.trainer", "_get_train_sampler", "the order of packed rows", ("training/row_order.py",)
+    ),
+    PrivateName(
+        "transformers.trainer",
+        "_prepare_for_training",
+        "to adapt the patch once the weights are sharded",
+        ("training/sharded_weights.py",),
+    ),
+    PrivateName(
+        "transformers.trainer",
+        "DEFAULT_CALLBACKS",
+        "to free memory when a trainer ends",
+        ("memory/spare.py",),
+    ),
+    PrivateName(
+        "transformers.core_model_loading",
+        "revert_weight_conversion",
+        "stacked experts are saved one by one",
+        ("files/saving.py",),
+    ),
+    PrivateName(
+        "transformers.loss.loss_utils",
+        "ForCausalLMLoss",
+        "to see that a model has the loss that is fused",
+        ("losses/cross_entropy.py",),
+    ),
+    PrivateName(
+        "transformers.utils.output_capturing",
+        "capture_outputs",
+        "hidden states that a caller asks for",
+        ("forwards/decoder.py",),
+    ),
+    *(
+        PrivateName(
+            "transformers.integrations.deepspeed",
+            name,
+            "to load a model whole where DeepSpeed trains",
+            ("training/sharded_weights.py",),
+        )
+        for name in ("set_hf_deepspeed_config", "unset_hf_deepspeed_config")
+    ),
+    *(
+        PrivateName(
+            "peft.tuners.tuners_utils",
+            name,
+            "a captured step takes the adapters for granted",
+            ("graphs/step_graphs.py",),
+        )
+        for name in ("_active_adapter", "_disable_adapters")
+    ),
+    PrivateName(
+        "peft.tuners.lora.layer", "ParamWrapper", "adapters of experts are merged", ("files/saving.py",)
+    ),
+    PrivateName(
+        "peft.utils.integrations",
+        "dequantize_module_weight",
+        "quantised weights are merged",
+        ("files/saving.py",),
+    ),
+    PrivateName(
+        "trl.trainer.sft_trainer", "_metrics", "the tokens trained on, in the log", ("training/trl.py",)
+    ),
+    PrivateName(
+        "trl.trainer.base_trainer",
+        "_send_telemetry",
+        "TRL's report of its use over the network is off",
+        ("training/trl.py",),
+    ),
+    *(
+        PrivateName(
+            "trl.chat_template_utils", name, "templates that mark the assistant's turns", ("training/trl.py",)
+        )
+        for name in ("get_training_chat_template", "has_generation_markers")
+    ),
+)
+
+
+def missing_names(names: Iterable[PrivateName]) -> list[PrivateName]:
+    """Those of the names that the installed libraries do not have.
+
+    Modules written in Python are read and not imported, which would take seconds.
+
+    Args:
+        names: of libraries that are installed.
+    """
+    import torch
+
+    has_cuda = torch.version.cuda is not None
+    return [name for name in names if (has_cuda or not name.needs_cuda) and not _is_there(name)]
+
+
+def _is_there(wanted: PrivateName) -> bool:
+    if re.search(rf"\b{wanted.name}\b", _source_of(wanted.owner)):
+        return True
+    try:
+        return hasattr(pkgutil.resolve_name(wanted.owner), wanted.name)
+    except (ImportError, AttributeError):
+        return False
+
+
+def _source_of(module: str) -> str:
+    """The text of a module; empty where there is no such module, or it is not written in Python."""
+    library, *inside = module.split(".")
+    found = find_spec(library)
+    if found is None or not found.submodule_search_locations:
+        return ""
+    path = Path(found.submodule_search_locations[0], *inside)
+    file = path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
