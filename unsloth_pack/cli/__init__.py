@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 anything else. All but 0 come with one line on stderr, and with the traceback under `--debug`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that it cannot show ends no run
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it cannot show is replaced
         sys.stdout.reconfigure(errors="replace")
     with _terminated_as_interrupted():
         try:

@@ -32,8 +32,8 @@ def pack_dataset(
     """Pack a tokenised data set into rows of at most `capacity` tokens.
 
     The rows are ready to train on: give them to `SFTTrainer` with `SFTConfig(packing=False,
-    padding_free=True, max_length=None)`, whose collator turns `seq_lengths` into positions that restart. A
-    collator for another trainer must hand them on, too; one that flattens makes a document of each row.
+    padding_free=True, max_length=None)`, whose collator turns `seq_lengths` into positions that restart. The
+    collator of another trainer has to pass `seq_lengths` on: without it, each row counts as one document.
 
     Args:
         dataset: a `datasets.Dataset` or `IterableDataset` with `input_ids` and perhaps more columns that hold
@@ -89,7 +89,7 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
 
 
 class RowBuilder:
-    """Numbers of packed rows to the rows, without looking at a single token."""
+    """Builds packed rows from their numbers in the plan. Tokens are moved in Arrow, never one by one."""
 
     def __init__(self, dataset: datasets.Dataset, plan: PackPlan):
         self._documents = dataset.with_format("arrow")

@@ -56,7 +56,8 @@ def _check_folders(options: TrainOptions) -> None:
     _check_apart(options, folder)
     if count_processes() > 1 and str(options.output_dir).startswith("outputs/"):
         raise InputError(
-            "several processes need one output_dir, and its default holds the time; give --output_dir"
+            "output_dir has its default, which contains a timestamp that may differ between processes; "
+            "give --output_dir"
         )
     replaced = options.overwrite_output_dir or options.resume or not is_main_process()
     if not replaced and (found := run_files(folder)):

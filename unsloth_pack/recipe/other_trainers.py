@@ -1,4 +1,4 @@
-"""What Axolotl, LLaMA-Factory, ms-swift, TRL, transformers and Unsloth call the flags, or have flags for."""
+"""Flags of Axolotl, LLaMA-Factory, ms-swift, TRL, transformers and Unsloth, and what to give instead."""
 
 # Theirs to ours.
 FLAGS = {

@@ -107,9 +107,9 @@ class StopOnSignal(TrainerCallback):
     """Inside `with`, the first SIGINT or SIGTERM ends the run after the step at hand, with a checkpoint.
 
     Several processes ask each other at the end of every step, and read the answer at the end of the next, so
-    that nobody waits for it: they all stop at the same step, one later. The second signal does what it would
-    without us. Once an error has ended the run, SIGTERM is ignored: torchrun sends it to the processes that
-    remain when one has ended, and each still has to say how to go on.
+    that nobody waits for it: they all stop at the same step, one later. A second signal goes to the handler
+    that was there before. Once an error has ended the run, SIGTERM is ignored: torchrun sends it to the
+    processes that remain when one has ended, and each still has to say how to go on.
     """
 
     def __init__(self) -> None:
