@@ -299,7 +299,7 @@ PACKING = [
     ),
     call(
         "a data set of short labels",
-        "column 'labels' has not one number a token",
+        "column 'labels' does not hold one number per token",
         packing.pack_dataset,
         datasets.Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1]]}),
         4,

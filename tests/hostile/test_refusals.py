@@ -36,7 +36,7 @@ def test_the_guide_says_how_many_cases_of_each_kind_there_are():
     guide = Path(__file__).parents[2].joinpath("docs", "trust-inputs.md").read_text(encoding="utf-8")
     said = {kind: int(number) for kind, number in re.findall(r"^\| (\w+) \| (\d+) \|", guide, re.MULTILINE)}
     assert said == {kind: len(cases) for kind, cases in KINDS.items()}
-    assert f"{len(CASES):,} cases hold this" in guide
+    assert f"{len(CASES):,} cases test this" in guide
 
 
 def test_a_case_that_is_fine_fails(place):

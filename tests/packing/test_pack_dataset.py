@@ -84,7 +84,7 @@ def test_documents_without_tokens_are_left_out():
         ([{"input_ids": [1] * 9}], r"document 0 has 9 tokens and capacity is 8 .*truncate, split or drop"),
         ([{"text": "a"}], "the data set has the columns text; tokenise it"),
         ([{"input_ids": [1], "text": "a"}], "column 'text' holds string, not one number a token"),
-        ([{"input_ids": [1, 2], "labels": [1]}], "column 'labels' has not one number a token"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "column 'labels' does not hold one number per token"),
         ([{"input_ids": [1], "seq_lengths": [1]}], "it is packed already"),
         ([{"input_ids": [1][:0]}, {"input_ids": [1][:0]}], "documents? has tokens|holds null"),
         (

@@ -57,7 +57,7 @@ def test_fewer_rows_than_ranks():
     taken = np.concatenate([list(sampler) for sampler in samplers([[1], [2], [3]], 8)])
     assert len(taken) == 8
     assert set(taken) == {0, 1, 2}
-    with pytest.raises(InputError, match="3 rows are no whole window of 8 ranks with 1 rows each"):
+    with pytest.raises(InputError, match="3 rows do not fill a window of 8 ranks with 1 rows each"):
         PackedSampler([[1], [2], [3]], 8, drop_last=True)
     assert len(PackedSampler([[1], [2], [3]], 3, drop_last=True)) == 1
 

@@ -150,7 +150,7 @@ def test_a_million_documents_fill_their_bins():
         ([1.5], "float64"),
         ([True], "bool"),
         ([[1, 2]], "shape (1, 2)"),
-        ([[1], [2, 3]], "are no array"),
+        ([[1], [2, 3]], "do not make an array"),
         (["a"], "one integer a document"),
         (3, "shape ()"),
         ([2**70], "type object"),

@@ -273,7 +273,7 @@ def test_a_state_of_another_stream_is_refused():
         PackingStream(32, seed=1).load_state_dict(state)
     with pytest.raises(InputError, match="saved with seed=1 and this one has 0"):
         PackingStream(64).load_state_dict(state)
-    with pytest.raises(InputError, match="the state has version 99 and this reads 1"):
+    with pytest.raises(InputError, match="the state has version 99 and this release reads 1"):
         PackingStream(64, seed=1).load_state_dict(state | {"version": 99})
 
 

@@ -1,4 +1,4 @@
-"""Packing: plan which documents share a row, fill rows from memory or a stream, keep them on disk.
+"""Packing: plan which documents share a row, fill rows from memory or from a stream, keep rows on disk.
 
 No torch needed.
 """

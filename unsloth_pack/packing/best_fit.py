@@ -1,8 +1,8 @@
-"""Best-fit decreasing over the histogram of lengths: equal documents, and equal bins, move together.
+"""Best-fit decreasing on the histogram of lengths: documents of one length are placed together.
 
 Lengths are taken from the longest down. A document goes into the open bin with the least room that still
-holds it; that bin then has even less room, so it stays the tightest and takes the next document of the same
-length too, until it is too tight. So the bins of one room, all alike, take `room // length` documents each:
+holds it. That bin then has even less room, so it also takes the next documents of this length, until one no
+longer fits. Bins with equal room are therefore filled together, with `room // length` documents each:
 
     length 3, 7 documents; bins with room: 8 8 8 5
     room 5 -> one bin takes 1; room 8 -> two bins take 2 each, the third takes 2; 0 are left for a new bin
@@ -18,15 +18,16 @@ from unsloth_pack.packing.lengths import BLOCK, count_lengths
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What went where, `[moves]` int64 each: documents of one length into neighbouring bins that are alike.
+    """All moves. A move puts documents of one length into neighbouring bins that have equal room.
 
-    The documents of all moves, in order, are all documents from the longest to the shortest.
+    In their order, the moves place the documents from the longest to the shortest. All fields but `n_bins`
+    are `[moves]` int64.
 
     Args:
         first, bins: the move fills bins `first` to `first + bins - 1`.
-        each: documents that it puts into every one of them.
-        held: documents that every one of them held before.
-        n_bins: bins of all moves.
+        each: documents that the move puts into each of these bins.
+        held: documents that each of these bins held before.
+        n_bins: number of bins after all moves.
     """
 
     first: np.ndarray
@@ -45,7 +46,7 @@ class Moves:
 
 def best_fit_decreasing(counts: np.ndarray, capacity: int) -> Moves:
     """Best-fit decreasing of `counts[length]` documents of each length into bins of `capacity` tokens."""
-    # More room than all documents need changes nothing
+    # Capacity beyond the sum of all lengths changes nothing
     capacity = min(capacity, int(counts @ np.arange(len(counts))))
     moves: list[tuple[int, int, int, int]] = []
     alike: dict[int, list[tuple[int, int, int]]] = {}  # room -> runs of bins: first, bins, documents held
@@ -89,7 +90,7 @@ def arrange(moves: Moves, lengths: np.ndarray, counts: np.ndarray) -> tuple[np.n
         offsets: `[bins + 1]` int64; bin b holds `order[offsets[b]:offsets[b + 1]]`.
 
     Raises:
-        InputError: `lengths` are no longer the ones that were counted.
+        InputError: `lengths` have changed since they were counted.
     """
     if not np.array_equal(count_lengths(lengths, len(counts) - 1), counts):
         raise InputError("lengths changed after they were planned; plan them again")
@@ -112,7 +113,7 @@ def arrange(moves: Moves, lengths: np.ndarray, counts: np.ndarray) -> tuple[np.n
 
 
 def _slots(moves: Moves, offsets: np.ndarray, dtype: type) -> np.ndarray:
-    """`[documents]`: where the n-th longest document lies in the order by bins."""
+    """`[documents]`: the place of the n-th longest document in the order of the bins."""
     ends = np.cumsum(moves.bins * moves.each)
     starts = ends - moves.bins * moves.each
     slots: np.ndarray = np.empty(int(offsets[-1]), dtype)

@@ -1,6 +1,6 @@
-"""Token sequences as lists, numpy arrays or torch tensors: what they are, joined, and laid out in rows.
+"""Token sequences as lists, numpy arrays or torch tensors: recognise them, join them, lay them out in rows.
 
-torch is never imported here: a tensor can only come in where somebody else has imported it.
+torch is never imported here: a caller that passes a tensor has imported it already.
 """
 
 import gc
@@ -18,14 +18,14 @@ import numpy as np
 
 from unsloth_pack.errors import InputError
 
-WHOLE_COLUMNS = ("input_ids", "labels")  # other columns may hold fractions, such as a weight a token
+WHOLE_COLUMNS = ("input_ids", "labels")  # other columns may hold fractions, such as a weight per token
 _LISTS = (list, tuple, range)
-_TRAITS = ("__class__", "dtype", "ndim", "device")  # arrays and tensors alike in these are of one kind
+_TRAITS = ("__class__", "dtype", "ndim", "device")  # arrays and tensors that agree in these are of one kind
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What sequences are made of, and hence what comes out.
+    """The container and number type of sequences; the rows made of them have the same.
 
     Args:
         container: "list", "numpy" or "torch".
@@ -45,9 +45,9 @@ class Layout:
     """Where every document lies in rows of `capacity` tokens.
 
     Args:
-        documents: `[documents]`: the documents of all rows, row after row.
+        documents: `[documents]`: the numbers of the documents in all rows, row after row.
         offsets: `[rows + 1]`: row r holds `documents[offsets[r]:offsets[r + 1]]`.
-        sizes: `[documents]`: tokens of each of `documents`, and of the gap after it.
+        sizes: `[documents]`: tokens of each of `documents`, plus the gap after it.
         gap: slots between two documents, for a separator.
     """
 
@@ -65,7 +65,7 @@ class Layout:
 
     @cached_property
     def places(self) -> list[tuple[int, int, int, int]]:
-        """Of each of `documents`: itself, its row, and its first and one past its last slot in the row."""
+        """`(document, row, first slot in the row, one past the last slot)` of each of `documents`."""
         ends = np.cumsum(self.sizes)
         per_row = np.diff(self.offsets)
         starts = ends - self.sizes
@@ -76,15 +76,15 @@ class Layout:
 
 
 def read_sequences(name: str, sequences: Any) -> tuple[list[Any], Kind]:
-    """The sequences as a list, and the kind that all of them have; "list" where there are none.
+    """The sequences as a list, and the kind that all of them have; "list" if there are none.
 
-    Sequences of one kind are recognised at a glance; each is looked at only to find the first bad one.
+    A quick test accepts sequences of one kind. Only if it fails, each is checked, to name the first bad one.
 
     Args:
         sequences: a collection of sequences, or a 2-D array or tensor.
 
     Raises:
-        InputError: a sequence is no flat run of tokens, or is of another kind than the first.
+        InputError: a sequence is not flat, or its kind differs from that of the first.
     """
     if isinstance(sequences, str | bytes | dict) or not hasattr(sequences, "__iter__"):
         raise InputError(f"{name} is a {type(sequences).__name__}; give a list of token sequences")
@@ -109,7 +109,7 @@ def read_sequences(name: str, sequences: Any) -> tuple[list[Any], Kind]:
 
 
 def kind_of_one(name: str, sequence: Any) -> Kind:
-    """The kind of one sequence. Raises InputError where it is no flat run of tokens."""
+    """The kind of one sequence. Raises InputError if it is not a flat sequence of tokens."""
     if isinstance(sequence, _LISTS):
         if len(sequence) and hasattr(sequence[0], "__len__"):
             raise InputError(
@@ -132,10 +132,10 @@ def kind_of_one(name: str, sequence: Any) -> Kind:
 
 
 def check_values(sequences: Sequence[Any], name_of: Callable[[int], str], *, whole: bool) -> None:
-    """Refuse sequences of one kind that hold something else than numbers.
+    """Refuse sequences of one kind that hold anything but numbers.
 
     Args:
-        name_of: the number of a sequence to its name in the error.
+        name_of: gives the name, in the error, of the sequence with an index.
         whole: refuse fractions too.
 
     Raises:
@@ -146,7 +146,7 @@ def check_values(sequences: Sequence[Any], name_of: Callable[[int], str], *, who
             raise InputError(f"{name_of(0)} holds {sequences[0].dtype}; give whole numbers, such as int64")
         return
     wanted = numbers.Integral if whole else numbers.Real
-    with np.errstate(all="ignore"):  # a sum of numpy's numbers may not fit into their type
+    with np.errstate(all="ignore"):  # a sum of numpy numbers may overflow their type
         for i, sequence in enumerate(sequences):
             if not isinstance(_sum(sequence), wanted):
                 place, value = next((k, v) for k, v in enumerate(sequence) if not isinstance(v, wanted))
@@ -157,7 +157,7 @@ def check_values(sequences: Sequence[Any], name_of: Callable[[int], str], *, who
 
 
 def _sum(values: Any) -> Any:
-    """The sum, or None where there is none: the fastest look at every value. One fraction makes it one."""
+    """The sum, or None if there is none: the fastest check of all values. A fraction makes it a fraction."""
     try:
         return sum(values)
     except TypeError:
@@ -165,7 +165,7 @@ def _sum(values: Any) -> Any:
 
 
 def _is_fractional(array: Any) -> bool:
-    """Whether an array or tensor is of a type that holds fractions."""
+    """Whether the type of an array or tensor can hold fractions."""
     return array.dtype.kind == "f" if isinstance(array, np.ndarray) else array.is_floating_point()
 
 
@@ -173,7 +173,7 @@ def as_filler(name: str, value: Any, kind: Kind) -> Any:
     """A plain number that sequences of this kind can hold.
 
     Raises:
-        InputError: it is no number, or the sequences' type cannot hold it.
+        InputError: it is not a number, or the sequences' type cannot hold it.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise InputError(
@@ -238,10 +238,10 @@ def fill_array(layout: Layout, sequences: list[Any], kind: Kind, pad: Any, separ
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Lists of numbers form no cycles, yet new ones would be searched for them, number by number.
+    """Garbage collection is off here: new lists of numbers form no cycles, yet it would visit every number.
 
-    Afterwards they count as old, as if a collection had found them alive: the next one would look at every
-    number. Where somebody has frozen objects, thawing ours would thaw theirs, and the new lists stay young.
+    Then freezing and unfreezing moves the new lists to the oldest generation, which the next collection does
+    not visit. If the caller has frozen objects, unfreezing would release those too, so it is left out.
     """
     was_enabled = gc.isenabled()
     gc.disable()

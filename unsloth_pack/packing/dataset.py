@@ -1,4 +1,4 @@
-"""pack_dataset: a tokenised Hugging Face data set to TRL's packed columns, planned over the whole set."""
+"""pack_dataset: a tokenised Hugging Face data set becomes TRL's packed columns, planned over the whole set."""
 
 from __future__ import annotations
 
@@ -32,24 +32,27 @@ def pack_dataset(
     """Pack a tokenised data set into rows of at most `capacity` tokens.
 
     The rows are ready to train on: give them to `SFTTrainer` with `SFTConfig(packing=False,
-    padding_free=True, max_length=None)`, whose collator turns `seq_lengths` into positions that restart. The
-    collator of another trainer has to pass `seq_lengths` on: without it, each row counts as one document.
+    padding_free=True, max_length=None)`, whose collator turns `seq_lengths` into positions that restart at
+    each document. The collator of another trainer must pass `seq_lengths` on too; a collator that only
+    flattens would treat each row as one document.
 
     Args:
         dataset: a `datasets.Dataset` or `IterableDataset` with `input_ids` and perhaps more columns that hold
-            one number a token, such as `labels`.
+            one number per token, such as `labels`.
         capacity: tokens of a row; no document may be longer.
-        strategy: as for `plan_packs`, over the whole set; an iterable one goes through a `PackingStream`.
+        strategy: as for `plan_packs`. A map-style set is planned as a whole; an iterable one goes through a
+            `PackingStream`.
         num_proc: processes that build the rows of a map-style set.
         buffer_size, seed: of the `PackingStream`.
 
     Returns:
-        A data set of the same kind: the columns that came in with a row's documents one after another,
-        without padding, and `seq_lengths`, their lengths. Documents without tokens are left out.
+        A data set of the same kind and with the same columns. A row holds its documents one after another,
+        without padding; the new column `seq_lengths` holds their lengths. Documents without tokens are left
+        out.
 
     Raises:
-        InputError: a document is longer than `capacity`; a column has not one number a token; ids or labels
-            are not whole numbers; or the data set is packed already.
+        InputError: a document is longer than `capacity`; a column does not hold one number per token; ids or
+            labels are not whole numbers; or the data set is packed already.
     """
     import datasets
 
@@ -72,7 +75,7 @@ def pack_dataset(
 
 
 def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[PackPlan, RowBuilder]:
-    """Plan over the whole set, and what builds the rows.
+    """The plan for the whole set, and the builder of its rows.
 
     Raises:
         InputError: as `pack_dataset`.
@@ -81,7 +84,7 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
     lengths = list_lengths(dataset, "input_ids")
     for column in columns:
         if not np.array_equal(list_lengths(dataset, column), lengths):
-            raise InputError(f"column {column!r} has not one number a token; give one, or remove the column")
+            raise InputError(f"column {column!r} does not hold one number per token; correct or remove it")
     plan = plan_packs(lengths, capacity, strategy)
     if not plan.n_bins:
         raise InputError(f"none of {len(lengths)} documents has tokens; give a tokenised data set")
@@ -89,7 +92,7 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
 
 
 class RowBuilder:
-    """Builds packed rows from their numbers in the plan. Tokens are moved in Arrow, never one by one."""
+    """Builds packed rows, given their numbers, from Arrow arrays: no token becomes a Python object."""
 
     def __init__(self, dataset: datasets.Dataset, plan: PackPlan):
         self._documents = dataset.with_format("arrow")
@@ -99,7 +102,7 @@ class RowBuilder:
         return self.build(rows["row"][0].as_py(), rows["row"][-1].as_py() + 1)
 
     def build(self, first: int, last: int) -> pa.Table:
-        """The packed rows from `first` up to, but not with, `last`."""
+        """The packed rows `first` to `last - 1`."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -134,7 +137,7 @@ def _check_columns(dataset: datasets.Dataset) -> list[str]:
 
 
 def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
-    """`[rows]` int64: how many numbers each row's list has. The numbers themselves are checked on the way.
+    """`[rows]` int64: how many numbers each row's list has. The numbers themselves are checked too.
 
     Raises:
         InputError: the column does not hold lists of numbers, one of them is null, or ids or labels are not
@@ -147,7 +150,7 @@ def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
     parts = [np.zeros(0, np.int64)]
     row = 0
     for table in batches:
-        lists = table[column].combine_chunks()  # a shuffled set has a chunk a row, and a look at each is slow
+        lists = table[column].combine_chunks()  # a shuffled set has one chunk per row, slow to read
         if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
             raise InputError(f"column {column!r} holds {lists.type}, not one number a token; remove it")
         if lists.null_count:
@@ -160,7 +163,10 @@ def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
 
 
 def _check_numbers(lists: pa.Array, column: str, row: int) -> None:
-    """Refuse lists of anything but numbers, the first of which is in row `row`.
+    """Refuse lists that hold anything but numbers.
+
+    Args:
+        row: number of the row that the first list is in.
 
     Raises:
         InputError: names the first row with a null or a fraction.

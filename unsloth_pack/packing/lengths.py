@@ -1,4 +1,4 @@
-"""What planners take: document lengths as a checked integer array."""
+"""Document lengths in the form that planners take: a checked integer array."""
 
 from typing import Any
 
@@ -13,13 +13,14 @@ def as_lengths(lengths: Any) -> np.ndarray:
     """`[documents]` of the integer type that came in: lengths in tokens, from a list, array or CPU tensor.
 
     Raises:
-        InputError: not one flat run of integers, or one of them is negative.
+        InputError: they are not a flat sequence of integers, or one of them is negative.
     """
     try:
         array = np.asarray(lengths)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(
-            f"lengths of type {type(lengths).__name__} are no array ({error}); give one integer a document"
+            f"lengths of type {type(lengths).__name__} do not make an array ({error}); "
+            "give one integer a document"
         ) from error
     if array.size == 0:
         return np.zeros(0, np.int64)
@@ -64,12 +65,12 @@ def count_lengths(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def padded_slots(lengths: np.ndarray, batch_size: int) -> int:
-    """Slots of documents in batches of `batch_size`, in their order, each as long as its longest."""
+    """Slots of all batches of `batch_size` documents in their order, each padded to its longest document."""
     starts = np.arange(0, len(lengths), batch_size)
     return int(np.maximum.reduceat(lengths, starts) @ np.diff(starts, append=len(lengths)))
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Int64 indices of the documents that hold tokens, longest first, equal lengths in input order."""
+    """Int64 indices of the documents with tokens, longest first; equal lengths keep the input order."""
     order = np.argsort(int(lengths.max(initial=0)) - lengths.astype(np.int64), kind="stable")
     return order[: np.count_nonzero(lengths)]

@@ -1,4 +1,4 @@
-"""What becomes of sequences that are empty or longer than a row, and how many there were."""
+"""How sequences that are empty or longer than a row are handled, and how many there were."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ CHOICES = ("error", "truncate", "drop", "split")
 
 
 class PackingWarning(UserWarning):
-    """Sequences were dropped or cut, and nobody asked for the count."""
+    """Sequences were dropped or cut, and the caller did not ask for the counts."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ def check_overlong(overlong: str) -> str:
 def pieces_of(
     name: str, length: int, capacity: int, overlong: str, counts: CutCounts
 ) -> list[tuple[int, int]]:
-    """The pieces `(start, end)` of one sequence that are to be packed; what happens to it is counted.
+    """The pieces `(start, end)` of one sequence that are to be packed; `counts` notes a cut or a drop.
 
     Raises:
         InputError: it is longer than `capacity` and `overlong` is "error".

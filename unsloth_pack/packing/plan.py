@@ -16,7 +16,7 @@ STRATEGIES = ("next_fit", "first_fit", "ffd", "bfd")
 
 
 class Bins(Sequence[list[int]]):
-    """The documents of every bin, as lists of indices that are made when they are looked at."""
+    """The documents of every bin, as lists of indices that are made when they are read."""
 
     def __init__(self, order: np.ndarray, offsets: np.ndarray):
         self._order, self._offsets = order, offsets
@@ -49,8 +49,8 @@ class Bins(Sequence[list[int]]):
 class PackPlan:
     """Documents assigned to bins of `capacity` tokens.
 
-    Numbers are there at once. Which document lies in which bin is worked out when `order`, `offsets` or
-    `bins` is first used, and then takes 8 bytes a document.
+    The numbers are known at once. Which document lies in which bin is computed when `order`, `offsets` or
+    `bins` is first used; this takes 8 bytes a document.
 
     Args:
         n_documents, tokens: documents placed, and the tokens they hold.
@@ -83,7 +83,7 @@ class PackPlan:
 
     @cached_property
     def bins(self) -> Bins:
-        """The document indices of every bin, a list each."""
+        """The document indices of every bin, as one list for each bin."""
         return Bins(self.order, self.offsets)
 
     @property
@@ -98,22 +98,24 @@ class PackPlan:
 
 
 def plan_packs(lengths: Any, capacity: int, strategy: str = "bfd") -> PackPlan:
-    """Assign documents to as few bins as the strategy finds; none is split.
+    """Assign whole documents to as few bins as the strategy finds.
 
     Args:
         lengths: tokens of every document: a list, array or CPU tensor of integers. Keep it unchanged until
-            the bins have been looked at.
+            the bins have been read.
         capacity: tokens of a bin.
-        strategy: "next_fit" fills one bin after another and keeps the order of the documents; "first_fit"
-            puts each into the first bin with room; "ffd" does so from the longest down; "bfd", also from the
-            longest down, into the bin with the least room that holds it. "bfd" works on the histogram: its
-            time grows with the distinct lengths, not with the documents.
+        strategy: "next_fit" fills one bin after another and keeps the order of the documents. "first_fit"
+            puts each document into the first bin with room; "ffd" does the same from the longest document
+            down. "bfd" goes from the longest down too, and puts each into the bin with the least room that
+            holds it. "bfd" works on the histogram: its time grows with the number of distinct lengths, not
+            with the number of documents.
 
     Raises:
-        InputError: a length is negative or above `capacity`; `capacity` is below 1; or no such strategy.
+        InputError: a length is negative or above `capacity`; `capacity` is below 1; or the strategy is
+            unknown.
 
-    Source: D. S. Johnson, Near-optimal bin packing algorithms, MIT, 1973; working on the histogram after
-    M. Krell et al., Efficient sequence packing without cross-contamination, arXiv:2107.02027, whose
+    Source: D. S. Johnson, Near-optimal bin packing algorithms, MIT, 1973. Working on the histogram follows
+    M. Krell et al., Efficient sequence packing without cross-contamination, arXiv:2107.02027; their
     heuristics differ.
     """
     capacity = check_positive("capacity", capacity)

@@ -1,4 +1,4 @@
-"""What packing would do to a set of documents: lengths, rows, steps, and the padding it saves."""
+"""A forecast of packing a set of documents: lengths, rows, steps, and the padding that it saves."""
 
 import math
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ class PackForecast:
     """One epoch of the documents, packed into rows of `capacity` tokens.
 
     Args:
-        overlong, tokens_cut: documents above `capacity`, cut to it, and the tokens that they lose.
+        overlong, tokens_cut: documents above `capacity`, which are cut to it, and the tokens that they lose.
         packs, documents_per_pack: rows, and the documents of a row on average.
         fill: the share of the rows that holds tokens, 0 to 1.
         steps_per_epoch: micro-batches that every rank runs.
         accumulation: micro-batches of an update, as `plan_accumulation` suggests.
         optimizer_steps: updates of an epoch.
         effective_batch: documents of an update on average.
-        padding: batch size -> the share of slots that would be padding without packing, 0 to 1, in batches
-            padded to their longest document, in one random order.
+        padding: batch size -> the share of slots, 0 to 1, that would be padding without packing: in batches
+            padded to their longest document, with the documents in one random order.
     """
 
     capacity: int
@@ -47,7 +47,7 @@ class LengthReport:
     """Lengths of documents in tokens, and a forecast for each capacity.
 
     Args:
-        empty: documents without tokens; they are in no other number.
+        empty: documents without tokens; no other number includes them.
         count, tokens: the other documents, and their tokens.
         histogram: `(from, to, documents)` of each bin of lengths, `to` not included, from 0 to the longest.
     """
@@ -85,7 +85,7 @@ def plan_accumulation(
     if not (math.isfinite(samples_per_pack) and samples_per_pack > 0):
         raise InputError(f"samples_per_pack is {samples_per_pack!r}; give the documents of a row, above 0")
     ratio = target_effective / (samples_per_pack * rows)
-    return math.ceil(ratio * (1 - 1e-12))  # an average that is off in its last digits costs no update
+    return math.ceil(ratio * (1 - 1e-12))  # a rounding error of the average adds no micro-batch
 
 
 def length_report(

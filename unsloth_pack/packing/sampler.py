@@ -1,8 +1,8 @@
-"""PackedSampler: packed rows to the ranks of a distributed run, the same work for each.
+"""PackedSampler: deals packed rows out to the ranks of a distributed run, with equal work for each.
 
 The global order of rows depends on the seed and the epoch alone. It is cut into windows of
-`world_size * rows_per_rank` rows, and within a window the rows are dealt out so that each rank has as much to
-do. So an update sees the same rows on any number of ranks, as long as they see as many rows together.
+`world_size * rows_per_rank` rows. Within a window, the rows are dealt out so that all ranks have about the
+same work. So an update sees the same rows on any number of ranks, as long as windows have the same size.
 """
 
 import heapq
@@ -22,10 +22,10 @@ class CostSpread:
     """How uneven the ranks' work is in one epoch; 0 is even.
 
     Args:
-        attention, tokens: (largest - smallest) / mean over the ranks, of the sum of squared document lengths
-            and of the tokens, of the epoch.
-        waiting: the share of time that the average rank waits for the slowest, window by window, where time
-            is estimated as the sampler does.
+        attention, tokens: (largest - smallest) / mean over the ranks, of a rank's sum of squared document
+            lengths in the epoch, and of its tokens in the epoch.
+        waiting: the share of time that the average rank waits for the slowest, window by window; time is
+            estimated in the same way as in the sampler.
     """
 
     attention: float
@@ -47,17 +47,17 @@ class PackedSampler:
 
     Args:
         seq_lengths: document lengths of every packed row, in tokens.
-        world_size, rank: ranks, and this one's number.
-        rows_per_rank: rows of a rank between two moments when ranks wait for each other: the micro-batch
-            times, where gradients are only exchanged at an update, the accumulation. Ranks with one row each
-            cannot be evened out within a window; then only their sums over the epoch are.
+        world_size, rank: number of ranks, and the number of this one.
+        rows_per_rank: rows that a rank takes between two points at which ranks wait for each other: the
+            micro-batch, or the micro-batch times the accumulation if gradients are exchanged only at an
+            update. With one row per rank, work cannot be evened out within a window, only over the epoch.
         seed: of the order.
         shuffle: False keeps the rows' own order.
         batch_size: rows of a rank's micro-batch, of which `rows_per_rank` is a multiple.
-        drop_last: leave out the rows past the last whole window; else the last window is shorter, and where
-            its rows cannot be dealt out in whole micro-batches, the first rows of the order come again.
-        attention_weight: 0 to 1, the attention's share of the time of an average row; the rest goes with its
-            tokens.
+        drop_last: leave out the rows after the last whole window. Otherwise the last window is shorter; on
+            several ranks, the first rows of the order are repeated if it lacks rows for whole micro-batches.
+        attention_weight: 0 to 1, the attention's share of the time of an average row; the rest is in
+            proportion to its tokens.
 
     Raises:
         InputError: an argument is out of its range, a row has no documents, or there are too few rows.
@@ -93,7 +93,7 @@ class PackedSampler:
         )
         if drop_last and len(self.cost) < self.window:
             raise InputError(
-                f"{len(self.cost)} rows are no whole window of {world_size} ranks with {rows_per_rank} rows "
+                f"{len(self.cost)} rows do not fill a window of {world_size} ranks with {rows_per_rank} rows "
                 "each; set drop_last=False, or use fewer ranks"
             )
         self.epoch = 0
@@ -102,11 +102,11 @@ class PackedSampler:
 
     @property
     def window(self) -> int:
-        """Rows that all ranks together take between two moments when they wait for each other."""
+        """Rows that all ranks together take between two points at which they wait for each other."""
         return self.world_size * self.rows_per_rank
 
     def set_epoch(self, epoch: int) -> None:
-        """Turn to an epoch, at its first row; the current one keeps its place."""
+        """Start an epoch at its first row; the epoch under way keeps its position."""
         if epoch != self.epoch:
             self.epoch, self._base, self._done = epoch, 0, 0
 
@@ -116,11 +116,11 @@ class PackedSampler:
         return np.random.default_rng([self.seed, self.epoch]).permutation(rows) if self.shuffle else rows
 
     def __len__(self) -> int:
-        """Rows of this rank in this epoch, those that it has given out already among them."""
+        """Rows of this rank in this epoch, including those that it has given out already."""
         return sum(map(len, self._windows())) // self.world_size
 
     def __iter__(self) -> Iterator[int]:
-        """The rest of this rank's rows of the epoch; all of them once none is left."""
+        """The remaining rows of this rank in the epoch; once none is left, all of them again."""
         if self._done >= len(self):
             self._base = self._done = 0
         for row in self.assignment()[self.rank, self._done :].tolist():
@@ -149,7 +149,7 @@ class PackedSampler:
         return self.assignment().reshape(self.world_size, -1, self.batch_size).transpose(1, 0, 2).reshape(-1)
 
     def spread(self) -> CostSpread:
-        """The estimated spread of work between ranks in what this epoch's windows hold."""
+        """The estimated spread of work between ranks over the windows of this epoch."""
         rows = self.assignment()
         by_window = np.add.reduceat(self.cost[rows], np.arange(0, rows.shape[1], self.rows_per_rank), axis=1)
         slowest = by_window.max(axis=0).sum()
@@ -162,12 +162,12 @@ class PackedSampler:
         return CostSpread(relative(self.squares), relative(self.tokens), waiting)
 
     def state_dict(self, rows_done: int | None = None) -> dict[str, Any]:
-        """Where this epoch stands.
+        """The position in this epoch.
 
         Args:
-            rows_done: rows of this rank that training has seen since the epoch began or was taken up by
-                another number of ranks; by default those given out, which a loader that reads ahead has not
-                all handed on.
+            rows_done: rows of this rank that training has seen since the epoch began, or since it was
+                resumed with another number of ranks. The default is the rows given out, some of which a
+                loader that reads ahead has not passed on yet.
         """
         return {
             "epoch": self.epoch,
@@ -179,11 +179,11 @@ class PackedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken; with other ranks than then, from the same global row.
+        """Go on exactly where `state_dict` was taken; on another number of ranks, from the same global row.
 
         Raises:
-            InputError: the state is of other rows or another order, or the number of ranks changed inside a
-                window.
+            InputError: the state belongs to other rows or another order, or the number of ranks changed
+                inside a window.
         """
         for name, value in self._settings().items():
             if state["settings"][name] != value:
@@ -234,10 +234,10 @@ def _row_costs(seq_lengths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.nda
 
 
 def _even_shares(costs: list[float], shares: int, size: int) -> list[tuple[float, list[int]]]:
-    """Deal positions of `costs` into `shares` of `size` each: the dearest left goes to the cheapest share.
+    """Deal positions of `costs` into `shares` of `size` each: the costliest left goes to the cheapest share.
 
     Returns:
-        `(cost, positions)` of each share, the dearest first.
+        `(cost, positions)` of each share, the costliest first.
     """
     open_shares: list[tuple[float, int, list[int]]] = [(0.0, i, []) for i in range(shares)]
     done: list[tuple[float, list[int]]] = []

@@ -1,4 +1,4 @@
-"""pack_sequences and concatenate_and_pack: token sequences in memory to padded rows.
+"""pack_sequences and concatenate_and_pack: pack token sequences in memory into padded rows.
 
 [1 2 3] [4 5] [6 7 8 9] [10 11 12]   rows of 8, padded with 0
 1 2 3 4 5 0 0 0
@@ -41,27 +41,27 @@ def pack_sequences(
 ) -> Any:
     """Pack whole sequences into rows of `max_length`, padded at the end.
 
-    The rows depend on the sequences' lengths alone, so that ids and labels packed apart stay aligned.
+    The rows depend only on the lengths of the sequences, so ids and labels packed in two calls stay aligned.
 
     Args:
-        sequences: lists, numpy arrays or torch tensors, one a document, of any lengths: token ids, or other
-            numbers of the tokens, such as labels or weights.
+        sequences: lists, numpy arrays or torch tensors of any lengths, one for each document: token ids, or
+            other numbers for each token, such as labels or weights.
         strategy: as for `plan_packs`; "next_fit" keeps the order of the documents.
-        sep_token_id: stands between two documents of a row; never at its end.
-        overlong: what becomes of a sequence longer than a row: "error", "truncate" (its end is lost),
-            "drop", or "split" (into documents of a row's length, the last perhaps shorter).
+        sep_token_id: is put between two documents of a row, never at its end.
+        overlong: how to handle a sequence longer than a row: "error", "truncate" (its end is lost), "drop",
+            or "split" (into documents of a row's length, the last perhaps shorter).
         return_boundaries: also return `(row, start, end)` of every document in input order, without its
             separators. A dropped sequence has none, a split one has several.
         return_counts: also return `CutCounts`: how many sequences were empty (those are dropped), truncated,
-            dropped or split. Without it, a `PackingWarning` says so.
+            dropped or split. Without it, a `PackingWarning` gives these counts.
 
     Returns:
         The kind that came in: a list of lists, or a `[rows, max_length]` array or tensor of the same type and
         device. With boundaries or counts a tuple, in this order.
 
     Raises:
-        InputError: `max_length` is below 1; a sequence is over-long, is no flat run of tokens or holds a
-            null; kinds are mixed; or the padding or separator is no number that the sequences can hold.
+        InputError: `max_length` is below 1; a sequence is over-long, is not flat or holds a null; kinds are
+            mixed; or the padding or separator is not a number that the sequences' type can hold.
     """
     max_length = check_positive("max_length", max_length)
     sequences, kind = read_sequences("sequences", sequences)
@@ -99,20 +99,20 @@ def concatenate_and_pack(
 ) -> tuple[Any, ...]:
     """Pack ids, labels and masks side by side into rows of `max_length`, in the order of the documents.
 
-    Each column comes out as the kind that it came in, as `pack_sequences` gives it; masks are padded with 0.
-    All rows are full width, so that results of several calls can be concatenated.
+    Each column keeps its kind, as in `pack_sequences`. Masks are padded with 0. All rows have the full width,
+    so the results of several calls can be concatenated.
 
     Args:
-        input_ids, labels, attention_masks: lists, numpy arrays or torch tensors, one a document; of the same
-            length for the same document.
+        input_ids, labels, attention_masks: lists, numpy arrays or torch tensors, one for each document; the
+            three of a document have the same length.
         overlong, return_counts: as for `pack_sequences`.
 
     Returns:
-        Rows of ids, of labels and of masks; with counts, these as a fourth.
+        Rows of ids, of labels and of masks; with `return_counts`, the counts as a fourth item.
 
     Raises:
-        InputError: the columns differ in documents or lengths; ids or labels are not whole numbers; or as for
-            `pack_sequences`.
+        InputError: the columns differ in their number of documents or in lengths; ids or labels are not whole
+            numbers; or as for `pack_sequences`.
     """
     max_length = check_positive("max_length", max_length)
     columns = {"input_ids": input_ids, "labels": labels, "attention_masks": attention_masks}
@@ -154,7 +154,7 @@ def _common_lengths(columns: dict[str, list[Any]]) -> list[int]:
 def _cut(
     name: str, lengths: list[int], max_length: int, overlong: str
 ) -> tuple[list[tuple[int, int, int]] | None, CutCounts]:
-    """Pieces `(sequence, start, end)`, or None where all sequences are packed as they are."""
+    """Pieces `(sequence, start, end)`, or None if all sequences are packed as they are; and the counts."""
     check_overlong(overlong)
     counts = CutCounts()
     if not lengths or (min(lengths) > 0 and max(lengths) <= max_length):
@@ -172,7 +172,7 @@ def _apply(pieces: list[tuple[int, int, int]], sequences: list[Any]) -> list[Any
 
 
 def _layout(lengths: list[int], max_length: int, strategy: str, gap: int = 0) -> Layout:
-    # With every document one token longer, and the row too, separators need no care of their own.
+    # Planned with documents and rows that are longer by the gap, separators need no special case.
     sizes = np.array(lengths, np.int64) + gap
     plan = plan_packs(sizes, max_length + gap, strategy)
     return Layout(max_length, plan.order, plan.offsets, sizes[plan.order], gap)

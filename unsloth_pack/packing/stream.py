@@ -18,19 +18,19 @@ from unsloth_pack.packing.lengths import check_positive
 from unsloth_pack.packing.overlong import CutCounts, check_overlong, pieces_of
 from unsloth_pack.packing.plan import STRATEGIES, plan_packs
 
-Example = dict[str, Any]  # column -> one value a token
+Example = dict[str, Any]  # column -> one value per token
 
 _STATE_VERSION = 1
 
 
 @dataclass
 class StreamCounts(CutCounts):
-    """What went through a stream, beside what was cut.
+    """Counts of what went through a stream, beside the counts of what was cut.
 
     Args:
         examples: examples taken in.
         packs, documents, tokens: packs given out, and what they held.
-        leftover_documents, leftover_tokens: dropped at the end, for a pack that was not full enough.
+        leftover_documents, leftover_tokens: dropped at the end, because their pack was not full enough.
     """
 
     examples: int = 0
@@ -42,24 +42,24 @@ class StreamCounts(CutCounts):
 
 
 class PackingStream:
-    """Packs examples as they come, holding no more than `buffer_size` of them back.
+    """Packs examples as they come, and keeps at most `buffer_size` of them waiting.
 
         stream = PackingStream(capacity=2048)
         for pack in stream.pack(examples):
             ...  # {"input_ids": ..., "labels": ..., "seq_lengths": [812, 640, 590]}
 
-    An example is a dict of columns with one value a token, `input_ids` among them, or just the ids. A pack
-    has the same columns, the documents one after another without padding, and the list `seq_lengths`: TRL's
-    packed columns. A column of lists gives lists, arrays give arrays, tensors give tensors.
+    An example is a dict of columns with one value per token, `input_ids` among them, or just the ids. A pack
+    has the same columns, with its documents one after another without padding, and the list `seq_lengths`:
+    TRL's packed columns. A column of lists gives lists, arrays give arrays, tensors give tensors.
 
-    Whenever `buffer_size` examples wait, they are planned. Packs filled to `min_fill_ratio` go out, in an
-    order shuffled by the seed. The other groups wait for the next buffer, and so does the group with the
-    newest example, which later ones may still fill, unless it is the only one to go. Where no group is full
-    enough, the one with the oldest example goes, so that the buffer never grows. At the end none waits:
-    groups that are not full enough go out too, or are dropped and counted.
+    When `buffer_size` examples wait, they are planned into groups. Groups filled to `min_fill_ratio` go out
+    as packs, in an order shuffled by the seed; the others wait for the next buffer. A full group that holds
+    the newest example waits too, because later examples may still fit, unless no other group is full enough.
+    If no group at all is full enough, the one with the oldest example goes out, so that the buffer never
+    grows. At the end no group waits: those that are not full enough go out too, or are dropped and counted.
 
     `atomic` is for rollouts that are generated while training goes on: segments leave strictly in the order
-    in which they came, none is ever split or cut, and `push` refuses one more than `buffer_size` that wait.
+    in which they came, none is ever split or cut, and `push` refuses a segment if `buffer_size` wait already.
 
     Args:
         capacity: tokens of a pack.
@@ -67,7 +67,7 @@ class PackingStream:
         min_fill_ratio: above 0, up to 1: the share of `capacity` from which a pack is full enough.
         drop_last: at the end, drop packs that are not full enough. False by default, True in atomic mode.
         strategy: as for `plan_packs`; "bfd" by default, "next_fit" in atomic mode.
-        seed: of the order of packs within a buffer; None leaves the planner's order, longest documents first.
+        seed: of the order of packs within a buffer; None keeps the planner's order, longest documents first.
         overlong: "error", "truncate", "drop" or "split", as for `pack_sequences`.
 
     Raises:
@@ -118,7 +118,7 @@ class PackingStream:
     def pack(self, examples: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Packs of these examples, and of any that wait, to the end of the examples.
 
-        One example is taken only when no pack is ready, so that `consumed` always says where to go on: after
+        An example is taken only when no pack is ready, so `consumed` always tells where to go on: after
         `load_state_dict`, give the examples from number `consumed` on.
         """
         yield from self._drain()
@@ -133,9 +133,9 @@ class PackingStream:
         """Take in one example.
 
         Raises:
-            InputError: it is no example, has other columns than the first one, has columns of different
+            InputError: it is not an example, has other columns than the first one, has columns of different
                 lengths, holds a null, has ids or labels that are not whole numbers, is over-long, or, in
-                atomic mode, `buffer_size` segments wait already. The stream is as it was before.
+                atomic mode, `buffer_size` segments wait already. The stream stays as it was.
         """
         columns, kinds = self._checked(example)
         if self.atomic and self.waiting >= self.buffer_size:
@@ -152,7 +152,7 @@ class PackingStream:
             self._add({name: value[start:end] for name, value in columns.items()})
 
     def pop(self) -> dict[str, Any] | None:
-        """The next pack, or None where more examples are needed for it."""
+        """The next pack, or None if it needs more examples."""
         if self.atomic and not self._ready and len(self._buffer) >= self.buffer_size:
             self._release_buffer()
         if not self._ready:
@@ -164,12 +164,12 @@ class PackingStream:
         return _packed(documents)
 
     def finish(self) -> None:
-        """No more examples come: the packs of those that wait become ready, or are dropped and counted."""
+        """End the input: packs of the waiting examples become ready, or are dropped and counted."""
         if self._buffer:
             self._plan(is_end=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides what comes next, the waiting examples included; `torch.save` can hold it."""
+        """All that determines the next packs, including the waiting examples; `torch.save` can store it."""
         return {
             "version": _STATE_VERSION,
             "settings": self._settings(),
@@ -185,11 +185,12 @@ class PackingStream:
         """Go on exactly where `state_dict` was taken.
 
         Raises:
-            InputError: the state is of another version, or of a stream with other arguments.
+            InputError: the state has another version, or comes from a stream with other arguments.
         """
         if state.get("version") != _STATE_VERSION:
             raise InputError(
-                f"the state has version {state.get('version')!r} and this reads {_STATE_VERSION}; start anew"
+                f"the state has version {state.get('version')!r} and this release reads {_STATE_VERSION}; "
+                "start without it"
             )
         for name, value in self._settings().items():
             if state["settings"][name] != value:
@@ -251,7 +252,7 @@ class PackingStream:
         self._buffer = []
 
     def _plan(self, *, is_end: bool) -> None:
-        """Move groups of the buffer to the packs that are ready; the rest stays, in the order it came."""
+        """Move groups of the buffer to the packs that are ready; the rest stays, in its order of arrival."""
         lengths = np.array([_length(document) for document in self._buffer])
         groups = [sorted(group) for group in plan_packs(lengths, self.capacity, self.strategy).bins]
         full = [group for group in groups if lengths[group].sum() / self.capacity >= self.min_fill_ratio]

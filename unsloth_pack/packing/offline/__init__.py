@@ -1,4 +1,4 @@
-"""Packed rows on disk: shards that are memory-mapped as they lie, and a manifest that vouches for them."""
+"""Packed rows on disk: memory-mapped shards, and a manifest that they are checked against."""
 
 from unsloth_pack.packing.offline.manifest import PackManifest, find_packs, read_manifest
 from unsloth_pack.packing.offline.reader import read_packs

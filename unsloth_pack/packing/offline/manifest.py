@@ -1,16 +1,16 @@
-"""What lies in a folder of packs.
+"""The files in a folder of packs.
 
 packs.json               the manifest, written last
-shard-00000.arrow, ...   packed rows, a row of the table each:
+shard-00000.arrow, ...   tables with one packed row in each row:
 
     input_ids  [7 7 7 8 8 9]   list of int32
-    labels     [. 7 7 . 8 .]   list of int32, as many, -100 (here .) without loss
+    labels     [. 7 7 . 8 .]   list of int32 of the same length; -100 (here .) means no loss
     cu_lengths [0 3 5 6]       list of int32: where each document starts, and the end of the last
     max_length 3               int32: tokens of the longest document
 
-The shards are Arrow's stream format, uncompressed: `datasets` memory-maps such a file as it lies, so that a
-run starts without a copy, and RAM holds no more of it than the rows at hand. Parquet would be smaller, but
-has to be decoded into a cache of the full size first.
+The shards are in Arrow's stream format, uncompressed. `datasets` memory-maps such a file directly, so a run
+starts without a copy, and RAM holds only the rows in use. Parquet would be smaller, but must first be decoded
+into a cache of the full size.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class PackManifest:
-    """What was packed, how, and for which tokenizer.
+    """The data that was packed, how it was packed, and for which tokenizer.
 
     Args:
         capacity: tokens that a row may hold.
         strategy: as for `plan_packs`.
-        seed: of the order in which the documents were planned; None: as they came.
-        train_on_responses_only: whether the labels leave out all but what the assistant says.
-        model_name: whose tokenizer it was, as it was called then.
+        seed: of the random order in which the documents were planned; None if they kept their order.
+        train_on_responses_only: whether only assistant turns have labels.
+        model_name: the model whose tokenizer was used, by its name at that time.
         tokenizer_hash: of that tokenizer, see `unsloth_pack.data.tokenizer_hash`.
         data_fingerprint: SHA-256 of ids, labels and boundaries; the same for any size of shards.
         rows, documents, tokens: in all shards.
-        ledger: of the tokens that were read, up to the ones that are here.
+        ledger: accounts for every token that was read, from the data to the shards.
     """
 
     capacity: int
@@ -100,7 +100,7 @@ def sha256_of(path: Path) -> str:
 
 
 def find_packs(dataset: str) -> Path | None:
-    """The folder, if `dataset` names one that holds packs, or what is left of them; else None."""
+    """The folder, if `dataset` names one that holds packs or a part of them; else None."""
     folder = Path(os.path.expanduser(dataset))
     if dataset == "demo" or not os.path.isdir(folder):
         return None
@@ -108,10 +108,10 @@ def find_packs(dataset: str) -> Path | None:
 
 
 def read_manifest(folder: Path) -> PackManifest:
-    """The manifest of a folder of packs; the shards are not looked at.
+    """The manifest of a folder of packs; the shards are not read.
 
     Raises:
-        InputError: it is missing, cut, of another version, or says what no manifest says.
+        InputError: it is missing, incomplete or of another version, or its fields are wrong.
     """
     path = folder / FILE_NAME
     try:

@@ -1,4 +1,4 @@
-"""read_packs: packed rows from disk, each of their promises checked before any of them is trained on."""
+"""read_packs: packed rows from disk, all of them checked before training begins."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, datasets.Dataset]:
-    """The rows that `write_packs` wrote, memory-mapped; in RAM are 4 bytes a document.
+    """The rows that `write_packs` wrote, memory-mapped; RAM holds only 4 bytes per document.
 
     They are ready to train on: give them to `SFTTrainer` with `SFTConfig(packing=False, padding_free=True,
-    max_length=None)`, whose collator turns `seq_lengths` into positions that restart. It also takes the loss
-    from the first token of every document.
+    max_length=None)`, whose collator turns `seq_lengths` into positions that restart at each document. It
+    also masks the label of the first token of every document.
 
     Args:
         tokenizer_hash: of the model's tokenizer, from `unsloth_pack.data.tokenizer_hash`.
@@ -35,7 +35,7 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
 
     Raises:
         InputError: the packs are for another tokenizer; a shard is missing, cut or not what was written; or
-            boundaries contradict the rows. Names the file, the row and what is wrong.
+            boundaries contradict the rows. The error names the file, the row and the contradiction.
     """
     import datasets
     import pyarrow.compute as pc
@@ -67,7 +67,7 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
 
 
 def _check_bytes(path: Path, shard: Shard) -> None:
-    """Refuse a file that is not, byte for byte, the one that was written."""
+    """Refuse a file if any byte differs from the file that was written."""
     try:
         size = path.stat().st_size
         digest = sha256_of(path) if size == shard.bytes else None
@@ -80,7 +80,7 @@ def _check_bytes(path: Path, shard: Shard) -> None:
 
 
 def _checked_lengths(path: Path, capacity: int) -> pa.ChunkedArray:
-    """The document lengths of every row of a shard, whose rows all keep their promises."""
+    """The document lengths of every row of a shard, after checks of all its rows."""
     import pyarrow as pa
 
     kind = pa.list_(pa.int32())
@@ -118,7 +118,7 @@ def _lengths_of(batch: pa.RecordBatch, capacity: int, where: str, first_row: int
     names = ("input_ids", "labels", "cu_lengths")
     ids, labels, cu = (_values(batch[name]).to_numpy() for name in names)
     n_ids, n_labels, n_cu = (np.diff(batch[name].offsets) for name in names)
-    cu = cu.astype(np.int64)  # whose differences might not fit
+    cu = cu.astype(np.int64)  # differences of int32 could overflow
     refuse(n_labels != n_ids, lambda row: f"{n_labels[row]} labels for {n_ids[row]} tokens")
     refuse(n_ids > capacity, lambda row: f"{n_ids[row]} tokens in a row of {capacity}")
     refuse(n_cu < 2, lambda row: f"cu_lengths {batch['cu_lengths'][row].as_py()} bounds no document")
@@ -148,7 +148,7 @@ def _lengths_of(batch: pa.RecordBatch, capacity: int, where: str, first_row: int
 
 
 def _values(column: pa.Array) -> pa.Array:
-    """The numbers of a column, out of their lists where it has some."""
+    """The numbers of a column; a column of lists is flattened."""
     import pyarrow as pa
 
     return column.flatten() if isinstance(column, pa.ListArray) else column

@@ -1,4 +1,4 @@
-"""write_packs: tokenised documents to packed rows on disk, one shard after another."""
+"""write_packs: pack tokenised documents into rows on disk, one shard after another."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def write_packs(
 ) -> PackManifest:
     """Pack tokenised documents into a new folder. RAM holds a few hundred rows at a time.
 
-    All is written beside `folder` and takes its name when it is whole, so that an interrupted run leaves
-    nothing that could be taken for packs.
+    The files are written to another folder beside `folder`, which gets this name once they are complete. So
+    an interrupted run leaves nothing that could be mistaken for packs.
 
     Args:
         documents: `input_ids` and `labels`, as `unsloth_pack.data.tokenize.tokenize` gives them.
@@ -55,7 +55,8 @@ def write_packs(
         capacity, strategy: as for `pack_dataset`; the rows are the same, in the same order.
         tokenizer_hash: from `unsloth_pack.data.tokenizer_hash`.
         ledger: of the documents' tokens, also from `tokenize`.
-        seed: plan over the documents in a random order, which changes what shares a row; None: as they come.
+        seed: plan over the documents in a random order, which changes the documents that share a row; None
+            keeps their order.
         train_on_responses_only, model_name: noted in the manifest.
         rows_per_shard: None for shards of at most 256 MiB of tokens.
 
@@ -117,15 +118,15 @@ def _batches(builder: RowBuilder, first: int, rows: int, bar: Any) -> Iterator[p
 
 
 def _with_boundaries(table: pa.Table) -> pa.Table:
-    """`cu_lengths` and `max_length` in the place of `seq_lengths`."""
+    """The table with `cu_lengths` and `max_length` instead of `seq_lengths`."""
     import pyarrow as pa
 
     column = table["seq_lengths"].combine_chunks()
     lengths, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
-    starts = offsets + np.arange(len(offsets))  # of the rows in cu_lengths, which have one number more
+    starts = offsets + np.arange(len(offsets))  # in cu, where a row has one number more
     ends = np.concatenate([[0], np.cumsum(lengths)])
     cu = np.zeros(starts[-1], np.int32)
-    tokens_before = np.repeat(ends[offsets[:-1]], np.diff(offsets))  # the row of a document
+    tokens_before = np.repeat(ends[offsets[:-1]], np.diff(offsets))  # before the row of each document
     cu[np.delete(np.arange(len(cu)), starts[:-1])] = ends[1:] - tokens_before
     return pa.table(
         {
