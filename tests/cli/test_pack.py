@@ -67,7 +67,7 @@ def test_the_summary_and_the_manifest(model, data, rows, tmp_path, capsys, monke
         (["--out", "full/file"], "is a file; give another folder"),
         (["--out", "full/file/packs"], "is a file; give another folder"),
         (["--out", "new", "--dataset", "no-such.json"], "no-such.json: file not found"),
-        (["--out", "new", "--dataset", "packs"], "packs: packed rows, and documents are needed here"),
+        (["--out", "new", "--dataset", "packs"], "packs: packed rows, but documents are needed here"),
         (["--out", "new", "--strategy", "best"], "one of next_fit, first_fit, ffd, bfd"),
         (["--out", "new", "--max_seq_length", "1"], "raise max_seq_length"),
         (["--out", "new", "--max_seq_length", "257"], "max_seq_length is 257"),

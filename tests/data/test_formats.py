@@ -267,8 +267,8 @@ TURNS = [
     ([USER, reply(None)], "turn 1 (assistant) needs a string as 'content', got None"),
     ([USER, reply([{"type": "image"}])], "got [{'type': 'image'}]; write its text as one string"),
     ([USER, reply(" ")], "turn 1 (assistant) is an empty response, got ' '; fill in the response"),
-    ([USER, REPLY | {"train": False}], "turn 1 (assistant) is not to be trained on"),
-    ([USER, REPLY | {"weight": 0}], "turn 1 (assistant) is not to be trained on"),
+    ([USER, REPLY | {"train": False}], "turn 1 (assistant) is excluded from training"),
+    ([USER, REPLY | {"weight": 0}], "turn 1 (assistant) is excluded from training"),
     ([USER, USER, REPLY], "two user turns in a row, got ['user', 'user', 'assistant']; merge them"),
     ([USER, REPLY, REPLY], "two assistant turns in a row"),
     (

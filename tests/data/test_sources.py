@@ -210,8 +210,8 @@ NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
         ("a.json", '["a", "b"]', ["expected a list of objects, got 'a' as item 0", "write [{...}, ...]"]),
         ("a.json", '[{"text": "a"}, 3]', ["got 3 as item 1"]),
         ("a.json", '"text"', ["expected a list of objects, got 'text'"]),
-        ("a.json", '{"a": 1, "b": []}', ["0 keys out of ['a', 'b']", "an object with one such list"]),
-        ("a.json", '{"train": [{"x": 1}], "test": [{"x": 1}]}', ["2 keys out of ['train', 'test']"]),
+        ("a.json", '{"a": 1, "b": []}', ["0 of the keys ['a', 'b']", "an object with one such list"]),
+        ("a.json", '{"train": [{"x": 1}], "test": [{"x": 1}]}', ["2 of the keys ['train', 'test']"]),
         (
             "a.jsonl",
             '{"a": "ok"}\n{"a": "\\ud83d"}',

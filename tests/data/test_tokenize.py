@@ -171,8 +171,8 @@ def test_the_ledger_adds_up_over_any_rows(tokenizer, rows, max_length, responses
     ("n_positions", "remedy"),
     [
         (9000, "; raise --max_seq_length to 5000 "),
-        (2048, "; write rows as shorter ones, .* has 2048 positions, or raise --max_seq_length to 2048 "),
-        (512, "; write rows as shorter ones, .* has 512 positions, or allow it"),
+        (2048, "; split the long rows, .* has 2048 positions, or raise --max_seq_length to 2048 "),
+        (512, "; split the long rows, .* has 512 positions, or allow it"),
     ],
 )
 def test_no_more_tokens_are_asked_for_than_the_model_has_positions(n_positions, remedy):

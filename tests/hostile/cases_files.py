@@ -129,10 +129,10 @@ JSON = [
     case("json: a list of lists", "rows.json", '[[{"text": "a"}]]', "as item 0"),
     case("json: a null row", "rows.json", '[{"text": "a"}, null]', "got None as item 1"),
     case("json: no rows", "rows.json", "[]", "0 rows; give"),
-    case("json: an empty object", "rows.json", "{}", "0 keys out of"),
+    case("json: an empty object", "rows.json", "{}", "0 of the keys"),
     case("json: rows without columns", "rows.json", "[{}, {}]", "no columns"),
-    case("json: two lists", "rows.json", '{"a": [{"text": "x"}], "b": [{"text": "y"}]}', "2 keys out of"),
-    case("json: a list of no rows", "rows.json", '{"data": []}', "0 keys out of"),
+    case("json: two lists", "rows.json", '{"a": [{"text": "x"}], "b": [{"text": "y"}]}', "2 of the keys"),
+    case("json: a list of no rows", "rows.json", '{"data": []}', "0 of the keys"),
     case("json: of columns", "rows.json", '{"text": ["a", "b"]}', "expected a string, got \\['a', 'b'\\]"),
     case("json: a trailing comma", "rows.json", '[{"text": "a"},]', "not valid JSON"),
     case("json: a comment", "rows.json", '[{"text": "a"}] // mine', "not valid JSON"),
@@ -159,7 +159,7 @@ JSON = [
     case(
         "json: deep in a field", "rows.json", '[{"text": ' + "[" * 5000 + "]" * 5000 + "}]", "recursion depth"
     ),
-    case("json: a key twice", "rows.json", '[{"text": "a", "text": "b"}]', "key 'text' is there twice"),
+    case("json: a key twice", "rows.json", '[{"text": "a", "text": "b"}]', "key 'text' appears twice"),
     case(
         "json: an inner key twice", "rows.json", '[{"messages": [{"role": "user", "role": "x"}]}]', "'role'"
     ),
@@ -400,9 +400,9 @@ PATHS = [
         "a link to a device",
         "rows.json",
         lambda f: (f / "rows.json").symlink_to("/dev/zero"),
-        "no ordinary file",
+        "not an ordinary file",
     ),
-    placed("a pipe", "rows.json", lambda f: os.mkfifo(f / "rows.json"), "no ordinary file"),
+    placed("a pipe", "rows.json", lambda f: os.mkfifo(f / "rows.json"), "not an ordinary file"),
     placed("no name", " ", lambda f: None, "dataset is ' '; give a file"),
     placed("a name too long", "x" * 5000 + ".json", lambda f: None, "file not found|File name too long"),
     placed("a name with a zero", "a\0b.json", lambda f: None, "file not found"),

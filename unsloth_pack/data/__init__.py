@@ -1,4 +1,4 @@
-"""Training data: where rows come from, what formats they are in, and the checks before any training time."""
+"""Training data: the sources of rows, their formats, and the checks before training begins."""
 
 from unsloth_pack.data.checks import check_token_ids
 from unsloth_pack.data.formats import DataFormat, detect_format, to_trl

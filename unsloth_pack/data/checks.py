@@ -1,4 +1,4 @@
-"""Checks on tokenised rows, made on the Arrow buffers before any training time is spent."""
+"""Checks of tokenised rows, made on the Arrow buffers before training begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_token_ids(dataset: datasets.Dataset, vocab_size: int) -> None:
-    """Refuse token ids without an embedding; on a GPU they would end in an assert that names no row.
+    """Refuse token ids without an embedding; on a GPU they would fail an assertion that names no row.
 
     Args:
         dataset: holds `input_ids`, one list of integers a row.
@@ -19,7 +19,7 @@ def check_token_ids(dataset: datasets.Dataset, vocab_size: int) -> None:
 
     Raises:
         InputError: there is no such column, it does not hold lists of integers, or an id is outside the
-            vocabulary; names the first such row and id.
+            vocabulary; the error names the first such row and id.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -1,8 +1,8 @@
-"""Python rows to a `datasets.Dataset` that gives back exactly the values it was given.
+"""Turns Python rows into a `datasets.Dataset` that gives back exactly the same values.
 
 `datasets` has two ways of storing objects, and neither is exact: a struct gets a null for every key that only
-other rows have, and `datasets.Json` reads 0.6 back as 0.6000000000000001. Here, what a struct cannot hold
-exactly becomes JSON text that Python's own parser reads back.
+other rows have, and `datasets.Json` reads 0.6 back as 0.6000000000000001. Here, values that a struct cannot
+hold exactly are stored as JSON text, which Python's own parser reads back.
 """
 
 import json

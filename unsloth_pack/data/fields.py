@@ -1,4 +1,4 @@
-"""One field of one row, checked: it can be trained on, or InputError names the row, the column, the value."""
+"""Checks of one field of one row. If it cannot be trained on, InputError names row, column and value."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def optional_string(index: int, row: Row, column: str) -> str:
 
 
 def messages(index: int, row: Row, column: str) -> list[Message]:
-    """The turns of `row[column]` as {role, content}, and whatever else turns written with `role` hold.
+    """The turns of `row[column]` as {role, content}. Turns written with `role` keep their other keys.
 
     Only an assistant turn with `tool_calls` may lack content.
     """
@@ -89,26 +89,26 @@ def _message(index: int, column: str, number: int, turn: Any) -> Message:
         remedy = "fill in the response or remove the row"
         fail(index, column, f"turn {number} ({given}) is an empty response", content, remedy)
     if role == "assistant" and (turn.get("train") is False or turn.get("weight") == 0):
-        remedy = "remove the turn, or the key to train on it"
-        fail(index, column, f"turn {number} ({given}) is not to be trained on", turn, remedy)
+        remedy = "remove the turn, or remove the key to train on it"
+        fail(index, column, f"turn {number} ({given}) is excluded from training", turn, remedy)
     message = {"role": role, "content": content}
     return turn | message if role_key == "role" else message
 
 
 def _text_of(parts: list[Any]) -> Any:
-    """The text of content in parts, {type: text, text} each; as it is where one is no text."""
+    """The joined text of content in parts {type: text, text}; the parts themselves if one is not text."""
     are_texts = all(isinstance(p, dict) and p.get("type") == "text" for p in parts)
     texts = [p.get("text") for p in parts] if are_texts else []
     return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else parts
 
 
 def with_system(system: str, conversation: list[Message]) -> list[Message]:
-    """The conversation after a system turn, or as it is where `system` is empty."""
+    """The conversation with a system turn before it, or unchanged if `system` is empty."""
     return [{"role": "system", "content": system}, *conversation] if system else conversation
 
 
 def check_order(index: int, column: str, conversation: list[Message]) -> None:
-    """Refuse turns in an order that chat templates reject, or render as something else."""
+    """Refuse turns in an order that chat templates reject or render wrongly."""
     roles = [message["role"] for message in conversation]
     previous = None
     for role in roles:
@@ -122,16 +122,16 @@ def check_order(index: int, column: str, conversation: list[Message]) -> None:
 
 
 def check_answered(index: int, column: str, conversation: list[Message]) -> None:
-    """Refuse a conversation without anything to learn."""
+    """Refuse a conversation without an assistant turn, because it has nothing to learn."""
     roles = [message["role"] for message in conversation]
     if "assistant" not in roles:
         fail(index, column, "no assistant turn", roles, "add the response or remove the row")
 
 
 def tools(index: int, row: Row) -> dict[str, str | None]:
-    """`{"tools": JSON text}`, null where the row has none; `{}` where the dataset has no such column.
+    """`{"tools": JSON text}`, null if the row has no tools; `{}` if the dataset has no such column.
 
-    Each tool comes out as chat templates want it, {"type": "function", "function": {...}}.
+    Each tool has the form that chat templates expect, {"type": "function", "function": {...}}.
     """
     if "tools" not in row:
         return {}

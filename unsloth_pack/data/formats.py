@@ -1,6 +1,6 @@
-"""Chat and instruction formats to the columns that TRL's SFTTrainer takes, every row checked on the way.
+"""Converts chat and instruction formats to the columns that TRL's SFTTrainer takes, and checks every row.
 
-Out comes one of
+The result has one of these sets of columns:
 - `prompt` and `completion`, two strings or two message lists: the loss can be on the completion only;
 - `messages`, and `tools` where the data has that column: the loss can be on assistant turns only;
 - `text`.
@@ -26,7 +26,7 @@ KNOWN_COLUMNS = {
     *("instruction", "input", "output", "system", "history"),
     *("prompt", "completion", "response", "text"),
 }
-# What other tools call the boundaries in rows that they have packed
+# Names that other tools give to the boundaries in packed rows
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
 _PLAIN_TURNS = ({"role", "content"}, {"from", "value"})
@@ -49,7 +49,7 @@ _ALPACA_WITH_INPUT = (
 
 
 class DataFormat(StrEnum):
-    """How a row holds what is to be learned."""
+    """The format of the rows of a data set."""
 
     MESSAGES = "messages"
     SHAREGPT = "sharegpt"
@@ -61,16 +61,16 @@ class DataFormat(StrEnum):
 def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> DataFormat:
     """The format of rows with these columns.
 
-    Where several fit, the most structured wins: messages, ShareGPT, alpaca, prompt+completion, text. (The
-    first alpaca data, for one, has a rendered `text` beside its `instruction`.)
+    If several fit, the most structured wins: messages, ShareGPT, alpaca, prompt+completion, text. (For
+    example, the original alpaca data has a rendered `text` beside its `instruction`.)
 
     Args:
         column_names: all columns of the dataset.
         first_rows: a few rows, to tell a `messages` or `conversations` list from a string of that name.
 
     Raises:
-        InputError: no format has these columns; names them and those that would do. Rows that are packed
-            already are refused too: only a manifest tells whether their boundaries are whole.
+        InputError: no format has these columns; the error names them and the columns of the formats. Packed
+            rows are refused too, because only a manifest can show that their boundaries are complete.
     """
     columns = set(column_names)
     first = first_rows[0] if first_rows else {}
@@ -116,9 +116,9 @@ def to_trl(dataset: datasets.Dataset, *, chat_template: bool) -> datasets.Datase
     - alpaca: `prompt` (instruction and input, after `system` where given) and `completion`, as messages where
       there is a chat template, else as strings in the Alpaca template.
     - ShareGPT and messages: `messages`, with `system` as its first turn, and `tools` as JSON text. A
-      `function_call` turn becomes an assistant turn with its text as content, so that templates that know no
-      tool calls render it too, and an `observation` a `tool` turn.
-    - prompt+completion and text stay; `response` is renamed.
+      `function_call` turn becomes an assistant turn with its text as content, so that templates without tool
+      calls can render it too. An `observation` becomes a `tool` turn.
+    - prompt+completion and text stay as they are; `response` is renamed to `completion`.
 
     Args:
         dataset: rows as `load_rows` gives them.
@@ -126,10 +126,10 @@ def to_trl(dataset: datasets.Dataset, *, chat_template: bool) -> datasets.Datase
 
     Raises:
         InputError: the format is unknown, conversations come without a chat template, or a row cannot be
-            trained on. Names the first such row (from 0), the column and the value. Refused are null and
-            non-string fields, empty responses and texts, conversations without an assistant turn, unknown
-            roles, a system turn that is not the first, a tool turn that answers no assistant, and the same
-            role twice in a row (but tool results may follow each other).
+            trained on. The error names the first such row (from 0), the column and the value. These rows are
+            refused: null and non-string fields, empty responses and texts, conversations without an assistant
+            turn, unknown roles, a system turn that is not the first, a tool turn that answers no assistant
+            turn, and the same role twice in a row (but tool results may follow each other).
     """
     from datasets import Features, Value
 
@@ -248,7 +248,7 @@ def _answer_column(columns: Collection[str]) -> str:
 def _conversation_features(
     rows: datasets.Dataset, sources: dict[str, str], chat_template: bool
 ) -> dict[str, Any]:
-    """The types of TRL's columns, given the column that each message list comes from."""
+    """The types of TRL's columns. `sources` names the column that each message list comes from."""
     from datasets import Value
 
     from unsloth_pack.data.exact import ExactJson

@@ -8,7 +8,7 @@ from unsloth_pack.errors import InputError
 
 @dataclass(frozen=True)
 class TokenLedger:
-    """Where the tokens went.
+    """What happened to each token that was read.
 
     tokens_read = tokens_truncated + tokens_dropped
                 + tokens_masked_by_template + tokens_masked_at_boundaries + tokens_counted
@@ -16,17 +16,17 @@ class TokenLedger:
     Args:
         rows_read, tokens_read: all that came in.
         rows_truncated, tokens_truncated: rows cut at their end, and the tokens cut off.
-        rows_fully_masked, tokens_dropped: rows without a token that counts, which are dropped, and what
-            truncation left of them.
-        tokens_masked_by_template: tokens that are no response, in the rows that stay.
-        tokens_masked_at_boundaries: tokens that would count but are the first of their document, which
-            nothing predicts.
-        tokens_counted: tokens that the loss is a mean of.
-        prompts_rerendered: rows that do not begin with the tokens of their prompt alone, as the model will
-            meet them when it generates; the loss starts where the two part.
-        longest, p99: tokens of the longest row, and of one that 99 % are no longer than, before truncation.
-        rows_split, tokens_split: rows that became several documents, and their tokens, each in one of the
-            other counts too. A row that is tokenised is truncated, never split.
+        rows_fully_masked, tokens_dropped: rows in which no token counts in the loss, which are dropped, and
+            the tokens that truncation left in them.
+        tokens_masked_by_template: tokens outside of responses, in the rows that are kept.
+        tokens_masked_at_boundaries: tokens that would count, but are the first of their document, so that no
+            token predicts them.
+        tokens_counted: tokens that count in the loss, which is a mean over them.
+        prompts_rerendered: rows that do not begin with the tokens of their prompt alone, which the model
+            gets when it generates; the loss starts at the first difference.
+        longest, p99: tokens of the longest row, and the 99th percentile over the rows, before truncation.
+        rows_split, tokens_split: rows that became several documents, and their tokens; each of these tokens
+            is in one of the other counts too. `tokenize` truncates rows and never splits them.
     """
 
     rows_read: int
@@ -58,17 +58,17 @@ def check_token_loss(
     n_positions: int,
     are_packed: bool = False,
 ) -> None:
-    """Refuse to train on what truncation and dropping leave, where they discard too much.
+    """Refuse to train if truncation and dropping discard too many tokens.
 
     Args:
         name: of the data, for the message.
         max_token_loss: the share of tokens that may be lost, 0 to 1.
-        max_length: at which rows were cut.
-        n_positions: of the model, which no row may be longer than.
-        are_packed: whether they lie on disk as they were cut.
+        max_length: tokens at which rows were cut.
+        n_positions: of the model; no row may be longer.
+        are_packed: whether the rows come from packs on disk, which were cut when they were packed.
 
     Raises:
-        InputError: more is lost; says why, and what would keep it.
+        InputError: more is lost; the error says why, and how to keep these tokens.
     """
     if ledger.discarded <= max_token_loss:
         return
@@ -84,7 +84,7 @@ def check_token_loss(
         if max_length < n_positions:
             ways.insert(0, f"{way} {min(ledger.longest, n_positions)} ({most})")
         if n_positions < ledger.longest:
-            ways.insert(0, f"write rows as shorter ones, as the model has {n_positions} positions")
+            ways.insert(0, f"split the long rows, as the model has {n_positions} positions")
     loses = "has lost" if are_packed else "would lose"
     raise InputError(
         f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "

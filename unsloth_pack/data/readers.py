@@ -1,7 +1,7 @@
-"""Local files to one `datasets.Dataset`: json, jsonl, csv, parquet, txt. Errors name the file and the line.
+"""Reads local files into one `datasets.Dataset`: json, jsonl, csv, parquet, txt. Errors name file and line.
 
-Values come in as they stand in the file: no string is parsed into a number, a date or JSON, and no object
-gets nulls for keys that only other rows have.
+Values stay as they are in the file: no string is parsed into a number, a date or JSON, and no object gets
+nulls for keys that only other rows have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "txt"}
-_MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is shorter than many a document
+_MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is too short for many documents
 
 
 def read_files(files: Sequence[Path]) -> datasets.Dataset:
@@ -50,10 +50,11 @@ def read_files(files: Sequence[Path]) -> datasets.Dataset:
 
 
 def read_json(path: Path) -> list[Row]:
-    """Rows of a `.json` or `.jsonl` file: a list of objects, an object a line, or an object around a list.
+    """Rows of a `.json` or `.jsonl` file: a list of objects, one object per line, or an object around a list.
 
-    The content tells which, as people give either suffix to either. A wrapping object may have other keys
-    too, but only one that holds a list of objects; an object with a column of a known format is itself a row.
+    The content decides which, because people use both suffixes for all of these. An object around a list may
+    have other keys too, but only one with a list of objects. An object with a column of a known format is
+    itself a row.
 
     Raises:
         InputError: malformed JSON, or something other than objects.
@@ -86,7 +87,7 @@ def read_json(path: Path) -> list[Row]:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Rows of a comma-separated file with a header line; every cell is a string, an empty one is "".
+    """Rows of a comma-separated file with a header line. Every cell is a string; an empty cell is "".
 
     Raises:
         InputError: a row with more or fewer cells than the header, a repeated column, or broken quotes.
@@ -119,7 +120,7 @@ def read_csv(path: Path) -> list[Row]:
 def read_txt(path: Path) -> list[Row]:
     """Documents of a plain text file, as rows with the one column `text`.
 
-    Blank lines separate documents. In a file without any, every line is a document.
+    Blank lines separate documents. In a file without blank lines, every line is a document.
     """
     text = _read_text(path).replace("\r\n", "\n").strip("\n")
     blank_lines = re.compile(r"\n(?:[^\S\n]*\n)+")
@@ -171,7 +172,7 @@ def _kind(path: Path) -> str:
 
 def _check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]]) -> None:
     if not columns[0]:
-        raise InputError(f"{files[0]}: its rows have no columns; give each its text under a name")
+        raise InputError(f"{files[0]}: its rows have no columns; give each row its text in a named column")
     for file, names in zip(files, columns, strict=True):
         if set(names) != set(columns[0]):
             raise InputError(
@@ -181,9 +182,9 @@ def _check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]
 
 
 def _check_ordinary(path: Path) -> None:
-    """Refuse what may never end, such as a device, or never begin, such as a pipe."""
+    """Refuse devices and pipes, because reading them may never end."""
     if not path.is_file():
-        raise InputError(f"{path}: no ordinary file; write its content to one")
+        raise InputError(f"{path}: not an ordinary file; write its content to one")
 
 
 def _read_text(path: Path) -> str:
@@ -245,7 +246,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
     return row
 
 
@@ -259,7 +260,7 @@ def _unwrap(document: Row, path: Path) -> list[Row]:
     ]
     if len(lists) != 1:
         raise InputError(
-            f"{path}: an object of which {len(lists)} keys out of {reprlib.repr(list(document))} hold a list "
+            f"{path}: an object in which {len(lists)} of the keys {reprlib.repr(list(document))} hold a list "
             "of objects; write a list of objects, or an object with one such list"
         )
     return document[lists[0]]

@@ -1,4 +1,4 @@
-"""What `--dataset` may name: a local file, a folder, a hub dataset, or the bundled demo."""
+"""Rows from what `--dataset` may name: a local file, a folder, a hub dataset, or the bundled demo."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SPLIT_WORDS = {
 
 
 def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
-    """The rows that `dataset` names, with the columns they come with.
+    """The rows that `dataset` names, with their own columns.
 
     Args:
         dataset: a json, jsonl, csv, parquet or txt file (`readers` has the rules of each); a folder of such
             files of one format, or one that `datasets.save_to_disk` wrote; "demo"; else a hub name.
         split: which part of a folder, the demo ("train" or "test") or a hub dataset. In a folder, a file
-            with `train`, `validation`, `test` or the like as a word in its name belongs to that split, any
-            other to "train". A single file is read whole, whatever the split.
+            with `train`, `validation`, `test` or the like as a word in its name belongs to that split; any
+            other file belongs to "train". A single file is read whole for every split.
 
     Raises:
         InputError: nothing is there, it cannot be read, it lacks the split, or it holds no rows.
@@ -44,7 +44,7 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
         path = _DEMO_FILES[split]
     else:
         path = Path(os.path.expanduser(dataset))
-    if os.path.isdir(path):  # unlike Path's own, no error where the name is too long for a path
+    if os.path.isdir(path):  # unlike Path.is_dir, it raises nothing for names too long for a path
         rows = _load_folder(path, split)
     elif os.path.exists(path):
         rows = read_files([path])
@@ -79,7 +79,7 @@ def _load_hub(name: str, split: str) -> datasets.Dataset:
 def _load_folder(folder: Path, split: str) -> datasets.Dataset:
     if any((folder / name).exists() for name in PACK_FILES):
         raise InputError(
-            f"{folder}: packed rows, and documents are needed here; give the data they were packed from"
+            f"{folder}: packed rows, but documents are needed here; give the data they were packed from"
         )
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _load_saved(folder, split)

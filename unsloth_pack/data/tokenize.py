@@ -1,7 +1,7 @@
-"""Rows to token ids and labels, with a ledger in which every token that was read is accounted for.
+"""Turns rows into token ids and labels, with a ledger that accounts for every token that was read.
 
-The ids and labels are those of TRL's SFTTrainer, which takes them as they are. TRL's own preparation
-truncates silently when it packs, and keeps rows without a label that counts.
+The ids and labels are the ones that TRL's SFTTrainer would make, and it takes them as they are. TRL's own
+preparation truncates silently when it packs, and keeps rows without a label that counts.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def tokenize(
     Args:
         dataset: columns as `to_trl` gives them: prompt and completion, messages (and tools), or text.
         max_length: tokens at which a row is cut; its end is lost.
-        train_on_responses_only: in conversations, no loss on anything but assistant turns.
-        chat_template: takes the place of the tokenizer's own.
+        train_on_responses_only: in conversations, only assistant turns count in the loss.
+        chat_template: used instead of the tokenizer's own.
 
     Returns:
         A dataset of `input_ids` and `labels`, int32 lists of the same length, without the rows in which no
         label counts; and the ledger.
 
     Raises:
-        InputError: no row is left; plain text has no responses to train on; the template does not mark them,
-            or refuses a row; or the tokenizer has no end-of-sequence token.
+        InputError: no row is left; only responses are to be trained on, and the rows are plain text or the
+            template does not mark responses; the template refuses a row; or the tokenizer has no
+            end-of-sequence token.
     """
     import numpy as np
     from datasets import Features, List, Value
@@ -108,8 +109,8 @@ def rows_hash(rows: datasets.Dataset) -> str:
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of all that turns rows into ids, the same on every machine and after saving and loading.
 
-    That is the vocabulary, the rules, the special tokens and the chat template. Padding and truncation, which
-    a tokenizer remembers from its last call, are not in it, nor the padding token, which trainers set.
+    It covers the vocabulary, the rules, the special tokens and the chat template. It leaves out padding and
+    truncation, which a tokenizer remembers from its last call, and the padding token, which trainers set.
     """
     if tokenizer.is_fast:
         model = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
@@ -123,7 +124,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class _Encoder:
-    """Encodes a batch of rows at a time, which is what fast tokenizers are fast at."""
+    """Encodes a batch of rows at a time, because fast tokenizers are fast on batches only."""
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class _Encoder:
         marked: bool,
         **options: Any,
     ) -> tuple[list[list[int]], list[list[int] | None]]:
-        """Ids of every conversation, and where `marked` 1 on each token of an assistant turn."""
+        """Ids of every conversation; if `marked`, also masks that are 1 on the tokens of assistant turns."""
         tools_of = batch.get("tools") or [None] * len(conversations)
         ids: list[Any] = [None] * len(conversations)
         masks: list[Any] = [None] * len(conversations)
@@ -248,7 +249,7 @@ class _Encoder:
                 **options,
             )
 
-        # a template is a program: it can fail in its arithmetic, too
+        # a template is a program, so any of these may come from it
         refusals = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
         try:
             return apply(conversations)

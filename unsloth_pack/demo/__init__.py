@@ -8,7 +8,7 @@ TRAIN_FILE = DATA_DIR / "train.jsonl"
 HELDOUT_FILE = DATA_DIR / "heldout.jsonl"
 BASE_HELDOUT_FILE = DATA_DIR / "base_heldout.jsonl"
 
-# What the command line uses for the demo where the user says nothing; the names are the command line's flags.
+# Values of flags that the command line uses for the demo, unless the user gives others.
 DEMO_DEFAULTS = {
     "max_seq_length": 512,
     "r": 16,

@@ -10,7 +10,7 @@ Row = dict[str, str]  # `instruction`, `input` and `output`, alpaca's columns
 
 
 def user_text(row: Row) -> str:
-    """What the user says: the instruction, and the input on the line below."""
+    """The user's message: the instruction, and the input on the line below."""
     return f"{row['instruction']}\n{row['input']}" if row["input"] else row["instruction"]
 
 
@@ -21,7 +21,7 @@ def messages(row: Row) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Generation:
-    """One row's prompt (its user turn), the answer wanted and the answer given."""
+    """The prompt of one row (its user turn), the expected answer and the generated answer."""
 
     prompt: str
     expected: str
@@ -34,7 +34,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """`score`: the share of rows, 0 to 1, answered to the letter. `generations`: one a row, in order."""
+    """`score`: the share of rows, 0 to 1, answered exactly. `generations`: one for each row, in order."""
 
     score: float
     generations: list[Generation]
@@ -49,8 +49,8 @@ def exact_match(
 ) -> ExactMatch:
     """Greedy answers to every row, compared with its `output`. `model` is anything with `generate`.
 
-    Rows with answers of like length share a batch, padded on the left. A batch stops a few tokens past its
-    longest expected answer, because a longer answer is wrong already.
+    Rows with answers of similar length share a batch, padded on the left. A batch stops a few tokens after
+    its longest expected answer, because a longer answer is wrong already.
     """
     turns = [messages(row) for row in rows]
     prompts = tokenizer.apply_chat_template(

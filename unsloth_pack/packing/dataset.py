@@ -1,4 +1,4 @@
-"""pack_dataset: a tokenised Hugging Face data set becomes TRL's packed columns, planned over the whole set."""
+"""pack_dataset: turn a tokenised Hugging Face data set into TRL's packed columns, planned as a whole."""
 
 from __future__ import annotations
 
