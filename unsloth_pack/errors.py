@@ -1,11 +1,11 @@
-"""The errors a user may meet, each one line: what is wrong, the value, the remedy; how they are shown; and
-checks of numbers."""
+"""Errors that a user may see, each of one line: what is wrong, the value, the remedy. How they are shown.
+Checks of numbers."""
 
 import numbers
 import reprlib
 from typing import Any
 
-LAST_SEED = 2**32 - 1  # of numpy
+LAST_SEED = 2**32 - 1  # the largest that numpy takes
 
 
 class InputError(ValueError):
@@ -25,15 +25,15 @@ class LeakFound(RuntimeError):
 
 
 class RunStopped(RuntimeError):
-    """Something ended a run that had begun. The command line prints what, how to go on, and exits with 1."""
+    """A run ended after it had begun. The command line prints why and how to go on, and exits with 1."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came where nothing waits for it."""
+    """SIGTERM came, and ends the process as Ctrl-C would."""
 
 
 def printable(text: str) -> str:
-    """`text` with whatever may steer a terminal escaped: names and documents may hold it."""
+    """`text` with unprintable characters escaped: names and documents may hold terminal codes."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
@@ -43,7 +43,7 @@ def first_line(error: BaseException) -> str:
 
 
 def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> None:
-    """Refuse what is not a whole number from `least` to `most`.
+    """Refuse a value that is not a whole number from `least` to `most`.
 
     Raises:
         InputError: it is not.
@@ -55,7 +55,7 @@ def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> N
 
 
 def require_real(name: str, value: Any, least: float, below: float) -> None:
-    """Refuse what is not a number of at least `least` and below `below`.
+    """Refuse a value that is not a number of at least `least` and below `below`.
 
     Raises:
         InputError: it is not.

@@ -1,14 +1,14 @@
-"""Numbers on their way to the host, which waits for nothing that the device does after them."""
+"""Copies to the host that do not wait for the work that the device gets after them."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """A tensor that is asked for now and read later.
+    """A tensor that is copied to the host now and read later.
 
-    Asked for before the decoder runs and read after it, the device is well past the place, and the wait that
-    remains leaves it all of the decoder's work to do: it never runs dry.
+    Start the copy before the decoder and read it after the decoder was launched. By then the copy is usually
+    done, and if not, the host waits for the copy alone: the device keeps the decoder's work and stays busy.
     """
 
     def __init__(self, tensor: Tensor):

@@ -1,8 +1,8 @@
-"""Where the time of a training step goes, by the names that torch's profiler gives to what runs.
+"""The time of a training step by category, from the names in torch's profile.
 
-On a GPU the kernels are counted, those replayed from a CUDA graph too; a kernel launched from within the loss
-or the optimizer belongs to it, every other to what its name says. On a CPU an operator's own time belongs to
-the outermost operator around it that has a category.
+On a GPU the kernels are counted, including those replayed from a CUDA graph. A kernel that the loss or the
+optimizer launches belongs to it; any other belongs to the category of its name. On a CPU, an operator's own
+time belongs to the outermost operator around it that has a category.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from unsloth_pack import kernels
 
 CATEGORIES = ("attention", "GEMMs", "fused kernels", "loss", "optimizer", "other")
-HOST_GAPS = "host gaps"  # the rest of the step, when nothing runs
+HOST_GAPS = "host gaps"  # the rest of the step, in which the device runs nothing
 
 _OF_CALLER = (
     ("optimizer", re.compile(r"^Optimizer\.|clip_grad|_foreach_norm")),
@@ -40,11 +40,11 @@ _OF_KERNEL = (
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One step, the mean of those that were profiled.
+    """The mean of the profiled steps.
 
     Args:
         ms: milliseconds by category, all of `CATEGORIES`.
-        busy_ms: milliseconds in which anything ran; less than their sum where kernels overlap.
+        busy_ms: milliseconds in which anything ran; less than the sum of `ms` if kernels overlap.
     """
 
     ms: dict[str, float]
@@ -66,7 +66,7 @@ def break_down(events: Iterable[Any], steps: int, on_gpu: bool) -> Breakdown:
             caller = _first_match(_OF_CALLER, _callers(event)) if event.kernels else None
             for kernel in event.kernels if caller is not None else ():
                 times[str(caller)] += kernel.duration
-                times[kernel_category(kernel.name)] -= kernel.duration  # counted there below
+                times[kernel_category(kernel.name)] -= kernel.duration  # the branch below adds it
         elif not event.is_user_annotation:
             times[kernel_category(event.name)] += event.time_range.elapsed_us()
             spans.append((event.time_range.start, event.time_range.end))
@@ -82,7 +82,7 @@ def kernel_category(name: str) -> str:
 
 
 def _callers(event: Any) -> list[str]:
-    """The names of an operator and of all around it, the outermost first."""
+    """The names of an operator and of all operators around it, the outermost first."""
     names = []
     while event is not None:
         names.append(event.name)

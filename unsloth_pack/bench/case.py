@@ -1,4 +1,4 @@
-"""What a measured run is asked for, and what it answers. Both go between processes as JSON."""
+"""The request for a measured run, and its answer. Both pass between processes as JSON."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ class Case:
     Args:
         model_name: "demo", a folder or a hub name of a model, not of an adapter.
         rows: folder of tokenised documents, or of rows packed with them.
-        is_patched: with unsloth_pack, else as transformers and PEFT have it.
+        is_patched: whether unsloth_pack runs the model; otherwise transformers and PEFT alone.
         rows_per_step: rows of a micro-batch, which is the whole update.
-        steps: that are measured, after the warm-up; or that are profiled.
-        load_in_fp8: the patched model; transformers and PEFT cannot, so the plain one stays in 16 bits.
-        use_gradient_checkpointing: as for `get_peft_model`; the plain model recomputes where it is not False.
+        steps: measured or profiled steps, after the warm-up.
+        load_in_fp8: for the patched model; transformers and PEFT cannot, so the plain one stays in 16 bits.
+        use_gradient_checkpointing: as for `get_peft_model`; the plain model recomputes unless it is False.
         is_profiled: break the step down instead of timing it.
     """
 
@@ -38,17 +38,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """How a run went.
+    """The answer of a run.
 
     Args:
-        attention: what computed it.
-        step_graphs: what of the step was captured, or why nothing was; None for a plain model.
+        attention: the backend that computed it.
+        step_graphs: the captured graphs of the step, or why nothing was captured; None for a plain model.
         startup_seconds: from the start of the process to the first step: imports, weights, adapter, trainer.
         first_step_seconds: of the first step, compilation included.
-        step_ms: mean over the measured steps; under the profiler, which slows the host, of profiled ones.
+        step_ms: mean over the steps; if they are profiled, the profiler slows the host.
         tokens_per_second, documents_per_second: over the measured steps, padding not counted.
         tokens_padded: share of the computed tokens that are padding.
-        peak_memory_bytes, peak_memory_of: how much, of what.
+        peak_memory_bytes, peak_memory_of: the peak, and the memory that it is of, in words.
         kernel_ms: milliseconds of a step by category; None unless profiled.
         busy_ms: milliseconds of a step in which anything ran; None unless profiled.
     """
@@ -68,9 +68,9 @@ class Figures:
 
 
 def plain_packing_leaks() -> bool:
-    """Whether transformers' own attention, as it is here, lets packed documents see each other.
+    """Whether transformers' own attention on this machine lets packed documents see each other.
 
-    Only FlashAttention's varlen form keeps them apart whatever else is passed; the others take the boundaries
-    from `position_ids`, and forget them beside a cache or a mask.
+    Only FlashAttention's varlen form always keeps them apart. The other backends take the boundaries from
+    `position_ids`, and ignore them if a cache or a mask is given too.
     """
     return not (torch.cuda.is_available() and is_flash_attn_2_available())

@@ -1,7 +1,7 @@
 """The process of one run: `python -m unsloth_pack.bench.measure FOLDER STARTED`.
 
-It reads FOLDER/case.json and leaves FOLDER/answer.json: figures, or `refused` or `failed` with a line.
-STARTED is the time, in seconds since the epoch, at which the process was asked for.
+It reads FOLDER/case.json and writes FOLDER/answer.json: figures, or `refused` or `failed` with one line.
+STARTED is the time, in seconds since the epoch, at which the process was requested.
 """
 
 import json
@@ -62,12 +62,12 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
 
     Args:
         folder: for what the trainer writes.
-        started: when the process did, as `time.time()` has it.
+        started: the `time.time()` at which the process was requested.
     """
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     if case.is_profiled:
-        with profile(activities=activities):  # CUPTI has to be there before a step is captured
+        with profile(activities=activities):  # loads CUPTI, which must come before a capture
             pass
     rows = load_from_disk(case.rows)
     assert isinstance(rows, Dataset)
@@ -122,7 +122,7 @@ def _patched_model(case: Case) -> tuple[Any, Any]:
 
 
 def _plain_model(case: Case) -> tuple[Any, Any]:
-    """The same model and adapter from transformers and PEFT alone, with the attention they do best with."""
+    """The same model and adapter from transformers and PEFT alone, with their best attention here."""
     set_seed(SEED)
     source, dtype = resolve(case.model_name)[0], weight_dtype(None)
     model = load_model(
@@ -159,7 +159,7 @@ def _make_trainer(
 
 
 class _Watch(TrainerCallback):
-    """Times the first step, then all steps after the warm-up together, and waits for the device only there.
+    """Times the first step, then all steps after the warm-up together; only these times wait for the device.
 
     `on_first` and `on_last` are called when the measured steps begin and end.
     """

@@ -1,4 +1,4 @@
-"""A run in a process of its own: its memory is nobody else's, and what it patches dies with it."""
+"""Runs a case in a process of its own, so that it shares neither memory nor patches with other cases."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import unsloth_pack
 from unsloth_pack.bench.case import Case, Figures
 from unsloth_pack.errors import InputError
 
-_LAST_LINES = 2000  # characters of what a process said before it died without an answer
+_LAST_LINES = 2000  # characters of stderr that are kept of a process without an answer
 
 
 class Failed(RuntimeError):
@@ -24,12 +24,12 @@ def measure_apart(case: Case) -> Figures:
     """Run `case` in a fresh Python process.
 
     Raises:
-        InputError: the case asks for what cannot be done here.
-        Failed: anything else went wrong there, out of memory among it.
+        InputError: this machine cannot run the case.
+        Failed: anything else failed in the process, such as memory that ran out.
     """
     with TemporaryDirectory(prefix="unsloth-pack-bench-") as folder:
         Path(folder, "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
-        # -P: modules of this package and of its surroundings, not of the folder that the user is in
+        # -P: no imports from the user's working folder
         command = [sys.executable, "-P", "-m", "unsloth_pack.bench.measure", folder, str(time.time())]
         paths = [str(Path(unsloth_pack.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
