@@ -1,20 +1,22 @@
-"""Which varlen attention is fastest on packed rows, and which are right.
+"""Speed and correctness of varlen attention kernels on packed rows.
 
     python benchmarks/attention.py [--kernels torch,fa4] [--head_dims 64,128] [--seconds 175] [--json PATH]
 
 Rows of 32,768 tokens in bfloat16, cut into documents in several ways, causal, some with a sliding window.
-`captured` is the ragged row as a captured step has it: empty documents at its end, a longest document that
-is only a bound. Every kernel runs in a process of its own, so that one that faults takes no other with it.
+`captured` is the ragged row in the form of a captured step: with empty documents at its end, and with an
+upper bound instead of the longest document. Every kernel runs in a process of its own, so that a fault ends
+no other.
 
-Times are of calls replayed from a CUDA graph (eager where a kernel cannot be captured, as its row then says),
-which rotate through more bytes than the L2 cache holds; a backward's time is that of both less the forward's.
-TFLOP/s counts the visible pairs of query and key only, a backward as 2.5 forwards. `first s` is a case's
-first call, compilation included. The errors are of the worst token against float64: the norm of its vector's
-error, by that of the true vector or, if longer, of the median one, in the first and the last group of heads.
-A kernel is WRONG where an error passes 3 times that of torch's FlashAttention.
+Times are of calls replayed from a CUDA graph; if a kernel cannot be captured, it runs eagerly and its row
+says so. The calls rotate through more bytes than the L2 cache holds. A backward's time is that of both passes
+less the forward's. TFLOP/s counts only the visible pairs of query and key, and a backward as 2.5 forwards.
+`first s` is the first call of a case, compilation included. Errors are of the worst token against float64, in
+the first and the last group of heads: the norm of the error of its vector, divided by the norm of the true
+vector or by the median norm, whichever is larger. A kernel is WRONG if an error exceeds 3 times that of
+torch's FlashAttention.
 
-A kernel that multiplies what it hides by 0 is right while all is finite: the middle document is made NaN, and
-the parts are named in which the others see it (* among the fastest).
+A kernel that multiplies hidden values by 0 is right only while they are finite. So the middle document is
+made NaN, and the table names the parts in which other documents see it (* among the fastest).
 """
 
 import argparse
@@ -47,7 +49,7 @@ SLACK = 3.0
 CHUNK = 2048  # queries at a time in float64
 KERNEL_SECONDS = 75
 CAPTURED_SEGMENTS = 128
-WORST = 999.0  # what an error is cut to, NaN among them
+WORST = 999.0  # larger errors and NaN become this
 PARTS = ("out", "dq", "dk", "dv")
 PACKAGES = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl")
 
@@ -59,7 +61,7 @@ class Case:
     """A row cut into documents.
 
     Args:
-        longest: what the kernels are told; no document is longer.
+        longest: tokens of the longest document, or a bound on them, as the kernels get it.
         window: keys that a query sees, its own included; None for all before it.
     """
 
@@ -134,13 +136,13 @@ def in_a_process(name: str, head_dims: str, seconds: float) -> list[dict[str, An
     command = [sys.executable, __file__, "--alone", name, "--head_dims", head_dims]
     try:
         run = subprocess.run(command, capture_output=True, timeout=seconds)
-        out, grief = run.stdout, ""
+        out, problem = run.stdout, ""
         if run.returncode:
-            grief = f"exit code {run.returncode}: {last_line(run.stderr)}"
+            problem = f"exit code {run.returncode}: {last_line(run.stderr)}"
     except subprocess.TimeoutExpired as timeout:
-        out, grief = timeout.stdout or b"", f"stopped after {seconds:.0f} s"
+        out, problem = timeout.stdout or b"", f"stopped after {seconds:.0f} s"
     rows = [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
-    return [*rows, {"kernel": name, "note": grief}] if grief else rows
+    return [*rows, {"kernel": name, "note": problem}] if problem else rows
 
 
 def last_line(text: bytes) -> str:
@@ -148,7 +150,7 @@ def last_line(text: bytes) -> str:
 
 
 def judge(rows: list[dict[str, Any]]) -> None:
-    """Say in every row whether its errors are torch's."""
+    """Note in every row whether its errors are close to torch's."""
     torch_errors = {
         case_of(row): row["errors"] for row in rows if row["kernel"] == "torch" and "errors" in row
     }
@@ -216,7 +218,7 @@ def measure_kernel(name: str, layouts: list[tuple[int, int, int]]) -> Iterator[d
                 yield row | measure(kernel, sets, case)
             except Exception as error:
                 yield row | {"note": reason(error)}
-                if isinstance(error, torch.AcceleratorError):  # nothing runs on this context any more
+                if isinstance(error, torch.AcceleratorError):  # its CUDA context is unusable
                     return
 
 
@@ -285,7 +287,7 @@ def cases() -> list[Case]:
 
 
 def ragged_lengths() -> tuple[int, ...]:
-    """Documents of 16 to 8,192 tokens, as many between n and 2n whatever n; the last one cut at the end."""
+    """Documents of 16 to 8,192 tokens, as many from n to 2n for every n; the last one is cut at the end."""
     rng = random.Random(0)
     lengths: list[int] = []
     while (left := TOKENS - sum(lengths)) > 0:
@@ -294,7 +296,7 @@ def ragged_lengths() -> tuple[int, ...]:
 
 
 def input_sets(layout: tuple[int, int, int]) -> list[Tensors]:
-    """q, k, v and the gradient of the output, often enough to pass the L2 cache."""
+    """Sets of q, k, v and the gradient of the output, together larger than the L2 cache."""
     torch.manual_seed(0)
     n_heads, n_kv_heads, head_dim = layout
 
@@ -324,7 +326,7 @@ def errors_of(found: Tensors, inputs: Tensors, case: Case) -> dict[str, float]:
 
 
 def nan_crosses(path: Callable[..., Tensors], inputs: Tensors, case: Case) -> list[str]:
-    """The parts in which NaN in the middle document reaches others."""
+    """The parts in which NaN of the middle document reaches other documents."""
     documents = [i for i, n in enumerate(case.lengths) if n]
     middle = documents[len(documents) // 2]
     start = sum(case.lengths[:middle])
@@ -375,7 +377,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, case: Case) -> Te
 
 
 def flash_attention(load: Callable[[], VarlenKernel]) -> Kernel:
-    """A kernel that the package knows, called as the package does."""
+    """A kernel of a backend of the package, called as the package calls it."""
     kernel = load()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, case: Case) -> Tensor:
@@ -386,7 +388,7 @@ def flash_attention(load: Callable[[], VarlenKernel]) -> Kernel:
 
 
 def torch_cudnn() -> Kernel:
-    """cuDNN's attention as it ships in torch: what nested tensors run on."""
+    """cuDNN's attention as it ships in torch, where nested tensors use it."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, case: Case) -> Tensor:
         if case.window is not None:
@@ -423,7 +425,7 @@ def cudnn_frontend() -> Kernel:
 
 
 def flex() -> Kernel:
-    """Compiled, with a mask of blocks that is built beforehand; its time does not count."""
+    """Compiled flex attention; its block mask is built beforehand, and that time does not count."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)

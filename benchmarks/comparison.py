@@ -1,8 +1,8 @@
 """Read a committed comparison (`results/compare-*.json`) and pair ours with each peer, case by case.
 
-Steps compare only where both peers train as many tokens an update. Earlier comparisons did not check that and
-overstated our lead twofold: Unsloth accumulates over two micro-batches by default, and one was counted. So a
-file is refused where these numbers differ or are missing, and where it is marked `wrong`.
+Steps are comparable only if both peers train the same number of tokens in an update. Earlier comparisons did
+not check this and overstated our lead twofold: Unsloth accumulates over two micro-batches by default, and
+only one was counted. So a file is refused if these numbers differ or are missing, or if it is marked `wrong`.
 """
 
 import json
@@ -40,15 +40,15 @@ class Pair:
 
     @property
     def speed(self) -> float:
-        """Our tokens per second, times the peer's."""
+        """Our tokens per second, divided by the peer's."""
         return self.ours["tok_s"] / self.theirs["tok_s"]
 
 
 def read_pairs(path: Path = NEWEST) -> list[Pair]:
     """Every case of ours with every peer that ran it.
 
-    Under `beside` the file says which case of the peers to take where they have no option like ours, such as
-    their checkpointing beside our `"auto"`.
+    Under `beside` the file names the peers' case to compare with, if they have no option like ours, such as
+    their checkpointing for our `"auto"`.
 
     Raises:
         NotComparable: the file is marked `wrong`, or `tokens_update` is missing or differs between peers.

@@ -1,12 +1,12 @@
-"""What load_in_fp8 costs in exactness: beside bfloat16 and NF4, against float64, and over 200 training steps.
+"""The exactness of load_in_fp8, beside bfloat16 and NF4: against float64, and over 200 training steps.
 
     python benchmarks/fp8.py --dataset alpaca_en_demo.json [--json PATH] [--steps 200] [--seeds 3]
 
-error   a Llama of four layers of the 8B shape, random weights that bfloat16 holds exactly: the relative error
-        (norm over norm) of the logits and of all LoRA gradients against float64.
-curve   the bundled model trained on the data in packed rows of 2,048, in bfloat16 with several seeds (of the
-        data order and the adapter), and in fp8 and NF4 with the first: the largest distance of the smoothed
-        loss from the mean of the seeds, beside the same of each seed.
+error   The relative error (norm over norm) of the logits and of all LoRA gradients against float64, for a
+        Llama of four layers of the 8B shape, with random weights that bfloat16 holds exactly.
+curve   The bundled model is trained on the data in packed rows of 2,048: in bfloat16 with several seeds (of
+        the data order and the adapter), and in fp8 and NF4 with the first seed. Shown is the largest distance
+        of each smoothed loss from the mean of the bfloat16 seeds.
 """
 
 import argparse

@@ -1,14 +1,16 @@
-"""How near every kernel comes to what the device can do, and how far from torch.
+"""The speed of every kernel, compared with the limits of the device and with torch.
 
     python benchmarks/kernels.py [--shape qwen0.5b,llama8b] [--compiled] [--json PATH]
 
-In bfloat16, a row a kernel and direction, each on the inputs that a layer of the shape has for a packed row.
-Times are of calls replayed from a CUDA graph, which rotate through so many inputs that the L2 cache holds
-none of them when its turn comes; a backward's time is that of forward and backward less the forward's.
-What moves data is judged by bytes a second (every input read once, every output written once) against a large
-device-to-device copy, what multiplies by FLOP a second against a GEMM of 8,192 cubed in bfloat16 or e4m3, all
-measured in the same run. `torch` is what runs without the kernel: plain torch as transformers writes it, PEFT
-for the LoRA layers, a GEMM in bfloat16 for those in fp8. `compiled` is the same after torch.compile.
+The table has one row for each kernel and direction, in bfloat16, on the inputs that a layer of the shape has
+for a packed row. Times are of calls replayed from a CUDA graph, which rotate through so many inputs that the
+L2 cache holds none of them when its turn comes. A backward's time is that of both passes less the forward's.
+
+Kernels that move data are judged by bytes a second (every input read once, every output written once),
+against a large device-to-device copy. Kernels that multiply are judged by FLOP a second, against a GEMM of
+8,192 cubed in bfloat16 or e4m3. Both limits are measured in the same run. `torch` is the code that runs
+without the kernel: plain torch as transformers writes it, PEFT for the LoRA layers, a GEMM in bfloat16 for
+those in fp8. `compiled` is the same after torch.compile.
 """
 
 import argparse
@@ -311,8 +313,8 @@ def fp8(shape: Shape) -> Iterator[Subject]:
 def lora(shape: Shape) -> Iterator[Subject]:
     """The projections of a decoder layer as the nodes that models run, against PEFT's layers.
 
-    Gate and up are kept for the backward pass, and in a row of its own computed again there, where the row is
-    so long that some layers do. Torch keeps them always.
+    Gate and up are kept for the backward pass. Where the packed row is so long that some layers compute them
+    again, that has a line of its own. Torch always keeps them.
     """
     layer, dropping = adapted_layer(shape), adapted_layer(shape, lora_dropout=0.1)
     sparing = adapted_layer(shape, number=0)
@@ -330,7 +332,7 @@ def adapted_layer(shape: Shape, lora_dropout: float = 0.0, in_nf4: bool = False,
     """A patched decoder layer with an adapter on every projection.
 
     Args:
-        number: that it takes itself to have among the layers of its model.
+        number: the index that the layer has in its model.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -395,12 +397,12 @@ def whole_mlp(name: str, shape: Shape, mlp: Any) -> Subject:
 
 
 def peft_forward(layer: Any, x: Tensor) -> Tensor:
-    """Of the class that the patch has put its own before."""
+    """The forward of PEFT's class, which the patch has subclassed."""
     return type(layer).__bases__[-1].forward(layer, x)
 
 
 def lora_work(shape: Shape, layers: list[Any]) -> tuple[float, float]:
-    """FLOP forward and backward: frozen weights once each, factors once and twice."""
+    """FLOP of forward and backward: one product per frozen weight in each; per factor one, then two."""
     frozen = sum(layer.in_features * layer.out_features for layer in layers)
     factors = sum(RANK * (layer.in_features + layer.out_features) for layer in layers)
     return 2.0 * shape.tokens * (frozen + factors), 2.0 * shape.tokens * (frozen + 2 * factors)
@@ -413,7 +415,7 @@ def lora_inputs(shape: Shape, layers: list[Any], widths: list[int]) -> tuple[Ten
 
 
 def loss(shape: Shape) -> Subject:
-    """Forward and backward together: ours has the gradient when the forward ends. The head is frozen."""
+    """Forward and backward together, because our forward makes the gradient too. The head is frozen."""
     from unsloth_pack.kernels import LabelledRows, linear_cross_entropy
 
     weight = randn(shape.vocab, shape.hidden, grad=False) / shape.hidden**0.5
@@ -486,7 +488,7 @@ def fp8_tflops() -> float:
 
 
 def tflops(run: Callable[[], object]) -> float:
-    """Of one multiplication of two matrices of CUBE rows and columns."""
+    """TFLOP/s of one multiplication of two matrices of CUBE rows and columns."""
     return 2 * CUBE**3 / statistics.median(timed(run)) / 1e9
 
 

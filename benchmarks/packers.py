@@ -1,17 +1,17 @@
-"""How fast and how full documents are packed, beside TRL and fast-axolotl.
+"""The speed of packing and the fill of the rows, beside TRL and fast-axolotl.
 
     python benchmarks/packers.py [--json PATH] [--documents N] [--large N]
 
-plan     log-normal lengths of mean about 370, cut at 4,096: the time to plan them on one core, and the fill.
-         `plan` tells how many rows there are and how full; `with bins` also which document lies in which row.
-         TRL packs a data set, so its time holds moving the tokens too, one byte each, all in memory: in its
-         batches of 1,000, which is its default, and in one batch of all.
-memory   the same for many more documents: the peak beside the lengths themselves.
-lists    100,000 lists of mean length 250 into rows of 2,048, in and out of Python, without separators.
-         fast-axolotl builds labels and masks in pack_sequences too. Rounds alternate between the two, and a
-         fresh process runs each case. `kernel s` is the part of our time that the system takes to hand out
-         memory; the garbage collector's look at the new lists, which follows at once, is in both times.
-fill     the share of rows of 2,048 that holds tokens, for every strategy and mean length.
+plan     The time to plan on one core, and the fill, for log-normal lengths of mean about 370, cut at 4,096.
+         `plan` gives the number of rows and their fill; `with bins` also gives the documents of each row. TRL
+         packs a data set, so its time includes moving the tokens, one byte each, all in memory. It packs in
+         batches of 1,000, its default, and in one batch of all documents.
+memory   The same for many more documents: the peak memory beside the lengths themselves.
+lists    100,000 Python lists of mean length 250 packed into lists of 2,048, without separators. fast-axolotl
+         builds labels and masks in pack_sequences too. Rounds alternate between the two, and a fresh process
+         runs each case. `kernel s` is the part of our time in which the system hands out memory. Both times
+         include the garbage collection of the new lists, which follows at once.
+fill     The share of rows of 2,048 that holds tokens, for every strategy and mean length.
 
 Without TRL or fast-axolotl in the environment, their columns stay empty.
 """

@@ -2,9 +2,9 @@
 
     python benchmarks/packing.py --dataset alpaca_en_demo.json [--json PATH]
 
-Both train the bundled model's architecture with LoRA through the same patched forward, forward and backward,
-over the same documents: batches of 8 padded to their longest, in shuffled order, against rows of 2,048 tokens
-packed by TRL. Rounds are interleaved, so that a machine that slows down slows both.
+Both run the bundled model's architecture with LoRA through the same patched forward and its backward, over
+the same documents: batches of 8 padded to their longest, in shuffled order, against rows of 2,048 tokens
+packed by TRL. Rounds alternate, so that a machine that slows down slows both.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main():
     dataset = dataset.select_columns(["input_ids"])
     padded = list(padded_batches(dataset["input_ids"], args.batch, tokenizer.pad_token_id))
     packed = list(packed_rows(dataset, args.capacity))
-    train(model, padded[:1]), train(model, packed[:1])  # what is done once is done
+    train(model, padded[:1]), train(model, packed[:1])  # warms up
 
     rounds = [(train(model, padded), train(model, packed)) for _ in range(args.rounds)]
     table = Table("", "samples/s", "real tokens/s", "samples", title=f"{torch.get_num_threads()} threads")

@@ -1,14 +1,14 @@
-"""Training on several GPUs: warm tokens and updates a second, and how they grow from one GPU.
+"""Training on several GPUs: tokens and updates a second after the warm-up, compared with one GPU.
 
     python benchmarks/ranks.py --gpus 1,2 --mode ddp,fsdp2,zero2,zero3 [--shape S] [--dataset FILE] [--json P]
 
-Every number of GPUs and mode is a run of `cli.py` under torchrun, one packed row a rank and update, on a
-model of random weights, built once under --work; the rows of --dataset are repeated until there are enough.
-On one GPU nothing is sharded, and every mode is compared with that one run.
+Each combination of a number of GPUs and a mode is a run of `cli.py` under torchrun, with one packed row per
+rank and update. The model has random weights and is built once under --work; the rows of --dataset are
+repeated until there are enough. On one GPU nothing is sharded, and every mode is compared with that one run.
 
 The first --cold updates compile kernels and do not count. Seconds are the median over the rest, from one log
 line to the next; tokens are those of all ranks, padding not counted. `waiting` is the sampler's estimate of
-the share of time that the average rank waits for the one with most to do. Exit code 1 where a run failed.
+the share of time that the average rank waits for the busiest one. Exit code 1 if a run failed.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MODES = {
     "zero2": ["--deepspeed=zero2"],
     "zero3": ["--deepspeed=zero3"],
 }
-LETTERS_A_TOKEN = 6  # at most, in English text; rather too many rows than too few
+LETTERS_A_TOKEN = 6  # an upper limit in English text: too many rows are better than too few
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--gpus", default="1,2", help="numbers of GPUs; processes where there are none (default: 1,2)")
+    add("--gpus", default="1,2", help="numbers of GPUs; of processes on a CPU (default: 1,2)")
     add("--mode", default="ddp", help=f"of {', '.join(MODES)} (default: ddp)")
     add("--shape", choices=tuple(SHAPES), default="tiny")
     add("--dataset", default="demo", help="a file of rows (default: the demo's)")
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace, gpus: int, mode: str, model: str, data: Path) 
 
 
 def figures(lines: list[dict[str, Any]], cold: int) -> dict[str, Any]:
-    """What a run's `metrics.jsonl` says of its warm updates."""
+    """Figures of the updates after the first `cold`, from the lines of a run's `metrics.jsonl`."""
     logs = [line for line in lines if line["kind"] == "log" and "loss" in line]
     warm = [
         {name: after[name] - before[name] for name in ("seconds", "num_tokens")}
@@ -167,7 +167,7 @@ def figures(lines: list[dict[str, Any]], cold: int) -> dict[str, Any]:
 
 
 def compare(run: dict[str, Any], alone: dict[str, Any]) -> None:
-    """Add what a run is times the one on one GPU, where there is one."""
+    """Add the ratios of a run to the run on one GPU, if there is one."""
     if alone["gpus"] == 1 and "tokens_s" in run and "tokens_s" in alone:
         run["times_one"] = run["tokens_s"] / alone["tokens_s"]
 

@@ -1,4 +1,4 @@
-"""How fast rope_qk turns a packed row, against torch and against the memory's own speed.
+"""The speed of rope_qk on a packed row, compared with torch and with the speed of memory.
 
     python benchmarks/rope.py [--json PATH]
 
@@ -6,11 +6,11 @@ For each head layout and row length, in bfloat16, forward and forward + backward
   torch    transformers' way: q * cos + rotate_half(q) * sin, with cos and sin ready in bfloat16
   packed   rope_qk with the positions of a row of ragged documents
   dense    rope_qk with positions 0 .. T-1
-`eager` is the time between CUDA events around many calls, launch gaps and Python included; `graph` is the
+`eager` is the time between CUDA events around many calls, launch gaps and Python included. `graph` is the
 time of the same calls replayed from a CUDA graph. The calls rotate through so many inputs and outputs that
-the L2 cache holds none of them when its turn comes. GB/s counts q and k read once and written once, and the
-positions and the table rows that occur read once, in the graph's time. The yardstick is a large device-to-
-device copy in the same run, its reads and writes both counted.
+the L2 cache holds none of them when its turn comes. GB/s is for the graph's time: it counts one read and one
+write of q and k, and one read of the positions and of the table rows that occur. The yardstick is a large
+device-to-device copy in the same run, with both its reads and its writes counted.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def tables(n_positions: int, D: int) -> tuple[Tensor, Tensor]:
 
 
 def eager_ms(calls: list[Callable[[], Outputs]]) -> float:
-    """Of one call, the median over rounds of all calls in turn."""
+    """Milliseconds of one call: the median over rounds, each of which makes all calls in turn."""
 
     def a_round() -> None:
         kept = [call() for call in calls]  # so that each call writes memory of its own
@@ -205,7 +205,7 @@ def eager_ms(calls: list[Callable[[], Outputs]]) -> float:
 
 
 def graph_ms(calls: list[Callable[[], Outputs]]) -> float:
-    """The same from a CUDA graph."""
+    """The same for calls replayed from a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

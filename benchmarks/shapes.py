@@ -1,6 +1,6 @@
-"""The shapes that the benchmarks run on, and models of them with random weights, whose speed is the same.
+"""The shapes that the benchmarks run on, as models with random weights, which are as fast as trained ones.
 
-All have 2**20 positions, so that memory is what limits a context.
+All have 2**20 positions, so that only memory limits a context.
 """
 
 import os
@@ -100,7 +100,7 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
 
 
 def versions() -> dict[str, str | None]:
-    """What the figures were measured with."""
+    """Versions of the packages that figures are measured with."""
     import platform
 
     import peft

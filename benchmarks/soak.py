@@ -2,16 +2,17 @@
 
     python benchmarks/soak.py --data FOLDER --work FOLDER [--minutes 9] [--shape S] [--state PREFIX]
 
-Each slice goes on in --work until its minutes are over. The command line trains on packed rows of all files
-in --data, evaluates ten times a run and saves every --save_steps updates; a run that comes to its end is
-followed by another with the next seed. About every --every updates a process is ended by SIGKILL or SIGTERM,
-half of them while it saves, and the next one goes on with --resume. Kinds and moments come from --seed.
+Each slice continues the soak in --work for its minutes. The command line trains on packed rows of all files
+in --data, evaluates ten times a run and saves every --save_steps updates. After a run has ended, another one
+starts with the next seed. About every --every updates, SIGKILL or SIGTERM ends the process, half of the time
+while it saves, and the next process goes on with --resume. --seed determines the signals and their moments.
 
 --state carries a soak to another machine: the files PREFIX.0, PREFIX.1, ... are unpacked into an empty --work
 before the slice, and written after it. The model and the data are made again. --minutes 0 only judges.
 
-Every process notes each of its updates: the loss, which rows it saw and how many tokens, memory. From these
-notes and the runs' metrics follow the judgements, over all slices until now; exit code 1 where one fails.
+Every process notes each of its updates: the loss, the rows and the number of tokens that it saw, and memory.
+The judgements come from these notes and the runs' metrics, over all slices until now. Exit code 1 if any
+fails.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def in_child(function: Any, *arguments: Any) -> None:
-    """Run a function in a process of its own: what it loads, and its GPU context, is gone afterwards."""
+    """Run a function in a process of its own, whose end frees all that it loaded, its GPU context too."""
     child = context.Process(target=function, args=arguments)
     child.start()
     child.join()
@@ -92,7 +93,7 @@ def in_child(function: Any, *arguments: Any) -> None:
 
 
 def prepare(data: Path, work: Path, shape: str) -> None:
-    """Write the mixture, and a model whose tokenizer knows it."""
+    """Write the mixture of documents, and a model whose tokenizer was trained on it."""
     documents = [document for path in sorted(data.iterdir()) for document in documents_of(path)]
     random.Random(0).shuffle(documents)
     (work / "data").mkdir(exist_ok=True)
@@ -105,7 +106,7 @@ def prepare(data: Path, work: Path, shape: str) -> None:
 
 
 def documents_of(path: Path) -> list[dict[str, str]]:
-    """Prompts with completions, whatever the format of the file; of plain text there are only completions."""
+    """Prompts with completions from a file of any format; plain text gives completions only."""
     from unsloth_pack.data import load_rows, to_trl
     from unsloth_pack.data.readers import SUFFIXES
 
@@ -132,7 +133,7 @@ def documents_of(path: Path) -> list[dict[str, str]]:
 
 
 def session(args: argparse.Namespace, slice_number: int, deadline: float) -> bool:
-    """Start or resume the run at hand, and interrupt it. Returns whether it ended as it had to."""
+    """Start or resume the current run, and interrupt it. Returns whether it ended as expected."""
     number = len(read_log(args.work)) + 1
     runs = sorted((args.work / "runs").glob("*"), key=lambda path: int(path.name))
     if not runs or ((runs[-1] / FILE_NAME).exists() and has_ended(runs[-1])):
@@ -159,7 +160,7 @@ def session(args: argparse.Namespace, slice_number: int, deadline: float) -> boo
 
 
 def arguments_of(args: argparse.Namespace, out: Path) -> list[str]:
-    """The command line; the paths in it are those in --work, wherever that is."""
+    """The command line, with paths inside --work."""
     folder = out.relative_to(args.work)
     if (out / FILE_NAME).exists():
         return ["--resume", f"--output_dir={folder}"]
@@ -223,7 +224,7 @@ def train(work: Path, notes: Path, arguments: list[str]) -> None:
 
     from unsloth_pack.cli import main
 
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a kill would leave behind
+    tqdm.set_lock(threading.RLock())  # the default is a semaphore, which outlives a killed process
 
     note_updates(notes)
     sys.exit(main(arguments))
@@ -277,7 +278,7 @@ def note_updates(notes: Path) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes: of the host now, and of the GPU at most within the update."""
+    """Bytes of the host now, and the peak of bytes on the GPU within the update."""
     import torch
 
     status = Path("/proc/self/status").read_text().splitlines()
@@ -293,7 +294,7 @@ def read_log(work: Path) -> list[dict[str, Any]]:
 
 
 def pack(prefix: str, work: Path) -> None:
-    """Write notes, metrics and the last checkpoint of the run at hand as one archive, cut into files."""
+    """Write notes, metrics and the last checkpoint of the current run as one archive, cut into files."""
     from unsloth_pack.training.checkpoints import last_checkpoint
 
     runs = sorted((work / "runs").glob("*"), key=lambda path: int(path.name))

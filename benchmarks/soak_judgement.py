@@ -1,7 +1,7 @@
-"""What a soak has shown: its notes and metrics, judged over all slices together.
+"""Judges a soak by its notes and metrics, over all slices together.
 
-The notes are a file a session, whose first line tells what the session went on from and marks every row of
-the data; then come a line an update and a line an evaluation. The last line may have been cut off.
+Each session has one file of notes. Its first line names the checkpoint that the session began from and marks
+every row of the data. Then each update and each evaluation has a line. The last line may be cut off.
 """
 
 import json
@@ -16,12 +16,12 @@ from typing import Any
 Lines = list[dict[str, Any]]
 
 WINDOW = 8  # updates whose mean loss is compared before and after a resume
-NEIGHBOURS = 100  # updates on each side of it that show how much such means differ anyway
-JUMP = 1.5  # of the most that they do
+NEIGHBOURS = 100  # updates on each side of it, which show how much such means differ without a resume
+JUMP = 1.5  # times the largest of those differences is allowed
 WARM_UP = 50  # updates of a process before its memory counts
-PROCESSES = 6  # and so many must have resumed, before they are compared with each other
+PROCESSES = 6  # that must have resumed before their memory is compared
 GPU_GROWTH, HOST_GROWTH = 1.01, 1.02
-CPU_GROWTH = 1.05  # of the host where it holds the activations too, which differ from row to row
+CPU_GROWTH = 1.05  # for a host that holds the activations too, which differ from row to row
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def updates(self) -> dict[int, dict[str, Any]]:
-        """What every update saw, where it was last made."""
+        """The notes of every update; for an update made several times, the last."""
         return {line["step"]: line for s in self.sessions for line in s.updates if line["step"] <= self.steps}
 
     @property
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def spread(self) -> float:
-        """By how much the loss changes from update to update: the median."""
+        """The median change of the loss from one update to the next."""
         losses = self.losses
         return statistics.median([abs(b - a) for a, b in pairwise(losses)] or [0.0])
 
@@ -124,7 +124,7 @@ def read_runs(work: Path) -> list[Run]:
 
 
 def read_lines(path: Path) -> Lines:
-    """Without a last one that a killed process did not end."""
+    """The lines of a file, without a last one that a killed process left incomplete."""
     if not path.exists():
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
@@ -161,7 +161,7 @@ def figures_of(runs: list[Run]) -> dict[str, Any]:
 
 
 def resumes_of(runs: list[Run]) -> Iterator[dict[str, Any]]:
-    """Every session after a run's first: what it began from, and how its updates fit those before."""
+    """Every session after the first of a run: where it began, and how its updates fit those before."""
     for run in runs:
         before: dict[int, dict[str, Any]] = {line["step"]: line for line in run.sessions[0].updates}
         for earlier, session in pairwise(run.sessions):
@@ -186,7 +186,7 @@ def resumes_of(runs: list[Run]) -> Iterator[dict[str, Any]]:
 
 
 def jump_at(losses: list[float], step: int) -> tuple[float | None, float | None]:
-    """The change of the mean loss at a step, and the most that it changes at steps nearby."""
+    """The change of the mean loss at a step, and its largest change at steps nearby."""
 
     def jump(i: int) -> float:
         return abs(statistics.fmean(losses[i : i + WINDOW]) - statistics.fmean(losses[i - WINDOW : i]))
@@ -200,7 +200,7 @@ def jump_at(losses: list[float], step: int) -> tuple[float | None, float | None]
 
 
 def judge_steps(runs: list[Run]) -> Verdict:
-    """Every update is in the metrics once, in order, as it was noted."""
+    """Every update is in the metrics once, in order, with the loss in the notes."""
     name = "every update once"
     for run in runs:
         log = [line for line in run.metrics["log"] if "loss" in line]
@@ -213,7 +213,7 @@ def judge_steps(runs: list[Run]) -> Verdict:
 
 
 def judge_rows(runs: list[Run]) -> Verdict:
-    """Every row once an epoch, and the same rows wherever an update was made again."""
+    """Every row is seen once an epoch, and an update that is made again sees the same rows."""
     name = "rows neither repeated nor missing"
     epochs = 0
     for run in runs:
@@ -236,8 +236,8 @@ def judge_rows(runs: list[Run]) -> Verdict:
 
 
 def judge_losses(runs: list[Run]) -> Verdict:
-    """An update that is made again has the same loss: bitwise on a CPU. On a GPU, whose kernels add up in
-    another order each time, it differs by less than the loss does from update to update."""
+    """An update that is made again has the same loss: bitwise on a CPU. On a GPU, where kernels add in
+    another order each time, it differs by less than the median change from one update to the next."""
     name = "same losses again"
     resumes = [resume for resume in resumes_of(runs) if resume["again"]]
     if not resumes:
@@ -262,7 +262,7 @@ def judge_continuity(runs: list[Run]) -> Verdict:
 
 
 def judge_evaluations(runs: list[Run]) -> Verdict:
-    """At equal distances and at the end of a run, none lost or made twice; the same when made again."""
+    """Evaluations are at equal distances and at the end of a run, each once, and equal when made again."""
     name = "evaluations"
     total, differ = 0, 0.0
     for run in runs:
@@ -288,7 +288,7 @@ def judge_evaluations(runs: list[Run]) -> Verdict:
 
 
 def judge_ledger(runs: list[Run]) -> Verdict:
-    """Tokens by the trainer's count, by the rows that were seen, and by the ledger times the epochs."""
+    """The tokens are equal by the trainer's count, by the rows seen, and by the ledger times the epochs."""
     name = "ledger exact"
     compared = 0
     for run in runs:
@@ -313,12 +313,12 @@ def judge_ledger(runs: list[Run]) -> Verdict:
 
 
 def judge_gpu_memory(runs: list[Run]) -> Verdict:
-    """The peak of every update; the most of them."""
+    """GPU memory: the largest peak of the updates."""
     return _judge_memory(runs, "gpu", max, GPU_GROWTH)
 
 
 def judge_host_memory(runs: list[Run]) -> Verdict:
-    """What the process holds after every update; the median, as the allocator's gaps come and go."""
+    """Host memory after every update: the median, because the allocator's gaps come and go."""
     on_gpu = any(line["gpu"] for run in runs for line in run.updates.values())
     return _judge_memory(runs, "host", statistics.median, HOST_GROWTH if on_gpu else CPU_GROWTH)
 
@@ -326,14 +326,14 @@ def judge_host_memory(runs: list[Run]) -> Verdict:
 def _judge_memory(
     runs: list[Run], kind: str, of_many: Callable[[list[int]], float], allowed: float
 ) -> Verdict:
-    """The last third against the first, within every process and from one resumed process to the next."""
+    """The last third is compared with the first, within each process and over the resumed processes."""
 
     def growth(values: list[int]) -> float:
         third = -(-len(values) // 3)
         return of_many(values[-third:]) / of_many(values[:third])
 
     name = f"{kind} memory flat"
-    samples = []  # of a process, with whether it resumed
+    samples = []  # for each process, and whether it resumed
     for session in (session for run in runs for session in run.sessions):
         settled = [line[kind] for line in session.updates[WARM_UP:]]
         if len(settled) >= WARM_UP and any(settled):

@@ -4,20 +4,20 @@
     python benchmarks/training.py start-up [--shape S] [--dataset FILE] [--json PATH]
     python benchmarks/training.py context  [--shape S] [--start TOKENS] [--most TOKENS] [--json PATH]
 
-curve     Memory at every 10 steps of packed training on real text lengths: the peak since the last look, what
-          is held, and what the allocator has reserved. Exit code 1 where any of the three is, in the steps
-          after the first 50, more than 1% above what it was in those; captures make a peak of their own
-          there, so what is held tells of growth that it hides.
-start-up  Importing torch, then unsloth_pack, then its entry; loading a model; its first steps with no
-          compiled kernel on the disk, and again with those of the run before. Exit code 1 where the first
-          step takes more than 60 s.
-context   The longest document that trains, in bfloat16 and 4-bit with gradient checkpointing and the inputs
-          of layers on the host, in TRL's SFTTrainer; the same for Unsloth where it is installed. Only
-          --layers of the layers are there, or one step would take an hour: memory for the weights, adapters,
-          gradients and moments of the others is taken and left alone. Trials at --start and at twice that,
-          then around the end of the GPU's memory by the line through their peaks, until one fits and one
-          that is 1/64 longer does not; each in a process of its own. `host GiB` is what the inputs of all
-          layers would take.
+curve     Memory at every 10 steps of packed training on real text lengths: the peak since the last look, the
+          bytes held, and the bytes that the allocator has reserved. Exit code 1 if one of them is more than
+          1% higher after the first 50 steps than within them. Captures within them raise the peak, which can
+          hide growth; the bytes held show it.
+start-up  The seconds to import torch, then unsloth_pack, then its FastLanguageModel; to load a model; and of
+          its first steps, without compiled kernels on the disk and again with those of the run before. Exit
+          code 1 if the first step takes more than 60 s.
+context   The longest document that trains in TRL's SFTTrainer, in bfloat16 and 4-bit, with gradient
+          checkpointing and the inputs of layers on the host; the same for Unsloth if it is installed. Only
+          --layers of the layers run, because one step of all would take an hour. Memory for the weights,
+          adapters, gradients and moments of the others is allocated and not used. The first trials are at
+          --start and at twice that. A line through their peaks gives the end of the GPU's memory, and trials
+          around it follow until one fits and one that is 1/64 longer does not. Each trial has a process of
+          its own. `host GiB` is the memory that the inputs of all layers would take.
 
 Models have random weights and are built once under --work.
 """
@@ -39,7 +39,7 @@ from shapes import SHAPES, build, device_name, versions
 
 GRAIN = 4096  # tokens
 USABLE = 0.98  # of a GPU's memory: the rest is the CUDA context and fragments
-FINENESS = 64  # trials near the end of memory are this part of the context apart
+FINENESS = 64  # trials near the end of memory are 1/FINENESS of the context apart
 ALLOWED_GROWTH = 1.01
 SETTLED = 50  # steps
 COLD_LIMIT = 60  # seconds
@@ -56,11 +56,16 @@ def main() -> int:
     add("--shape", choices=tuple(SHAPES), default="tiny")
     add("--dataset", default="demo", help="a file of rows for curve and start-up (default: the demo's)")
     add("--steps", type=int, default=200, help="of curve (default: 200)")
-    add("--layers", type=int, default=2, help="of context, that are there (default: 2); the shape's for all")
+    add(
+        "--layers",
+        type=int,
+        default=2,
+        help="layers that run in context; the shape's number for all (default: 2)",
+    )
     add("--start", type=int, default=8 * GRAIN, help=f"tokens (default: {8 * GRAIN})")
-    add("--most", type=int, help="tokens; needed where there is no GPU (default: the model's positions)")
-    add("--peers", default="unsloth_pack,unsloth", help="of context, where installed (default: both)")
-    add("--weights", default="bfloat16,4-bit", help="of context (default: both)")
+    add("--most", type=int, help="tokens; needed without a GPU (default: the model's positions)")
+    add("--peers", default="unsloth_pack,unsloth", help="libraries of context, if installed (default: both)")
+    add("--weights", default="bfloat16,4-bit", help="weights of context (default: both)")
     add("--timeout", type=int, default=900, help="seconds of one trial of context")
     add("--work", type=Path, default=Path(tempfile.gettempdir()) / "unsloth-pack-benchmarks")
     add("--json", type=Path, help="also write every number here")
@@ -108,7 +113,7 @@ def curve(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     make_trainer(args, args.steps, [Look()]).train()
     growth = {name: ratio for name in ("peak", "held", "reserved") if (ratio := grown(looks, name))}
     if not growth:
-        print(f"\nfewer than {SETTLED + 10} steps do not say whether memory grows")
+        print(f"\nfewer than {SETTLED + 10} steps do not show whether memory grows")
         return {"curve": looks}, True
     for name, ratio in growth.items():
         grew = "grew" if ratio > ALLOWED_GROWTH else "did not grow"
@@ -118,15 +123,15 @@ def curve(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def grown(looks: list[dict[str, float]], name: str) -> float:
-    """The most after the run has settled, relative to the most until then; 0 where either is missing."""
+    """The maximum after the run has settled, relative to the maximum before; 0 if either is missing."""
     parts = [[look[name] for look in looks if (look["step"] > SETTLED) is late] for late in (False, True)]
     return max(parts[1]) / max(parts[0]) if all(map(any, parts)) else 0.0
 
 
 def memory() -> dict[str, float]:
-    """GiB: the peak since the last look, what is held, and what the allocator has.
+    """GiB: the peak since the last look, the memory held, and the memory that the allocator has reserved.
 
-    On a CPU they are the process's: its peak since it began, and nothing for the allocator.
+    On a CPU they are of the process: its peak is that since it began, and 0 stands for the allocator.
     """
     import torch
 
@@ -262,7 +267,7 @@ def context(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
 
 
 def search(args: argparse.Namespace, case: dict[str, Any], trials: list[dict[str, Any]]) -> int:
-    """The most tokens that train; 0 where not even --start does. What fails for any reason is too long."""
+    """The most tokens that train; 0 if not even --start does. Any failure of a trial counts as too long."""
     most = args.most or SHAPES[args.shape].positions
 
     def fits(tokens: int) -> bool:
@@ -289,7 +294,7 @@ def search(args: argparse.Namespace, case: dict[str, Any], trials: list[dict[str
 
 
 def end_of_memory(trials: list[dict[str, Any]]) -> int:
-    """Tokens at which the line through the last two peaks meets the end of what a GPU lends to tensors."""
+    """Tokens at which the line through the last two peaks meets the memory that a GPU has for tensors."""
     (t0, p0), (t1, p1) = [(t["tokens"], t["peak"]) for t in trials if "failed" not in t][-2:]
     usable = USABLE * (trials[0]["total"] or float("inf"))
     return int(min((usable - p0) * (t1 - t0) / max(p1 - p0, 1e-3) + t0, 2**40)) // GRAIN * GRAIN
@@ -343,7 +348,7 @@ def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, to
     )
     rows = Dataset.from_dict({"input_ids": [document]})
     trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=config)
-    memory()  # begins the peak anew
+    memory()  # resets the peak
     start = time.perf_counter()
     trainer.train()
     del others
@@ -352,8 +357,8 @@ def train_on_one_document(args: argparse.Namespace, peer: str, in_4bit: bool, to
 
 
 def set_aside(model: Any, n_layers: int) -> Any:
-    """GPU memory for the layers up to `n_layers` that are not there, and for the optimizer's moments of those
-    that are, which a first step does not have yet.
+    """GPU memory for the missing layers up to `n_layers`, and for the optimizer's moments of the layers that
+    are there, because a first step does not have these moments yet.
     """
     import torch
 
@@ -372,7 +377,7 @@ def set_aside(model: Any, n_layers: int) -> Any:
 
 
 def run_trial(args: argparse.Namespace, trial: dict[str, Any]) -> dict[str, Any]:
-    """What a fresh process answers, or `failed` and why."""
+    """The answer of a fresh process, or `failed` and why."""
     command = [sys.executable, __file__, args.what, "--shape", args.shape, "--dataset", args.dataset]
     command += ["--layers", str(args.layers), "--work", str(args.work), "--trial", json.dumps(trial)]
     try:
@@ -383,7 +388,7 @@ def run_trial(args: argparse.Namespace, trial: dict[str, Any]) -> dict[str, Any]
     if answers:
         return json.loads(answers[-1].removeprefix("RESULT "))
     if done.returncode == -9:
-        return {"failed": "killed, as the host does for want of memory"}
+        return {"failed": "killed, as the host does when its memory runs out"}
     lines = done.stderr.strip().splitlines() or ["it said nothing"]
     errors = [line for line in lines if "Error" in line]
     return {"failed": (errors or lines)[-1]}

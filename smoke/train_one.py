@@ -3,7 +3,7 @@
     python smoke/train_one.py ARCHITECTURE [--backend NAME] [--device cpu|cuda]
 
 The loss must fall in both, and the first losses, over the same documents and weights, must agree. A
-backend that cannot run the architecture here is said to be refused and is no failure.
+backend that cannot run the architecture here is reported as refused, which is not a failure.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main():
         print(f"{args.arch:12} {args.backend:9} refused: {refusal}")
         return 0
     other = losses(args.arch, args.backend, args.device, dtype, unpacked)
-    # Two ways to the same sums: they may differ by the rounding of the dtype, a few units of it.
+    # Both compute the same sums, so they may differ by a few units of rounding in the dtype.
     agree = abs(one[0] - other[0]) <= 8 * torch.finfo(dtype).eps * abs(one[0])
     falls = all(history[-1] < 0.9 * history[0] for history in (one, other))
     verdict = "ok" if agree and falls else "FAILED"

@@ -1,1 +1,1 @@
-"""Scripts that make what the package ships; not part of it."""
+"""Scripts that make files of the package; they are not part of it."""

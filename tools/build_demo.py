@@ -1,6 +1,6 @@
 """Make the bundled model, tokenizer and data: `python -m tools.build_demo`.
 
-The data files depend on the seeds below alone. The weights also depend on the device they were trained on.
+The data files depend only on the seeds below. The weights also depend on the device they were trained on.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> list[Example]
 def batches(examples: list[Example], tokens: int, pad_id: int, rng: Random) -> Iterator[Example]:
     """Endless `input_ids` and `labels`, both [rows, longest], of at most `tokens` tokens.
 
-    Rows of like length share a batch and are padded on the right, so that causal attention needs no mask.
+    Rows of similar length share a batch and are padded on the right, so that causal attention needs no mask.
     """
     while True:
         order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]) * rng.uniform(1, 1.1))

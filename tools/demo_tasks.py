@@ -105,7 +105,7 @@ def _word_pipeline(rng: Random) -> Row:
     return _row(_sentence(steps or ["copy the words"]), "words", " ".join(words), output)
 
 
-# Which of the three stages a pipeline has: one alone as often as two together.
+# The stages of a pipeline, out of three: one stage is drawn as often as two.
 SHAPES = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1)]
 
 
