@@ -13,7 +13,7 @@ Results = Sequence[Tensor]
 
 
 def run(fn: Callable[..., Tensor], inputs: Sequence[Tensor], g_out: Tensor, *options) -> list[Tensor]:
-    """The output and the gradients of whatever input wants one."""
+    """The output, and the gradients of the inputs that require one."""
     out = fn(*inputs, *options)
     leaves = [x for x in inputs if x.requires_grad]
     return [out, *torch.autograd.grad(out, leaves, g_out)]
@@ -125,7 +125,7 @@ def far_rows(x: Tensor, start: int = 0) -> Tensor:
 
 
 def large_buffer(n_elements: int, dtype: torch.dtype) -> Tensor:
-    """Memory that is there once it is touched."""
+    """Memory that the system provides only when it is written to."""
     if DEVICE == "cuda":
         return torch.empty(n_elements, dtype=dtype, device=DEVICE)
     return torch.frombuffer(mmap.mmap(-1, n_elements * dtype.itemsize), dtype=dtype)

@@ -5,18 +5,18 @@
     python tests/grid.py --arch qwen3 --dtype nf4    a part, to look into a failure
     python tests/grid.py --list                      how many cases there are
 
-A file that holds less than all says so, also while the run goes on and where it was killed.
+A file with only a part of the cases says so, also during the run and after it was killed.
 
 The whole product, nothing sampled: every architecture x window x LoRA variant x dtype x backend x
 checkpointing mode, each uncaptured and captured in CUDA graphs. The patched model's error may be at most 1.5
 times that of untouched transformers and PEFT in the same dtype, for logits, loss, and the gradient of every
-parameter that is trained (`correctness/judge.py`). What cannot be is a row too, and says why.
+parameter that is trained (`correctness/judge.py`). A combination that cannot exist has a row that says why.
 
-"nf4" is bfloat16 over weights in NF4, judged against float64 on the weights as they are dequantised. Dropout
-drops by token, not at random, so that all runs drop the same. Under "auto" half of the layers are recomputed
-by decree, as a tiny model always fits; captured none are.
+"nf4" is bfloat16 over weights in NF4, judged against float64 on the dequantised weights. Dropout drops by
+token, not at random, so that all runs drop the same. Under "auto" a tiny model would always fit, so half of
+its layers are recomputed by force; in captured steps none are.
 
-The exit code is 1 where anything failed or was not reached.
+The exit code is 1 if a case failed or was not reached.
 """
 
 import argparse

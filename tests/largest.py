@@ -1,4 +1,4 @@
-"""The memory that code works in, by the tensors that its operators return."""
+"""The size of the tensors that code makes, seen in the results of its operators."""
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""What happens to packs on disk: damage, and rows that another program has written."""
+"""Packs on disk for tests: damaged ones, and ones with rows that another program has written."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ def edit_manifest(folder, **values):
 
 
 def rewrite(folder, change, schema=None):
-    """The first shard with its rows changed, and a manifest whose checksum says that all is well."""
+    """Change the rows of the first shard, and write a manifest with the checksum of the changed shard."""
     path = folder / "shard-00000.arrow"
     with pa.ipc.open_stream(path) as stream:
         table = stream.read_all()

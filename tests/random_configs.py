@@ -1,4 +1,4 @@
-"""Configurations and adapters at random: most of what a config may say beside an architecture's `tiny`."""
+"""Random configurations and adapters: most of the options that an architecture's `tiny` leaves out."""
 
 _ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu", "gelu_new"]
 _BIASES = ("attention_bias", "mlp_bias")

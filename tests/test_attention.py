@@ -110,7 +110,7 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [16, 24, 40, 64, 80, 96, 128, 160, 192, 256])
 def test_every_flash_kernel_is_right_with_the_heads_it_serves(head_dim):
-    """flash-attn 4 gives gradients across documents with some sizes, which it is therefore not taken for."""
+    """flash-attn 4 is not taken for the head sizes with which its gradients cross documents."""
     torch.manual_seed(head_dim)
     lengths, options = (*ROWS["mixed"], 500, *[7] * 20), AttentionOptions(head_dim**-0.5, window=100)
     tensors = [torch.randn(sum(lengths), heads, head_dim).bfloat16() for heads in (4, 2, 2)]
@@ -134,7 +134,7 @@ def test_every_flash_kernel_is_right_with_the_heads_it_serves(head_dim):
 
 @pytest.mark.parametrize("options", [*OPTIONS.values(), AttentionOptions(0.2, window=1)], ids=str)
 def test_flash_attn_4_is_told_what_the_options_mean(options, monkeypatch):
-    """Its fourth place is no `cu_seqlens`; a left bound of -1 hides every key where there is a right one."""
+    """Its fourth argument is not `cu_seqlens`; a left bound of -1 hides every key if a right one is given."""
     lengths = (5, 33, 20)
 
     def flash_attn_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, **given):
@@ -236,7 +236,7 @@ def slow(q, k, v, *cu_seqlens_and_longest, softmax_scale, causal, window_size, s
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Two kernels in flash's place, and what looks at them forgets what it saw before and after."""
+    """Two kernels instead of flash's; caches about kernels are cleared before and after."""
 
     def missing():
         raise ImportError
@@ -327,7 +327,7 @@ def test_an_xformers_that_raises_without_a_message_is_said_not_to_import(monkeyp
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_no_value_crosses_a_boundary_even_when_it_is_nan(options):
-    """But through flash-attn 4, which multiplies what it has masked by 0: there, when it is finite."""
+    """NaN for all backends except flash-attn 4, which multiplies masked values by 0; finite values for it."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     lengths = (5, 33, 20, 64)
     row = PackedRow.of_lengths(lengths, torch.device(DEVICE))

@@ -89,7 +89,7 @@ def test_a_plan_is_made_for_all_tokens_of_a_step_in_training(monkeypatch):
 
 
 class FakeOnHost:
-    """What is held of a tensor in host memory, without a device."""
+    """A tensor that is held in host memory, without a device."""
 
     def __init__(self, x, stream):
         self.x, self.is_let_go, self.is_fetched = x, False, False
@@ -144,7 +144,7 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def step(self, plan, tokens, layer_bytes, beside):
-        """What a training step does to memory: every kept layer keeps, then the loss and a backward pass."""
+        """The memory of a training step: every kept layer keeps some, then the loss and a backward pass."""
         plan.decide(tokens, torch.device("cuda"))
         at_rest = self.allocated
         for layer in range(plan.n_layers):
@@ -196,7 +196,7 @@ def test_the_plan_fits_what_it_measured(monkeypatch, plan, layer_bytes, beside):
 
 
 def test_an_estimate_that_keeps_nothing_is_corrected(monkeypatch, plan):
-    """Where no layer is kept none is measured; what the step took all the same makes room for one."""
+    """Without a kept layer no layer is measured, but the measured step still shows room for one."""
     plan.n_layers, tokens = 40, 1000
     layer_bytes = int(plan._per_token / 2)
     gpu = FakeGpu(monkeypatch, free=int(plan._beside * tokens))
@@ -228,7 +228,7 @@ def test_running_out_of_memory_lowers_the_plan(monkeypatch, plan):
 
 @pytest.mark.parametrize(("fraction", "free"), [(1.0, 30), (0.5, 20)])
 def test_what_can_still_be_allocated(fraction, free, monkeypatch):
-    """What the device has free and torch holds in reserve, within what the process may take."""
+    """The free memory of the device plus torch's reserve, up to the limit of the process."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 100))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 30)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)

@@ -1,4 +1,4 @@
-"""What the documents name is there, and what the README shows runs."""
+"""The files and tests that the documents name exist, and the code in the README runs."""
 
 import re
 from pathlib import Path

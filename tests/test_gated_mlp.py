@@ -1,4 +1,4 @@
-"""The MLP as one node: right in one tile or several, kept or computed again, and nothing computed twice."""
+"""The MLP as one node: right in one or several tiles, with gate and up kept or recomputed, nothing twice."""
 
 import weakref
 from itertools import pairwise
@@ -183,7 +183,7 @@ def test_in_four_bits(monkeypatch, keep, tile):
 @pytest.mark.parametrize(("width", "every"), [(64, 2), (4096, 9)])
 @pytest.mark.parametrize("mode", [False, True, "auto"])
 def test_which_layers_keep_gate_and_up(mode, width, every):
-    """Not those that are recomputed anyway; of long rows on a GPU not every second one, or ninth."""
+    """Not layers that are recomputed anyway; for long rows on a GPU not every second or every ninth."""
     model = tiny_model("llama", torch.float32, num_hidden_layers=10)
     patch_model(model)
     enable_checkpointing(model, mode)

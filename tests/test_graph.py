@@ -90,7 +90,7 @@ def step_both(models, step, seed=None):
 
 
 def assert_alike(models, losses=None):
-    """Captured rows are longer, which changes how GEMMs round, and no more than that."""
+    """Captured rows are longer, which changes only how GEMMs round."""
     if losses:
         assert abs(losses[0] / losses[1] - 1) < 2e-3
     ours, theirs = map(grads, models)
@@ -254,7 +254,7 @@ def test_a_step_that_recomputes_is_not_captured(mode, n_recomputed):
 
 
 def test_which_forms_are_captured(monkeypatch):
-    """The third row of a form, or any longer one once there are graphs; a little waste is none's reason."""
+    """The third row of a form, or any longer row once there are graphs; not a row that wastes a little."""
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda decoder, form, *_: form.tokens)
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs._MOST_FORMS", 3)
     graphs = StepGraphs(None)
@@ -583,7 +583,7 @@ class TinyDecoder:
 
 
 class Asked(list):
-    """What was asked, while this device was the current one, and the graphs with a share in the pool."""
+    """The calls made while this device was the current one, and the graphs that share the pool."""
 
     device = 0
 

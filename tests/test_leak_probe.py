@@ -1,4 +1,4 @@
-"""A patched model looks for leaks by itself before its first packed row in training, and nothing tells."""
+"""A patched model probes itself for leaks before its first packed row in training, and leaves no trace."""
 
 import copy
 import logging
@@ -63,7 +63,7 @@ def test_a_leaking_model_trains_under_no_trainer(kind, leak, tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def test_nor_in_a_bare_loop(leak):
+def test_a_leaking_model_does_not_train_in_a_bare_loop(leak):
     model = patched()
     for _ in range(2):  # it does not get used to it
         with pytest.raises(LeakFound, match=MESSAGE):
@@ -148,7 +148,7 @@ on_a_cpu_alone = pytest.mark.skipif(torch.cuda.is_available(), reason="TRL's los
 
 
 @pytest.mark.parametrize("kind", [pytest.param(SFTTrainer, marks=on_a_cpu_alone), Trainer])
-def test_it_changes_no_loss(kind, looks, tmp_path):
+def test_the_probe_changes_no_loss(kind, looks, tmp_path):
     losses = []
     for is_probed in (True, False):
         model = patched(attention_dropout=0.2)
@@ -203,7 +203,7 @@ def test_nothing_tells(checkpointing, autocast, looks):
     assert states == states_without
 
 
-def test_it_looks_once_and_only_at_packed_rows_in_training(looks, caplog):
+def test_the_probe_runs_once_and_only_on_packed_rows_in_training(looks, caplog):
     model = patched()
     one = {"input_ids": ROW["input_ids"], "packed_seq_lengths": [28]}
     model(**one)
@@ -228,7 +228,7 @@ def test_it_looks_once_and_only_at_packed_rows_in_training(looks, caplog):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_it_looks_in_the_dtype_of_the_step(dtype, monkeypatch):
+def test_the_probe_runs_in_the_dtype_of_the_step(dtype, monkeypatch):
     found = []
 
     def look(probed):
@@ -248,8 +248,8 @@ def test_a_model_that_was_probed_does_not_look_again(looks):
 
 
 @pytest.mark.parametrize("tokens", [slice(None), slice(64)])
-def test_what_says_nothing_is_no_leak(tokens, caplog):
-    """Numbers that are not finite, in some document or all, are what the training itself reports."""
+def test_numbers_that_are_not_finite_are_no_leak(tokens, caplog):
+    """In some document or in all: training itself reports them."""
     model = patched()
     with torch.no_grad():
         model.get_input_embeddings().weight[tokens] = torch.nan
@@ -260,7 +260,7 @@ def test_what_says_nothing_is_no_leak(tokens, caplog):
     )
 
 
-def test_a_document_that_no_loss_reaches_says_nothing():
+def test_a_document_that_no_loss_reaches_is_no_leak():
     model = patched()
     model.get_decoder().norm.register_forward_hook(
         lambda module, args, out: out * (torch.arange(64) > 5)[:, None]
@@ -276,7 +276,7 @@ class Cut(torch.nn.Module):
         return hidden.detach()
 
 
-def test_layers_that_pass_no_gradient_on_say_nothing(caplog):
+def test_layers_that_pass_no_gradient_on_are_no_leak(caplog):
     model = patched()
     model.get_decoder().layers[0] = Cut()
     model(**ROW).loss.backward()

@@ -1,4 +1,4 @@
-"""What is written against the package keeps working: names, order and defaults of arguments, flags."""
+"""Code that uses the package keeps working: names, order and defaults of arguments, flags."""
 
 import inspect
 import subprocess
@@ -80,7 +80,7 @@ def test_arguments_keep_their_names_order_and_defaults(function, arguments):
     assert all(each.default is not REQUIRED or each.kind is each.VAR_KEYWORD for each in added)
 
 
-def test_what_stands_behind_the_star():
+def test_keyword_only_arguments():
     by_name = {"pack_sequences": ["strategy"], "concatenate_and_pack": ["max_length", "pad_token_id"]}
     for name, keywords in by_name.items():
         parameters = inspect.signature(getattr(packing, name)).parameters

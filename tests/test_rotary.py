@@ -1,4 +1,4 @@
-"""Rotary types whose angles depend on the length of the text: each document turns as it would alone."""
+"""Rotary types whose angles depend on the length of the text: a document is rotated as it would be alone."""
 
 import pytest
 import torch

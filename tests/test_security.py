@@ -1,4 +1,4 @@
-"""No code of a model's runs, nothing is written elsewhere, no secret is written down, nothing calls home."""
+"""A model's code does not run, no file is written elsewhere, secrets are not saved, nothing calls home."""
 
 import contextlib
 import json
@@ -190,8 +190,8 @@ def test_no_socket_is_opened_with_a_local_model_and_data(demo_run):
         assert (folder / "out" / name).is_file()
 
 
-def test_the_block_holds(folder):
-    """What it would look like if one was."""
+def test_a_socket_that_is_opened_is_noticed(folder):
+    """The test above can fail."""
     done = run(
         "import urllib.request\n"
         + TRAIN.replace("from unsloth_pack", "urllib.request.urlopen('http://x.y')\nfrom unsloth_pack")

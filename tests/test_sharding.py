@@ -62,7 +62,7 @@ def mesh():
 
 
 def sharded(model, mesh, *apart):
-    """What comes apart and every decoder layer by itself, and all the rest; freed whenever they can be."""
+    """Shards the modules in `apart` and each decoder layer by itself, then the rest; freed when possible."""
     for module in (*apart, *model.get_base_model().base_model.layers, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     return model

@@ -68,14 +68,14 @@ def ended(run):
 
 
 def kill_after(run, seconds):
-    """Whether the kill met the run alive."""
+    """Whether the run was alive when it was killed."""
     time.sleep(seconds)
     run.kill()
     return ended(run) == -signal.SIGKILL
 
 
 def kill_while_saving(run, out, step, seconds):
-    """Whether a kill so long after the save at `step` began met the run alive."""
+    """Whether the run was alive when it was killed, `seconds` after the save at `step` began."""
     wait_for(out / ".saving" / f"checkpoint-{step}", run)
     return kill_after(run, seconds)
 

@@ -106,7 +106,7 @@ def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read
     assert "needs a GPU" in error
 
 
-def test_what_others_call_the_flags_leads_to_flags():
+def test_names_of_other_tools_lead_to_flags():
     flags = {option.name for option in fields(TrainOptions)}
     assert set(FLAGS.values()) <= flags
     assert not (FLAGS.keys() | REMEDIES.keys()) & flags
@@ -138,7 +138,7 @@ def test_what_others_call_the_flags_leads_to_flags():
         "pack": "packing",
     }.items(),
 )
-def test_a_slip_leads_to_the_flag(written, meant, refused):
+def test_a_misspelt_flag_leads_to_the_flag(written, meant, refused):
     assert refused(command=[f"--{written}"]).endswith(f"; did you mean --{meant}?\n")
 
 

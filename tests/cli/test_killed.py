@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on to the very losses, rows and weights that it would have had."""
+"""A run that is killed at any moment and resumed has the losses, rows and weights of an uninterrupted one."""
 
 import errno
 import json
@@ -40,7 +40,7 @@ STEPS, EVERY = 9, 2  # updates, and updates between checkpoints
 
 @pytest.fixture(scope="module")
 def flags(model, data):
-    """More than an epoch of packed rows, with dropout: what is random must go on where it was."""
+    """More than an epoch of packed rows, with dropout: random states must go on where they were."""
     given = {"model_name": model, "dataset": data, "max_seq_length": 256, "max_steps": STEPS, "r": 4}
     given |= {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "lora_dropout": 0.2}
     given |= {"save_steps": EVERY, "warmup_steps": 1}
@@ -87,7 +87,7 @@ def assert_same_run(folder, whole):
 
 
 def killed(moment, flags, folder, whole_seconds, rng):
-    """Start a run and kill it: at a random moment, or during a save. Returns whether that met it alive."""
+    """Start a run and kill it: at a random moment, or during a save. Returns whether it was still alive."""
     run = start([*flags, f"--output_dir={folder / 'out'}"], folder)
     if moment == "anywhere":
         return kill_after(run, rng.uniform(0, whole_seconds))
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(flags, whole, tmp_path):
 
 
 def full(file_size):
-    """What a call meets where no file may grow beyond so many bytes."""
+    """Wraps a call, during which no file may grow beyond so many bytes."""
 
     def limited(call):
         def limited_call(*arguments):

@@ -1,4 +1,4 @@
-"""Makes a run once, in the process that `killed_runs` forks all runs from, so that everything is imported."""
+"""Runs once in the process that `killed_runs` forks all runs from, so that everything is imported there."""
 
 import json
 import tempfile

@@ -4,8 +4,8 @@ Plain is run with each document alone and on the same row with position_ids, bec
 depends on its rows, and that of attention on its mask: the greater error of the two is the yardstick. A
 relative error can be 0 by luck where a scalar is compared, so the loss is granted one unit of rounding.
 
-Errors of rounding are random, and of the tens of gradients of thousands of cases the worst is looked at. So
-errors are taken over several draws of documents where one draw is above: luck averages out, a fault stays.
+Errors of rounding are random, and the worst of tens of gradients in thousands of cases is judged. So a case
+above its bound is judged again over several draws of documents: luck averages out, a fault stays.
 """
 
 import math
@@ -22,7 +22,7 @@ _SANE = 32  # units of rounding that plain's logits may be off: above, the truth
 
 @dataclass
 class Draw:
-    """What plain transformers and PEFT make of some documents: in float64 alone, alone, and on the row."""
+    """Plain transformers and PEFT on some documents: each alone in float64, each alone, and on the row."""
 
     truth: Outcome
     alone: Outcome
@@ -30,7 +30,7 @@ class Draw:
 
 
 def judge_as_few(run, dtype):
-    """What `judge` says for as few draws as are within bounds.
+    """The judgement of `judge` on the smallest number of draws that is within bounds.
 
     Args:
         run: takes a seed, returns an outcome and its `Draw`.
@@ -61,7 +61,7 @@ def on_the_same_row(model, documents, routes=None):
 
 
 def judge(gots, draws, dtype):
-    """What a row says of the outcomes for some draws of documents.
+    """The fields of a row that judge the outcomes for some draws of documents.
 
     Returns:
         The multiple of each of QUANTITIES, of gradients the worst (of the adapter's, and of all else that is

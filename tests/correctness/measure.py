@@ -22,10 +22,10 @@ def measure(case):
     """The rows of a case, uncaptured and captured.
 
     Returns:
-        Two dicts: the case, `captured`, and one of: what `judge` says, with `first_draw` and `draws` where
-        one was not enough; `refused`, why there is no such case; `uncaptured`, why the step is not captured;
-        `failed`, the error that it ended with. Also `unfused` and `plan`, what the patch and the plan say of
-        the model.
+        Two dicts with the case, `captured`, and one of: the fields of `judge`, with `first_draw` and `draws`
+        if one draw was not enough; `refused`, why the case cannot exist; `uncaptured`, why the step is not
+        captured; `failed`, the error that ended it. Also `unfused` and `plan`, from the reports of the patch
+        and of the plan.
     """
     rows, steps, said = [], _uncaptured_and_captured(case), {}
     for captured in (False, True):

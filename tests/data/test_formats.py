@@ -1,4 +1,4 @@
-"""detect_format and to_trl: every format in, TRL's columns out, and what each bad row says."""
+"""detect_format and to_trl: TRL's columns from every format, and the error of each bad row."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""load_rows: every way in, and what each broken input says."""
+"""load_rows: every source of rows, and the error of each broken input."""
 
 import json
 import subprocess
@@ -165,7 +165,7 @@ def test_hub_names_go_to_the_hub(monkeypatch):
     assert asked == [(n, "train[:1%]") for n in ("squad", "tatsu-lab/alpaca", "teknium/OpenHermes-2.5")]
 
 
-# ---- what does not, and what it says
+# ---- what does not load, and its errors
 
 
 @pytest.mark.parametrize(

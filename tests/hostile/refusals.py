@@ -1,4 +1,4 @@
-"""What a hostile case is, and how it is judged: one line, exit code 2, nothing written."""
+"""Hostile cases, and how they are judged: one line, exit code 2, nothing written."""
 
 import contextlib
 import hashlib

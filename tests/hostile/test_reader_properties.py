@@ -1,4 +1,4 @@
-"""What holds for any bytes, any rows and any packed row: read as written or refused, described as it is.
+"""Properties for any bytes and rows: a file is read as written or refused, a row is described as it is.
 
 500 examples an area by default, 20,000 and more with `-m nightly`.
 """

@@ -1,4 +1,4 @@
-"""dropout: the same bits as its oracle, and what it keeps is as random as it should be."""
+"""dropout: the same bits as its oracle, and the elements that it keeps are random."""
 
 import pytest
 import torch

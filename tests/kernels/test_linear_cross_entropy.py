@@ -46,7 +46,7 @@ def make(*shape: int, V: int, dtype=FP32, unlabelled=0.3, bias=False):
 
 
 def run(fn, tensors, labels, **options) -> list[Tensor]:
-    """The loss and the gradients of whatever wants one."""
+    """The loss, and the gradients of the tensors that require one."""
     hidden, weight, *bias = tensors
     loss = fn(hidden, weight, labels, bias=bias[0] if bias else None, **options)
     wanted = [x for x in tensors if x.requires_grad]
@@ -58,8 +58,8 @@ def leaves(tensors, dtype=None):
 
 
 def check(tensors, labels, slack=1.25, **options) -> None:
-    """The slack, a factor on the yardstick, is for luck: more where few numbers are compared. The loss, which
-    is one, is granted an eighth of a unit in the last place of its logits, and four of its own."""
+    """The slack, a factor on the yardstick, allows for luck: more where few numbers are compared. The loss is
+    one number, so it is granted an eighth of a unit in the last place of its logits, and four of its own."""
     ours = run(linear_cross_entropy, tensors, labels, **options)
     theirs = run(plain, leaves(tensors), labels, **options)
     truth = run(plain, leaves(tensors, FP64), labels, **options)

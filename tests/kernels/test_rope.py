@@ -86,7 +86,7 @@ def plain_norm(x, weight, norm):
 
 
 def run(fn, inputs: Inputs) -> list[Tensor]:
-    """q_out, k_out and the gradients of whatever wants one."""
+    """q_out, k_out, and the gradients of the inputs that require one."""
     i = inputs
     outs = fn(i.q, i.k, i.cos, i.sin, i.position_ids, qk_norm=i.norm)
     return [*outs, *torch.autograd.grad(outs, i.leaves(), i.g_outs)]
@@ -244,7 +244,7 @@ def fused_qkv(inputs: Inputs) -> Inputs:
 
 
 def permuted(inputs: Inputs) -> Inputs:
-    """The dims outermost in memory, everything else inside out, and for the gradients too."""
+    """The dims outermost in memory and all other axes in reverse order, for the gradients too."""
 
     def inside_out(x: Tensor) -> Tensor:
         order = list(reversed(range(x.dim())))

@@ -1,4 +1,4 @@
-"""plan_packs: each strategy against its definition, what a plan tells, and what bad lengths say."""
+"""plan_packs: each strategy against its definition, the numbers of a plan, and errors for bad lengths."""
 
 import pickle
 import subprocess

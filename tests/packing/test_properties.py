@@ -1,4 +1,4 @@
-"""What holds for any input: no document is lost, split or doubled, no bin overflows, packing can be undone.
+"""Properties for any input: no document is lost, split or doubled, no bin overflows, packing can be undone.
 
 500 examples in all by default, 25,000 with `-m nightly`.
 """

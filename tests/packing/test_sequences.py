@@ -1,4 +1,4 @@
-"""pack_sequences and concatenate_and_pack: exact rows, the kinds that come out, and what bad input says."""
+"""pack_sequences and concatenate_and_pack: exact rows, the kinds of the results, errors for bad input."""
 
 import gc
 import warnings

@@ -1,4 +1,4 @@
-"""PackingStream: what goes out when, the carry, the end, saved states, rollouts, what bad examples say."""
+"""PackingStream: which packs go out and when, the carry, the end, saved states, rollouts, bad examples."""
 
 import io
 import itertools
