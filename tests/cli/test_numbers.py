@@ -10,7 +10,7 @@ from cli_runs import losses, read_metrics
 from safetensors.torch import load_file, save_file
 
 from unsloth_pack.cli import main
-from unsloth_pack.training.memory_watch import MemoryUse, remedy
+from unsloth_pack.memory.advice import MemoryAdvice, MemoryUse
 
 POISON = "~"  # a character whose embedding is infinite
 
@@ -166,18 +166,16 @@ def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
 
 
 def test_nothing_is_read_from_the_device_between_log_lines(train, monkeypatch):
-    """Whatever reads a tensor on the host goes through `_steps_left_out`, once a log line."""
+    """Whatever reads a tensor on the host goes through `steps_left_out`, once a log line."""
     from unsloth_pack.training.finite_updates import FiniteUpdates
 
-    looks, look = [], FiniteUpdates._steps_left_out
-    verdicts = []
+    verdicts, look = [], FiniteUpdates.steps_left_out
 
     def noting(self):
         verdicts.append(len(self._verdicts))
-        looks.append(self.state.global_step)
         return look(self)
 
-    monkeypatch.setattr(FiniteUpdates, "_steps_left_out", noting)
+    monkeypatch.setattr(FiniteUpdates, "steps_left_out", noting)
     assert train(max_steps=7, logging_steps=3) == 0
     assert [n for n in verdicts if n] == [1, 2, 3, 1]  # the first update is logged, too, and the last
 
@@ -189,7 +187,7 @@ def use(**known):
 
 def advice(use, **flags):
     settings = {"max_seq_length": 8192, "batch_size": 1, "accumulation": 4}
-    return remedy(use, **(settings | {"recomputes_all": True, "quantised": False} | flags))
+    return str(MemoryAdvice(use, **(settings | {"recomputes_all": True, "quantised": False} | flags)))
 
 
 def test_the_remedy_is_computed():

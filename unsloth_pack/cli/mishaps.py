@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.recipe.machine import count_processes
@@ -39,7 +39,7 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        said = f"out of memory in update {trainer.state.global_step + 1}: {_remedy(trainer, options, error)}"
+        said = f"out of memory in update {trainer.state.global_step + 1}: {_advice(trainer, options, error)}"
         raise RunStopped(f"{said}; {way_on(folder)}") from error
     except Diverged:
         raise
@@ -69,13 +69,14 @@ def kept(folder: Path) -> Iterator[None]:
         raise type(error)(f"interrupted; {way_on(folder)}") from None
 
 
-def _remedy(trainer: "RunTrainer", options: TrainOptions, error: BaseException) -> str:
-    from unsloth_pack.training.memory_watch import remedy
+def _advice(trainer: "RunTrainer", options: TrainOptions, error: BaseException) -> str:
+    from unsloth_pack.memory.advice import MemoryAdvice
 
-    use = trainer.memory_use(error)
+    model: Any = trainer.model
+    use = trainer.memory_watch.use_at(error, model, trainer.optimizer)
     if use is None:
         return "not in a step of training; lower --per_device_eval_batch_size, or end what else uses the GPU"
-    return remedy(
+    advice = MemoryAdvice(
         use,
         max_seq_length=options.max_seq_length,
         batch_size=trainer.args.per_device_train_batch_size,
@@ -83,6 +84,7 @@ def _remedy(trainer: "RunTrainer", options: TrainOptions, error: BaseException) 
         recomputes_all=options.use_gradient_checkpointing not in (False, "auto"),
         quantised=options.load_in_4bit,
     )
+    return str(advice)
 
 
 def report_nonfinite(
@@ -94,12 +96,13 @@ def report_nonfinite(
         metrics.write("nonfinite", **asdict(found))
         console.print(str(found), soft_wrap=True, markup=False)
 
-    trainer.on_nonfinite, trainer.report_nonfinite = options.on_nonfinite, report
+    trainer.finite_updates.on_nonfinite = options.on_nonfinite
+    trainer.finite_updates.report = report
 
 
 def check_finite(trainer: "RunTrainer") -> None:
     """Raise where an update that was not finite stopped the training."""
-    found = trainer.stopped_by
+    found = trainer.finite_updates.stopped_by
     if found is None:
         return
     if found.has_diverged:

@@ -342,7 +342,7 @@ def _summarise(trainer: "RunTrainer", fill: "RowFill") -> "RunSummary":
         peak_memory_by_rank=by_rank,
         first_loss=losses[0],
         last_loss=losses[-1],
-        updates_left_out=trainer.left_out,
+        updates_left_out=trainer.finite_updates.left_out,
         output_dir=str(trainer.args.output_dir),
     )
 

@@ -1,49 +1,48 @@
 """Evaluation losses that do not depend on how documents are batched or packed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
-from transformers import Trainer
+from torch import Tensor, nn
 
 
-class DocumentMeans(Trainer):
-    """A trainer of TRL's loss that evaluates by token and by document; TRL's own mean is over batches.
+class DocumentLosses:
+    """The loss of every document of an evaluation under TRL's loss, whose own mean is over batches."""
 
-    `eval_loss` is the mean over all counted tokens, `eval_sample_loss` the mean over documents of their
-    means: the same however the documents are batched, packed or dealt out to ranks.
-    """
+    def __init__(self) -> None:
+        self._batches: list[Tensor] = []  # each [2, documents], see `_document_losses`
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        self._document_losses: list[Tensor] = []
-        outcome: Any = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
-        by_rank = gather_object([[batch.cpu() for batch in self._document_losses]])
-        as_dealt_out = [batch for turn in zip(*by_rank, strict=True) for batch in turn]
-        # The first rows come again at the end where the ranks cannot share them out evenly.
-        sums, counts = torch.cat(as_dealt_out, dim=1)[:, : _count_documents(dataloader.dataset)]
-        by_token, by_document = sums.sum() / counts.sum(), (sums / counts)[counts > 0].mean()
-        outcome.metrics[f"{metric_key_prefix}_loss"] = float(by_token)
-        outcome.metrics[f"{metric_key_prefix}_sample_loss"] = float(by_document)
-        return outcome
+    def clear(self) -> None:
+        """Begin an evaluation."""
+        self._batches = []
 
-    def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, None, None]:
+    @contextmanager
+    def noted(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
+        """Inside this context the model is called once, with a batch, whose losses are kept."""
         caught: list[Any] = []
         with model.register_forward_hook(lambda *call: caught.append(call[-1])):
-            loss, *_ = super().prediction_step(model, inputs, prediction_loss_only=True)
-        self._document_losses.append(_document_losses(caught[0], inputs.get("position_ids")))
-        return loss, None, None
+            yield
+        self._batches.append(_document_losses(caught[0], inputs.get("position_ids")))
+
+    def means(self, rows: Any, prefix: str) -> dict[str, float]:
+        """Two means over the evaluation of all ranks, which batching, packing and the ranks do not change.
+
+        Args:
+            rows: the data set that was evaluated.
+            prefix: of the metrics' names.
+
+        Returns:
+            `{prefix}_loss`, over all counted tokens, and `{prefix}_sample_loss`, over the documents' means.
+        """
+        by_rank = gather_object([[batch.cpu() for batch in self._batches]])
+        as_dealt_out = [batch for turn in zip(*by_rank, strict=True) for batch in turn]
+        # If the ranks cannot share out the rows evenly, the first rows come again at the end.
+        sums, counts = torch.cat(as_dealt_out, dim=1)[:, : _count_documents(rows)]
+        by_token, by_document = sums.sum() / counts.sum(), (sums / counts)[counts > 0].mean()
+        return {f"{prefix}_loss": float(by_token), f"{prefix}_sample_loss": float(by_document)}
 
 
 def _count_documents(rows: Any) -> int:
@@ -56,7 +55,7 @@ def _document_losses(outputs: Any, position_ids: Tensor | None) -> Tensor:
 
     Args:
         outputs: of TRL's loss; `log_probs` and `label_mask` are `[B, T - 1]`.
-        position_ids: `[1, T]`, restarting at every document; None where each row is one.
+        position_ids: `[1, T]`, restarting at every document; None if each row is one document.
     """
     per_token = torch.stack([-outputs.log_probs.double(), outputs.label_mask.double()])
     if position_ids is None:

@@ -1,11 +1,10 @@
 """Updates whose loss or gradient is not finite: left out, and named, without waiting for the device.
 
-Whether an update is finite is decided and acted upon on the device. The host looks where the trainer waits
-for the device anyway, at the next log line, and only then searches for the document.
+The device decides whether an update is finite, and leaves it out if not. The host looks at the next log line,
+where the trainer waits for the device anyway, and only then searches for the document.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.data import BatchSampler
 from transformers import Trainer
 
 from unsloth_pack.modules.sharding import whole
-from unsloth_pack.training.sharded_weights import ShardedWeights
+from unsloth_pack.training.sharded_weights import is_sharded
 
 _MOST_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
 _SHOWN = 12  # tokens of a document in a message
@@ -24,7 +23,7 @@ _SHOWN = 12  # tokens of a document in a message
 
 @dataclass(frozen=True)
 class Culprit:
-    """A document that is not finite by itself.
+    """A document whose loss or gradients are not finite when it is alone.
 
     Args:
         row: of the training data.
@@ -44,8 +43,8 @@ class NonFinite:
     Args:
         step: its number, from 1.
         rows: of the training data, that it saw.
-        culprits: None where nobody searched.
-        searched: documents of these rows that were looked at.
+        culprits: None if nobody searched.
+        searched: number of documents of these rows that were looked at.
     """
 
     step: int
@@ -55,7 +54,7 @@ class NonFinite:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the weights are to blame: they make every document so."""
+        """Whether the weights are to blame: with them no document is finite."""
         return self.culprits is not None and 1 < self.searched == len(self.culprits)
 
     def __str__(self) -> str:
@@ -66,64 +65,53 @@ class NonFinite:
         if self.has_diverged:
             return f"{said}, as is each of its {self.searched} documents by itself: the weights have diverged"
         if not self.culprits:
-            return f"{said}, and none of its {self.searched} documents is so by itself"
+            return f"{said}, and yet each of its {self.searched} documents is finite by itself"
         found = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
-        return f"{said}, which comes from {', '.join(found)}"
+        return f"{said}, because of {', '.join(found)}"
 
 
-class FiniteUpdates(ShardedWeights):
-    """A trainer that applies no update whose loss or gradient is not finite.
+class FiniteUpdates:
+    """Sees to it that no update is applied whose loss or gradient is not finite.
 
-    Such an update changes neither weights nor optimizer on a CPU, nor where the optimizer is fused, as is the
-    default on CUDA. Under another optimizer there its gradients become zero, and momentum and weight decay
-    still act.
+    Such an update changes neither weights nor optimizer on a CPU, nor with a fused optimizer, the default on
+    CUDA. With another optimizer on CUDA its gradients become zero, while momentum and weight decay still act.
 
-    With `on_nonfinite` "stop" the run ends with a checkpoint, and `stopped_by` is set; with "skip" it goes
-    on. `report_nonfinite`, where set, is called with each.
+    Attributes:
+        on_nonfinite: "stop" ends the run after such an update, with a checkpoint; "skip" goes on.
+        report: called with every such update, if set.
+        stopped_by: the update that ended the run.
+        left_out: the number of such updates.
     """
 
-    on_nonfinite = "stop"
-    report_nonfinite: Callable[[NonFinite], None] | None = None
-    stopped_by: NonFinite | None = None
-    left_out = 0
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self) -> None:
+        self.on_nonfinite = "stop"
+        self.report: Callable[[NonFinite], None] | None = None
+        self.stopped_by: NonFinite | None = None
+        self.left_out = 0
         self._losses: list[Tensor] = []  # of the micro-batches of this update
         self._verdicts: list[tuple[int, Tensor]] = []  # update, whether it is finite; since the last log line
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def note_loss(self, loss: Tensor) -> Tensor:
+        """Keep a micro-batch's loss for `judge`; returns one for the trainer's sum, which NaN would ruin."""
         self._losses.append(loss)
-        return loss.nan_to_num(0.0, 0.0, 0.0)  # the trainer's running sum would never recover
+        return loss.nan_to_num(0.0, 0.0, 0.0)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        norm = whole(super()._clip_grad_norm(model))
+    def judge(self, trainer: Trainer, norm: Any) -> Any:
+        """Leave out this update if its losses or its gradients' `norm` are not finite; returns `norm`."""
+        norm = whole(norm)
         total = torch.stack(self._losses).sum()
-        if self.args.world_size > 1:
-            total = self.accelerator.reduce(total)  # all leave out the same updates
-        has_scaler = self.accelerator.scaler is not None  # it expects infinite gradients, and skips them
+        if trainer.args.world_size > 1:
+            total = trainer.accelerator.reduce(total)  # all processes leave out the same updates
+        has_scaler = trainer.accelerator.scaler is not None  # it expects infinite gradients, and skips them
         is_finite = torch.isfinite(total if has_scaler else total + norm)
         self._losses.clear()
-        self._verdicts.append((self.state.global_step + 1, is_finite))
+        self._verdicts.append((trainer.state.global_step + 1, is_finite))
         if not has_scaler:
-            _leave_out(getattr(self.optimizer, "optimizer", self.optimizer), ~is_finite)
+            _leave_out(getattr(trainer.optimizer, "optimizer", trainer.optimizer), ~is_finite)
         return norm
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_save or self.state.global_step >= self.state.max_steps:
-            self.control.should_log = True  # no checkpoint and no end without a look
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        steps = self._steps_left_out()
-        if steps and "loss" in logs:
-            logs["loss"] = math.nan
-        super().log(logs, *args, **kwargs)
-        for step in steps:
-            self._handle(step)
-
-    def _steps_left_out(self) -> list[int]:
+    def steps_left_out(self) -> list[int]:
+        """The updates that were left out since the last call. Waits for the device."""
         if not self._verdicts:
             return []
         steps, verdicts = zip(*self._verdicts, strict=True)
@@ -131,23 +119,24 @@ class FiniteUpdates(ShardedWeights):
         finite = torch.stack(verdicts).tolist()
         return [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
 
-    def _handle(self, step: int) -> None:
-        rows = rows_of_update(self, step)
-        searches = self.left_out < _MOST_SEARCHES and not self.is_sharded  # else no gradient is whole
-        found = NonFinite(step, rows, *(_search(self, rows) if searches else (None, 0)))
+    def handle(self, trainer: Trainer, step: int) -> None:
+        """Search for the documents that an update was left out for, report it, and stop the run or go on."""
+        rows = rows_of_update(trainer, step)
+        searches = self.left_out < _MOST_SEARCHES and not is_sharded(trainer)  # else no gradient is whole
+        found = NonFinite(step, rows, *(_search(trainer, rows) if searches else (None, 0)))
         self.left_out += 1
-        if self.report_nonfinite is not None:
-            self.report_nonfinite(found)
+        if self.report is not None:
+            self.report(found)
         if self.on_nonfinite == "stop":
             self.stopped_by = self.stopped_by or found
-            self.control.should_training_stop = self.control.should_save = True
+            trainer.control.should_training_stop = trainer.control.should_save = True
 
 
 def _leave_out(optimizer: Any, is_bad: Tensor) -> None:
-    """Let the optimizer's next step do nothing where `is_bad`, a bool on the device."""
+    """Let the optimizer's next step do nothing if `is_bad`, a bool tensor on the device."""
     if is_bad.device.type == "cpu":  # there is nothing to wait for
         if is_bad:
-            optimizer.zero_grad(set_to_none=True)  # an optimizer passes over what has no gradient
+            optimizer.zero_grad(set_to_none=True)  # an optimizer skips weights without a gradient
         return
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = is_bad.float()
@@ -168,7 +157,7 @@ def rows_of_update(trainer: Trainer, step: int) -> list[int]:
     batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     epoch, update = divmod(step - 1, -(-len(loader) // trainer.args.gradient_accumulation_steps))
     order = copy.copy(batches.sampler)
-    order.generator = None  # the training is drawing from the other's
+    order.generator = None  # the original's belongs to the training, which goes on drawing from it
     order.set_epoch(epoch)
     size = trainer.args.gradient_accumulation_steps * trainer.args.world_size
     of_epoch = list(BatchSampler(order, batches.batch_size, batches.drop_last))
@@ -176,7 +165,7 @@ def rows_of_update(trainer: Trainer, step: int) -> list[int]:
 
 
 def _search(trainer: Any, rows: list[int]) -> tuple[list[Culprit], int]:
-    """The documents of these rows that are not finite, and how many there are in all."""
+    """The documents of these rows that are not finite, and the number of all their documents."""
     model = trainer.model
     was_training = model.training
     model.eval()
@@ -202,7 +191,7 @@ def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
 
 
 def _is_finite(trainer: Any, model: Any, document: dict[str, list[int]]) -> bool:
-    """Whether the loss and gradients of one document are, with the current weights."""
+    """Whether the loss and gradients of one document are finite with the current weights."""
     columns = ("input_ids", "labels")
     inputs = {name: torch.tensor([document[name]], device=trainer.args.device) for name in columns}
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,46 +1,207 @@
-"""The one file that knows TRL: its configuration, its trainer, its templates, its log."""
+"""Everything that knows TRL: its configuration, trainer, collator, templates and warnings."""
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
 from packaging.version import Version
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.patching.patch import patch_of
-from unsloth_pack.training.checkpoints import WholeCheckpoints
+from unsloth_pack.training.checkpoints import WholeCheckpoints, state_of
 from unsloth_pack.training.collator import RowCollator
-from unsloth_pack.training.evaluation import DocumentMeans
+from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
 from unsloth_pack.training.memory_watch import MemoryWatch
-from unsloth_pack.training.row_order import PackedRows
-from unsloth_pack.training.sharded_weights import ShardedWeights
+from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
+from unsloth_pack.training.sharded_weights import (
+    adapt_patch,
+    gathered,
+    is_sharded,
+    settings_refused_in_one_line,
+    use_fsdp_on_a_cpu,
+)
+from unsloth_pack.training.trained import Trained, TrainedCounts
 
 
-class RunTrainer(
-    PackedRows, DocumentMeans, MemoryWatch, FiniteUpdates, WholeCheckpoints, ShardedWeights, SFTTrainer
-):
-    """TRL's trainer for packed rows and long runs, which are interrupted and meet infinite numbers."""
+class RunTrainer(SFTTrainer):
+    """TRL's trainer for packed rows and long runs, which may be interrupted or meet infinite numbers.
+
+    What is overridden of TRL and transformers is overridden here, where the order of the steps can be read.
+    The work is done by parts that the trainer holds or calls, one a module:
+
+        packed_sampler, None if rows are not packed   row_order.py
+        counts, of seconds and tokens                 trained.py
+        checkpoints, whole or not there               checkpoints.py
+        finite_updates                                finite_updates.py
+        memory_watch                                  memory_watch.py
+        document losses, in evaluations               evaluation.py
+        weights shared out over processes             sharded_weights.py
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        trained: Any = self.model
+        if patch_of(trained) is not None:  # TRL takes no collator of a caller's beside `padding_free`
+            self.data_collator = RowCollator(self.data_collator)
+        self.packed_sampler = packed_sampler(self.train_dataset, self.args)
+        if self.packed_sampler is not None:
+            self.add_callback(TurnToEpoch(self.packed_sampler))
+        self.counts = TrainedCounts()
+        self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
+        self.finite_updates = FiniteUpdates()
+        self.memory_watch = MemoryWatch()
+        self._document_losses = DocumentLosses()
+
+    # What a run asks of it
+
+    @property
+    def trained(self) -> Trained:
+        """What the run has trained on, in all the processes that it took."""
+        return self.counts.trained
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 or DeepSpeed trains."""
+        return is_sharded(self)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """The trained parameters, whole, if the weights are sharded; see `gathered`."""
+        return gathered(self)
+
+    def train_from(self, checkpoint: Path | None) -> None:
+        """Train to the end, from the beginning or from a whole checkpoint."""
+        state = state_of(checkpoint) if checkpoint else None
+        if state and state["global_step"] >= state["max_steps"]:  # killed between its last update and its end
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState(**state)
+            return
+        if state:  # a number of updates by now, not a share of them: transformers warns of a difference
+            self.args.eval_steps = state["eval_steps"]
+        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card into the output folder; a link of its name is replaced."""
+        card = Path(str(self.args.output_dir)) / "README.md"
+        if card.is_symlink():
+            card.unlink(missing_ok=True)
+        super().create_model_card(*args, **kwargs)
+
+    # Starting
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        use_fsdp_on_a_cpu(self)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with settings_refused_in_one_line(self):
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        adapt_patch(self)
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.counts.load(Path(resume_from_checkpoint))
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with self.counts.running():
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _send_telemetry(self) -> None:
-        """TRL's own reports its use over the network; this one keeps it to itself."""
+        """TRL's own reports its use over the network; this one does not."""
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log the tokens trained on. TRL's count leaves out rows that come again to fill all ranks."""
+    # An update
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if self.packed_sampler is None:
+            return super()._get_train_sampler(train_dataset)
+        return DealtInTurn(self.packed_sampler)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, counted = super().get_batch_samples(*args, **kwargs)
+        self.counts.add(batches, counted, self.accelerator)
+        return batches, counted
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        self.memory_watch.begin(inputs["input_ids"].numel())
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        loss = self.finite_updates.note_loss(loss)
+        self.memory_watch.end()
+        return loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self.finite_updates.judge(self, super()._clip_grad_norm(model))
+
+    # After an update
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_save or self.state.global_step >= self.state.max_steps:
+            self.control.should_log = True  # and so learn whether the updates were finite, see `log`
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         for metrics in self._metrics.values():
-            if "num_tokens" in metrics:
+            if "num_tokens" in metrics:  # TRL does not count rows that come again so that all ranks have some
                 metrics["num_tokens"] = [self.trained.tokens]
-        super().log(*args, **kwargs)
+        left_out = self.finite_updates.steps_left_out()
+        if left_out and "loss" in logs:
+            logs["loss"] = math.nan
+        super().log(logs, *args, **kwargs)
+        for step in left_out:
+            self.finite_updates.handle(self, step)
+
+    # An evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        self._document_losses.clear()
+        outcome: Any = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        outcome.metrics.update(self._document_losses.means(dataloader.dataset, metric_key_prefix))
+        return outcome
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, None, None]:
+        with self._document_losses.noted(model, inputs):
+            loss, *_ = super().prediction_step(model, inputs, prediction_loss_only=True)
+        return loss, None, None
+
+    # Saving
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        write = super()._save_checkpoint
+        folder = Path(super()._get_output_dir(trial))
+        self.checkpoints.save(folder, self.state.global_step, lambda: write(model, trial))
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return self.checkpoints.aside or super()._get_output_dir(trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.is_sharded:
+            return super().save_model(output_dir, _internal_call)
+        self._save(output_dir, state_dict=self.trained_weights())
 
 
 def sft_config(
@@ -50,10 +211,10 @@ def sft_config(
     dtype: torch.dtype,
     **arguments: Any,
 ) -> SFTConfig:
-    """TRL's configuration for rows that are tokenised, cut and perhaps packed already.
+    """TRL's configuration for rows that are already tokenised, cut and perhaps packed.
 
     Args:
-        padding_free: a batch becomes one row of documents, none seeing another. Packed rows need it.
+        padding_free: join a batch into one row, in which no document sees another. Packed rows need it.
         dtype: of the model's weights; mixed precision follows it on CUDA.
         arguments: of transformers' `TrainingArguments`.
 
@@ -73,9 +234,9 @@ def sft_config(
             fp16=on_gpu and dtype == torch.float16,
             use_cpu=not on_gpu,
             dataloader_pin_memory=on_gpu,
-            ddp_find_unused_parameters=False,  # every adapter is used; searching takes time every step
-            ddp_broadcast_buffers=False,  # rotary frequencies; where they change, each rank's fit its own row
-            gradient_checkpointing=False,  # the model has its own where asked; TRL would replace it
+            ddp_find_unused_parameters=False,  # every adapter is used, and the search takes time every step
+            ddp_broadcast_buffers=False,  # they are rotary frequencies, which may depend on a rank's own row
+            gradient_checkpointing=False,  # the model has its own if asked for; TRL would replace it
             logging_nan_inf_filter=False,  # it would wait for the device every step
             disable_tqdm=True,
             **arguments,
@@ -85,16 +246,16 @@ def sft_config(
             f"transformers refuses these arguments: {error}; change or leave out what it names"
         ) from error
     if config.fsdp:
-        # Weights as they are, gradients summed in float32: accelerate's own policy would cast the rotary
+        # Keep all dtypes, and so sum gradients in float32. accelerate's own policy would cast the rotary
         # tables, the loss and the gradients to bfloat16.
         config.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
-    # A process trains on one GPU: with more in sight, the trainer would make replicas that share one forward.
+    # A process trains on one GPU. If it sees more, the trainer would make replicas that share one forward.
     config._n_gpu = min(1, config.n_gpu)
     return config
 
 
 def _loss_needs_cuda() -> bool:
-    """Whether TRL's loss is a Triton kernel without a CPU path, as before 1.16, and nothing interprets it."""
+    """Whether TRL's loss needs CUDA. Before 1.16 it is a Triton kernel, which a CPU can only interpret."""
     return Version(trl.__version__) < Version("1.16.0.dev0") and os.environ.get("TRITON_INTERPRET") != "1"
 
 
@@ -106,7 +267,7 @@ def make_trainer(
     eval_rows: Dataset | None,
     callbacks: Sequence[TrainerCallback],
 ) -> RunTrainer:
-    """TRL's own trainer over tokenised rows, printing nothing by itself."""
+    """A `RunTrainer` over tokenised rows, which prints nothing by itself."""
     from transformers import PrinterCallback
 
     with _without_untrue_warnings(is_packed="seq_lengths" in train_rows.column_names):
@@ -119,30 +280,28 @@ def make_trainer(
             callbacks=list(callbacks),
         )
     trainer.remove_callback(PrinterCallback)
-    if patch_of(model) is not None:
-        trainer.data_collator = RowCollator(trainer.data_collator)
     return trainer
 
 
 def row_collator() -> DataCollatorForLanguageModeling:
-    """TRL's own collator, as its trainer makes it for packed rows."""
+    """TRL's own collator, as its trainer makes one for packed rows."""
     return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A chat template that marks assistant turns, where TRL has one for this tokenizer; None for its own."""
+    """TRL's template that marks assistant turns; None if the tokenizer's own does, or if TRL has none."""
     if not tokenizer.chat_template or has_generation_markers(tokenizer.get_chat_template()):
         return None
     try:
         return get_training_chat_template(tokenizer)
-    except ValueError:  # TRL has none; `tokenize` says so where it matters
+    except ValueError:  # TRL has none; `tokenize` refuses rows that need one
         return None
 
 
-# TRL 1.15 wants `attn_implementation` to be a FlashAttention, and warns of leaking documents otherwise. It
-# does not know that the patched attention keeps documents apart in every backend.
+# TRL 1.15 warns of leaks unless `attn_implementation` is a FlashAttention. It does not know that the patched
+# attention keeps documents apart with every backend,
 _UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
-# Nor that rows which come in packed hold several documents each.
+# nor that a row which was packed before holds several documents.
 _UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with padding-free training"
 
 
@@ -152,7 +311,7 @@ def _without_untrue_warnings(is_packed: bool) -> Iterator[None]:
     untrue = (*_UNTRUE, *([_UNTRUE_OF_PACKS] if is_packed else []))
 
     def is_true(record: logging.LogRecord) -> bool:
-        return not any(said in record.getMessage() for said in untrue)  # behind the rank, "[RANK 0] ..."
+        return not any(said in record.getMessage() for said in untrue)  # `in`: it may begin with "[RANK 0]"
 
     logger.addFilter(is_true)
     try:
