@@ -12,7 +12,7 @@ from unsloth_pack import FastLanguageModel, kernels, packing
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.cli import SUBCOMMANDS
 from unsloth_pack.patching.patch import Patch
-from unsloth_pack.recipe.options import train_parser
+from unsloth_pack.recipe.command_line import train_parser
 
 REQUIRED = inspect.Parameter.empty
 CALLS = [  # arguments may be added behind these, with a default

@@ -2,12 +2,12 @@
 
 import json
 import os
-from dataclasses import fields
 
 import pytest
 from model_folder import save_model
 
 from unsloth_pack.cli import main
+from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.options import TrainOptions, train_parser
 from unsloth_pack.recipe.other_trainers import FLAGS, REMEDIES
 
@@ -107,7 +107,7 @@ def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read
 
 
 def test_names_of_other_tools_lead_to_flags():
-    flags = {option.name for option in fields(TrainOptions)}
+    flags = flat(TrainOptions()).keys()
     assert set(FLAGS.values()) <= flags
     assert not (FLAGS.keys() | REMEDIES.keys()) & flags
 
@@ -145,7 +145,7 @@ def test_a_misspelt_flag_leads_to_the_flag(written, meant, refused):
 FOUR_OR_EIGHT = {f"load_in{slip}it" for slip in ("_b", "4_b", "8_b", "_b4", "_b8")}  # as near to either
 
 
-@pytest.mark.parametrize("flag", [field.name for field in fields(TrainOptions) if len(field.name) > 3])
+@pytest.mark.parametrize("flag", [name for name in flat(TrainOptions()) if len(name) > 3])
 def test_one_letter_left_out_doubled_or_swapped_leads_to_the_flag(flag):
     parser = train_parser()
     ours = {name.removeprefix("--") for name in parser._option_string_actions}
@@ -153,7 +153,7 @@ def test_one_letter_left_out_doubled_or_swapped_leads_to_the_flag(flag):
         slips = flag[:i] + flag[i + 1 :], flag[:i] + flag[i] + flag[i:]
         slips += (flag[:i] + flag[i + 1] + flag[i] + flag[i + 2 :],)
         for slip in {*slips} - ours - FLAGS.keys() - REMEDIES.keys() - FOUR_OR_EIGHT:
-            assert parser._remedy(f"--{slip}") == f"did you mean --{flag}?"
+            assert parser.remedy(f"--{slip}") == f"did you mean --{flag}?"
 
 
 # Of TRL, transformers, PEFT, Axolotl, LLaMA-Factory and ms-swift: what there is no flag for, nor a word about

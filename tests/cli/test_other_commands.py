@@ -21,6 +21,7 @@ from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavai
 from unsloth_pack.cli import SUBCOMMANDS, main
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED, Breakage
 from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName
+from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.options import TrainOptions
 
 
@@ -240,7 +241,7 @@ def test_help_says_the_default_of_every_flag(name, capsys):
 def test_help_lists_every_flag_and_loads_no_torch(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for flag in ("packing", *TrainOptions.__dataclass_fields__):
+    for flag in ("packing", *flat(TrainOptions())):
         assert f"--{flag}" in shown
     for unit in ("TOKENS", "ROWS", "UPDATES", "EPOCHS"):
         assert unit in shown

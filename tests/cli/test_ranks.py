@@ -20,6 +20,7 @@ from transformers import TrainerControl
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe import sharding
+from unsloth_pack.recipe.flags import build
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.report.callbacks import StopOnSignal
 
@@ -222,7 +223,8 @@ def test_where_weights_are_whole_each_process_may_choose_what_to_recompute(
     monkeypatch.setenv("WORLD_SIZE", "2")
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    options = TrainOptions(deepspeed=str(settings), use_gradient_checkpointing="auto")
+    given = {"deepspeed": str(settings), "use_gradient_checkpointing": "auto"}
+    options = build(TrainOptions, given)
     refused = pytest.raises(InputError, match="'auto', which every process decides for itself, and deepspeed")
     with nullcontext() if are_whole else refused:
         sharding.check_sharding(options)

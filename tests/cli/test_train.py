@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.options import read_options
+from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.report.callbacks import MetricsCallback
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.training.checkpoints import state_of
@@ -129,7 +129,7 @@ def test_what_was_trained_is_the_ledger_times_the_epochs(layout, train, tmp_path
 
 
 def test_a_run_that_would_lose_much_of_its_data_is_refused(train, tmp_path, capsys, data):
-    assert read_options([]).max_token_loss == 0.01
+    assert read_options([]).data.max_token_loss == 0.01
     assert train(max_seq_length=100) == 2
     said = capsys.readouterr().err
     longest, share = (
@@ -227,7 +227,7 @@ def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(
     with monkeypatch.context() as patched:
         patched.setenv("WORLD_SIZE", "2")
         assert main(["--resume", "--output_dir", out]) == 2
-    assert "has processes 1 and this one 2" in capsys.readouterr().err
+    assert "had 1 processes and this one has 2" in capsys.readouterr().err
     assert main(["--resume", "--output_dir", out]) == 0
     assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5]
 
@@ -395,7 +395,7 @@ def test_as_many_documents_an_update_as_without_packing(model, data, tmp_path):
     as_given, kept = (
         prepare(read_options([*arguments, *more])) for more in ([], ["--keep_examples_per_update"])
     )
-    per_row = len(document_lengths(kept.rows)) / len(kept.rows)
+    per_row = len(document_lengths(kept.train.rows)) / len(kept.train.rows)
     assert per_row > 2
     assert as_given.config.gradient_accumulation_steps == 16
     assert kept.config.gradient_accumulation_steps == math.ceil(32 / (2 * per_row)) < 16
@@ -410,5 +410,5 @@ def test_packing_is_planned_over_the_whole_data_set(model, tmp_path):
     path.write_text(json.dumps(rows))
     flags = ["--model_name", model, "--dataset", str(path), "--max_seq_length", "256", "--sample_packing"]
     prepared = prepare(read_options([*flags, "--output_dir", str(tmp_path / "out")]))
-    assert len(prepared.rows) == 1500
-    assert set(map(len, prepared.rows["input_ids"])) == {256}
+    assert len(prepared.train.rows) == 1500
+    assert set(map(len, prepared.train.rows["input_ids"])) == {256}

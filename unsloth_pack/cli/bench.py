@@ -7,8 +7,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.kinds import whole
 from unsloth_pack.recipe.machine import device_name, device_type, versions
-from unsloth_pack.recipe.parser import Parser, whole
+from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.parser import DTYPE_HELP, DTYPES, Parser, real, whole
+from unsloth_pack.recipe.kinds import real, whole
+from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES
+from unsloth_pack.recipe.parser import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -45,15 +47,18 @@ def _parser() -> Parser:
         "--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)"
     )
     parser.add_argument(
-        "--prompt", metavar="TEXT", help="default: a prompt from every line of standard input"
+        "--prompt", metavar="TEXT", help="what to answer (default: every line of standard input)"
     )
     parser.add_argument(
-        "--max_new_tokens", type=whole(1), metavar="TOKENS", help="longest answer (default: 128)"
+        "--max_new_tokens",
+        type=whole(1),
+        metavar="TOKENS",
+        help="length of the longest answer (default: 128)",
     )
     parser.add_argument(
-        "--temperature", type=real(0), help="of sampling; 0 takes the likeliest token (default: 0)"
+        "--temperature", type=real(0), help="of sampling; 0 takes the most likely token (default: 0)"
     )
-    parser.add_choice("--dtype", DTYPES, DTYPE_HELP)
+    parser.add_choice("--dtype", DTYPES, f"{DTYPE_HELP} (default: {DTYPE_UNSET})")
     parser.add_switch("--load_in_4bit", "hold the weights in NF4")
     return parser
 
@@ -94,7 +99,7 @@ def _lines(stream: TextIO) -> Iterator[str]:
 def _encode(tokenizer: Any, prompt: str) -> Any:
     try:
         prompt.encode()
-    except UnicodeEncodeError:  # bytes of another encoding, as Python stands for them
+    except UnicodeEncodeError:  # Python's way to hold bytes of another encoding
         raise InputError(f"the prompt {reprlib.repr(prompt)} is not UTF-8; convert it") from None
     if not tokenizer.chat_template:
         return tokenizer(prompt, return_tensors="pt")

@@ -1,11 +1,12 @@
-"""`unsloth-pack merge`: an adapter into its base model's weights, for use without this package."""
+"""`unsloth-pack merge`: merge an adapter into its base model's weights, for use without this package."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from unsloth_pack.errors import InputError, printable
 from unsloth_pack.recipe.checks import check_new_folder
-from unsloth_pack.recipe.parser import SAVE_METHODS, Parser
+from unsloth_pack.recipe.options import SAVE_METHODS
+from unsloth_pack.recipe.parser import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -30,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     quieten()
     from unsloth_pack.api import FastLanguageModel
 
-    # No row will be packed: any length does
+    # No row will be packed, so that any length will do.
     model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1)
     method = given.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, tokenizer, save_method=method)
@@ -40,7 +41,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
-    parser.add_argument("--model_name", metavar="FOLDER", help="the adapter's; has to be given")
-    parser.add_argument("--save_path", metavar="FOLDER", help="new, or empty; has to be given")
-    parser.add_choice("--save_method", SAVE_METHODS, "lora for the adapter alone (default: merged_16bit)")
+    parser.add_argument("--model_name", metavar="FOLDER", help="that holds the adapter; has to be given")
+    parser.add_argument("--save_path", metavar="FOLDER", help="to save in; new, or empty; has to be given")
+    parser.add_choice(
+        "--save_method", SAVE_METHODS, "what is saved; lora is the adapter alone (default: merged_16bit)"
+    )
     return parser

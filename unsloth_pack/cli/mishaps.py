@@ -1,4 +1,4 @@
-"""What ends a run early, said in one line, with the way to go on."""
+"""What ends a run early, in one line that says how to go on."""
 
 import shlex
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Diverged(RunStopped):
-    """The weights are not finite: no checkpoint of them is worth going on from."""
+    """The weights are not finite, so that no checkpoint of them is worth resuming."""
 
 
 @contextmanager
 def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
-    """Inside this context, what stops the training is raised with what is left on the disk and how to go on.
+    """Inside this context, an error that ends the training says what is on the disk and how to go on.
 
     Raises:
         RunStopped: the disk or the GPU's memory is full, another process ended, or the training stopped.
@@ -55,7 +55,7 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
 
 @contextmanager
 def kept(folder: Path) -> Iterator[None]:
-    """As `explained`, once the training is done and what it gave is saved and shown.
+    """As `explained`, but for saving and showing what was trained.
 
     Raises:
         RunStopped: the disk is full, or what was trained cannot be saved.
@@ -78,11 +78,11 @@ def _advice(trainer: "RunTrainer", options: TrainOptions, error: BaseException) 
         return "not in a step of training; lower --per_device_eval_batch_size, or end what else uses the GPU"
     advice = MemoryAdvice(
         use,
-        max_seq_length=options.max_seq_length,
+        max_seq_length=options.model.max_seq_length,
         batch_size=trainer.args.per_device_train_batch_size,
         accumulation=trainer.args.gradient_accumulation_steps,
-        recomputes_all=options.use_gradient_checkpointing not in (False, "auto"),
-        quantised=options.load_in_4bit,
+        recomputes_all=options.training.use_gradient_checkpointing not in (False, "auto"),
+        quantised=options.model.load_in_4bit,
     )
     return str(advice)
 
@@ -90,18 +90,18 @@ def _advice(trainer: "RunTrainer", options: TrainOptions, error: BaseException) 
 def report_nonfinite(
     trainer: "RunTrainer", options: TrainOptions, console: "Console", metrics: "MetricsFile"
 ) -> None:
-    """Treat updates that are not finite as the options say; each goes to the screen and the metrics."""
+    """Have updates that are not finite treated as the options say, and shown, and written to the metrics."""
 
     def report(found: "NonFinite") -> None:
         metrics.write("nonfinite", **asdict(found))
         console.print(str(found), soft_wrap=True, markup=False)
 
-    trainer.finite_updates.on_nonfinite = options.on_nonfinite
+    trainer.finite_updates.on_nonfinite = options.training.on_nonfinite
     trainer.finite_updates.report = report
 
 
 def check_finite(trainer: "RunTrainer") -> None:
-    """Raise where an update that was not finite stopped the training."""
+    """Raise `RunStopped` if an update that was not finite stopped the training."""
     found = trainer.finite_updates.stopped_by
     if found is None:
         return
@@ -109,7 +109,7 @@ def check_finite(trainer: "RunTrainer") -> None:
         raise Diverged(f"{found}; start anew with a lower --learning_rate")
     cause = "correct the data" if found.culprits else "lower --learning_rate, or correct the data,"
     raise RunStopped(
-        f"{found}; {cause} and start anew, or go on without it (--on_nonfinite skip does so by itself)"
+        f"{found}; {cause} and start anew, or go on without this update (--on_nonfinite skip does so always)"
     )
 
 

@@ -1,4 +1,4 @@
-"""`unsloth-pack pack`: tokenise and pack once, train from disk ever after."""
+"""`unsloth-pack pack`: tokenise and pack a data set once, to train on it from disk."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,7 +8,8 @@ from typing import Any
 from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing.plan import STRATEGIES
 from unsloth_pack.recipe.checks import check_new_folder, check_writable
-from unsloth_pack.recipe.parser import Parser, whole
+from unsloth_pack.recipe.kinds import whole
+from unsloth_pack.recipe.parser import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -65,23 +66,29 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="unsloth-pack pack", description="Tokenise and pack once; `train --dataset DIR` reads it."
+        prog="unsloth-pack pack",
+        description="Tokenise and pack a data set once; train on it with --dataset DIR.",
     )
     add = parser.add_argument
     add(
         "--dataset",
         help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name (default: demo)",
     )
-    add("--model_name", help="whose tokenizer: demo, a folder, or a hub name (default: demo)")
-    add("--max_seq_length", type=whole(1), metavar="TOKENS", help="of a packed row (default: 2048)")
-    add("--out", metavar="DIR", help="gets the packs; new, or empty; has to be given")
+    add("--model_name", help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)")
+    add("--max_seq_length", type=whole(1), metavar="TOKENS", help="length of a packed row (default: 2048)")
+    add("--out", metavar="DIR", help="to write the packs to; new, or empty; has to be given")
     parser.add_choice("--strategy", STRATEGIES, "which documents share a row (default: bfd)")
-    parser.add_switch("--train_on_responses_only", "no loss on what the user says in conversations")
+    parser.add_switch("--train_on_responses_only", "in conversations, train on what the assistant says only")
     add(
         "--seed",
         type=whole(0, LAST_SEED),
-        help="plan over the documents in a random order; default: as they come",
+        help="plan over the documents in a random order of this seed (default: in their own order)",
     )
-    add("--rows_per_shard", type=whole(1), metavar="ROWS", help="default: as many as make 256 MiB")
+    add(
+        "--rows_per_shard",
+        type=whole(1),
+        metavar="ROWS",
+        help="rows of a file (default: as many as make 256 MiB)",
+    )
     parser.add_switch("--json", "print the manifest as JSON")
     return parser

@@ -10,7 +10,8 @@ import numpy as np
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.checks import check_writable
-from unsloth_pack.recipe.parser import Parser, whole
+from unsloth_pack.recipe.kinds import whole
+from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,8 +70,8 @@ def _parser() -> Parser:
         "--dataset",
         help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name (default: demo)",
     )
-    add("--model_name", help="whose tokenizer: demo, a folder, or a hub name (default: demo)")
-    add("--binsize", type=whole(1), metavar="TOKENS", help="of the histogram (default: 512)")
+    add("--model_name", help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)")
+    add("--binsize", type=whole(1), metavar="TOKENS", help="width of a bar of the histogram (default: 512)")
     add(
         *("--pack_lengths", "--pack-lengths"),
         type=_caps,
@@ -82,30 +83,35 @@ def _parser() -> Parser:
         "--world-size",
         type=whole(1),
         metavar="RANKS",
-        help="that share the rows (default: 1)",
+        help="processes that share the rows (default: 1)",
     )
     add(
         *("--per_device_train_batch", "--per-device-train-batch"),
         type=whole(1),
         metavar="ROWS",
-        help="of a micro-batch (default: 1)",
+        help="rows of a micro-batch (default: 1)",
     )
     add(
         *("--target_effective", "--target-effective"),
         type=whole(1),
         metavar="DOCUMENTS",
-        help="that an update should see (default: 32)",
+        help="documents that an update should see (default: 32)",
     )
     add(
         *("--image_sizes", "--image-sizes"),
         type=_sizes,
         metavar="HxW,...",
-        help="in pixels; forecast as if every document held such images beside its text (default: none)",
+        help="heights and widths in pixels: forecast as if every document held such images (default: none)",
     )
     add("--vision_patch", type=whole(1), metavar="PIXELS", help="side of a vision patch (default: 16)")
-    add("--vision_merge", type=whole(1), metavar="PATCHES", help="merged to a token, a side (default: 2)")
+    add(
+        "--vision_merge",
+        type=whole(1),
+        metavar="PATCHES",
+        help="side of the square of patches that is one token (default: 2)",
+    )
     parser.add_switch("--json", "print JSON")
-    add("--png", metavar="FILE", help="also draw the histogram (default: not)")
+    add("--png", metavar="FILE", help="also draw the histogram into this file (default: none)")
     return parser
 
 
@@ -121,7 +127,7 @@ def _sizes(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def _image_tokens(given: dict[str, Any]) -> int:
-    """The vision tokens that a document is to hold."""
+    """The vision tokens that every document is taken to hold."""
     from unsloth_pack.packing import vision_tokens
 
     sizes = given.get("image_sizes", ())

@@ -1,4 +1,4 @@
-"""`unsloth-pack verify`: does this very model keep the documents of a packed row apart?"""
+"""`unsloth-pack verify`: does this model keep the documents of a packed row apart?"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import LAST_SEED
-from unsloth_pack.recipe.parser import DTYPE_HELP, DTYPES, Parser, whole
+from unsloth_pack.recipe.kinds import whole
+from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES, RECOMPUTING
+from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,25 +52,29 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="unsloth-pack verify",
-        description="Check on a model that documents of a packed row do not see each other, and that the row "
-        "gives what they give alone.",
+        description="Check that in this model the documents of a packed row do not see each other, and that "
+        "each gives what it gives alone.",
     )
     add = parser.add_argument
     add("--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)")
-    add("--dataset", help="documents to pack, as for training (default: random tokens)")
+    add("--dataset", help="data whose documents are packed, as for training (default: random tokens)")
     add(
         "--max_seq_length",
         type=whole(1),
         metavar="TOKENS",
-        help=f"of the row (default: {_ROOM}, or what the model has)",
+        help=f"length of the row (default: {_ROOM}, or the model's positions if it has fewer)",
     )
-    parser.add_choice("--dtype", DTYPES, DTYPE_HELP)
+    parser.add_choice("--dtype", DTYPES, f"{DTYPE_HELP} (default: {DTYPE_UNSET})")
     parser.add_switch("--load_in_4bit", "hold the frozen weights in NF4")
     parser.add_switch("--load_in_8bit", "hold the frozen weights in int8")
     parser.add_switch("--load_in_fp8", "hold the frozen weights in fp8, on GPUs that have it")
-    add("--attn_backend", help="of packed attention (default: auto)")
-    parser.add_switch("--use_gradient_checkpointing", "as for training", ("offload", "unsloth", "auto"))
-    add("--seed", type=whole(0, LAST_SEED), help="of the random tokens and the adapter (default: 3407)")
+    add("--attn_backend", help="what computes attention, as for training (default: auto)")
+    parser.add_switch("--use_gradient_checkpointing", "as for training", RECOMPUTING)
+    add(
+        "--seed",
+        type=whole(0, LAST_SEED),
+        help="seed of the random tokens and of the adapter (default: 3407)",
+    )
     parser.add_switch("--json", "print JSON")
     return parser
 
@@ -99,7 +105,7 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
         model, use_gradient_checkpointing=checkpointing, random_state=seed
     )
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # 0 in a new adapter, which would hide A
+        if "lora_B" in name:  # it is 0 in a new adapter, so that A would have no effect
             torch.nn.init.normal_(parameter, std=0.02)
     return model, tokenizer
 

@@ -1,17 +1,22 @@
-"""Everything about a training run that can be refused before a model is loaded. None of it writes to disk."""
+"""What can be refused about a training run before its model is loaded. Nothing here writes to the disk."""
 
 import os
 import reprlib
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.machine import count_processes, is_main_process
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.sharding import check_sharding
 from unsloth_pack.report.metrics import FILE_NAME
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from unsloth_pack.data.ledger import TokenLedger
 
 _SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 _LONGEST_NAME = 255  # bytes, on every file system in use
@@ -25,67 +30,69 @@ def check_options(options: TrainOptions) -> None:
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    loaded_in = [name for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(options, name)]
+    model, adapter, data, output = options.model, options.adapter, options.data, options.output
+    loaded_in = [name for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(model, name)]
     if len(loaded_in) > 1:
         raise InputError(f"{' and '.join(loaded_in)} are set together; choose one")
-    if options.loftq_config is not None and loaded_in:
+    if adapter.loftq_config is not None and loaded_in:
         raise InputError(f"loftq_config starts from 16-bit weights; drop {loaded_in[0]}")
-    if options.use_dora and options.load_in_fp8:
+    if adapter.use_dora and model.load_in_fp8:
         raise InputError("use_dora needs the exact base weights; drop load_in_fp8")
-    if options.eval_packing is not None and options.eval_dataset is None:
-        raise InputError(
-            f"eval_packing is {options.eval_packing} without data to evaluate; give --eval_dataset"
-        )
-    if options.eval_packing and not options.sample_packing:
+    if data.eval_packing is not None and data.eval_dataset is None:
+        raise InputError(f"eval_packing is {data.eval_packing} without data to evaluate; give --eval_dataset")
+    if data.eval_packing and not data.sample_packing:
         raise InputError("eval_packing is set without sample_packing; give --sample_packing too")
-    if options.keep_examples_per_update and not options.sample_packing:
+    if data.keep_examples_per_update and not data.sample_packing:
         raise InputError("keep_examples_per_update is set without sample_packing; give --sample_packing too")
-    if options.save_path is not None and not options.save_model:
+    if output.save_path is not None and not output.save_model:
         raise InputError(
-            f"save_path is {options.save_path!r} but nothing is saved there; give --save_model too"
+            f"save_path is {output.save_path!r} but nothing is saved there; give --save_model too"
         )
     check_sharding(options)
     _check_folders(options)
 
 
 def _check_folders(options: TrainOptions) -> None:
-    if not str(options.output_dir).strip():
-        raise InputError(f"output_dir is {options.output_dir!r}; give a folder")
-    folder = options.folder
+    output, folder = options.output, options.folder
+    if not str(output.output_dir).strip():
+        raise InputError(f"output_dir is {output.output_dir!r}; give a folder")
     check_writable("output_dir", folder)
     _check_apart(options, folder)
-    if count_processes() > 1 and str(options.output_dir).startswith("outputs/"):
+    if count_processes() > 1 and str(output.output_dir).startswith("outputs/"):
         raise InputError(
             "output_dir has its default, which contains a timestamp that may differ between processes; "
             "give --output_dir"
         )
-    replaced = options.overwrite_output_dir or options.resume or not is_main_process()
-    if not replaced and (found := run_files(folder)):
+    may_replace = output.overwrite_output_dir or output.resume
+    if not may_replace and is_main_process() and (found := run_files(folder)):
         raise InputError(
             f"output_dir {str(folder)!r} holds a run already ({found[0].name}); "
             "give --resume, --overwrite_output_dir, or another folder"
         )
-    if options.resume:
+    if output.resume:
         _check_resumable(folder)
-    if options.save_path is not None:
-        target = Path(options.save_path)
-        if target.resolve() == folder.resolve():
-            raise InputError(
-                f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
-            )
-        if _is_taken(target, folder):
-            raise InputError(
-                f"save_path {str(target)!r} is where the run itself writes in output_dir; give another folder"
-            )
-        if target.is_symlink() and target.parent.resolve() == folder.resolve():
-            raise InputError(
-                f"save_path {str(target)!r} is a link; remove it, or give the folder that it points to"
-            )
-        check_new_folder("save_path", target, may_replace=options.overwrite_output_dir or options.resume)
+    if output.save_path is not None:
+        _check_save_path(Path(output.save_path), folder, may_replace)
+
+
+def _check_save_path(target: Path, folder: Path, may_replace: bool) -> None:
+    if target.resolve() == folder.resolve():
+        raise InputError(
+            f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
+        )
+    if _is_taken(target, folder):
+        raise InputError(
+            f"save_path {str(target)!r} is where the run itself writes in output_dir; give another folder"
+        )
+    if target.is_symlink() and target.parent.resolve() == folder.resolve():
+        raise InputError(
+            f"save_path {str(target)!r} is a link; remove it, or give the folder that it points to"
+        )
+    check_new_folder("save_path", target, may_replace)
 
 
 def _is_taken(target: Path, folder: Path) -> bool:
-    """Whether `target` is, or is in, what a run saves in its `folder`."""
+    """Whether `target` is one of the files or folders that a run saves in its `folder`, or lies in one."""
     if not target.resolve().is_relative_to(folder.resolve()):
         return False
     name = target.resolve().relative_to(folder.resolve()).parts[0]
@@ -93,14 +100,14 @@ def _is_taken(target: Path, folder: Path) -> bool:
 
 
 def _check_apart(options: TrainOptions, folder: Path) -> None:
-    """Refuse a folder in which the run's files would be taken for a model's, or for data."""
+    """Refuse a folder in which the run's files would be mistaken for a model's or for data."""
     if (folder / "config.json").exists():
         raise InputError(f"output_dir {str(folder)!r} holds a model; give another folder")
     for name in ("dataset", "eval_dataset"):
-        data = getattr(options, name)
+        data = getattr(options.data, name)
         if data and os.path.isdir(data) and folder.resolve().is_relative_to(Path(data).resolve()):
             raise InputError(
-                f"output_dir {str(folder)!r} is in {name} {data!r}, all of whose files are read; "
+                f"output_dir {str(folder)!r} is in {name} {data!r}, where every file is read as data; "
                 "give another folder"
             )
 
@@ -110,11 +117,11 @@ def _check_resumable(folder: Path) -> None:
     from unsloth_pack.training.checkpoints import last_checkpoint, state_of
 
     checkpoint = last_checkpoint(folder)
-    if checkpoint is None:  # killed before its first checkpoint, the run starts over
+    if checkpoint is None:  # a run that was killed before its first checkpoint starts over
         if (folder / "adapter_config.json").exists():
             raise InputError(
-                f"--resume: the run in {str(folder)!r} has saved its adapter and has no checkpoint; "
-                "start a new one in another folder"
+                f"--resume: the run in {str(folder)!r} has saved its adapter and left no checkpoint; "
+                "start a new run in another folder"
             )
         if broken := sorted(folder.glob("checkpoint-*")):
             raise InputError(
@@ -132,32 +139,31 @@ def _check_resumable(folder: Path) -> None:
     was, now = read_processes(folder), count_processes()
     if was not in (None, now):
         raise InputError(
-            f"--resume: the run in {str(folder)!r} has processes {was} and this one {now}, so that updates "
-            f"would see other rows; go on with {was}, or start a new run"
+            f"--resume: the run in {str(folder)!r} had {was} processes and this one has {now}, whose "
+            f"updates would see other rows; continue with {was}, or start a new run"
         )
 
 
-def check_same_data(options: TrainOptions, use: str, ledger: Any, fingerprint: str | None) -> None:
-    """Refuse to resume over other data than the run began with.
+def check_same_data(options: TrainOptions, use: str, ledger: "TokenLedger", fingerprint: str | None) -> None:
+    """Refuse to resume with other data than the run began with.
 
     Args:
         use: "train" or "eval".
-        ledger: the `TokenLedger` of that data as it is now.
-        fingerprint: of its rows.
+        ledger, fingerprint: of that data as it is now.
 
     Raises:
         InputError: its rows or tokens have changed, or how they are tokenised or packed.
     """
     from unsloth_pack.report.metrics import read_data
 
-    before = read_data(options.folder, use) if options.resume else None
+    before = read_data(options.folder, use) if options.output.resume else None
     if before is None:
         return
     was, now = dict(before["ledger"]), asdict(ledger)
     was["fingerprint"], now["fingerprint"] = before.get("fingerprint"), fingerprint
     if was != now:
         name = next(name for name in now if now[name] != was.get(name))
-        data = options.dataset if use == "train" else options.eval_dataset
+        data = options.data.dataset if use == "train" else options.data.eval_dataset
         raise InputError(
             f"--resume: {data} is not what the run began with ({name} was {was.get(name)}, is "
             f"{now[name]}); give the same data and tokenizer, or start anew"
@@ -175,14 +181,12 @@ def check_writable(name: str, folder: Path) -> None:
     """Refuse a folder that cannot be made or written to, without making it."""
     too_long = any(len(os.fsencode(part)) > _LONGEST_NAME for part in folder.parts)
     if too_long or any(letter < " " or letter == "\x7f" for letter in str(folder)):
-        raise InputError(
-            f"{name} is {reprlib.repr(str(folder))}, which is no name for a folder; give another"
-        )
+        raise InputError(f"{name} is {reprlib.repr(str(folder))}, which cannot name a folder; give another")
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise InputError(f"{name} is {str(folder)!r} but {str(existing)!r} is a file; give another folder")
     try:
-        with tempfile.TemporaryFile(dir=existing):  # has no name, so nothing is there at any time
+        with tempfile.TemporaryFile(dir=existing):  # it has no name, so nobody sees it
             pass
     except OSError as error:
         raise InputError(
@@ -192,57 +196,58 @@ def check_writable(name: str, folder: Path) -> None:
 
 
 def run_files(folder: Path) -> list[Path]:
-    """What a run has left in `folder`."""
+    """The files and folders that a run has left in `folder`."""
     return [path for pattern in _RUN_FILES for path in sorted(folder.glob(pattern))]
 
 
 def check_trainer(options: TrainOptions) -> None:
-    """Refuse an optimizer, a schedule or a tracker that is unknown, and what is not installed.
+    """Refuse an optimizer, a schedule or a tracker that is unknown or not installed.
 
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    import torch
-    from transformers import get_scheduler
-    from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 
     from unsloth_pack.api import check_loading, check_loftq
 
-    check_loading(options.max_seq_length, options.load_in_4bit, options.load_in_8bit, options.load_in_fp8)
-    if options.loftq_config is not None:
-        check_loftq(options.loftq_config)
+    model, optim = options.model, options.training.optim
+    check_loading(model.max_seq_length, model.load_in_4bit, model.load_in_8bit, model.load_in_fp8)
+    if options.adapter.loftq_config is not None:
+        check_loftq(options.adapter.loftq_config)
     optimizers = [name.value for name in OptimizerNames]
-    if options.optim not in optimizers:
-        raise InputError(f"optim is {options.optim!r}; choose one of {', '.join(optimizers)}")
+    if optim not in optimizers:
+        raise InputError(f"optim is {optim!r}; choose one of {', '.join(optimizers)}")
+    _check_schedule(options.training.lr_scheduler_type, evaluates=options.data.eval_dataset is not None)
+    _check_tracker(options.output.report_to)
+
+
+def _check_schedule(name: str, evaluates: bool) -> None:
+    import torch
+    from transformers import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
     schedules = [name.value for name in SchedulerType]
-    if options.lr_scheduler_type not in schedules:
+    if name not in schedules:
+        raise InputError(f"lr_scheduler_type is {name!r}; choose one of {', '.join(schedules)}")
+    if name in _SCHEDULES_BY_EVALUATION and not evaluates:
         raise InputError(
-            f"lr_scheduler_type is {options.lr_scheduler_type!r}; choose one of {', '.join(schedules)}"
-        )
-    if options.lr_scheduler_type in _SCHEDULES_BY_EVALUATION and options.eval_dataset is None:
-        raise InputError(
-            f"lr_scheduler_type is {options.lr_scheduler_type!r}, which follows the evaluation loss; "
+            f"lr_scheduler_type is {name!r}, which follows the evaluation loss; "
             "give --eval_dataset, or use linear"
         )
     try:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        get_scheduler(options.lr_scheduler_type, optimizer, num_warmup_steps=0, num_training_steps=1)
+        get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1)
     except (ValueError, TypeError) as error:
         raise InputError(
-            f"lr_scheduler_type is {options.lr_scheduler_type!r}, which needs more ({error}); use linear"
+            f"lr_scheduler_type is {name!r}, which needs settings that have no option ({error}); use linear"
         ) from None
-    _check_tracker(options.report_to)
 
 
-def check_optimizer(arguments: Any) -> None:
+def check_optimizer(arguments: "TrainingArguments") -> None:
     """Refuse an optimizer that cannot be made here.
 
-    Args:
-        arguments: transformers' `TrainingArguments`, or TRL's.
-
     Raises:
-        InputError: it is not installed, needs CUDA, or needs arguments of its own.
+        InputError: it is not installed, or needs CUDA or arguments of its own.
     """
     import torch
     from transformers import Trainer

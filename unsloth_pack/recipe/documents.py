@@ -1,4 +1,4 @@
-"""Rows of a data set to documents, under the tokenizer of `--model_name`; the same for every subcommand."""
+"""From the rows of a data set to tokenised documents, in the same way for every subcommand."""
 
 from typing import Any
 

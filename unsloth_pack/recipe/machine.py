@@ -1,4 +1,4 @@
-"""The machine that a command runs on, as its output names it, and the processes that train together."""
+"""The machine that a command runs on, by the names that its output uses, and the processes of a run."""
 
 import os
 
@@ -17,7 +17,7 @@ def device_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of this package and those that a run's numbers depend on."""
+    """The versions of this package and of those that a run's numbers depend on."""
     import peft
     import torch
     import transformers
@@ -29,10 +29,10 @@ def versions() -> dict[str, str]:
 
 
 def count_processes() -> int:
-    """How many processes train together."""
+    """The number of processes that train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:
-    """Whether this process, of those that train together, is the one that prints and writes."""
+    """Whether this is the one process, of those that train together, that prints and writes."""
     return os.environ.get("RANK", "0") == "0"

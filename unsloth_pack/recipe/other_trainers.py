@@ -1,6 +1,6 @@
-"""Flags of Axolotl, LLaMA-Factory, ms-swift, TRL, transformers and Unsloth, and what to give instead."""
+"""Options of Axolotl, LLaMA-Factory, ms-swift, TRL, transformers and Unsloth, and what to give instead."""
 
-# Theirs to ours.
+# Their name -> our name.
 FLAGS = {
     "base_model": "model_name",
     "model_name_or_path": "model_name",
@@ -47,7 +47,7 @@ _OTHERS = "nothing beside the projections is trained; in Python, get_peft_model 
 _TEMPLATE = "the tokenizer's own chat template is used; change that, or leave it out"
 _HUB = "nothing is uploaded; give the folder to `hf upload`"
 _GGUF = "give --save_model, and its folder to llama.cpp's convert_hf_to_gguf.py"
-# What `train` has no flag for, and what to do.
+# Their name -> what to do, as `train` has no such option.
 REMEDIES = {
     **dict.fromkeys(("stage", "do_train", "finetuning_type", "train_type", "adapter"), _ADAPTER),
     **dict.fromkeys(("target_modules", "lora_target", "lora_target_modules", "lora_target_linear"), _TARGETS),

@@ -1,4 +1,4 @@
-"""`--fsdp` and `--deepspeed`: presets, files of settings, and what they do not go with."""
+"""`--fsdp` and `--deepspeed`: presets, files of settings, and the options that they contradict."""
 
 import copy
 import json
@@ -10,12 +10,13 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.options import TrainOptions
 
-# transformers' `fsdp_config`, without version and wrapping, which `_fsdp_config` adds to all
+# transformers' `fsdp_config`; `_fsdp_config` adds the version and the wrapping
 FSDP_PRESETS: dict[str, dict[str, Any]] = {
     "full": {},  # a layer's weights are gathered for its forward pass, and again for its backward pass
     "keep": {"reshard_after_forward": False},  # gathered once, and held between the two
 }
-# What a file may set there, and to what; None for anything. Layers are checkpointed by another flag.
+# The settings that a file may have, with their values; None stands for any value. Activation checkpointing is
+# not among them: it has an option of its own.
 _FSDP_SETTINGS: dict[str, tuple[Any, ...] | None] = {
     "version": (2,),
     "auto_wrap_policy": None,
@@ -42,29 +43,34 @@ DEEPSPEED_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def check_sharding(options: TrainOptions) -> None:
-    """Refuse flags that contradict sharding, settings that cannot be read, and a process on its own.
+    """Refuse options that contradict sharding, settings that cannot be read, and a process on its own.
 
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    if options.fsdp is None and options.deepspeed is None:
-        return
-    if options.fsdp is not None and options.deepspeed is not None:
-        raise InputError(f"fsdp is {options.fsdp!r} and deepspeed is {options.deepspeed!r}; give one of them")
-    name = "fsdp" if options.fsdp is not None else "deepspeed"
-    given = getattr(options, name)
-    sharding_arguments(options)  # reads them
-    stage = zero_stage(options)
-    for loaded_in in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
-        if getattr(options, loaded_in):
-            raise InputError(
-                f"{name} shards 16-bit weights and {loaded_in} is set; drop one of them (several GPUs train "
-                f"quantised weights without --{name})"
-            )
-    if options.use_gradient_checkpointing == "auto" and stage not in (1, 2):  # those leave the weights whole
+    training = options.training
+    if training.fsdp is not None and training.deepspeed is not None:
         raise InputError(
-            f"use_gradient_checkpointing is 'auto', which every process decides for itself, and {name} "
-            f"{given!r} needs them in step; give true or offload"
+            f"fsdp is {training.fsdp!r} and deepspeed is {training.deepspeed!r}; give one of them"
+        )
+    for name, given in (("fsdp", training.fsdp), ("deepspeed", training.deepspeed)):
+        if given is not None:
+            _check_sharding_by(name, given, options)
+
+
+def _check_sharding_by(name: str, given: str, options: TrainOptions) -> None:
+    sharding_arguments(options)  # reads the settings
+    for loaded_in in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
+        if getattr(options.model, loaded_in):
+            raise InputError(
+                f"{name} shards 16-bit weights and {loaded_in} is set; drop one of them (without --{name}, "
+                "several GPUs train quantised weights)"
+            )
+    holds_all_weights = zero_stage(options) in (1, 2)
+    if options.training.use_gradient_checkpointing == "auto" and not holds_all_weights:
+        raise InputError(
+            f"use_gradient_checkpointing is 'auto', which every process decides for itself, but under {name} "
+            f"{given!r} all must recompute the same layers; give true or offload"
         )
     if name == "deepspeed" and find_spec("deepspeed") is None:
         raise InputError(
@@ -83,24 +89,25 @@ def zero_stage(options: TrainOptions) -> int | None:
     Raises:
         InputError: the settings cannot be read, or set no stage that shards.
     """
-    if options.deepspeed is None:
+    given = options.training.deepspeed
+    if given is None:
         return None
-    zero = _settings("deepspeed", options.deepspeed, DEEPSPEED_PRESETS).get("zero_optimization")
+    zero = _settings("deepspeed", given, DEEPSPEED_PRESETS).get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (1, 2, 3):
         raise InputError(
-            f"deepspeed is {options.deepspeed!r}, which sets zero_optimization.stage to {stage!r}; "
-            "give 1, 2 or 3"
+            f"deepspeed is {given!r}, which sets zero_optimization.stage to {stage!r}; give 1, 2 or 3"
         )
     return stage
 
 
 def sharding_arguments(options: TrainOptions) -> dict[str, Any]:
-    """What transformers' `TrainingArguments` get for `--fsdp` or `--deepspeed`."""
-    if options.fsdp is not None:
-        return {"fsdp": True, "fsdp_config": _fsdp_config(options.fsdp)}
-    if options.deepspeed is not None:
-        return {"deepspeed": _settings("deepspeed", options.deepspeed, DEEPSPEED_PRESETS)}
+    """The arguments of transformers' `TrainingArguments` for `--fsdp` or `--deepspeed`; none without them."""
+    training = options.training
+    if training.fsdp is not None:
+        return {"fsdp": True, "fsdp_config": _fsdp_config(training.fsdp)}
+    if training.deepspeed is not None:
+        return {"deepspeed": _settings("deepspeed", training.deepspeed, DEEPSPEED_PRESETS)}
     return {}
 
 
@@ -109,9 +116,8 @@ def _fsdp_config(given: str) -> dict[str, Any]:
     config = {str(name).removeprefix("fsdp_"): value for name, value in settings.items()}
     for name, value in config.items():
         if name not in _FSDP_SETTINGS:
-            raise InputError(
-                f"fsdp is {given!r}, which sets {name}; leave it out, known are {', '.join(_FSDP_SETTINGS)}"
-            )
+            known = ", ".join(_FSDP_SETTINGS)
+            raise InputError(f"fsdp is {given!r}, which sets {name}; leave it out, or set one of {known}")
         allowed = _FSDP_SETTINGS[name]
         if allowed is not None and value not in allowed:
             raise InputError(
@@ -126,7 +132,7 @@ def _fsdp_config(given: str) -> dict[str, Any]:
 
 
 def _settings(name: str, given: str, presets: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The settings of a preset, or in a JSON or YAML file; under `fsdp_config` in accelerate's own files.
+    """The settings of a preset, or of a JSON or YAML file, where accelerate puts them under `fsdp_config`.
 
     Raises:
         InputError: no such preset or file, or one that holds no settings.

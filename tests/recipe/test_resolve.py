@@ -1,0 +1,116 @@
+"""Where the value of an option comes from, and what is read to decide it."""
+
+import json
+
+import pytest
+
+from unsloth_pack.demo import DEMO_DEFAULTS
+from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.command_line import given_options, read_options, train_parser
+from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.resolve import FREE_ON_RESUME, with_optimizer
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def started(folder, **values):
+    """The folder of a run that was started with these values."""
+    record = {"kind": "config", "options": values}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    return ["--resume", f"--output_dir={folder}"]
+
+
+def test_the_command_line_wins_over_the_file_over_the_demo_over_defaults(folder):
+    (folder / "run.yaml").write_text("lora_alpha: 8\nr: 4\nweight_decay: null\nmax_steps: 7\n")
+    options = read_options(["--config=run.yaml", "--r=2"])
+    adapter, training = options.adapter, options.training
+    assert (adapter.r, adapter.lora_alpha, training.max_steps) == (2, 8.0, 7)
+    assert training.weight_decay == DEMO_DEFAULTS["weight_decay"]  # null is as good as not given
+    assert training.learning_rate == DEMO_DEFAULTS["learning_rate"]
+    assert training.seed == TrainOptions().training.seed
+    assert read_options(["--dataset=rows.json"]).training.learning_rate == 2e-4
+
+
+def test_the_file_wins_over_the_run_that_is_resumed(folder):
+    (folder / "run.yaml").write_text("logging_steps: 5\n")
+    flags = started(folder, model_name="m", dataset="d", r=2, logging_steps=9, save_steps=3, report_to="none")
+    options = read_options([*flags, "--config=run.yaml", "--save_steps=4"])
+    assert (options.model.model_name, options.adapter.r) == ("m", 2)
+    assert (options.output.logging_steps, options.output.save_steps, options.output.resume) == (5, 4, True)
+
+
+def test_what_a_run_writes_down_resumes_it(folder):
+    """The record is flat, by the names of the options, as JSON."""
+    first = read_options(["--dataset=d", "--loftq_config={}", "--use_gradient_checkpointing=offload"])
+    flags = started(folder, **json.loads(json.dumps(flat(first))))
+    resumed = flat(read_options(flags))
+    assert resumed == flat(first) | {"resume": True, "output_dir": str(folder)}
+
+
+@pytest.mark.parametrize("name", sorted(flat(TrainOptions()).keys() - {"output_dir", "resume", "config"}))
+def test_a_resumed_run_changes_nothing_but_what_is_free(name, folder):
+    """Every option is one or the other, for a new option too."""
+    others = {int: "7", float: "0.25", bool: "true", type(None): "7", str: "other"}
+    words = {"bias": "all", "on_nonfinite": "skip", "save_method": "lora", "dtype": "float16"}
+    words |= {"loftq_config": "{}", "eval_packing": "true"}
+    was = flat(TrainOptions())
+    value = words.get(name, others[type(was[name])])
+    flags = [*started(folder, **was), f"--{name}={value}"]
+    if name in FREE_ON_RESUME:
+        assert str(flat(read_options(flags))[name]).lower() == value
+    else:
+        with pytest.raises(InputError, match=name):
+            read_options(flags)
+
+
+def test_a_record_of_an_earlier_version_may_lack_options(folder):
+    options = read_options([*started(folder, model_name="m", dataset="d"), "--seed=1"])
+    assert options.training.seed == 1
+
+
+def test_parsing_reads_no_data(folder):
+    (folder / "packs").mkdir()
+    (folder / "packs" / "packs.json").write_text("{")
+    arguments = ["--dataset=packs", "--eval_dataset=packs", "--resume", "--output_dir=nowhere"]
+    given = given_options(train_parser(), arguments)
+    assert given == {"dataset": "packs", "eval_dataset": "packs", "resume": True, "output_dir": "nowhere"}
+    with pytest.raises(InputError, match="not a whole manifest"):
+        read_options(arguments[:2])
+    with pytest.raises(InputError, match="no configuration of a run to resume"):
+        read_options(arguments)
+
+
+def test_defaults_that_depend_on_other_options():
+    packed, padded = read_options(["--dataset=d", "--packing"]), read_options(["--dataset=d"])
+    assert packed.training.per_device_train_batch_size == packed.training.per_device_eval_batch_size == 1
+    assert padded.training.per_device_train_batch_size == 2
+    assert read_options([]).training.per_device_train_batch_size == 16
+    assert read_options(["--packing"]).training.per_device_train_batch_size == 2
+    assert padded.training.max_steps == 400
+    assert read_options(["--dataset=d", "--num_train_epochs=1"]).training.max_steps is None
+    assert read_options(["--save_model", "--output_dir=out"]).output.save_path == "out/merged"
+    assert with_optimizer(packed, "cpu").training.optim == "adamw_torch"
+    assert with_optimizer(packed, "cuda").training.optim == "adamw_torch_fused"
+    assert with_optimizer(read_options(["--optim=lion_32bit"]), "cuda").training.optim == "lion_32bit"
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("lr: 1\n", "config is 'run.yaml': lr is unknown; did you mean --learning_rate?"),
+        ("push_to_hub: true\n", "config is 'run.yaml': push_to_hub is unknown; nothing is uploaded"),
+        ("seed: null\nsede: null\n", "config is 'run.yaml': sede is unknown; did you mean --seed?"),
+        ("debug: null\n", "config is 'run.yaml': debug cannot be set there; give it on the command line"),
+        ("yes: 1\nyes: 2\n", "config is 'run.yaml': yes is there twice; keep one"),
+    ],
+)
+def test_what_is_wrong_in_a_config_file(file, says, folder):
+    (folder / "run.yaml").write_text(file)
+    with pytest.raises(InputError) as refused:
+        read_options(["--config=run.yaml"])
+    assert str(refused.value).startswith(says)

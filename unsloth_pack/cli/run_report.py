@@ -1,0 +1,159 @@
+"""What `train` shows of a run and writes into its metrics file: its rows, the banner, scores, the summary."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+from rich.console import Console
+
+from unsloth_pack.data import load_rows
+from unsloth_pack.demo.evaluate import ExactMatch, exact_match
+from unsloth_pack.patching.patch import patch_of
+from unsloth_pack.recipe.machine import is_main_process
+from unsloth_pack.report.fill import (
+    RowFill,
+    document_lengths,
+    fill_of_joined,
+    fill_of_packed,
+    fill_of_padded,
+)
+from unsloth_pack.report.memory import peak_memory
+from unsloth_pack.report.metrics import MetricsFile
+from unsloth_pack.report.plots import plot_lengths
+from unsloth_pack.report.tables import RunFacts, RunSummary, print_banner, print_generations
+
+if TYPE_CHECKING:
+    from unsloth_pack.recipe.prepare import Prepared
+    from unsloth_pack.training.trl import RunTrainer
+
+_EXAMPLES = 3  # generations shown side by side
+_LONGEST_PROMPT = 120  # characters of a prompt that is shown
+
+
+def describe_rows(trainer: "RunTrainer", prepared: "Prepared", metrics: MetricsFile, is_new: bool) -> RowFill:
+    """How full the training rows are. If the run `is_new`, that is plotted and written into the metrics."""
+    fill = _fill(trainer, prepared)
+    if not (metrics.enabled and is_new):
+        return fill
+    train, evaluation = prepared.train, prepared.evaluation
+    slots = asdict(fill) | {"tokens_padded": fill.padding}
+    sampler = trainer.packed_sampler
+    spread = {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
+    data: dict[str, Any] = {"ledger": asdict(train.ledger), "fingerprint": train.fingerprint}
+    metrics.write("data", use="train", **data, fill=slots, **spread)
+    if evaluation:
+        data = {"ledger": asdict(evaluation.ledger), "fingerprint": evaluation.fingerprint}
+        metrics.write("data", use="eval", **data)
+    lengths = document_lengths(train.rows)
+    plot_lengths(lengths, prepared.options.model.max_seq_length, metrics.path.parent / "lengths.png")
+    return fill
+
+
+def _fill(trainer: "RunTrainer", prepared: "Prepared") -> RowFill:
+    options, train = prepared.options, prepared.train
+    if options.data.sample_packing:
+        capacity = train.packs.capacity if train.packs else options.model.max_seq_length
+        rows: Any = trainer.train_dataset
+        return fill_of_packed(rows, capacity)
+    if options.data.padding_free:
+        return fill_of_joined(train.rows)
+    return fill_of_padded(train.rows, prepared.config.per_device_train_batch_size, options.training.seed)
+
+
+def announce(
+    console: Console, trainer: "RunTrainer", prepared: "Prepared", fill: RowFill, updates: int
+) -> None:
+    """Print the banner of a run that will have so many updates."""
+    options, config = prepared.options, prepared.config
+    model: Any = trainer.model
+    patch = patch_of(model)
+    assert patch is not None
+    trained, everything = model.get_nb_trainable_parameters()
+    rows_per_step, sampler = config.per_device_train_batch_size, trainer.packed_sampler
+    facts = RunFacts(
+        model_name=options.model.model_name,
+        dtype=str(prepared.dtype).removeprefix("torch."),
+        device=_device_name(config.device, config.world_size),
+        trained_parameters=trained,
+        all_parameters=everything,
+        packs=prepared.train.packs,
+        rows_per_step=rows_per_step,
+        rows_per_update=rows_per_step * config.gradient_accumulation_steps * config.world_size,
+        steps=updates,
+        optimizer=f"{options.training.optim}, learning rate {config.learning_rate:g}",
+        output_dir=str(config.output_dir),
+        spread=str(sampler.spread()) if sampler is not None and config.world_size > 1 else None,
+    )
+    print_banner(console, facts, patch.report, prepared.train.ledger, fill)
+
+
+def _device_name(device: torch.device, count: int) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    if count == 1 and device.type == "cuda" and torch.cuda.device_count() > 1:
+        n_gpus = torch.cuda.device_count()
+        return f"{name}, one of {n_gpus} (torchrun --nproc_per_node {n_gpus} cli.py trains on all)"
+    return name if count == 1 else f"{count} x {name}"
+
+
+class DemoScores:
+    """How well the demo's model answers held-out rows, before training and after it.
+
+    Other runs have no such rows. The main process alone has them, and none has if the weights are sharded.
+    """
+
+    def __init__(self, model: Any, prepared: "Prepared"):
+        self._model, self._tokenizer = model, prepared.tokenizer
+        training = prepared.options.training
+        has_rows = prepared.options.is_demo and is_main_process()
+        has_rows = has_rows and training.fsdp is None and training.deepspeed is None
+        self._rows: list[dict[str, str]] = load_rows("demo", "test").to_list() if has_rows else []
+        self._before = self._score()
+
+    def _score(self) -> ExactMatch | None:
+        return exact_match(self._model, self._tokenizer, self._rows) if self._rows else None
+
+    def show(self, console: Console, metrics: MetricsFile) -> None:
+        """Score the trained model, and print and write down both scores, with a few answers."""
+        before, after = self._before, self._score()
+        if not (before and after):
+            return
+        short = [i for i, made in enumerate(after.generations) if len(made.prompt) <= _LONGEST_PROMPT]
+        examples = [
+            {
+                "prompt": after.generations[i].prompt,
+                "before": before.generations[i].answer,
+                "after": after.generations[i].answer,
+                "expected": after.generations[i].expected,
+            }
+            for i in short[:_EXAMPLES]
+        ]
+        metrics.write(
+            "demo", exact_match_before=before.score, exact_match_after=after.score, examples=examples
+        )
+        print_generations(console, before.score, after.score, len(after.generations), examples)
+
+
+def summarise(trainer: "RunTrainer", fill: RowFill) -> RunSummary:
+    """How the run went, in all of its processes. Every process has to call this."""
+    trained = trainer.trained
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    n_bytes, what = peak_memory()
+    by_rank = gather_object([n_bytes])
+    return RunSummary(
+        steps=trainer.state.global_step,
+        seconds=trained.seconds,
+        epochs=trainer.state.epoch or 0.0,
+        tokens_trained=trained.tokens,
+        tokens_counted=trained.counted,
+        tokens_padded=trained.slots - trained.tokens,
+        documents_per_second=trained.tokens * fill.documents / fill.tokens / trained.seconds,
+        tokens_per_second=trained.tokens / trained.seconds,
+        peak_memory_bytes=max(by_rank),
+        peak_memory_of=what,
+        peak_memory_by_rank=by_rank,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        updates_left_out=trainer.finite_updates.left_out,
+        output_dir=str(trainer.args.output_dir),
+    )
