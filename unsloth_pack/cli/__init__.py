@@ -65,7 +65,7 @@ def _leave_error(path: str, code: int, line: str) -> None:
 
 
 def _flush() -> None:
-    """Write what Python holds: at its end a reader that has gone (`| head`) would change the exit code."""
+    """Flush stdout now: if its reader has gone (`| head`), Python's own flush would change the exit code."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -74,13 +74,13 @@ def _flush() -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM raises `Terminated` as Ctrl-C does `KeyboardInterrupt`; a second one ends the process."""
+    """Inside this context the first SIGTERM raises `Terminated`, as Ctrl-C raises `KeyboardInterrupt`."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main one alone
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
     before = signal.signal(signal.SIGTERM, terminate)
@@ -110,7 +110,7 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
 
 
 def _one_line(error: BaseException) -> str:
-    """The message, without line breaks, what else may steer a terminal, and a middle of any length."""
+    """The message as one line, without characters that steer a terminal; a long one loses its middle."""
     line = printable(" ".join(str(error).split()))
     return (
         line

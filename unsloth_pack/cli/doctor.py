@@ -25,10 +25,10 @@ _PREFIX = "UNSLOTH_PACK_"
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was looked at.
+    """One finding.
 
     Args:
-        remedy: what to do about it; empty where it is fine.
+        remedy: what to do about it; empty if it is fine.
     """
 
     section: str
@@ -158,7 +158,7 @@ def _needs(device_type: str) -> Iterator["AttentionNeed"]:
 
 
 def _remedy(backend: str, why: str | None) -> str:
-    """What to do about a backend that should run here; that it needs another device or dtype is fine."""
+    """What to do about a backend that is broken; one that needs another device or dtype is not."""
     package = {
         "flash": "flash-attn-4" if _installed("flash-attn-4") else "flash-attn",
         "xformers": "xformers",
@@ -192,7 +192,7 @@ def _variables(device_type: str) -> Iterator[Line]:
 
 
 def _asked_for(value: str, device_type: str) -> tuple[str, str]:
-    """What the variable that overrides --attn_backend does here, and what to do about it."""
+    """What the variable that overrides --attn_backend does here, and the remedy, if any."""
     from unsloth_pack.attention import why_unavailable
     from unsloth_pack.attention.backends import requested_backend
 

@@ -1,9 +1,9 @@
-"""What is known to break, and what is known to be left over, as data for `doctor`."""
+"""Data for `doctor`: tested releases, releases known to break, and variables of other tools."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# What the tests run with: from the first release up to, but not with, the second.
+# Package -> the first release that the tests run with, and the first that they do not.
 TESTED = {
     "torch": ("2.11", "2.14"),
     "transformers": ("5.17", "5.24"),
@@ -12,7 +12,7 @@ TESTED = {
     "accelerate": ("1.15", "1.16"),
     "datasets": ("4.8", "5.3"),
 }
-# What else is used where it is there, and whether on CUDA alone.
+# Optional package -> what uses it, and whether every machine with CUDA should have it.
 OPTIONAL = {
     "triton": ("fused kernels on CUDA", True),
     "bitsandbytes": ("load_in_4bit, load_in_8bit and 8-bit optimizers", False),
@@ -28,9 +28,9 @@ class Breakage:
 
     Args:
         releases: package -> versions, as pip writes them; all must be installed.
-        device_type: "cuda" or "cpu" where it breaks there alone.
+        device_type: "cuda" or "cpu" if it breaks only there.
         what: what does not work.
-        remedy: how it works.
+        remedy: what to do about it.
     """
 
     releases: Mapping[str, str]
@@ -61,7 +61,7 @@ BREAKAGES = (
     ),
 )
 
-# Beginnings of names, and whose they are.
+# Beginning of an environment variable's name -> whose it is.
 STALE_VARIABLES = {
     "OFFLINE_PACKED_": "LLaVA-OneVision's",
     "OFFLINE_PACKING_": "LLaVA-OneVision's",

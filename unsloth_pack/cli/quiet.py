@@ -6,8 +6,8 @@ import warnings
 
 
 def quieten_imports() -> None:
-    """Hide what libraries would say while they are imported, such as kernels that this package needs not."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # later, with int8, a line a layer and step
+    """Hide what libraries say while they are imported, such as warnings of missing kernels."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # with int8, it warns in every layer and step
 
 
 def quieten(show_bars: bool = True) -> None:
@@ -17,7 +17,7 @@ def quieten(show_bars: bool = True) -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # every retry, before the error itself
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports every retry before the error
     if not (show_bars and sys.stderr.isatty()):
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()

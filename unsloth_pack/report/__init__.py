@@ -1,1 +1,1 @@
-"""What a run says about itself: how full its rows are, its metrics file, its plots and its tables."""
+"""What a run reports: how full its rows are, its metrics file, its plots, its tables and its progress."""

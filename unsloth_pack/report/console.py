@@ -9,19 +9,19 @@ from rich.console import Console
 
 
 class LastingConsole(Console):
-    """Outlives its reader: where the pipe closes (`| head`), the command ends as it would have."""
+    """A console that outlives its reader: if the pipe closes (`| head`), the command goes on to its end."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing more."""
         with suppress(SystemExit):
-            super().on_broken_pipe()  # points stdout at nothing, and would end the process
+            super().on_broken_pipe()  # points stdout at nothing, and raises SystemExit
 
     def show_json(self, value: Any) -> None:
         self.out(json.dumps(value, indent=1), highlight=False)
 
 
 class RunConsole(LastingConsole):
-    """Where the reader of a run ends (a `tee`, say), the run goes on unseen."""
+    """The console of a run, which goes on unseen if its reader (`| tee`) ends."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing more, and say so on stderr."""

@@ -20,9 +20,9 @@ class RowFill:
 
     Args:
         rows, documents, tokens: in one pass over the data.
-        slots: tokens that the rows have room for: packed, rows times their capacity; padded, with each batch
-            as long as its longest row, as one random order of the rows has it.
-        slots_computed: slots that the model computes; packed rows end where their documents do.
+        slots: tokens that the rows have room for: packed rows times their capacity; for padded rows, the
+            lengths that their batches are padded to, in one random order.
+        slots_computed: slots that the model computes; packed rows end with their last document.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class RowFill:
 
     @property
     def padding(self) -> int:
-        """Tokens that are computed for nothing."""
+        """Slots that are computed and hold no token."""
         return self.slots_computed - self.tokens
 
 
@@ -52,7 +52,7 @@ def row_lengths(dataset: datasets.Dataset) -> np.ndarray:
 
 
 def document_lengths(dataset: datasets.Dataset) -> np.ndarray:
-    """`[documents]` int64: the tokens of every document, whether it has its row for itself or not."""
+    """`[documents]` int64: the tokens of every document, packed or not."""
     import pyarrow.compute as pc
 
     if "seq_lengths" not in dataset.column_names:
@@ -70,7 +70,7 @@ def fill_of_packed(dataset: datasets.Dataset, capacity: int) -> RowFill:
 
 
 def fill_of_joined(dataset: datasets.Dataset) -> RowFill:
-    """The fill of rows that are joined to one without padding."""
+    """The fill of rows that are joined into one without padding."""
     tokens = int(row_lengths(dataset).sum())
     return RowFill(len(dataset), len(dataset), tokens, tokens, tokens)
 

@@ -11,7 +11,7 @@ def peak_memory() -> tuple[int, str]:
     """Bytes, and what they are the peak of."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(), "GPU memory allocated"
-    if sys.platform == "linux":  # getrusage counts there what the parent held when it started this process
+    if sys.platform == "linux":  # getrusage includes what the parent held when it forked
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         if high_water := re.search(r"VmHWM:\s*(\d+) kB", status):
             return int(high_water[1]) * 1024, "process memory"

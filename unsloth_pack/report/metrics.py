@@ -1,13 +1,13 @@
 """`metrics.jsonl`: one JSON object a line, each with its `kind`.
 
-config    the options of the run, the versions it ran with, and on how many processes; the first line
-data      the token ledger and the fill of the rows, one line each for the training and evaluation data; the
-          fingerprint of its ids and labels; how uneven several ranks' work is
+config    the first line: the options of the run by name, without sections; versions; the number of processes
+data      a line each for the training and the evaluation data: the token ledger, the fill of the rows, the
+          fingerprint of ids and labels, and how uneven the work of several ranks is
 log       what the trainer logs, with `step`, and the `seconds` since this process began to train
 demo      exact match on held-out rows, before and after
-nonfinite an update that was left out, its `step`, rows and documents
-stopped   where a signal ended the run
-summary   the last line of a run that came to its end: its figures, and the ledger once more
+nonfinite an update that was left out, with its `step`, rows and documents
+stopped   a signal ended the run after `step`
+summary   the last line of a complete run: its figures, and the ledger once more
 """
 
 import json
@@ -39,7 +39,7 @@ class MetricsFile:
         if not self.enabled:
             return
         line = {"kind": kind, **_finite(values)}
-        if not self.path.exists():  # from its first moment the file says how to resume the run
+        if not self.path.exists():  # it appears with its first line, which says how to resume the run
             return self._replace([line])
         if self.path.is_symlink():
             return self._replace([*_read(self.path), line])
@@ -47,7 +47,7 @@ class MetricsFile:
             file.write(_encoded(line))
 
     def rewind(self, step: int) -> None:
-        """Drop what the file holds beyond `step`, before a run goes on from there."""
+        """Drop what the file holds of later steps, before a run goes on from `step`."""
         if not self.enabled:
             return
         self._replace([line for line in _read(self.path) if _belongs(line, step)])
@@ -58,10 +58,10 @@ class MetricsFile:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The options that the run in `folder` was started with.
+    """The options that the run in `folder` was started with, by name.
 
     Raises:
-        InputError: there is no metrics file, or it does not begin with them.
+        InputError: there is no metrics file, or it does not begin with options.
     """
     path = folder / FILE_NAME
     try:
@@ -73,18 +73,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_processes(folder: Path) -> int | None:
-    """On how many processes the run in `folder` was started; None where its configuration does not say."""
+    """On how many processes the run in `folder` was started; None if its first line does not say."""
     return _read(folder / FILE_NAME)[0].get("processes")
 
 
 def read_data(folder: Path, use: str) -> dict[str, Any] | None:
-    """The `data` line of what the run in `folder` has for "train" or "eval"; None where it has none yet."""
+    """The `data` line of the run in `folder` for "train" or "eval"; None if there is none yet."""
     lines = _read(folder / FILE_NAME)
     return next((line for line in lines if line["kind"] == "data" and line["use"] == use), None)
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the run in `folder` came to its end."""
+    """Whether the run in `folder` is complete."""
     return any(line["kind"] == "summary" for line in _read(folder / FILE_NAME))
 
 
@@ -95,7 +95,7 @@ def _belongs(line: dict[str, Any], step: int) -> bool:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without a last one that a killed run did not end."""
+    """The lines of a metrics file, without a last one that a killed run left unfinished."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
 

@@ -18,14 +18,14 @@ from unsloth_pack.report.memory import gib
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the banner says beside the data and the patch.
+    """What the banner shows beside the data and the patch.
 
     Args:
-        packs: the manifest, where the rows were packed on disk.
+        packs: the manifest, if the rows were packed on disk.
         rows_per_step: of a micro-batch on one device.
         rows_per_update: rows of all devices and accumulation steps together.
         optimizer: its name and learning rate.
-        spread: how uneven the ranks' work is, where there are several.
+        spread: how uneven the ranks' work is, if there are several.
     """
 
     model_name: str
@@ -49,14 +49,14 @@ class RunSummary:
     Args:
         seconds: of training, evaluation included.
         epochs: passes over the data.
-        tokens_trained: in all of them, padding not counted.
-        tokens_counted: of these, that the loss was a mean of, as the trainer counted them.
-        tokens_padded: that were computed beside them for nothing.
-        documents_per_second, tokens_per_second: trained on, padding not counted.
-        peak_memory_bytes, peak_memory_of: how much, of what; the most of any rank.
+        tokens_trained: in all passes, without padding.
+        tokens_counted: those of them that the loss was a mean of, as the trainer counted them.
+        tokens_padded: padding, computed for nothing.
+        documents_per_second, tokens_per_second: trained on, without padding.
+        peak_memory_bytes, peak_memory_of: how much, of what, on the rank that took the most.
         peak_memory_by_rank: bytes.
         first_loss, last_loss: as logged, in nats a token.
-        updates_left_out: because they were not finite.
+        updates_left_out: updates that were not finite, and so not applied.
     """
 
     steps: int
@@ -105,7 +105,8 @@ def print_banner(
         ("output", facts.output_dir),
     ]
     if ledger.prompts_rerendered:
-        note = f"{ledger.prompts_rerendered:,} rows begin unlike their prompt alone; the loss starts there"
+        changed = f"{ledger.prompts_rerendered:,} rows change the tokens of their prompt"
+        note = f"{changed}: there the loss starts at the first token that differs"
         rows.append(("note", note))
     _print_facts(console, "unsloth-pack", rows)
 
@@ -140,7 +141,7 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
         (
             "tokens",
             f"{summary.tokens_trained:,} trained in {summary.epochs:.4g} epochs: {summary.tokens_counted:,} "
-            f"counted in the loss, {unscored:,} without loss; {summary.tokens_padded:,} padded beside them",
+            f"counted in the loss, {unscored:,} without loss; and {summary.tokens_padded:,} of padding",
         ),
         ("peak memory", f"{gib(summary.peak_memory_bytes)} of {summary.peak_memory_of}"),
         ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
@@ -159,7 +160,7 @@ def print_generations(
     """Exact match before and after training, and a few answers side by side.
 
     Args:
-        before, after: the share of the held-out rows, 0 to 1, answered to the letter.
+        before, after: the share of the held-out rows, 0 to 1, that were answered to the letter.
         count: of held-out rows.
         examples: prompt, answer before, answer after and the expected one.
     """
@@ -179,9 +180,7 @@ def _print_facts(console: Console, title: str, rows: Sequence[tuple[str, str]]) 
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(
-            Text(name), Text(printable(value))
-        )  # as text: a path may hold what rich takes for markup
+        table.add_row(Text(name), Text(printable(value)))  # `Text`, since a path may look like rich's markup
     console.print(table)
 
 
