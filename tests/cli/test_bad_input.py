@@ -7,8 +7,9 @@ import pytest
 from model_folder import save_model
 
 from unsloth_pack.cli import main
+from unsloth_pack.recipe.command_line import train_parser
 from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.options import TrainOptions, train_parser
+from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.other_trainers import FLAGS, REMEDIES
 
 

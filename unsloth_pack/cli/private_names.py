@@ -45,13 +45,13 @@ PRIVATE_NAMES = (
         "torch.nn.modules.module",
         "_modules",
         "to see whether a module was added, removed or wrapped, without a walk",
-        ("forwards/leak_probe.py", "forwards/mlp.py", "graphs/step_graphs.py", "modules/walk.py"),
+        ("forwards/mlp.py", "graphs/decoder_state.py", "modules/sharding.py", "modules/walk.py"),
     ),
     PrivateName(
         "torch.nn.modules.module",
         "_parameters",
         "to see whether a parameter was replaced, and to put a stand-in into its place",
-        ("forwards/attention.py", "graphs/step_graphs.py", "modules/walk.py"),
+        ("forwards/attention.py", "graphs/decoder_state.py", "graphs/stand_ins.py", "modules/walk.py"),
     ),
     PrivateName(
         "torch.nn.modules.dropout",
@@ -65,7 +65,7 @@ PRIVATE_NAMES = (
         "to see that a saved tensor was changed in place",
         ("lora/arithmetic.py", "lora/layers.py", "losses/cross_entropy.py"),
     ),
-    PrivateName("torch", "_foreach_copy_", "to cast all adapters in one launch", ("graphs/step_graphs.py",)),
+    PrivateName("torch", "_foreach_copy_", "to cast all adapters in one launch", ("graphs/stand_ins.py",)),
     PrivateName("torch", "_scaled_mm", "GEMMs in fp8", ("kernels/fp8.py",)),
     PrivateName(
         "torch.ops.aten",
@@ -73,6 +73,7 @@ PRIVATE_NAMES = (
         "a shape that autograd does not take for a view",
         ("lora/arithmetic.py",),
     ),
+    PrivateName("torch.cuda", "_POOL_HANDLE", "the type of a pool of graph memory", ("graphs/memory.py",)),
     PrivateName("torch.cuda.memory", "_set_allocator_settings", "segments that grow", ("api.py",)),
     *(
         PrivateName("torch._C", name, "to free the memory of CUDA graphs", ("graphs/memory.py",), True)
@@ -88,13 +89,13 @@ PRIVATE_NAMES = (
         "torch.distributed.fsdp._common_utils",
         "_fsdp_wrapped_module",
         "to see that FSDP1 shards the model",
-        ("forwards/leak_probe.py",),
+        ("modules/sharding.py",),
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fully_shard",
         "_is_fsdp_managed_module",
         "to see that FSDP2 shards the head",
-        ("losses/cross_entropy.py",),
+        ("modules/sharding.py",),
     ),
     PrivateName(
         "transformers.configuration_utils",
@@ -112,13 +113,13 @@ PRIVATE_NAMES = (
         "transformers.modeling_utils",
         "_set_gradient_checkpointing",
         "trainers turn checkpointing on: our own mode stays",
-        ("forwards/decoder.py",),
+        ("forwards/causal_lm.py",),
     ),
     PrivateName(
         "transformers.modeling_utils",
         "_gradient_checkpointing_func",
         "to recompute by a plan, or to offload",
-        ("forwards/decoder.py", "forwards/mlp.py", "memory/checkpointing.py"),
+        ("forwards/causal_lm.py", "forwards/mlp.py", "memory/checkpointing.py"),
     ),
     PrivateName(
         "transformers.modeling_utils",
@@ -133,23 +134,21 @@ PRIVATE_NAMES = (
         ("training/trl.py",),
     ),
     *(
-        PrivateName("transformers.trainer", name, _CHECKPOINTS, ("training/checkpoints.py",))
+        PrivateName("transformers.trainer", name, _CHECKPOINTS, ("training/trl.py",))
         for name in ("_get_output_dir", "_inner_training_loop", "_load_from_checkpoint", "_save_checkpoint")
     ),
     *(
-        PrivateName(
-            "transformers.trainer", name, "updates that are not finite", ("training/finite_updates.py",)
-        )
+        PrivateName("transformers.trainer", name, "updates that are not finite", ("training/trl.py",))
         for name in ("_clip_grad_norm", "_maybe_log_save_evaluate")
     ),
     PrivateName(
-        "transformers.trainer", "_get_train_sampler", "the order of packed rows", ("training/row_order.py",)
+        "transformers.trainer", "_get_train_sampler", "the order of packed rows", ("training/trl.py",)
     ),
     PrivateName(
         "transformers.trainer",
         "_prepare_for_training",
         "to adapt the patch once the weights are sharded",
-        ("training/sharded_weights.py",),
+        ("training/trl.py",),
     ),
     PrivateName(
         "transformers.trainer",
@@ -167,7 +166,7 @@ PRIVATE_NAMES = (
         "transformers.loss.loss_utils",
         "ForCausalLMLoss",
         "to see that a model has the loss that is fused",
-        ("losses/cross_entropy.py",),
+        ("losses/fusable.py",),
     ),
     PrivateName(
         "transformers.utils.output_capturing",
@@ -189,7 +188,7 @@ PRIVATE_NAMES = (
             "peft.tuners.tuners_utils",
             name,
             "a captured step takes the adapters for granted",
-            ("graphs/step_graphs.py",),
+            ("graphs/decoder_state.py",),
         )
         for name in ("_active_adapter", "_disable_adapters")
     ),
