@@ -13,6 +13,7 @@ from comparison import NEWEST, NotComparable, read_pairs  # noqa: E402
 
 COMPARISONS = sorted(NEWEST.parent.glob("compare-*.json"))
 ONE_MACHINE = NEWEST.parent / "pr-16k-accumulation-h200-2026-11-22.json"
+NEW_KERNEL = NEWEST.parent / "compare-scores-h200-2026-11-22.json"
 README, PERFORMANCE = (ROOT / name for name in ("README.md", "docs/performance.md"))
 CASES_OF_README = ("pr", "pr-16k", "8b", "8b-gc")  # docs/performance.md has all of them
 HOST_BOUND = ("pr", "pr-16k")  # Unsloth is as fast as its host there, so the documents give a range
@@ -99,6 +100,19 @@ def test_the_runs_of_one_machine_are_told_as_measured():
         times = [f"{run['step_ms']:.1f}", f"{run['p10_ms']:.1f} to {run['p90_ms']:.1f}"]
         expected[str(number)] = [peer, rows_an_update[run["acc"]], *times, f"{run['tok_s']:,}"]
     assert _table(PERFORMANCE, "| run | peer | rows an update |") == expected
+
+
+def test_the_rounds_of_the_new_kernel_are_told_as_measured():
+    rows = ("rows of 2,048", "rows of 16,384")
+    expected = []
+    for title, run in zip(rows, json.loads(NEW_KERNEL.read_text())["runs"], strict=True):
+        ours, unsloth = ([r for r in run["results"] if r["peer"] == peer] for peer in ("ours", "unsloth"))
+        for number, (our, their) in enumerate(zip(ours, unsloth, strict=True), 1):
+            times = [str(our["step_ms"]), str(their["step_ms"])]
+            speeds = [f"{our['tok_s']:,}", f"{their['tok_s']:,}", f"{our['tok_s'] / their['tok_s']:.2f}"]
+            expected.append(" | ".join([title if number == 1 else "", str(number), *times, *speeds]))
+    text = PERFORMANCE.read_text()
+    assert all(f"| {line} |" in text.replace("| | ", "|  | ") for line in expected)
 
 
 def test_the_picture_was_drawn_from_the_newest_results():
