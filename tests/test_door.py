@@ -2,11 +2,13 @@
 
 import copy
 import math
+from types import MethodType
 
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.utils import extract_model_from_parallel
 from datasets import Dataset
 from model_folder import byte_tokenizer, save_model
 from tiny import DEVICE, error, random_documents, tiny_model
@@ -388,6 +390,23 @@ def test_accelerates_hooks_wrap_the_door(order, described):
     patch.undo()
     expected = 2 * plain if order == "hook first" else plain
     assert torch.allclose(model(input_ids=ids[:, :5]).logits, expected, atol=1e-5)
+
+
+def test_what_accelerate_keeps_of_a_wrapped_forward_goes_with_the_patch():
+    """It wraps the function of model.forward for mixed precision, and keeps the method beside."""
+    model = tiny_model("qwen3", torch.float32, vocab_size=VOCABULARY).unload().eval()
+    ids = torch.cat(random_documents([7])).to(DEVICE)[None]
+    plain, attributes = model(input_ids=ids).logits, set(vars(model))
+    patch = patch_model(model)
+    model._original_forward = model.forward
+    doors = model.forward.__func__
+    model.forward = MethodType(lambda self, *args, **kwargs: (doors(self, *args, **kwargs).logits, 1), model)
+    assert torch.allclose(model(input_ids=ids)[0], plain, atol=1e-5)
+    patch.undo()
+    assert set(vars(model)) == attributes
+    assert torch.equal(
+        extract_model_from_parallel(model, keep_fp32_wrapper=False)(input_ids=ids).logits, plain
+    )
 
 
 def test_a_deep_copy_has_a_door_of_its_own():

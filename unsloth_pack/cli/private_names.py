@@ -1,4 +1,4 @@
-"""Private names of torch, transformers, PEFT and TRL that are used here. A release may drop any of them.
+"""Private names of torch, transformers, accelerate, PEFT and TRL that are used here. A release may drop any of them.
 
 `TESTED` in `known.py` says in which releases they have been seen.
 """
@@ -72,6 +72,12 @@ PRIVATE_NAMES = (
         "_unsafe_view",
         "a shape that autograd does not take for a view",
         ("lora/arithmetic.py",),
+    ),
+    PrivateName(
+        "accelerate.accelerator",
+        "_original_forward",
+        "undo() removes the forward that was wrapped for mixed precision",
+        ("forwards/door.py",),
     ),
     PrivateName("torch.cuda", "_POOL_HANDLE", "the type of a pool of graph memory", ("graphs/memory.py",)),
     PrivateName("torch.cuda.memory", "_set_allocator_settings", "segments that grow", ("api.py",)),

@@ -63,6 +63,16 @@ def let_in(model: Any, earlier: dict[str, Any]) -> None:
     vars(model).update(earlier)
 
 
+def forget(model: Any, door: Callable[..., Any]) -> None:
+    """Remove what accelerate keeps beside a wrapper, the forward that it has wrapped, where that is the door.
+
+    Args:
+        door: the function that `Door` has decorated.
+    """
+    if getattr(vars(model).get("_original_forward"), "__func__", None) is door:
+        del model._original_forward
+
+
 def trl_head_of(model: Any) -> TrlHead | None:
     """What a trainer of TRL's wants of a model, or None."""
     return vars(model).get(_TRL_HEAD)

@@ -21,7 +21,7 @@ from unsloth_pack.attention.backends import requested_backend
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.decoder import FastDecoder
-from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, let_in, set_forwards
+from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, forget, let_in, set_forwards
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mlp import FastMLP
@@ -102,6 +102,7 @@ class Patch:
             for name in attributes:
                 module.__dict__.pop(name, None)
         self._swapped.clear()
+        forget(self._model, FastCausalLM.forward)
         if self._model.__dict__.get(_PATCH) is self:
             del self._model.__dict__[_PATCH]
             self._decoder.config._attn_implementation = self._attn_implementation
