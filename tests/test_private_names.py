@@ -19,7 +19,7 @@ from unsloth_pack.cli.known import TESTED
 from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName, missing_names
 
 ROOT = Path(unsloth_pack.__file__).parent
-LIBRARIES = ("torch", "transformers", "peft", "trl")
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 NAMESPACES = {"_C"}  # not used themselves
 OF_PYTHON = {"_option_string_actions", "_replace"}  # argparse, named tuples

@@ -1,4 +1,4 @@
-"""Private names of torch, transformers, accelerate, PEFT and TRL that are used here. A release may drop any of them.
+"""Private names of torch, transformers, accelerate, PEFT and TRL that are used. Any release may drop one.
 
 `TESTED` in `known.py` says in which releases they have been seen.
 """
