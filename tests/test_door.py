@@ -243,6 +243,10 @@ def test_scores_that_no_trainer_has_prepared_are_refused():
     """As after a patch was undone and laid anew: the trainer's head went with it."""
     with pytest.raises(InputError, match="no trainer has prepared this model; make it a new trainer"):
         patched()(**row(random_documents(LENGTHS)), packed_seq_lengths=LENGTHS, fused_lm_head=True)
+    model = patched()
+    asked_by_trl(model)
+    with pytest.raises(InputError, match="there are none; give labels"):
+        model(input_ids=row(random_documents(LENGTHS))["input_ids"], fused_lm_head=True)
 
 
 def test_the_report_says_that_trls_trainers_get_the_kernel():

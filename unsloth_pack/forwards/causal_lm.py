@@ -156,9 +156,12 @@ class FastCausalLM(CountedParameters):
     def _scored_for_trl(self, trl_head: TrlHead, call: "_Call", step_labels: "_StepLabels") -> Any:
         call.inputs["use_cache"] = False
         if trl_head.why_not or why_head_not_fused(self) or (self.is_wrapper and call.row is None):
-            given = {"packed_row": call.row} if call.row is not None else {}
-            arguments = {**call.inputs, **call.rest, **step_labels.as_given(), **given}
-            return trl_head.forward(**arguments, fused_lm_head=True)
+            arguments = {**call.inputs, **call.rest, **step_labels.as_given(), "fused_lm_head": True}
+            if not (
+                self.is_wrapper and call.row is None
+            ):  # parts between a wrapper and its decoder take no row
+                arguments["packed_row"] = call.row
+            return trl_head.forward(**arguments)
         text_config = self.config.get_text_config()
         wants_router = call.rest.get("output_router_logits")
         if wants_router is None and getattr(text_config, "output_router_logits", False):
@@ -269,7 +272,8 @@ class _StepLabels:
         """`[B, T]`: of every token, the label that it predicts."""
         if self.shift_labels is not None:
             return self.shift_labels
-        assert self.labels is not None
+        if self.labels is None:
+            raise InputError("fused_lm_head=True scores labels, and there are none; give labels")
         return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
 
     def as_given(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from unsloth_pack.row.keywords import ROW_KEYWORDS
 from unsloth_pack.row.packed_row import PackedRow
 
 logger = logging.getLogger("unsloth_pack")
+_TAKEN_OUT = frozenset((*ROW_KEYWORDS, *LOSS_KEYWORDS))  # of a call: layers read neither
 # Under checkpointing the backward pass runs all the same, and a trainer goes on without a word.
 _NOTHING_TRAINS = (
     "no weight of the decoder is trained; put an adapter on the model with FastLanguageModel.get_peft_model, "
@@ -183,6 +184,3 @@ class FastDecoder(nn.Module):
             hidden_BTC = layer(hidden_BTC, position_embeddings=rotations[kind], packed_row=row, **kwargs)
         # router_logits stay None without experts
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_BTC))
-
-
-_TAKEN_OUT = frozenset((*ROW_KEYWORDS, *LOSS_KEYWORDS))  # of a call: layers read neither
