@@ -258,7 +258,6 @@ class _StepLabels:
         self.num_items = call.rest.pop("num_items_in_batch", None)
         self.shift_labels: Tensor | None = call.rest.pop("shift_labels", None)
         self.labels = labels
-        self._row = call.row
         self._late: list[CountedLabels | ContradictingLabels] = []
         shape = None if call.row is None else call.row.shape
         n_outputs = getattr(model.get_output_embeddings(), "out_features", None)  # some wrappers hide it
