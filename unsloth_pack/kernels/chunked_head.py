@@ -109,6 +109,16 @@ def project_to_logits(x_LC: Tensor, weight: Tensor, bias: Tensor | None, buffer_
     return torch.addmm(bias, x_LC, weight.t(), out=logits_LV)
 
 
+def plain_logits(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """z in float32 or better, and dz/dl, in plain torch; z takes the place of logits of its own dtype."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
+    if softcap is None:
+        return z, scale
+    z.div_(softcap).tanh_()
+    slope = (1 - z.square()).mul_(scale)
+    return z.mul_(softcap), slope
+
+
 def block_and_warps(V: int) -> tuple[int, int]:
     """Logits that a program holds at a time, and its warps."""
     block = min(_BLOCK, triton.next_power_of_2(V))

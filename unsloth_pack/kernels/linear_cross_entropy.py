@@ -30,6 +30,7 @@ from .chunked_head import (
     logit_and_slope,
     most_rows,
     multiply,
+    plain_logits,
     project_to_logits,
 )
 from .launch import jit, takes_fused_path, tl
@@ -145,15 +146,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, scale: float,
 def _plain_cross_entropy(
     logits: Tensor, labels: Tensor, losses: Tensor, scale: float, softcap, with_grad
 ) -> None:
-    """In plain torch, in place where the dtype allows."""
+    """In plain torch."""
     labels = labels.long()[:, None]
-    z = logits.to(losses.dtype).mul_(scale)
-    slope: Tensor | float = scale
-    if softcap is not None:
-        z.div_(softcap).tanh_()
-        if with_grad:
-            slope = (1 - z.square()).mul_(scale)
-        z.mul_(softcap)
+    z, slope = plain_logits(logits, scale, softcap)
     log_p = z.log_softmax(-1)
     losses.copy_(log_p.gather(1, labels)[:, 0].neg_())
     if with_grad:

@@ -145,6 +145,14 @@ def gated_backward_(
         into.detach().copy_(x.detach())
 
 
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float
+) -> Tensor:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = scale * F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -160,10 +168,7 @@ def linear_cross_entropy(
     The contract is `unsloth_pack.kernels.linear_cross_entropy`'s, but for all logits at once. Computes in
     float32, or float64 if an input is.
     """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    logits = scale * F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = _logits(hidden, weight, bias, softcap, scale)
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), reduction="none")
     return losses.sum() / ((labels != -100).sum() if num_items is None else num_items)
 
@@ -182,10 +187,7 @@ def token_scores(
 
     The contract is `unsloth_pack.kernels.token_scores`'s. Computes in float32, or float64 if an input is.
     """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    logits = scale * F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = _logits(hidden, weight, bias, softcap, scale)
     has_label = labels != -100
     log_p = logits.log_softmax(-1)
     scores = {

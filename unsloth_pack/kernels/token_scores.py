@@ -39,6 +39,7 @@ from .chunked_head import (
     logit_and_slope,
     most_rows,
     multiply,
+    plain_logits,
     project_to_logits,
 )
 from .launch import jit, takes_fused_path, tl
@@ -225,15 +226,6 @@ def _to_gradient(
         )
 
 
-def _plain_logits(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """z in float32 or better, and dz/dl."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    if softcap is None:
-        return z, scale
-    tanh = (z / softcap).tanh_()
-    return tanh * softcap, (1 - tanh.square()).mul_(scale)
-
-
 def _plain_score(
     logits: Tensor, labels: Tensor, scores: list[Tensor | None], scale: float, softcap, with_grad: bool
 ) -> None:
@@ -241,7 +233,7 @@ def _plain_score(
     log_prob, entropy, is_top1, mean_logit, log_sum_sq_probs = scores
     assert log_prob is not None
     column = labels.long()[:, None]
-    z, slope = _plain_logits(logits, scale, softcap)
+    z, slope = plain_logits(logits, scale, softcap)
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     log_prob.copy_(log_p.gather(1, column)[:, 0])
@@ -264,7 +256,7 @@ def _plain_to_gradient(
     """In plain torch."""
     g_log_prob, g_entropy = upstream
     column = labels.long()[:, None]
-    z, slope = _plain_logits(logits, scale, softcap)
+    z, slope = plain_logits(logits, scale, softcap)
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     g = torch.zeros_like(p)
