@@ -120,6 +120,17 @@ class FastCausalLM(CountedParameters):
         """The decoder's output; the call has been described."""
         return self.fast_decoder(**call.inputs, packed_row=call.row, **call.rest)
 
+    def _is_left_alone(self, call: "_Call") -> bool:
+        """Whether a call goes through a model around a text model as it is: images may come with it."""
+        return self.is_wrapper and call.row is None
+
+    def _for_theirs(self, call: "_Call", step_labels: "_StepLabels") -> dict[str, Any]:
+        """The arguments of transformers' forward or of TRL's, which hand them on to the decoder."""
+        arguments = {**call.inputs, **call.rest, **step_labels.as_given()}
+        if not self._is_left_alone(call):  # where what lies before the decoder takes no row
+            arguments["packed_row"] = call.row
+        return arguments
+
     # A step of training: the loss alone
 
     def _takes_fused_loss(
@@ -135,7 +146,7 @@ class FastCausalLM(CountedParameters):
             return False
         if asked("return_dict") is False or asked("output_router_logits"):
             return False
-        if self.is_wrapper and call.row is None:  # images may come with it
+        if self._is_left_alone(call):
             return False
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         why_not = why_loss_not_fused(self)
@@ -155,13 +166,8 @@ class FastCausalLM(CountedParameters):
 
     def _scored_for_trl(self, trl_head: TrlHead, call: "_Call", step_labels: "_StepLabels") -> Any:
         call.inputs["use_cache"] = False
-        if trl_head.why_not or why_head_not_fused(self) or (self.is_wrapper and call.row is None):
-            arguments = {**call.inputs, **call.rest, **step_labels.as_given(), "fused_lm_head": True}
-            if not (
-                self.is_wrapper and call.row is None
-            ):  # parts between a wrapper and its decoder take no row
-                arguments["packed_row"] = call.row
-            return trl_head.forward(**arguments)
+        if trl_head.why_not or why_head_not_fused(self) or self._is_left_alone(call):
+            return trl_head.forward(**self._for_theirs(call, step_labels), fused_lm_head=True)
         text_config = self.config.get_text_config()
         wants_router = call.rest.get("output_router_logits")
         if wants_router is None and getattr(text_config, "output_router_logits", False):
@@ -182,13 +188,9 @@ class FastCausalLM(CountedParameters):
     # Everything else: logits, as transformers makes them
 
     def _with_logits(self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor) -> Any:
-        arguments = {**call.inputs, **call.rest, **step_labels.as_given()}
-        if not self.is_wrapper:
-            arguments["packed_row"] = call.row
-            return super().forward(**arguments, logits_to_keep=logits_to_keep)
-        if call.row is None:
-            return super().forward(**arguments, logits_to_keep=logits_to_keep)
-        return self._text_with_logits(call, step_labels, logits_to_keep)
+        if self.is_wrapper and call.row is not None:
+            return self._text_with_logits(call, step_labels, logits_to_keep)
+        return super().forward(**self._for_theirs(call, step_labels), logits_to_keep=logits_to_keep)
 
     def _text_with_logits(
         self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor
