@@ -2,15 +2,13 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from comparison import NEWEST, NotComparable, read_pairs  # noqa: E402
+from benchmarks.comparison import NEWEST, NotComparable, read_pairs
 
+ROOT = Path(__file__).parents[1]
 COMPARISONS = sorted(NEWEST.parent.glob("compare-*.json"))
 ONE_MACHINE = NEWEST.parent / "pr-16k-accumulation-h200-2026-11-22.json"
 NEW_KERNEL = NEWEST.parent / "compare-scores-h200-2026-11-22.json"

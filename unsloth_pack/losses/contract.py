@@ -20,11 +20,7 @@ from unsloth_pack.kernels import LabelledRows, TokenScores, linear_cross_entropy
 from unsloth_pack.kernels.reference import Field
 from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
 
-LOSS_KEYWORDS = (
-    "num_items_in_batch",
-    "shift_labels",
-    "ignore_index",
-)  # of a model's call
+LOSS_KEYWORDS = ("num_items_in_batch", "shift_labels", "ignore_index")  # of a model's call
 
 
 @dataclass(frozen=True)

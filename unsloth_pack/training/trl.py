@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -268,8 +268,6 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback],
 ) -> RunTrainer:
     """A `RunTrainer` over tokenised rows, which prints nothing by itself."""
-    from transformers import PrinterCallback
-
     with _without_untrue_warnings(is_packed="seq_lengths" in train_rows.column_names):
         trainer = RunTrainer(
             model=model,
