@@ -24,7 +24,7 @@ from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.walk import CountedParameters
 from unsloth_pack.row.from_call import row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS
-from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, check_labels
+from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, LabelsElsewhere, check_labels
 from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
 
 _OF_IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
@@ -39,13 +39,14 @@ class FastCausalLM(CountedParameters):
     config: PreTrainedConfig
     base_model: nn.Module
     loss_function: Callable[..., Tensor]
+    get_decoder: Callable[[], nn.Module]
     get_output_embeddings: Callable[[], Any]
     disable_input_require_grads: Callable[[], None]
     spec: ArchSpec
     fast_decoder: FastDecoder  # no submodule of its own: it lies somewhere below
     is_wrapper: bool  # a model around a text model, as of vision and language
     training_loss: Loss
-    boundary_labels_sought: bool  # whether labels of one of TRL's trainers have been looked at
+    boundary_labels_sought: bool  # whether labels that nobody has counted have been looked at
 
     @Door
     def forward(
@@ -93,6 +94,7 @@ class FastCausalLM(CountedParameters):
         if row is not None:
             inputs["attention_mask"] = row.token_mask
             self._refuse_images(call)
+            self._refuse_other_decoder()
         trl_head = None
         if kwargs.pop("fused_lm_head", False) and (trl_head := trl_head_of(self)) is None:
             raise InputError(
@@ -105,6 +107,8 @@ class FastCausalLM(CountedParameters):
             out = self._with_fused_loss(call, step_labels)
         else:
             out = self._with_logits(call, step_labels, logits_to_keep)
+            has_loss = step_labels.labels is not None
+            step_labels.watch(out[has_loss] if isinstance(out, tuple) else out.logits)
         step_labels.refuse()
         return out
 
@@ -114,6 +118,12 @@ class FastCausalLM(CountedParameters):
             raise InputError(
                 f"a packed row comes with {given[0]}; a {type(self).__name__} packs rows of text alone: "
                 "give such examples unpacked"
+            )
+
+    def _refuse_other_decoder(self) -> None:
+        if self.get_decoder() is not self.fast_decoder:
+            raise InputError(
+                f"{type(self).__name__} has got another decoder since it was patched; call patch_model again"
             )
 
     def _decoded(self, call: "_Call") -> Any:
@@ -160,7 +170,7 @@ class FastCausalLM(CountedParameters):
         call.rest.pop("return_dict", None)
         decoded = self._decoded(call)
         loss = self.training_loss(labelled, decoded.last_hidden_state, call.row, step_labels.num_items)
-        return loss_output(loss, head, decoded)
+        return loss_output(loss, head, decoded, step_labels.watch)
 
     # TRL's trainers: scores of tokens
 
@@ -173,7 +183,7 @@ class FastCausalLM(CountedParameters):
         if wants_router is None and getattr(text_config, "output_router_logits", False):
             wants_router = call.rest["output_router_logits"] = True
         head = head_of(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
-        labelled = LabelledHead(head, step_labels.shifted())
+        labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
         decoded = self._decoded(call)
         scores, mask = trl_head.scored(labelled, decoded.last_hidden_state), labelled.mask
         if step_labels.shift_labels is None:  # nothing follows the last token
@@ -260,6 +270,7 @@ class _StepLabels:
         self.num_items = call.rest.pop("num_items_in_batch", None)
         self.shift_labels: Tensor | None = call.rest.pop("shift_labels", None)
         self.labels = labels
+        self._model, self._row = model, call.row
         self._late: list[CountedLabels | ContradictingLabels] = []
         shape = None if call.row is None else call.row.shape
         n_outputs = getattr(model.get_output_embeddings(), "out_features", None)  # some wrappers hide it
@@ -267,7 +278,7 @@ class _StepLabels:
             if given is not None:
                 check_labels(name, given, shape, n_outputs)
         if call.row is not None:
-            self._mask(model, call.row, asked_by_trl)
+            self._mask(call.row, asked_by_trl)
 
     def shifted(self) -> Tensor:
         """`[B, T]`: of every token, the label that it predicts."""
@@ -287,6 +298,20 @@ class _StepLabels:
         }
         return {name: value for name, value in given.items() if value is not None}
 
+    def watch(self, logits: Tensor) -> None:
+        """Look at the logits' gradient: the caller may compute a loss from them, with labels of its own."""
+        if self._row is None or not (logits.requires_grad and self._model.training):
+            return
+        is_counted = self.num_items is not None and self.labels is None
+        if logits.shape[:-1] == self._row.shape and (is_counted or self._is_first_look()):
+            LabelsElsewhere(self._row, logits, is_counted)
+
+    def _is_first_look(self) -> bool:
+        """Labels that nobody has counted are looked at in one step: on a device the look waits for it."""
+        is_first = not self._model.boundary_labels_sought
+        self._model.boundary_labels_sought = True
+        return is_first
+
     def refuse(self) -> None:
         """After the decoder: refuse what could be known only now.
 
@@ -296,13 +321,15 @@ class _StepLabels:
         for check in self._late:
             check.refuse()
 
-    def _mask(self, model: Any, row: PackedRow, asked_by_trl: bool) -> None:
+    def _mask(self, row: PackedRow, asked_by_trl: bool) -> None:
+        if self.num_items is not None:
+            if self.shift_labels is not None:  # trainers count these rather than `labels`
+                self._look(CountedLabels(row, self.shift_labels, True, self.ignore_index))
+            elif self.labels is not None:
+                self._look(CountedLabels(row, self.labels, False, self.ignore_index))
+        elif asked_by_trl and self.labels is not None and self._model.training and self._is_first_look():
+            CountedLabels(row, self.labels).warn()
         if self.labels is not None:
-            if self.num_items is not None:
-                self._look(CountedLabels(row, self.labels))
-            elif asked_by_trl and model.training and not model.boundary_labels_sought:
-                model.boundary_labels_sought = True  # once: on a device the look waits for it
-                CountedLabels(row, self.labels).warn()
             self.labels = row.mask_labels(self.labels, self.ignore_index)
         if self.shift_labels is not None:
             self.shift_labels = row.mask_shifted_labels(self.shift_labels, self.ignore_index)

@@ -23,11 +23,14 @@ def cross_entropy(
     return labelled.cross_entropy(hidden_BTC, num_items)
 
 
-def loss_output(loss: Tensor, head: Head, decoded: Any) -> "LossOutput":
+def loss_output(
+    loss: Tensor, head: Head, decoded: Any, watch_logits: Callable[[Tensor], None]
+) -> "LossOutput":
     """A model's output for that of its decoder, with a loss and without logits.
 
     Args:
         decoded: the decoder's output.
+        watch_logits: gets the logits, if they are asked for.
     """
     if loss.requires_grad:
         loss.register_hook(_refuse_second_derivative)
@@ -38,7 +41,9 @@ def loss_output(loss: Tensor, head: Head, decoded: Any) -> "LossOutput":
         if weight._version != version:
             raise InputError("logits are asked for after the head has changed; ask before optimizer.step()")
         with torch.enable_grad():
-            return head.logits(hidden_BTC)
+            logits_BTV = head.logits(hidden_BTC)
+        watch_logits(logits_BTV)
+        return logits_BTV
 
     unmade: Any = _Unmade(make_logits)
     return LossOutput(

@@ -11,6 +11,7 @@ Patching changes one thing outside the model: trainers give spare GPU memory bac
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -38,6 +39,7 @@ from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.report import PatchReport, report_of, say, say_loras, say_loss, say_step
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
+_MADE: WeakSet[type] = WeakSet()  # the classes of patched modules
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
 
 
@@ -88,13 +90,18 @@ class Patch:
         """Do not probe the model for leaks before its first packed row in training."""
         self._decoder.leak_probe = None
 
+    @property
+    def kinds(self) -> dict[type, tuple[type, tuple[str, ...]]]:
+        """The classes that this patch has put in: what each was, and the attributes of its instances."""
+        return {type(module): (original, attributes) for module, original, attributes in self._swapped}
+
     def undo(self) -> None:
         """Restore the model that came in, bit for bit.
 
         Copies that PEFT has made of patched modules since, for `modules_to_save`, are restored too, and
         forwards that trainers have set on the model are removed. Undoing twice is harmless.
         """
-        kinds = {type(module): (original, attributes) for module, original, attributes in self._swapped}
+        kinds = self.kinds
         for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
             if type(module) not in kinds:
                 continue
@@ -134,7 +141,9 @@ def _subclass(fast: type, original: type) -> type:
     names: dict[str, Any] = {
         name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
     }
-    return type(original.__name__, (fast, original), {**names, "__reduce_ex__": _reduce})
+    made = type(original.__name__, (fast, original), {**names, "__reduce_ex__": _reduce})
+    _MADE.add(made)
+    return made
 
 
 def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
@@ -161,18 +170,21 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     Raises:
         UnsupportedArchitecture: no patch is declared for the model type.
         BackendUnavailable: the backend that was asked for cannot run here.
-        InputError: the documents of a packed row could not be kept apart in this model.
+        InputError: the documents of a packed row could not be kept apart in this model; another patch is in
+            force on a part of it, which two models share.
     """
     base = _transformers_model(model)
     decoder = base.get_decoder()
     spec = spec_of(decoder.config.model_type)
+    earlier = base.__dict__.get(_PATCH)
     _refuse_what_would_leak(model, decoder)
+    _refuse_shared_parts(base, earlier)
     backend, source = requested_backend(attn_backend)
     embedding = decoder.get_input_embeddings().weight
     request = Request(embedding.device.type, embedding.dtype, backend, source)
     choices = [mixer.choose(one, spec, request) for mixer, one in mixers_by_layer(decoder, spec)]
     set_before = set_forwards(base)
-    if earlier := base.__dict__.get(_PATCH):  # only now: a refusal leaves the model as patched as it was
+    if earlier is not None:  # only now: a refusal leaves the model as patched as it was
         earlier.undo()
     parts = DecoderParts.of(decoder, spec)
     patch = Patch(base, attn_backend, report_of(spec, base, parts, choices))
@@ -279,6 +291,17 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
     devices = {str(parameter.device) for parameter in decoder.parameters()}
     if len(devices) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
+
+
+def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
+    """Two patches on one module: after one undo, the other hands rows to a module that ignores them."""
+    own = {} if earlier is None else earlier.kinds
+    for name, module in base.named_modules():
+        if type(module) in _MADE and type(module) not in own:
+            raise InputError(
+                f"{name or type(base).__name__} is patched already, in another model that shares it; undo "
+                "that patch first, or load the model anew"
+            )
 
 
 def _why_never_captured(

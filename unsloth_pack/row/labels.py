@@ -7,7 +7,6 @@ counted and no loss sees are refused, or warned of where the model cannot know w
 import logging
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -52,22 +51,26 @@ class CountedLabels:
 
     Args:
         labels: `[B, T]`, as they came.
+        is_shifted: whether each stands one token before the token it is of, as `shift_labels` do.
+        ignore_index: the label of tokens without loss.
     """
 
-    def __init__(self, row: PackedRow, labels: Tensor):
-        self._row = row
+    def __init__(
+        self, row: PackedRow, labels: Tensor, is_shifted: bool = False, ignore_index: int = IGNORE_INDEX
+    ):
         self.is_on_host = labels.device.type == "cpu"  # where looking costs no wait
+        places = row.places_before_unscored if is_shifted else row.predicted_unscored
         if self.is_on_host:
-            self._unscored = HostCopy(labels.reshape(-1)[torch.from_numpy(row.unscored_places)])
+            unscored = labels.reshape(-1)[torch.from_numpy(places)]
         else:
-            self._unscored = HostCopy(labels.to(row.device).reshape(-1).index_select(0, row.unscored))
+            on_device = row.once(("countable", is_shifted), lambda: row.upload(places))
+            unscored = labels.to(row.device).reshape(-1).index_select(0, on_device)
+        self._count = HostCopy((unscored != ignore_index).sum())
 
     @property
     def count(self) -> int:
         """How many labels no loss sees, though they mark a token to train on."""
-        is_countable = self._row.unscored_places % self._row.shape[1] != 0  # nothing predicts column 0
-        unscored: np.ndarray = self._unscored.read().numpy()
-        return int((unscored[is_countable] != IGNORE_INDEX).sum())
+        return int(self._count.read())
 
     def refuse(self) -> None:
         """Refuse them: the trainer has counted them in `num_items_in_batch`.
@@ -90,6 +93,40 @@ class CountedLabels:
                 count,
                 _IN_THE_COLLATOR,
             )
+
+
+class LabelsElsewhere:
+    """Labels that the model does not get: its caller computes a loss from the logits.
+
+    Logits without a label get no gradient. So a gradient at the last token of a document shows that the first
+    token of the next document is trained. The backward pass shows it, before any update.
+
+    Args:
+        logits: `[B, T, V]`, which require a gradient.
+        is_counted: whether the caller says how many labels it has. transformers' `Trainer` does, also where
+            it keeps the labels for `label_smoothing_factor` or `compute_loss_func`. Such a gradient is then
+            refused. Otherwise it causes a warning, because a loss without labels may have it.
+    """
+
+    def __init__(self, row: PackedRow, logits: Tensor, is_counted: bool):
+        self._is_counted = is_counted
+        if len(row.predicted_unscored):
+            self._places = row.upload(row.predicted_unscored - 1)
+            logits.register_hook(self._look)
+
+    def _look(self, grad: Tensor) -> None:
+        if not bool(grad.reshape(-1, grad.shape[-1]).index_select(0, self._places.to(grad.device)).any()):
+            return
+        if self._is_counted:
+            raise InputError(
+                "labels at document starts or on padding are trained by a loss outside of the model; "
+                f"{_IN_THE_COLLATOR}"
+            )
+        logger.warning(
+            "a loss outside of the model trains the last token of a document; a label there is the first "
+            "token of another document: %s",
+            _IN_THE_COLLATOR,
+        )
 
 
 class ContradictingLabels:

@@ -117,6 +117,16 @@ class PackedRow:
         return np.flatnonzero(is_unscored)
 
     @cached_property
+    def predicted_unscored(self) -> np.ndarray:
+        """Those of `unscored_places` that a token before them predicts: not the first column of `[B, T]`."""
+        return self.unscored_places[self.unscored_places % self.shape[1] != 0]
+
+    @cached_property
+    def places_before_unscored(self) -> np.ndarray:
+        """Int64 on the host: the tokens that have no token of their own document to predict."""
+        return (self.unscored_places - 1) % self.n_tokens
+
+    @cached_property
     def unscored(self) -> Tensor:
         """`unscored_places` on the device."""
         return self.upload(self.unscored_places)
@@ -163,7 +173,7 @@ class PackedRow:
     def mask_shifted_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Likewise of labels that stand one token before the token they are of."""
         masked = labels.reshape(-1).to(self.device, copy=True)
-        before = self.once("before unscored", lambda: self.upload((self.unscored_places - 1) % self.n_tokens))
+        before = self.once("before unscored", lambda: self.upload(self.places_before_unscored))
         return masked.index_fill_(0, before, ignore_index).view(labels.shape)
 
     def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
