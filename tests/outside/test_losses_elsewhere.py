@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+from outside_models import DEVICE
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -80,8 +81,8 @@ def gradients(model, tmp_path):
         kind, arguments, options = WAYS[way]
         arguments = TrainingArguments(
             output_dir=str(tmp_path), max_steps=1, gradient_accumulation_steps=rows, max_grad_norm=0.0,
-            per_device_train_batch_size=1, report_to="none", use_cpu=True, save_strategy="no",
-            learning_rate=0.1, optim="sgd", remove_unused_columns=False, **arguments,
+            per_device_train_batch_size=1, report_to="none", use_cpu=DEVICE == "cpu",
+            save_strategy="no", learning_rate=0.1, optim="sgd", remove_unused_columns=False, **arguments,
         )  # fmt: skip
         trainer = kind(
             model, arguments, train_dataset=[{"row": 0}] * rows,
@@ -106,9 +107,11 @@ def alone(model, model_folder):
     names = [name.rsplit(".", 1)[-1] for name, _ in plain.named_modules() if name.endswith("_proj")]
     plain = get_peft_model(plain, LoraConfig(r=4, target_modules=sorted(set(names)), lora_alpha=16))
     plain.load_state_dict(model.state_dict())
+    plain.to(model.device)
     n_labels = sum(LENGTHS) - len(LENGTHS)
     for document in documents():
-        smooth_loss(plain(input_ids=document[None]), document[None], n_labels).backward()
+        ids = document[None].to(model.device)
+        smooth_loss(plain(input_ids=ids), ids, n_labels).backward()
     return {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
 
 
@@ -151,7 +154,7 @@ def warnings_of(caplog):
 def call(model, **given):
     model.zero_grad()
     row = packed(mask_first=True)
-    out = model.train()(input_ids=row["input_ids"], packed_seq_lengths=LENGTHS, **given)
+    out = model.train()(input_ids=row["input_ids"].to(model.device), packed_seq_lengths=LENGTHS, **given)
     out.loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 

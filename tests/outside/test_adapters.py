@@ -1,0 +1,246 @@
+"""Adapters in PEFT's own ways: a patched model does what the untouched one does, or says why not."""
+
+import copy
+import threading
+
+import peft
+import pytest
+import torch
+from outside_models import (
+    assert_close,
+    assert_same_training,
+    calls_alone,
+    fill_adapters,
+    packed_call,
+    plain_model,
+)
+from peft import LoraConfig, PeftModel
+
+from unsloth_pack import FastLanguageModel, patch_model
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CONFIGURATIONS = {
+    "seven projections": {"target_modules": ALL},
+    "all-linear": {"target_modules": "all-linear"},
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "one of q, k, v": {"target_modules": ["k_proj"]},
+    "gate without up": {"target_modules": ["gate_proj", "down_proj"]},
+    "by a regular expression": {"target_modules": r".*layers\.1\..*(q|up)_proj"},
+    "one layer": {"target_modules": ALL, "layers_to_transform": [1]},
+    "excluded": {"target_modules": "all-linear", "exclude_modules": ["down_proj"]},
+    "rank 1": {"target_modules": ALL, "r": 1},
+    "rank above the width": {"target_modules": ALL, "r": 300},
+    "ranks by pattern": {"target_modules": ALL, "rank_pattern": {"q_proj": 2, "down_proj": 5}},
+    "alphas by pattern": {"target_modules": ALL, "alpha_pattern": {"v_proj": 64, "up_proj": 1}},
+    "rslora": {"target_modules": ALL, "use_rslora": True},
+    "dora": {"target_modules": ALL, "use_dora": True},
+    "lora_bias": {"target_modules": ALL, "lora_bias": True},
+    "pissa": {"target_modules": ALL, "init_lora_weights": "pissa"},
+    "olora": {"target_modules": ALL, "init_lora_weights": "olora"},
+    "orthogonal": {"target_modules": ALL, "init_lora_weights": "orthogonal"},
+    "gaussian": {"target_modules": ALL, "init_lora_weights": "gaussian"},
+    "the head too": {"target_modules": [*ALL, "lm_head"]},
+    "the embeddings too": {"target_modules": [*ALL, "embed_tokens"]},
+    "head and embeddings trained": {"target_modules": ALL, "modules_to_save": ["lm_head", "embed_tokens"]},
+    "norms trained": {"target_modules": ALL, "modules_to_save": ["input_layernorm", "norm"]},
+    "an MLP trained": {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]},
+    "an attention trained": {"target_modules": ["up_proj"], "modules_to_save": ["self_attn"]},
+    "tokens trained": {"target_modules": ALL, "trainable_token_indices": [5, 9, 77]},
+    "biases trained": {"target_modules": ALL, "bias": "all"},
+    "biases of adapted layers": {"target_modules": ALL, "bias": "lora_only"},
+}
+COPIED_LAYERS = {"target_modules": ["q_proj"], "layer_replication": [(0, 2), (1, 2)]}  # not in a qwen2
+
+
+def adapted(configuration, architecture="llama", seed=1, **overrides):
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **configuration})
+    model = peft.get_peft_model(plain_model(architecture, **overrides), config)
+    return fill_adapters(model, seed).train()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # qwen2 has biases, and ties its embeddings
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_every_configuration_trains_as_under_plain_peft(name, architecture, when):
+    assert_trains_as_under_plain_peft(CONFIGURATIONS[name], architecture, when)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_copied_layers(when):
+    assert_trains_as_under_plain_peft(COPIED_LAYERS, "llama", when)
+
+
+def assert_trains_as_under_plain_peft(configuration, architecture, when):
+    plain = adapted(configuration, architecture)
+    if when == "after":
+        patched = copy.deepcopy(plain)
+        patch_model(patched)
+    else:
+        model = plain_model(architecture)
+        patch_model(model)
+        given = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **configuration}
+        patched = peft.get_peft_model(model, LoraConfig(**given)).train()
+        patched.load_state_dict(plain.state_dict())
+    assert_same_training(patched, plain)
+
+
+@pytest.fixture
+def two_adapters():
+    """An untouched model and a patched one with two adapters of different ranks and targets."""
+    plain = adapted({"target_modules": ALL})
+    plain.add_adapter("other", LoraConfig(r=7, lora_alpha=3, target_modules=["q_proj", "up_proj"]))
+    fill_adapters(plain, seed=3)
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    return plain, patched
+
+
+def both(models, act):
+    for model in models:
+        act(model)
+    got, truth = packed_call(models[1])[0].detach(), calls_alone(models[0])[0].detach()
+    assert_close(got, truth)
+    return truth
+
+
+def test_adapters_come_and_go(two_adapters, tmp_path):
+    seen = [
+        both(two_adapters, lambda m: m.set_adapter("other")),
+        both(two_adapters, lambda m: m.set_adapter("default")),
+        both(two_adapters, lambda m: m.base_model.set_adapter(["default", "other"])),
+        both(two_adapters, lambda m: m.base_model.disable_adapter_layers()),
+    ]
+    for one, truth in enumerate(seen):
+        assert all(not torch.allclose(truth, other) for other in seen[one + 1 :])
+    both(two_adapters, lambda m: m.base_model.enable_adapter_layers())
+    both(two_adapters, lambda m: m.set_adapter("default"))
+    plain, patched = two_adapters
+    with plain.disable_adapter(), patched.disable_adapter():
+        both(two_adapters, lambda m: None)
+    both(two_adapters, lambda m: m.delete_adapter("other"))
+    plain.save_pretrained(tmp_path)
+    both(two_adapters, lambda m: m.load_adapter(tmp_path, "third", is_trainable=True))
+    both(two_adapters, lambda m: m.set_adapter("third"))
+    assert_same_training(patched, plain)
+
+
+def test_adapters_are_weighted(two_adapters):
+    def combine(model):
+        model.add_weighted_adapter(["default", "other"], [0.3, 0.9], "sum", combination_type="cat")
+        model.set_adapter("sum")
+
+    both(two_adapters, combine)
+
+
+@pytest.mark.parametrize("names", [["default"], ["other"], ["default", "other"]])
+def test_merged_and_unmerged(names, two_adapters):
+    before = both(two_adapters, lambda m: m.base_model.set_adapter(names))
+    after = both(two_adapters, lambda m: m.merge_adapter(names))
+    assert_close(after, before)
+    assert_close(both(two_adapters, lambda m: m.unmerge_adapter()), before)
+
+
+def test_merged_and_unloaded(two_adapters):
+    truth = both(two_adapters, lambda m: None)
+    _, patched = two_adapters
+    assert_close(packed_call(patched.merge_and_unload())[0].detach(), truth)
+
+
+def test_unloaded(two_adapters):
+    plain, patched = two_adapters
+    both((plain.unload(), patched.unload()), lambda m: None)
+
+
+def test_hotswapped(two_adapters, tmp_path):
+    from peft.utils.hotswap import hotswap_adapter
+
+    donor = adapted({"target_modules": ALL}, seed=9)
+    donor.save_pretrained(tmp_path)
+    both(two_adapters, lambda m: hotswap_adapter(m, str(tmp_path), "default"))
+    plain, patched = two_adapters
+    assert_same_training(patched, plain)
+
+
+def test_copies_are_independent():
+    plain = adapted({"target_modules": ALL})
+    patched = copy.deepcopy(plain)
+    patch = patch_model(patched)
+    twin = copy.deepcopy(patched)
+    assert_same_training(twin, plain)
+    patch.undo()
+    assert_same_training(twin, plain)
+    with torch.no_grad():
+        for name, weight in twin.named_parameters():
+            if "lora_B" in name:
+                weight.zero_()
+    assert not torch.allclose(packed_call(twin)[0], calls_alone(plain)[0])
+    both((plain, copy.deepcopy(plain)), lambda m: None if m is plain else patch_model(m))
+
+
+def test_embeddings_are_resized():
+    plain = adapted({"target_modules": ALL})
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    for model in (plain, patched):
+        torch.manual_seed(5)
+        model.resize_token_embeddings(300, mean_resizing=False)
+    assert packed_call(patched)[0].shape[-1] == 300
+    assert_same_training(patched, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_dtype_changes_after_the_patch(dtype):
+    plain = adapted({"target_modules": ALL})
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    plain, patched = plain.to(dtype), patched.to(dtype)
+    slack = 1e-5 if dtype == torch.float64 else 2e-2
+    (logits, loss), (truth, true_loss) = packed_call(patched), calls_alone(plain)
+    assert logits.dtype == dtype
+    assert_close(logits.detach(), truth.detach(), slack=slack)
+    loss.backward()
+    true_loss.backward()
+    for (name, one), (_, two) in zip(patched.named_parameters(), plain.named_parameters(), strict=True):
+        if two.grad is not None:
+            assert_close(one.grad, two.grad, name, slack=5 * slack)
+
+
+def test_threads_share_a_model():
+    """Two rows at once through one model, as a server does."""
+    plain = adapted({"target_modules": ALL}).eval()
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    truth = [calls_alone(plain, seed)[0].detach() for seed in range(4)]
+    errors = []
+
+    def call(seed):
+        try:
+            for _ in range(5):
+                with torch.no_grad():
+                    assert_close(packed_call(patched, seed)[0], truth[seed])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=[seed]) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+def test_an_adapter_by_anothers_hand_loads(tmp_path, model_folder):
+    """Saved by plain PEFT, loaded by `FastLanguageModel`, and the other way round."""
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    theirs = fill_adapters(peft.get_peft_model(base, LoraConfig(r=4, target_modules=ALL))).train()
+    theirs.save_pretrained(tmp_path / "theirs")
+    options = {"max_seq_length": 256, "dtype": torch.float32}
+    ours, _ = FastLanguageModel.from_pretrained(str(tmp_path / "theirs"), **options)
+    theirs = theirs.to(ours.device)
+    assert_same_training(ours.train(), theirs)
+    ours.save_pretrained(tmp_path / "ours")
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    again = PeftModel.from_pretrained(base, tmp_path / "ours", is_trainable=True).to(ours.device)
+    assert_same_training(ours, again.train())

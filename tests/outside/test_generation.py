@@ -1,0 +1,104 @@
+"""A patched model generates what the untouched one does, in all of the ways that transformers has."""
+
+import pytest
+import torch
+from outside_models import ARCHITECTURES, DEVICE, packed_call, plain_and_patched
+from transformers import StoppingCriteria, TextIteratorStreamer
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "without a cache": {"do_sample": False, "use_cache": False},
+    "static cache": {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+    "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
+    "several samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "repetition penalty": {"do_sample": False, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+    "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    "prefill in chunks": {"do_sample": False, "prefill_chunk_size": 4},
+}
+BATCHED = [way for way in WAYS if way not in ("prompt lookup", "prefill in chunks")]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def pair(request):
+    return plain_and_patched(request.param)
+
+
+def prompt(rows=1, length=11):
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(3, 256, (rows, length), generator=generator).to(DEVICE)
+
+
+def generated(model, ids, **options):
+    torch.manual_seed(7)
+    given = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+    out = model.generate(ids, **{**given, **options})
+    return out.sequences, out.logits
+
+
+def assert_same(pair, ids, **options):
+    (plain, logits), (ours, our_logits) = (generated(model, ids, **options) for model in pair)
+    assert torch.equal(ours, plain)
+    for step, truth in enumerate(logits):
+        torch.testing.assert_close(our_logits[step], truth, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_prompt(way, pair):
+    assert_same(pair, prompt(), **WAYS[way])
+
+
+@pytest.mark.parametrize("way", BATCHED)
+def test_prompts_of_several_lengths(way, pair):
+    ids, mask = prompt(rows=3), torch.ones(3, 11, dtype=torch.int64, device=DEVICE)
+    mask[0, :4] = mask[2, :7] = 0  # padded on the left
+    assert_same(pair, ids, attention_mask=mask, **WAYS[way])
+
+
+def test_from_embeddings(pair):
+    one, two = (
+        model.generate(
+            inputs_embeds=model.get_input_embeddings()(prompt()), max_new_tokens=8, do_sample=False
+        )
+        for model in pair
+    )
+    assert torch.equal(one, two)
+
+
+def test_a_conversation_goes_on_with_its_cache(pair):
+    answers = []
+    for model in pair:
+        first = model.generate(prompt(), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        longer = torch.cat([first.sequences, prompt(length=6)], 1)
+        cache = first.past_key_values
+        answers.append(model.generate(longer, past_key_values=cache, max_new_tokens=5, do_sample=False))
+    assert torch.equal(*answers)
+
+
+def test_between_steps_of_training(pair):
+    _, patched = pair
+    before = generated(patched, prompt(), do_sample=False)[0]
+    patched.train()
+    packed_call(patched)[1].backward()
+    patched.zero_grad()
+    patched.eval()
+    assert torch.equal(generated(patched, prompt(), do_sample=False)[0], before)
+
+
+def test_streaming_and_stopping(pair, model_folder):
+    from transformers import AutoTokenizer
+
+    class AfterFour(StoppingCriteria):
+        def __call__(self, ids, scores, **_):
+            return torch.full((len(ids),), ids.shape[1] >= 15, device=ids.device)
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    streamed = []
+    for model in pair:
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+        out = model.generate(
+            prompt(), max_new_tokens=9, do_sample=False, streamer=streamer, stopping_criteria=[AfterFour()]
+        )
+        assert out.shape[1] <= 15
+        streamed.append("".join(streamer))
+    assert streamed[0] == streamed[1]
