@@ -1,0 +1,59 @@
+"""An update is the mean over all labels, however rows are dealt out to batches and processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import one_update
+import pytest
+import torch
+from outside_models import assert_close
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def truth(model_folder):
+    """Untouched transformers, every document by itself."""
+    model, tokenizer = one_update.adapted(model_folder)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    names = sorted({name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name})
+    plain = get_peft_model(plain, LoraConfig(r=4, lora_alpha=16, target_modules=names)).to(model.device)
+    plain.load_state_dict(model.state_dict())
+    documents = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in one_update.TEXTS]
+    n_labels = sum(len(document) - 1 for document in documents)
+    for document in documents:
+        ids = torch.tensor([document], device=model.device)
+        logits = plain(input_ids=ids, use_cache=False).logits
+        (F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum") / n_labels).backward()
+    return {name: -p.grad.cpu() for name, p in plain.named_parameters() if p.requires_grad}
+
+
+def assert_same_update(update, truth):
+    assert update.keys() == truth.keys()
+    for name, gradient in truth.items():
+        assert_close(update[name], gradient, name, slack=1e-4)
+
+
+@pytest.mark.parametrize(("rows_a_batch", "accumulation"), [(1, 16), (2, 8), (4, 4), (16, 1)])
+def test_in_one_process(rows_a_batch, accumulation, truth, model_folder, tmp_path):
+    assert_same_update(one_update.train(model_folder, tmp_path, rows_a_batch, accumulation), truth)
+
+
+def test_on_two_ranks(truth, model_folder, tmp_path):
+    """Their rows hold different numbers of tokens."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(HERE / "one_update.py"), model_folder, str(tmp_path), "1", "8"]
+    environment = os.environ | {
+        "PYTHONPATH": str(HERE.parents[1]),
+        "TRITON_INTERPRET": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert_same_update(load_file(tmp_path / "update.safetensors"), truth)
