@@ -147,4 +147,4 @@ def routing(model, routes=None):
 
 def error(got, truth):
     """Relative error in the Frobenius norm; NaN never passes a comparison."""
-    return float((got - truth).norm() / truth.norm().clamp(min=1e-30))
+    return float((got - truth).detach().norm() / truth.detach().norm().clamp(min=1e-30))

@@ -70,6 +70,7 @@ def gradients(model, call):
 
 def assert_close(got, truth, what="", slack=1e-4):
     """By the Frobenius norm; NaN never passes."""
+    got, truth = got.detach(), truth.detach()
     error = float((got - truth).double().norm() / truth.double().norm().clamp(min=1e-12))
     assert error < slack, f"{what} {error}"
 
