@@ -175,7 +175,7 @@ class FastDecoder(nn.Module):
     def _packed_forward(
         self, row: PackedRow, input_ids: Tensor | None, inputs_embeds: Tensor | None, **kwargs: Any
     ) -> MoeModelOutputWithPast:
-        hidden_BTC = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_BTC = self._embedded(row, input_ids) if inputs_embeds is None else inputs_embeds
         if self.spec.embedding_multiplier:
             hidden_BTC = hidden_BTC * getattr(self.config, self.spec.embedding_multiplier)
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
@@ -184,3 +184,10 @@ class FastDecoder(nn.Module):
             hidden_BTC = layer(hidden_BTC, position_embeddings=rotations[kind], packed_row=row, **kwargs)
         # router_logits stay None without experts
         return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_BTC))
+
+    def _embedded(self, row: PackedRow, input_ids: Tensor | None) -> Tensor:
+        """`[B, T, C]`; by document under NEFTune: more tokens at once get less noise (Jain et al. 2023)."""
+        if input_ids is None or not hasattr(self.embed_tokens, "neftune_noise_alpha"):
+            return self.embed_tokens(input_ids)
+        documents = input_ids.reshape(1, -1).split(list(row.lengths), dim=1)
+        return torch.cat([self.embed_tokens(ids) for ids in documents], 1).view(*input_ids.shape, -1)
