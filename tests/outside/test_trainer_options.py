@@ -14,7 +14,7 @@ from outside_models import (
     plain_model,
 )
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 from unsloth_pack import patch_model
@@ -56,6 +56,13 @@ def accuracy(prediction):
     return {"accuracy": float(right[kept].mean())}
 
 
+class FullPrecision(TrainerCallback):
+    """torch_compile switches TF32 on, for all that follows too."""
+
+    def on_train_begin(self, args, state, control, **_):
+        torch.set_float32_matmul_precision("highest")
+
+
 def train(model, folder, compute_metrics=False, **options):
     given = {
         "max_steps": 3,
@@ -73,6 +80,7 @@ def train(model, folder, compute_metrics=False, **options):
         eval_dataset=ROWS[:5],
         data_collator=DataCollatorWithFlattening(),
         compute_metrics=accuracy if compute_metrics else None,
+        callbacks=[FullPrecision],
     )
     trainer.train()
     return [{key: line[key] for key in COMPARED if key in line} for line in trainer.state.log_history]
