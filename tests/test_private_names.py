@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers, PEFT, TRL and datasets that is used stands in one list, and is there."""
+"""Every private name of other libraries that is used stands in one list, and is there."""
 
 import ast
 import re

@@ -137,6 +137,35 @@ def test_a_resumed_stream_goes_on_exactly(reader, data):
             assert head + list(resumed) == whole
 
 
+SHUFFLED = {
+    "features": lambda rows: stream(rows, 2).shuffle(seed=0, buffer_size=50),
+    "no features": lambda rows: stream(rows, 2).shuffle(seed=0, buffer_size=50).map(dict),
+    "a part": lambda rows: datasets.concatenate_datasets([stream(rows), stream(rows).shuffle(seed=0)]),
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_a_shuffled_stream_is_not_resumed_with_documents_lost(kind):
+    """datasets does not save the documents that wait in its shuffle buffer."""
+    packed = pack_dataset(SHUFFLED[kind](documents(100)), CAPACITY, buffer_size=10)
+    whole = list(packed)
+    assert list(itertools.islice(packed, 7)) == whole[:7]
+    packed.load_state_dict(packed.state_dict())
+    with pytest.raises(ValueError, match=r"shuffled with a buffer.*; .*skip"):
+        list(packed)
+    assert list(packed.skip(7)) == whole[7:]
+
+
+def test_a_stream_whose_shards_alone_are_shuffled_is_resumed():
+    rows = documents(100)
+    packed = pack_dataset(stream(rows, 5).shuffle(seed=0, buffer_size=1), CAPACITY, buffer_size=10)
+    whole = list(packed)
+    assert whole != list(pack_dataset(stream(rows, 5), CAPACITY, buffer_size=10))
+    assert list(itertools.islice(packed, 7)) == whole[:7]
+    packed.load_state_dict(packed.state_dict())
+    assert list(packed) == whole[7:]
+
+
 def test_epochs_have_orders_of_their_own():
     rows = documents(200)
     for source in (stream(rows), stream(rows, 8), stream(rows).shuffle(seed=1, buffer_size=100)):

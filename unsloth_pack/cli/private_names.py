@@ -34,7 +34,7 @@ class PrivateName:
 
 
 _HOOKS = "to see whether calling a module does more than its forward"
-_EPOCHS = "packed streams have a new order each epoch"
+_STREAMS = "packed streams: a new order each epoch, and nothing lost when they resume"
 _CHECKPOINTS = "checkpoints that are whole or not there"
 
 PRIVATE_NAMES = (
@@ -224,8 +224,13 @@ PRIVATE_NAMES = (
         for name in ("get_training_chat_template", "has_generation_markers")
     ),
     *(
-        PrivateName("datasets.iterable_dataset", name, _EPOCHS, ("packing/iterable.py",))
-        for name in ("_ex_iterable", "MappedExamplesIterable")
+        PrivateName("datasets.iterable_dataset", name, _STREAMS, ("packing/iterable.py",))
+        for name in (
+            "_ex_iterable",
+            "_state_dict",
+            "BufferShuffledExamplesIterable",
+            "MappedExamplesIterable",
+        )
     ),
 )
 

@@ -25,7 +25,7 @@ def pack_dataset(
     strategy: str = "bfd",
     *,
     num_proc: int | None = None,
-    buffer_size: int = 4096,
+    buffer_size: int = 2048,
     seed: int | None = 0,
 ) -> Any:
     """Pack a tokenised data set into rows of at most `capacity` tokens.
@@ -43,7 +43,7 @@ def pack_dataset(
             documents at a time.
         num_proc: processes that build the rows of a map-style set.
         buffer_size: documents of an iterable set that are planned together. More of them fill rows better
-            and take more memory: about 90 bytes a token, in each process that reads.
+            and take more memory: about 110 bytes a token and column, in each process that reads.
         seed: of the order of the rows of an iterable set that are planned together, with the epoch; None
             leaves those with the longest documents first.
 
@@ -52,11 +52,10 @@ def pack_dataset(
         without padding; the new column `seq_lengths` holds their lengths. Documents without tokens are left
         out.
 
-        An iterable set has the shards of `dataset`, and all that datasets does with shards works:
-        `DataLoader` workers, `split_dataset_by_node`, `set_epoch`, `state_dict`. Each worker packs the
-        documents of its own shards. Each epoch has its own order of shards, and of the rows that are planned
-        together. To mix documents further, shuffle `dataset` before packing; datasets cannot resume such a
-        shuffle exactly, and warns.
+        An iterable set keeps the shards of `dataset`, so every document comes exactly once an epoch over all
+        `DataLoader` workers and all ranks. `set_epoch` gives the shards, and the rows that are planned
+        together, a new order. `state_dict` and `load_state_dict` resume exactly. They cannot if `dataset` is
+        shuffled with a buffer, whose documents datasets does not save: reading on is then an error.
 
     Raises:
         InputError: a document is longer than `capacity`; a column does not hold one number per token; ids or

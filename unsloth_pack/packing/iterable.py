@@ -1,12 +1,13 @@
 """pack_iterable: pack a stream of datasets batch by batch, so that datasets can shard and resume it."""
 
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
-from datasets.iterable_dataset import MappedExamplesIterable
+from datasets.iterable_dataset import BufferShuffledExamplesIterable, MappedExamplesIterable
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import WHOLE_COLUMNS
@@ -35,7 +36,20 @@ def pack_iterable(
 
 
 class PackedExamples(MappedExamplesIterable):
-    """The rows of a `map` with a `BatchPacker`. Its seed follows the epoch, as that of a `shuffle` does."""
+    """The rows of a `map` with a `BatchPacker`, with two additions.
+
+    The packer's seed follows the epoch, as that of a `shuffle` does. And a position that datasets cannot
+    restore is refused: a saved position lacks the documents that wait in a shuffle buffer.
+    """
+
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        is_resumed = self._state_dict is not None and self._state_dict["previous_state"] is not None
+        if is_resumed and _waits_in_a_buffer(self.ex_iterable):
+            raise InputError(
+                "the stream was shuffled with a buffer before packing, and its saved position lacks the "
+                "documents in the buffer; begin anew and skip the rows that are done, with .skip(rows)"
+            )
+        yield from super().__iter__()
 
     def shift_rngs(self, value: int) -> "PackedExamples":
         """datasets calls this with the epoch, and in a worker with the worker's number."""
@@ -54,6 +68,14 @@ class PackedExamples(MappedExamplesIterable):
         changed_one = copy(self)
         changed_one.__dict__ |= changed
         return changed_one
+
+
+def _waits_in_a_buffer(examples: Any) -> bool:
+    """Whether documents wait in a shuffle buffer in any part of a stream."""
+    if isinstance(examples, BufferShuffledExamplesIterable) and examples.buffer_size > 1:
+        return True
+    parts = getattr(examples, "ex_iterables", None) or [getattr(examples, "ex_iterable", None)]
+    return any(_waits_in_a_buffer(part) for part in parts if part is not None)
 
 
 class BatchPacker:
