@@ -468,11 +468,12 @@ class Counting(SFTTrainer):
         return super().training_step(model, inputs, *arguments, **keywords)
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_sft_trainer(n_workers, model_folder, tmp_path):
-    """As the docstring of `pack_dataset` says."""
+@pytest.mark.parametrize(("n_workers", "has_columns"), [(0, True), (2, True), (2, False)])
+def test_sft_trainer(n_workers, has_columns, model_folder, tmp_path):
+    """As the docstring of `pack_dataset` says; TRL reads a row of a stream whose columns are unknown."""
     rows = documents(60)
-    packed = pack_dataset(stream(rows, 4), CAPACITY)
+    source = stream(rows, 4) if has_columns else stream(rows, 4).map(dict)
+    packed = pack_dataset(source, CAPACITY)
     per_epoch = sum(map(len, rows_of_workers(packed, n_workers)))
     model, tokenizer = FastLanguageModel.from_pretrained(model_folder, max_seq_length=CAPACITY)
     options = {"packing": False, "padding_free": True, "max_length": None, "max_steps": per_epoch}
