@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers, PEFT and TRL that is used stands in one list, and is there."""
+"""Every private name of other libraries that is used stands in one list, and is there."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ from unsloth_pack.cli.known import TESTED
 from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName, missing_names
 
 ROOT = Path(unsloth_pack.__file__).parent
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 NAMESPACES = {"_C"}  # not used themselves
 OF_PYTHON = {"_option_string_actions", "_replace"}  # argparse, named tuples

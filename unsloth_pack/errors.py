@@ -2,14 +2,27 @@
 Checks of numbers."""
 
 import numbers
+import re
 import reprlib
 from typing import Any
 
 LAST_SEED = 2**32 - 1  # the largest that numpy takes
+_IN_WORKER = re.compile(
+    r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.\n.*\n[\w.]+: (?P<message>[^\n]*)\n?",
+    re.DOTALL,
+)
 
 
 class InputError(ValueError):
-    """Bad input or arguments. The command line prints it as one line and exits with 2."""
+    """Bad input or arguments. The command line prints it as one line and exits with 2.
+
+    torch raises an error of a loader's worker again, with the worker's traceback as its message. Of such a
+    message, the one line is kept.
+    """
+
+    def __init__(self, message: str = ""):
+        raised = _IN_WORKER.fullmatch(message)
+        super().__init__(f"{raised['message']} (in {raised['worker']})" if raised else message)
 
 
 class UnsupportedArchitecture(InputError):

@@ -1,4 +1,4 @@
-"""Private names of torch, transformers, accelerate, PEFT and TRL that are used. Any release may drop one.
+"""Private names of other libraries that are used. Any release may drop one.
 
 `TESTED` in `known.py` says in which releases they have been seen.
 """
@@ -34,6 +34,7 @@ class PrivateName:
 
 
 _HOOKS = "to see whether calling a module does more than its forward"
+_STREAMS = "packed streams: a new order each epoch, and nothing lost when they resume"
 _CHECKPOINTS = "checkpoints that are whole or not there"
 
 PRIVATE_NAMES = (
@@ -221,6 +222,15 @@ PRIVATE_NAMES = (
             "trl.chat_template_utils", name, "templates that mark the assistant's turns", ("training/trl.py",)
         )
         for name in ("get_training_chat_template", "has_generation_markers")
+    ),
+    *(
+        PrivateName("datasets.iterable_dataset", name, _STREAMS, ("packing/iterable.py",))
+        for name in (
+            "_ex_iterable",
+            "_state_dict",
+            "BufferShuffledExamplesIterable",
+            "MappedExamplesIterable",
+        )
     ),
 )
 

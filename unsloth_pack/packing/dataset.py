@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import WHOLE_COLUMNS
 from unsloth_pack.packing.plan import PackPlan, plan_packs
-from unsloth_pack.packing.stream import PackingStream
 
 if TYPE_CHECKING:
     import datasets
@@ -26,7 +25,7 @@ def pack_dataset(
     strategy: str = "bfd",
     *,
     num_proc: int | None = None,
-    buffer_size: int = 1024,
+    buffer_size: int = 2048,
     seed: int | None = 0,
 ) -> Any:
     """Pack a tokenised data set into rows of at most `capacity` tokens.
@@ -40,26 +39,38 @@ def pack_dataset(
         dataset: a `datasets.Dataset` or `IterableDataset` with `input_ids` and perhaps more columns that hold
             one number per token, such as `labels`.
         capacity: tokens of a row; no document may be longer.
-        strategy: as for `plan_packs`. A map-style set is planned as a whole; an iterable one goes through a
-            `PackingStream`.
+        strategy: as for `plan_packs`. A map-style set is planned as a whole, an iterable one `buffer_size`
+            documents at a time.
         num_proc: processes that build the rows of a map-style set.
-        buffer_size, seed: of the `PackingStream`.
+        buffer_size: documents of an iterable set that are planned together. More of them fill rows better
+            and take more memory: about 110 bytes a token and column, in each process that reads.
+        seed: of the order of the rows of an iterable set that are planned together, with the epoch; None
+            leaves those with the longest documents first.
 
     Returns:
         A data set of the same kind and with the same columns. A row holds its documents one after another,
         without padding; the new column `seq_lengths` holds their lengths. Documents without tokens are left
         out.
 
+        An iterable set keeps the shards of `dataset`, so every document comes exactly once an epoch over all
+        `DataLoader` workers and all ranks. `set_epoch` gives the shards, and the rows that are planned
+        together, a new order. `state_dict` and `load_state_dict` resume exactly. They cannot if `dataset` is
+        shuffled with a buffer, whose documents datasets does not save: reading on is then an error.
+
     Raises:
         InputError: a document is longer than `capacity`; a column does not hold one number per token; ids or
-            labels are not whole numbers; or the data set is packed already.
+            labels are not whole numbers; or the data set is packed already. What only the documents of an
+            iterable set can tell is raised when they are read; documents are numbered in the order in which
+            the process reads them.
     """
     import datasets
 
     if isinstance(dataset, datasets.IterableDataset):
-        return datasets.IterableDataset.from_generator(
-            _stream, gen_kwargs={"source": dataset, "arguments": (capacity, buffer_size, strategy, seed)}
-        )
+        from unsloth_pack.packing.iterable import pack_iterable
+
+        if dataset.column_names is not None:
+            _check_columns(dataset)
+        return pack_iterable(dataset, capacity, strategy, buffer_size, seed)
     plan, builder = plan_rows(dataset, capacity, strategy)
     rows = datasets.Dataset.from_dict({"row": np.arange(plan.n_bins)}).with_format("arrow")
     packed = rows.map(
@@ -120,13 +131,12 @@ class RowBuilder:
         return pa.table(made)
 
 
-def _stream(source: Any, arguments: tuple[int, int, str, int | None]) -> Iterator[dict[str, Any]]:
-    capacity, buffer_size, strategy, seed = arguments
-    yield from PackingStream(capacity, buffer_size, strategy=strategy, seed=seed).pack(source)
-
-
 def _check_columns(dataset: datasets.Dataset) -> list[str]:
     names = getattr(dataset, "column_names", None)
+    if isinstance(dataset, Mapping):
+        raise InputError(
+            f"dataset is a {type(dataset).__name__}; give one of its splits: {', '.join(map(str, dataset))}"
+        )
     if names is None:
         raise InputError(f"dataset is a {type(dataset).__name__}; give a datasets.Dataset or IterableDataset")
     if "input_ids" not in names:

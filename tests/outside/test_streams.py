@@ -1,0 +1,489 @@
+"""Packed streams: every document exactly once an epoch, over all workers and ranks of a loader."""
+
+import contextlib
+import itertools
+import json
+import pickle
+import socket
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from datasets.distributed import split_dataset_by_node
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streams_of_rows import CAPACITY, as_they_are, documents, read_on_rank, stream
+from torch.utils.data import DataLoader
+from trainer_runs import arguments
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from unsloth_pack import FastLanguageModel
+from unsloth_pack.packing import pack_dataset
+
+
+def unpacked(rows):
+    """The documents of packed rows, in order: the number of each, and its labels."""
+    found = []
+    for row in rows:
+        assert sum(row["seq_lengths"]) == len(row["input_ids"]) == len(row["labels"]) <= CAPACITY
+        for end, n in zip(itertools.accumulate(row["seq_lengths"]), row["seq_lengths"], strict=True):
+            ids, labels = row["input_ids"][end - n : end], row["labels"][end - n : end]
+            assert len(set(ids)) == 1
+            found.append({"input_ids": list(ids), "labels": list(labels)})
+    return found
+
+
+def by_number(rows):
+    return sorted((row for row in rows if row["input_ids"]), key=lambda row: row["input_ids"][0])
+
+
+def assert_each_once(packed_rows, rows):
+    assert by_number(unpacked(packed_rows)) == by_number(rows)
+
+
+@contextlib.contextmanager
+def worker(number, of):
+    """This process, as if it were a worker of a torch loader."""
+    module = torch.utils.data._utils.worker
+    module._worker_info = SimpleNamespace(id=number, num_workers=of, seed=0, dataset=None)
+    try:
+        yield
+    finally:
+        module._worker_info = None
+
+
+def rows_of_workers(packed, n_workers):
+    """What each worker of a loader gives in one epoch; without workers, what the process itself gives."""
+    if not n_workers:
+        return [list(packed)]
+    given_by = []
+    for number in range(n_workers):
+        with worker(number, n_workers):
+            given_by.append(list(pickle.loads(pickle.dumps(packed))))
+    return given_by
+
+
+@st.composite
+def setups(draw):
+    rows = documents(draw(st.integers(1, 120)), seed=draw(st.integers(0, 9)))
+    n_shards = draw(st.integers(1, min(8, len(rows))))
+    source = stream(rows, n_shards)
+    if draw(st.booleans()):
+        source = source.shuffle(seed=draw(st.integers(0, 9)), buffer_size=draw(st.integers(1, 50)))
+    packed = pack_dataset(
+        source,
+        CAPACITY,
+        draw(st.sampled_from(["bfd", "next_fit"])),
+        buffer_size=draw(st.integers(1, 60)),
+        seed=draw(st.none() | st.integers(0, 9)),
+    )
+    return rows, packed
+
+
+@settings(max_examples=120, deadline=None)
+@given(setups(), st.sampled_from([0, 1, 2, 4, 9]), st.integers(1, 3), st.integers(0, 3))
+def test_every_document_once_an_epoch(setup, n_workers, world_size, epoch):
+    """Over all workers of all ranks; and the same epoch gives the same rows again."""
+    rows, packed = setup
+    seen = []
+    for rank in range(world_size):
+        of_rank = split_dataset_by_node(packed, rank, world_size) if world_size > 1 else packed
+        of_rank.set_epoch(epoch)
+        parts = rows_of_workers(of_rank, n_workers)
+        assert parts == rows_of_workers(of_rank, n_workers)
+        seen += itertools.chain.from_iterable(parts)
+    assert_each_once(seen, rows)
+
+
+@st.composite
+def readers(draw):
+    """Makers of one stream, as a rank with a number of workers reads it, and the number of those workers."""
+    rows = documents(draw(st.integers(1, 90)))
+    n_shards = draw(st.integers(1, min(6, len(rows))))
+    buffer_size = draw(st.integers(1, 40))
+    world_size = draw(st.integers(1, 3))
+    rank = draw(st.integers(0, world_size - 1))
+    epoch = draw(st.integers(0, 2))
+
+    def make():
+        packed = pack_dataset(stream(rows, n_shards), CAPACITY, buffer_size=buffer_size)
+        packed = split_dataset_by_node(packed, rank, world_size) if world_size > 1 else packed
+        packed.set_epoch(epoch)
+        return packed
+
+    return make, draw(st.integers(0, 3))
+
+
+@settings(max_examples=100, deadline=None)
+@given(readers(), st.data())
+def test_a_resumed_stream_goes_on_exactly(reader, data):
+    make, n_workers = reader
+    for number in range(max(1, min(n_workers, make().num_shards))):
+        with worker(number, n_workers) if n_workers else contextlib.nullcontext():
+            whole = list(make())
+            if not whole:
+                continue
+            packed = make()
+            taken = data.draw(st.integers(1, len(whole)))
+            head = list(itertools.islice(iterator := iter(packed), taken))
+            state = json.loads(json.dumps(packed.state_dict()))
+            iterator.close()
+            resumed = make()
+            resumed.load_state_dict(state)
+            assert head + list(resumed) == whole
+
+
+SHUFFLED = {
+    "features": lambda rows: stream(rows, 2).shuffle(seed=0, buffer_size=50),
+    "no features": lambda rows: stream(rows, 2).shuffle(seed=0, buffer_size=50).map(dict),
+    "a part": lambda rows: datasets.concatenate_datasets([stream(rows), stream(rows).shuffle(seed=0)]),
+}
+
+
+@pytest.mark.parametrize("kind", SHUFFLED)
+def test_a_shuffled_stream_is_not_resumed_with_documents_lost(kind):
+    """datasets does not save the documents that wait in its shuffle buffer."""
+    packed = pack_dataset(SHUFFLED[kind](documents(100)), CAPACITY, buffer_size=10)
+    whole = list(packed)
+    assert list(itertools.islice(packed, 7)) == whole[:7]
+    packed.load_state_dict(packed.state_dict())
+    with pytest.raises(ValueError, match=r"shuffled with a buffer.*; .*skip"):
+        list(packed)
+    assert list(packed.skip(7)) == whole[7:]
+
+
+def test_a_stream_whose_shards_alone_are_shuffled_is_resumed():
+    rows = documents(100)
+    packed = pack_dataset(stream(rows, 5).shuffle(seed=0, buffer_size=1), CAPACITY, buffer_size=10)
+    whole = list(packed)
+    assert whole != list(pack_dataset(stream(rows, 5), CAPACITY, buffer_size=10))
+    assert list(itertools.islice(packed, 7)) == whole[:7]
+    packed.load_state_dict(packed.state_dict())
+    assert list(packed) == whole[7:]
+
+
+def test_epochs_have_orders_of_their_own():
+    rows = documents(200)
+    for source in (stream(rows), stream(rows, 8), stream(rows).shuffle(seed=1, buffer_size=100)):
+        packed = pack_dataset(source, CAPACITY)
+        orders = []
+        for epoch in (0, 1, 2, 0):
+            packed.set_epoch(epoch)
+            orders.append(list(packed))
+        assert orders[0] == orders[3]
+        assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+@pytest.mark.parametrize("n_shards", [8, 1])
+@pytest.mark.parametrize("n_workers", [2, 4])
+def test_a_loader_with_worker_processes(n_shards, n_workers):
+    rows = documents(200)
+    packed = pack_dataset(stream(rows, n_shards), CAPACITY)
+    assert packed.num_shards == n_shards
+    loader = DataLoader(packed, batch_size=2, num_workers=n_workers, collate_fn=as_they_are)
+    assert_each_once(itertools.chain.from_iterable(loader), rows)
+
+
+def test_a_worker_that_was_spawned_and_stays_follows_the_epoch():
+    rows = documents(100)
+    packed = pack_dataset(stream(rows, 4), CAPACITY)
+    loader = DataLoader(
+        packed, batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context="spawn"
+    )
+    epochs = []
+    for epoch in range(2):
+        packed.set_epoch(epoch)
+        epochs.append(list(loader))
+        assert_each_once(epochs[-1], rows)
+    assert epochs[0] != epochs[1]
+
+
+def files_of(rows, folder):
+    """The rows in three json files."""
+    paths = []
+    for part in range(3):
+        paths.append(str(folder / f"part{part}.jsonl"))
+        with open(paths[-1], "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows[part::3])
+    return paths
+
+
+def generated(rows):
+    yield from rows
+
+
+def sources(rows, folder):
+    """One stream of these rows a kind."""
+    plain = stream(rows, 4)
+    streamed = datasets.load_dataset(
+        "json", data_files=files_of(rows, folder), streaming=True, split="train", cache_dir=str(folder)
+    )
+    halves = [stream(rows[::2], 2), stream(rows[1::2], 3)]
+    return {
+        "files": streamed,
+        "generator": datasets.IterableDataset.from_generator(generated, gen_kwargs={"rows": rows}),
+        "mapped": plain.map(dict),
+        "mapped in batches": plain.map(dict, batched=True, batch_size=7),
+        "filtered": plain.filter(bool),
+        "interleaved": datasets.interleave_datasets(
+            halves, stopping_strategy="all_exhausted_without_replacement"
+        ),
+        "concatenated": datasets.concatenate_datasets(halves),
+        "numpy": plain.with_format("numpy"),
+        "torch": plain.with_format("torch"),
+        "arrow": plain.with_format("arrow"),
+    }
+
+
+KINDS = ["files", "generator", "mapped", "mapped in batches", "filtered"]
+KINDS += ["interleaved", "concatenated", "numpy", "torch", "arrow"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_stream(kind, tmp_path):
+    rows = documents(150)
+    source = sources(rows, tmp_path)[kind]
+    packed = pack_dataset(source, CAPACITY, buffer_size=20)
+    assert isinstance(packed, datasets.IterableDataset)
+    assert packed.num_shards == source.num_shards
+    columns = source.column_names
+    assert packed.column_names == (None if columns is None else [*columns, "seq_lengths"])
+    for n_workers in (0, 2):
+        parts = rows_of_workers(packed, n_workers)
+        assert_each_once(itertools.chain.from_iterable(parts), rows)
+    whole = list(packed)
+    for taken in (1, 7, len(whole) - 1):
+        head = list(itertools.islice(iterator := iter(packed), taken))
+        state = packed.state_dict()
+        iterator.close()
+        again = pack_dataset(source, CAPACITY, buffer_size=20)
+        again.load_state_dict(state)
+        assert head + list(again) == whole
+
+
+def test_what_follows_the_packing():
+    rows = documents(100)
+    packed = pack_dataset(stream(rows, 4), CAPACITY, buffer_size=10)
+    whole = list(packed)
+    assert list(packed.take(3)) == whole[:3]
+    assert list(packed.skip(3)) == whole[3:]
+    assert_each_once(packed.map(lambda row: row), rows)
+    assert list(packed.filter(lambda row: len(row["seq_lengths"]) > 1)) == [
+        row for row in whole if len(row["seq_lengths"]) > 1
+    ]
+    assert list(packed.repeat(2)) == whole * 2
+    assert_each_once(packed.shuffle(seed=0, buffer_size=10), rows)
+    first = next(iter(packed.with_format("torch")))
+    assert {name: value.tolist() for name, value in first.items()} == whole[0]
+
+
+def test_a_stream_without_an_end():
+    rows = documents(10)
+    packed = pack_dataset(stream(rows, 2).repeat(None), CAPACITY, buffer_size=10)
+    taken = unpacked(itertools.islice(packed, 100))
+    counts = np.bincount([row["input_ids"][0] for row in taken])
+    full = [row["input_ids"][0] for row in rows if row["input_ids"]]
+    assert min(counts[full]) >= 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [7]}, {"input_ids": [1] * 33}], "example 1 has 33 tokens and a row holds 32"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "example 0: column 'labels' has 1 values for 2 tokens"),
+        ([{"input_ids": [1, None]}], "example 0, column 'input_ids', holds None at place 1"),
+        ([{"input_ids": [1], "seq_lengths": [1]}], "not packed yet"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "column 'labels'"),
+        ([{"text": "a"}], "give tokenised examples with input_ids"),
+    ],
+    ids=["overlong", "ragged", "null", "packed", "missing column", "text"],
+)
+def test_what_cannot_be_packed_is_told_when_it_is_read(rows, message):
+    source = datasets.IterableDataset.from_generator(generated, gen_kwargs={"rows": rows})
+    with pytest.raises(ValueError, match=message):
+        list(pack_dataset(source, CAPACITY))
+
+
+def test_a_worker_tells_it_in_one_line():
+    rows = [{"input_ids": [7]}, {"input_ids": [1] * 33}]
+    loader = DataLoader(pack_dataset(stream(rows), CAPACITY), batch_size=None, num_workers=1)
+    with pytest.raises(ValueError, match="example 1 has 33 tokens") as raised:
+        list(loader)
+    assert type(raised.value).__name__ == "InputError"
+    assert str(raised.value).endswith("(in DataLoader worker process 0)")
+    assert "\n" not in str(raised.value)
+
+
+def test_columns_that_change_in_a_later_batch():
+    rows = [{"input_ids": [1], "labels": [1]}] * 4 + [{"input_ids": [1]}] * 4
+    source = datasets.IterableDataset.from_generator(generated, gen_kwargs={"rows": rows})
+    with pytest.raises(ValueError, match="example 4 has the columns input_ids and those before it"):
+        list(pack_dataset(source, CAPACITY, buffer_size=4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "a"}], "the data set has the columns text; tokenise it"),
+        ([{"input_ids": [1], "text": "a"}], "column 'text' holds .*string.*, not one number a token"),
+        ([{"input_ids": [1], "tokens": ["a"]}], "column 'tokens' holds .*string.*, not one number a token"),
+        ([{"input_ids": [1.5]}], "column 'input_ids' holds double; give whole numbers"),
+        ([{"input_ids": [1], "seq_lengths": [1]}], "it is packed already"),
+    ],
+    ids=["untokenised", "text", "words", "fractions", "packed"],
+)
+def test_what_the_columns_tell_is_refused_at_once(rows, message):
+    with pytest.raises(ValueError, match=message):
+        pack_dataset(stream(rows), CAPACITY)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"buffer_size": 0}, "buffer_size is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"strategy": "best"}, "no packing strategy 'best'"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(given, message):
+    with pytest.raises(ValueError, match=message):
+        pack_dataset(stream(documents(3)), CAPACITY, **given)
+
+
+@pytest.mark.parametrize("kind", [datasets.DatasetDict, datasets.IterableDatasetDict])
+def test_several_splits_are_refused(kind):
+    rows = datasets.Dataset.from_list(documents(3))
+    rows = rows if kind is datasets.DatasetDict else rows.to_iterable_dataset()
+    with pytest.raises(ValueError, match=rf"dataset is a {kind.__name__}; give one of its splits: train"):
+        pack_dataset(kind({"train": rows}), CAPACITY)
+
+
+def test_rows_are_full():
+    """A tail row a batch is all that planning batch by batch costs."""
+    lengths = np.random.default_rng(0).lognormal(4, 0.8, 8000).astype(int).clip(1, 2048)
+    source = stream([{"input_ids": [1] * n} for n in lengths.tolist()])
+    rows = [len(row["input_ids"]) for row in pack_dataset(source, 2048)]
+    assert sum(rows) == lengths.sum()
+    assert sum(rows) / len(rows) / 2048 > 0.98
+
+
+# Through the trainers of others.
+
+
+class Seen(torch.nn.Module):
+    """A model's place in a trainer: it notes the documents that reach it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.documents = []
+
+    def forward(self, input_ids, labels, seq_lengths):
+        ids, labels = (column[0].tolist() for column in (input_ids, labels))
+        self.documents += unpacked([{"input_ids": ids, "labels": labels, "seq_lengths": seq_lengths[0]}])
+        return {"loss": self.weight.sum()}
+
+
+def as_one_row(rows):
+    """A collator that hands on the lengths of one packed row."""
+    (row,) = rows
+    ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+    return {"input_ids": ids, "labels": labels, "seq_lengths": [row["seq_lengths"]]}
+
+
+def train(packed, folder, **options):
+    """The documents that reach the model of transformers' trainer."""
+    model = Seen()
+    options |= {"gradient_accumulation_steps": 1, "remove_unused_columns": False, "logging_strategy": "no"}
+    arguments_ = TrainingArguments(**arguments(folder, **options))
+    Trainer(model, arguments_, train_dataset=packed, data_collator=as_one_row).train()
+    return model.documents
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_transformers_trainer(n_workers, tmp_path):
+    rows = documents(60)
+    packed = pack_dataset(stream(rows, 4), CAPACITY)
+    per_epoch = sum(map(len, rows_of_workers(packed, n_workers)))
+    seen = train(packed, tmp_path, max_steps=per_epoch, dataloader_num_workers=n_workers)
+    assert by_number(seen) == by_number(rows)
+
+
+def test_transformers_trainer_resumes(tmp_path):
+    """It skips the batches that it has trained on."""
+    rows = documents(60)
+    packed = pack_dataset(stream(rows, 4), CAPACITY)
+    per_epoch = len(list(packed))
+    options = {"save_strategy": "steps", "save_steps": 5, "max_steps": per_epoch}
+    whole = train(packed, tmp_path, **options)
+    model = Seen()
+    options |= {"gradient_accumulation_steps": 1, "remove_unused_columns": False, "logging_strategy": "no"}
+    trainer = Trainer(
+        model,
+        TrainingArguments(**arguments(tmp_path, **options)),
+        train_dataset=pack_dataset(stream(rows, 4), CAPACITY),
+        data_collator=as_one_row,
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    head = unpacked(itertools.islice(packed, 5))
+    assert head + model.documents == whole
+    assert by_number(whole) == by_number(rows)
+
+
+@pytest.fixture(scope="module")
+def read_by_ranks(tmp_path_factory):
+    """`{shards of the stream: the rows of each of two ranks}`, with two workers each."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(read_on_rank, (port, str(folder), (4, 1)), nprocs=2)
+    return {n: [json.loads((folder / f"{n}-{rank}.json").read_text()) for rank in (0, 1)] for n in (4, 1)}
+
+
+def test_two_ranks_of_accelerate_with_two_workers_each(read_by_ranks):
+    assert_each_once(itertools.chain.from_iterable(read_by_ranks[4]), documents(60))
+
+
+def test_two_ranks_that_share_a_shard(read_by_ranks):
+    """accelerate repeats the first row, where the ranks would otherwise have different numbers of rows."""
+    first, second = read_by_ranks[1]
+    assert len(first) == len(second)
+    n_rows = len(list(pack_dataset(stream(documents(60)), CAPACITY)))
+    assert_each_once([*first, *second[: n_rows - len(first)]], documents(60))
+
+
+class Counting(SFTTrainer):
+    """Notes how often each token reaches the model, and how many documents do."""
+
+    tokens, documents = (), 0
+
+    def training_step(self, model, inputs, *arguments, **keywords):
+        self.tokens = [*self.tokens, *inputs["input_ids"].flatten().tolist()]
+        self.documents += int((inputs["position_ids"] == 0).sum())
+        return super().training_step(model, inputs, *arguments, **keywords)
+
+
+@pytest.mark.parametrize(("n_workers", "has_columns"), [(0, True), (2, True), (2, False)])
+def test_sft_trainer(n_workers, has_columns, model_folder, tmp_path):
+    """As the docstring of `pack_dataset` says; TRL reads a row of a stream whose columns are unknown."""
+    rows = documents(60)
+    source = stream(rows, 4) if has_columns else stream(rows, 4).map(dict)
+    packed = pack_dataset(source, CAPACITY)
+    per_epoch = sum(map(len, rows_of_workers(packed, n_workers)))
+    model, tokenizer = FastLanguageModel.from_pretrained(model_folder, max_seq_length=CAPACITY)
+    options = {"packing": False, "padding_free": True, "max_length": None, "max_steps": per_epoch}
+    options |= {"dataloader_num_workers": n_workers, "gradient_accumulation_steps": 1}
+    trainer = Counting(
+        FastLanguageModel.get_peft_model(model, r=2),
+        SFTConfig(**arguments(tmp_path, **options)),
+        train_dataset=packed,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert sorted(trainer.tokens) == [token for row in rows for token in row["input_ids"]]
+    assert trainer.documents == sum(bool(row["input_ids"]) for row in rows)

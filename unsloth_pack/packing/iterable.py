@@ -1,0 +1,142 @@
+"""pack_iterable: pack a stream of datasets batch by batch, so that datasets can shard and resume it."""
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from datasets.iterable_dataset import BufferShuffledExamplesIterable, MappedExamplesIterable
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.packing.containers import WHOLE_COLUMNS
+from unsloth_pack.packing.stream import PackingStream
+
+
+def pack_iterable(
+    source: datasets.IterableDataset, capacity: int, strategy: str, buffer_size: int, seed: int | None
+) -> datasets.IterableDataset:
+    """Rows of at most `capacity` tokens, packed from `buffer_size` documents at a time.
+
+    No document waits from one batch to the next. So the result is a plain `map` of the source, and datasets
+    itself deals its shards out to workers and ranks, turns to an epoch, and saves its position.
+
+    Raises:
+        InputError: an argument is out of its range, or a column does not hold one number per token. What only
+            the documents can tell is raised when they are read.
+    """
+    packer = BatchPacker(capacity, strategy, buffer_size, seed)
+    features = None if source.features is None else _features_of_rows(source.features)
+    packed = source.with_format(None).map(
+        packer, with_indices=True, batched=True, batch_size=buffer_size, features=features
+    )
+    packed._ex_iterable.__class__ = PackedExamples
+    return packed
+
+
+class PackedExamples(MappedExamplesIterable):
+    """The rows of a `map` with a `BatchPacker`, with two additions.
+
+    The packer's seed follows the epoch, as that of a `shuffle` does. And a position that datasets cannot
+    restore is refused: a saved position lacks the documents that wait in a shuffle buffer.
+    """
+
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        is_resumed = self._state_dict is not None and self._state_dict["previous_state"] is not None
+        if is_resumed and _waits_in_a_buffer(self.ex_iterable):
+            raise InputError(
+                "the stream was shuffled with a buffer before packing, and its saved position lacks the "
+                "documents in the buffer; begin anew and skip the rows that are done, with .skip(rows)"
+            )
+        yield from super().__iter__()
+
+    def shift_rngs(self, value: int) -> "PackedExamples":
+        """datasets calls this with the epoch, and in a worker with the worker's number."""
+        return self._with(function=self.function.shifted(value))
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> "PackedExamples":
+        return self._with(ex_iterable=self.ex_iterable.shuffle_data_sources(generator))
+
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "PackedExamples":
+        return self._with(ex_iterable=self.ex_iterable.shard_data_sources(num_shards, index, contiguous))
+
+    def reshard_data_sources(self) -> "PackedExamples":
+        return self._with(ex_iterable=self.ex_iterable.reshard_data_sources())
+
+    def _with(self, **changed: Any) -> "PackedExamples":
+        changed_one = copy(self)
+        changed_one.__dict__ |= changed
+        return changed_one
+
+
+def _waits_in_a_buffer(examples: Any) -> bool:
+    """Whether documents wait in a shuffle buffer in any part of a stream."""
+    if isinstance(examples, BufferShuffledExamplesIterable) and examples.buffer_size > 1:
+        return True
+    parts = getattr(examples, "ex_iterables", None) or [getattr(examples, "ex_iterable", None)]
+    return any(_waits_in_a_buffer(part) for part in parts if part is not None)
+
+
+class BatchPacker:
+    """Packs one batch of documents, whatever came before.
+
+    Args: as `pack_iterable`.
+    """
+
+    def __init__(self, capacity: int, strategy: str, buffer_size: int, seed: int | None):
+        PackingStream(capacity, buffer_size, strategy=strategy, seed=seed)  # checks them before any is read
+        self.capacity, self.strategy, self.seed = capacity, strategy, seed
+        self._columns: list[str] | None = None
+
+    def shifted(self, value: int) -> "BatchPacker":
+        """The same packer with another order of rows."""
+        other = copy(self)
+        other.seed = None if self.seed is None else self.seed + value
+        return other
+
+    def __call__(self, batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        """The packed rows of a batch.
+
+        Args:
+            batch: each column, with one sequence per document.
+            numbers: of the documents, among those that this process reads.
+        """
+        first = numbers[0]
+        self._check_columns(list(batch), first)
+        seed = None if self.seed is None else self.seed + first
+        stream = PackingStream(self.capacity, len(numbers) + 1, strategy=self.strategy, seed=seed)
+        stream.consumed = first  # the number that an error names
+        documents = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+        rows = list(stream.pack(documents))
+        return {name: [row[name] for row in rows] for name in [*batch, "seq_lengths"]}
+
+    def _check_columns(self, columns: list[str], first: int) -> None:
+        """Refuse columns that came or went since the last batch; within a batch, the stream does."""
+        if self._columns is not None and set(columns) != set(self._columns):
+            raise InputError(
+                f"example {first} has the columns {', '.join(columns)} and those before it "
+                f"{', '.join(self._columns)}; give all examples the same columns"
+            )
+        self._columns = columns
+
+
+def _features_of_rows(features: datasets.Features) -> datasets.Features:
+    """The features of packed rows, given those of documents.
+
+    Raises:
+        InputError: a column does not hold one number per token.
+    """
+    rows = {}
+    for name, feature in features.items():
+        is_list = isinstance(feature, datasets.List | datasets.LargeList)
+        value = feature.feature if is_list else None
+        kind = value.pa_type if isinstance(value, datasets.Value) else None
+        is_fraction = kind is not None and pa.types.is_floating(kind)
+        if kind is None or not (is_fraction or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+            raise InputError(f"column {name!r} holds {feature}, not one number a token; remove it")
+        if is_fraction and name in WHOLE_COLUMNS:
+            raise InputError(f"column {name!r} holds {kind}; give whole numbers, such as int64")
+        rows[name] = datasets.List(value)
+    rows["seq_lengths"] = datasets.List(datasets.Value("int64"))
+    return datasets.Features(rows)
