@@ -140,7 +140,7 @@ def test_sharegpt_with_tool_calls():
 
 def test_conversations_may_hold_roles_and_messages_may_hold_from():
     assert convert([{"conversations": [USER, REPLY]}]) == [{"messages": [USER, REPLY]}]
-    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi", "weight": 1}]
+    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi", "weight": 1, "content": "x"}]
     assert convert([{"messages": turns}]) == [{"messages": [USER, REPLY | {"weight": 1}]}]
 
 

@@ -99,7 +99,7 @@ def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[s
         message["content"] = content
     if role_key == "role":
         return turn | message
-    return message | {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return message | {key: value for key, value in turn.items() if key not in ("from", "value", "content")}
 
 
 def _text_of(parts: list[Any]) -> Any:

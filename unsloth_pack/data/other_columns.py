@@ -60,7 +60,7 @@ def _is_one(value: Any) -> bool:
     return value is None or value == 1
 
 
-def _is_no_refusal(value: Any) -> bool:
+def _is_not_bad(value: Any) -> bool:
     return str(value).strip().lower() not in ("false", "0", "0.0")
 
 
@@ -77,7 +77,7 @@ _ACTING_ON_TEXT = {
     ),
 }
 _LABEL = _Acting(
-    _is_no_refusal,
+    _is_not_bad,
     "a reply that is labelled bad",
     "remove the row, or the column to learn the reply all the same",
 )
