@@ -5,11 +5,13 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import trl
 from model_folder import byte_tokenizer, save_model
 
 from unsloth_pack.cli import main
@@ -125,6 +127,16 @@ def test_template_kwargs_reach_the_template_row_by_row(trained, row, flags, loss
     assert (first, second[0]) == ("[thinking False]" + whole, "[thinking True]" + whole)
     assert learned == loss
     assert [text for text, _ in others] == [whole] * 3
+
+
+@pytest.mark.parametrize(("kwargs", "loss"), [(False, ""), (True, "<think>\n\n</think>\n\n")])
+def test_thinking_of_qwen3(trained, tmp_path, kwargs, loss):
+    """Where it does not think, the empty thoughts belong to the prompt."""
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    qwen = save_model(tmp_path / "qwen", chat_template=template, max_position_embeddings=4096)
+    row = CHAT_PAIR | {"chat_template_kwargs": {"enable_thinking": kwargs}}
+    ((_, learned),) = trained([row], f"--model_name={qwen}")
+    assert learned == loss + "a<|im_end|>\n"
 
 
 @pytest.mark.parametrize(
