@@ -140,8 +140,8 @@ def test_sharegpt_with_tool_calls():
 
 def test_conversations_may_hold_roles_and_messages_may_hold_from():
     assert convert([{"conversations": [USER, REPLY]}]) == [{"messages": [USER, REPLY]}]
-    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi", "weight": 1}]
-    assert convert([{"messages": turns}]) == [{"messages": [USER, REPLY]}]
+    turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi", "weight": 1, "content": "x"}]
+    assert convert([{"messages": turns}]) == [{"messages": [USER, REPLY | {"weight": 1}]}]
 
 
 def test_messages_keep_tool_calls_exactly():
@@ -149,9 +149,9 @@ def test_messages_keep_tool_calls_exactly():
         {"type": "function", "function": {"name": "f", "arguments": {"t": 0.6, "unit": None}}},
         {"type": "function", "function": {"name": "g", "arguments": {"lat": [157.830435654872]}}},
     ]
-    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
     rows = [
-        {"messages": [SYSTEM, USER, {**call, "content": None}, TOOL, TOOL, REPLY], "tools": [WRAPPED]},
+        {"messages": [SYSTEM, USER, call, TOOL, TOOL, REPLY], "tools": [WRAPPED]},
         {"messages": [USER, REPLY], "tools": None},
     ]
     converted = to_trl(from_json(rows), chat_template=True)
@@ -165,11 +165,20 @@ def test_messages_keep_tool_calls_exactly():
 
 def test_filler_nulls_of_parquet_structs_are_dropped():
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"a": 1}}}]}
-    other = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"b": 1}}}]}
+    other = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
     filled = datasets.Dataset.from_list([{"messages": [USER, call]}, {"messages": [USER, other]}])
     assert filled[0]["messages"] != [USER, call]
     converted = to_trl(filled, chat_template=True)
     assert [row["messages"] for row in converted] == [[USER, call], [USER, other]]
+
+
+def test_filler_nulls_among_arguments_are_refused():
+    """They might have been written."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"a": 1}}}]}
+    other = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"b": 1}}}]}
+    filled = datasets.Dataset.from_list([{"messages": [USER, call]}, {"messages": [USER, other]}])
+    with pytest.raises(InputError, match=r"row 0, column 'messages': arguments.b is null.*; give .*jsonl"):
+        to_trl(filled, chat_template=True)
 
 
 def test_prompt_completion_and_text_stay():

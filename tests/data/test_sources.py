@@ -1,5 +1,6 @@
 """load_rows: every source of rows, and the error of each broken input."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -86,6 +87,11 @@ def test_ragged_objects_come_back_exactly(tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl(rows))
     assert [row["arguments"] for row in load_rows(path)] == arguments
     assert load_rows(path)["arguments"][:] == arguments
+
+
+def test_objects_in_objects_come_back_exactly(tmp_path):
+    row = {"text": "a", "x": functools.reduce(lambda inner, _: {"a": inner}, range(150), 1)}
+    assert load_rows(write(tmp_path / "a.jsonl", jsonl([row])))[0] == row
 
 
 def test_one_row_of_a_known_format_is_not_unwrapped(tmp_path):

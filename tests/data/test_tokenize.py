@@ -15,7 +15,7 @@ from unsloth_pack.data.tokenize import IGNORE_INDEX, tokenize, tokenizer_hash
 from unsloth_pack.errors import InputError
 
 TEMPLATE = (
-    "{% if tools %}[tools]{{ tools | tojson }}{% endif %}"
+    "{% if mood is defined %}[{{ mood }}]{% endif %}{% if tools %}[tools]{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}]"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -72,6 +72,9 @@ CHAT_PAIRS = [
     },
     {"prompt": [{"role": "user", "content": "r"}], "completion": [{"role": "assistant", "content": "b"}]},
 ]
+MOODS = [{"mood": "calm"}, {}, {"mood": None}]
+MOODY = [row | {"chat_template_kwargs": mood} for row, mood in zip(MESSAGES, MOODS, strict=True)]
+MOODY_PAIRS = [row | {"chat_template_kwargs": mood} for row, mood in zip(CHAT_PAIRS, MOODS, strict=False)]
 STRING_PAIRS = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "alone<eos>"}]
 TEXT = [{"text": "one\ntwo"}, {"text": "ended<eos>"}, {"text": "x" * 70}]
 
@@ -86,6 +89,10 @@ TEXT = [{"text": "one\ntwo"}, {"text": "ended<eos>"}, {"text": "x" * 70}]
         (MESSAGES, True),
         (CHAT_PAIRS, False),
         (CHAT_PAIRS, True),
+        (MOODY, False),
+        (MOODY, True),
+        (MOODY_PAIRS, False),
+        (MOODY_PAIRS, True),
         (STRING_PAIRS, False),
         (TEXT, False),
     ],

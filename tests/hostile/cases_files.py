@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from refusals import Case, train
+from refusals import FEW, Case, train
 
 ROWS = [{"instruction": f"Say café {i} — now", "output": f"café, {i}\n“done”"} for i in range(4)]
 
@@ -148,12 +148,6 @@ JSON = [
         "json: deep in a field beside the text",
         "rows.json",
         '[{"text": "a", "x": ' + "[" * 60 + "]" * 60 + "}]",
-        "nested too deeply",
-    ),
-    case(
-        "json: objects in objects",
-        "rows.json",
-        '[{"text": "a", "x": ' + '{"a":' * 150 + "1" + "}" * 150 + "}]",
         "nested too deeply",
     ),
     case(
@@ -401,6 +395,16 @@ PATHS = [
         "rows.json",
         lambda f: (f / "rows.json").symlink_to("/dev/zero"),
         "not an ordinary file",
+    ),
+    placed(
+        "compressed rows beside others",
+        "data",
+        lambda f: [
+            (f / "data").mkdir(),
+            (f / "data" / "a.jsonl").write_text(FEW),
+            (f / "data" / "b.jsonl.gz").write_bytes(gzip.compress(FEW.encode())),
+        ],
+        "b.jsonl.gz: compressed",
     ),
     placed("a pipe", "rows.json", lambda f: os.mkfifo(f / "rows.json"), "not an ordinary file"),
     placed("no name", " ", lambda f: None, "dataset is ' '; give a file"),

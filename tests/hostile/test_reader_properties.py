@@ -18,9 +18,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_folder import byte_tokenizer
 
 from unsloth_pack.data import load_rows, to_trl
 from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.documents import to_documents
 from unsloth_pack.row.from_call import describe_row
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -90,13 +92,16 @@ def any_bytes_are_rows_or_refused(case):
             refused(error)
 
 
+EQUALS = st.sampled_from([1, 1.0, True, 0, 0.0, -0.0, False])  # that are written otherwise
+KEYS = st.sampled_from("ab") | TEXT
 VALUES = st.recursive(
     TEXT
+    | EQUALS
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.booleans()
     | st.none(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
 
@@ -104,13 +109,56 @@ VALUES = st.recursive(
 @st.composite
 def objects(draw):
     names = draw(st.lists(TEXT, min_size=1, max_size=4, unique=True))
-    return draw(st.lists(st.fixed_dictionaries(dict.fromkeys(names, VALUES)), min_size=1, max_size=5))
+    kinds = st.sampled_from([VALUES, EQUALS, st.dictionaries(st.sampled_from("ab"), EQUALS)])
+    columns = {name: draw(kinds) for name in names}
+    return draw(st.lists(st.fixed_dictionaries(columns), min_size=1, max_size=5))
 
 
 def json_is_read_as_written(rows):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for suffix, text in (("jsonl", lines), ("json", json.dumps(rows, ensure_ascii=False))):
-        assert list(read(suffix, text.encode())) == rows
+        assert shown(read(suffix, text.encode())) == shown(rows)
+
+
+def shown(rows):
+    """Every column as text, because 1 == 1.0 == True, and objects are equal in any order of their keys."""
+    return [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+
+
+ARGUMENTS = st.dictionaries(KEYS, VALUES, max_size=3)
+KWARGS = st.dictionaries(TEXT.filter(str.isalpha).map("x_".__add__), VALUES, max_size=2)
+
+
+@st.composite
+def conversations(draw):
+    """Rows whose calls, tools and template variables hold anything, or are absent, or null."""
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        call = {"function": {"name": "f", "arguments": draw(ARGUMENTS)}, "id": draw(st.none() | TEXT)}
+        turns = [
+            {"role": "user", "content": draw(TEXT)},
+            {"role": "assistant", "content": draw(st.none() | TEXT), "tool_calls": [call]},
+        ]
+        row = {"messages": [dict(draw(st.permutations(list(turn.items())))) for turn in turns]}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": draw(ARGUMENTS)}}]
+        beside = {"tools": draw(st.none() | st.just(tools)), "chat_template_kwargs": draw(KWARGS)}
+        rows.append(row | {name: beside[name] for name in draw(st.sets(st.sampled_from(sorted(beside))))})
+    return rows
+
+
+EVERYTHING = byte_tokenizer("{{ messages | tojson }}{{ tools | tojson }}{{ x_a | tojson if x_a is defined }}")
+
+
+def templates_see_what_was_written(rows):
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    documents, _ = to_documents(read("jsonl", lines.encode()), EVERYTHING, 2**20)
+    expected = [
+        EVERYTHING.apply_chat_template(
+            row["messages"], tools=row.get("tools"), tokenize=False, **row.get("chat_template_kwargs", {})
+        )
+        for row in map(json.loads, lines.splitlines())
+    ]
+    assert EVERYTHING.batch_decode(documents["input_ids"][:]) == expected
 
 
 CELLS = st.text(WRITABLE, max_size=20).filter(lambda text: text == text.strip("\ufeff"))
@@ -241,6 +289,7 @@ AREAS = {
         any_bytes_are_rows_or_refused: damaged()
         | st.tuples(st.sampled_from(FORMATS), st.binary(max_size=200)),
         json_is_read_as_written: objects(),
+        templates_see_what_was_written: conversations(),
         strings_are_read_as_written: string_tables(),
         paragraphs_are_read_as_written: st.lists(
             st.lists(LINES, min_size=1, max_size=3), min_size=1, max_size=4

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.data.refusals import fail
+from unsloth_pack.data.turn_keys import check_keys
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
@@ -26,11 +26,13 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-
-
-def fail(index: int, column: str, problem: str, value: Any, remedy: str) -> NoReturn:
-    """Raise the InputError for row `index`, with the value shortened."""
-    raise InputError(f"row {index}, column {column!r}: {problem}, got {reprlib.repr(value)}; {remedy}")
+ROLES = frozenset(_ROLES.values())
+# Arguments of `apply_chat_template` that say what is done with the text, not what a template reads
+_NO_VARIABLES = {
+    *("conversation", "chat_template", "tools", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
+}
 
 
 def string(index: int, row: Row, column: str, *, may_be_blank: bool = False) -> str:
@@ -51,48 +53,53 @@ def optional_string(index: int, row: Row, column: str) -> str:
     return value if value.strip() else ""
 
 
-def messages(index: int, row: Row, column: str) -> list[Message]:
-    """The turns of `row[column]` as {role, content}. Turns written with `role` keep their other keys.
+def messages(index: int, row: Row, column: str, learned: Mapping[str, bool]) -> list[Message]:
+    """The turns of `row[column]` as {role, content}, with their other keys.
 
     Only an assistant turn with `tool_calls` may lack content.
+
+    Args:
+        learned: whether the turns of a role carry loss, as `check_keys` takes it.
     """
     turns = row[column]
     if not isinstance(turns, list):
         fail(index, column, "expected a list of turns", turns, "write it as one or remove the row")
     if not turns:
         fail(index, column, "expected at least one turn", turns, "add the turns or remove the row")
-    return [_message(index, column, number, turn) for number, turn in enumerate(turns)]
+    return [_message(index, column, number, turn, learned) for number, turn in enumerate(turns)]
 
 
-def _message(index: int, column: str, number: int, turn: Any) -> Message:
+def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[str, bool]) -> Message:
     if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
         remedy = "write turns as {role, content} or {from, value}"
         fail(index, column, f"turn {number} has no role", turn, remedy)
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
-    given, content = turn[role_key], turn.get(content_key)
+    given = turn[role_key]
     role = _ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         fail(index, column, f"turn {number} has an unknown role", given, f"use one of {', '.join(_ROLES)}")
+    name = f"turn {number} ({given})"
+    check_keys(index, column, name, turn, role, learned)
     tool_calls = turn.get("tool_calls")
     calls = [] if tool_calls is None else tool_calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         remedy = "write one JSON object a call, or leave tool_calls out"
-        fail(index, column, f"turn {number} ({given}): expected a list of tool_calls", tool_calls, remedy)
-    if content is None and tool_calls:
-        content = ""
+        fail(index, column, f"{name}: expected a list of tool_calls", tool_calls, remedy)
+    content = turn.get(content_key)
     if isinstance(content, list):
         content = _text_of(content)
-    if not isinstance(content, str):
+    if not isinstance(content, str) and not (content is None and calls):
         remedy = "write its text as one string or remove the row (images are not supported)"
-        fail(index, column, f"turn {number} ({given}) needs a string as {content_key!r}", content, remedy)
-    if role == "assistant" and not content.strip() and not tool_calls:
+        fail(index, column, f"{name} needs a string as {content_key!r}", content, remedy)
+    if role == "assistant" and not calls and not (content or "").strip():
         remedy = "fill in the response or remove the row"
-        fail(index, column, f"turn {number} ({given}) is an empty response", content, remedy)
-    if role == "assistant" and (turn.get("train") is False or turn.get("weight") == 0):
-        remedy = "remove the turn, or remove the key to train on it"
-        fail(index, column, f"turn {number} ({given}) is excluded from training", turn, remedy)
-    message = {"role": role, "content": content}
-    return turn | message if role_key == "role" else message
+        fail(index, column, f"{name} is an empty response", content, remedy)
+    message: Message = {"role": role}
+    if content_key in turn:
+        message["content"] = content
+    if role_key == "role":
+        return turn | message
+    return message | {key: value for key, value in turn.items() if key not in ("from", "value", "content")}
 
 
 def _text_of(parts: list[Any]) -> Any:
@@ -145,4 +152,27 @@ def tools(index: int, row: Row) -> dict[str, str | None]:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         fail(index, "tools", "expected a list of objects", value, "write one JSON object a tool")
     wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
-    return {"tools": json.dumps(wrapped)}
+    return {"tools": json_text(index, "tools", wrapped)}
+
+
+def template_kwargs(index: int, row: Row) -> dict[str, dict[str, Any]]:
+    """`{"chat_template_kwargs": variables of the template}`; `{}` if the dataset has no such column."""
+    column = "chat_template_kwargs"
+    if column not in row:
+        return {}
+    value = {} if row[column] is None else row[column]
+    if not isinstance(value, dict):
+        fail(index, column, "expected an object", value, "write it as one or remove the column")
+    for name in value:
+        if name in _NO_VARIABLES:
+            remedy = "remove it; only what the template reads may differ between rows"
+            fail(index, column, f"{name!r} is no variable of a template", value, remedy)
+    return {column: value}
+
+
+def json_text(index: int, column: str, value: Any) -> str:
+    """The value as JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:  # times, bytes, decimals
+        fail(index, column, f"a value that JSON does not have ({error})", value, "write it as a string")

@@ -2,34 +2,38 @@
 
 The result has one of these sets of columns:
 - `prompt` and `completion`, two strings or two message lists: the loss can be on the completion only;
-- `messages`, and `tools` where the data has that column: the loss can be on assistant turns only;
+- `messages`: the loss can be on assistant turns only;
 - `text`.
+
+Conversations keep the columns `tools` and `chat_template_kwargs`, which the chat template reads.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data import fields
+from unsloth_pack.data.absent_keys import holds_objects, without_absent_keys
 from unsloth_pack.data.fields import Row
+from unsloth_pack.data.other_columns import refuse_acting_columns, refuse_media, refuse_other_data
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
 
 KNOWN_COLUMNS = {
-    *("messages", "conversations", "tools"),
-    *("instruction", "input", "output", "system", "history"),
+    *("messages", "conversations", "tools", "chat_template_kwargs"),
+    *("instruction", "input", "output", "system"),
     *("prompt", "completion", "response", "text"),
 }
 # Names that other tools give to the boundaries in packed rows
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
-_PLAIN_TURNS = ({"role", "content"}, {"from", "value"})
+_PLAIN_TURNS = (["role", "content"], ["from", "value"])
 _WANTED = (
     "messages (list of {role, content}), conversations (list of {from, value}), instruction + output (and "
     "input), prompt + completion (or response), or text"
@@ -69,11 +73,13 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
         first_rows: a few rows, to tell a `messages` or `conversations` list from a string of that name.
 
     Raises:
-        InputError: no format has these columns; the error names them and the columns of the formats. Packed
-            rows are refused too, because only a manifest can show that their boundaries are complete.
+        InputError: no format has these columns; the error names them and the columns of the formats. Refused
+            too are preferences, judged steps, and packed rows, because only a manifest can show that their
+            boundaries are complete.
     """
     columns = set(column_names)
     first = first_rows[0] if first_rows else {}
+    refuse_other_data(columns, first)
     if "input_ids" in columns:
         _refuse_packed([name for name in column_names if name in _BOUNDARIES], first)
 
@@ -110,80 +116,118 @@ def _refuse_packed(boundaries: Sequence[str], first: Row) -> None:
         )
 
 
-def to_trl(dataset: datasets.Dataset, *, chat_template: bool) -> datasets.Dataset:
-    """Check every row and convert it to the columns that TRL's SFTTrainer takes; other columns are dropped.
+def to_trl(
+    dataset: datasets.Dataset, *, chat_template: bool, responses_only: bool | None = None
+) -> datasets.Dataset:
+    """Check every row and convert it to the columns that TRL's SFTTrainer takes.
 
     - alpaca: `prompt` (instruction and input, after `system` where given) and `completion`, as messages where
       there is a chat template, else as strings in the Alpaca template.
-    - ShareGPT and messages: `messages`, with `system` as its first turn, and `tools` as JSON text. A
-      `function_call` turn becomes an assistant turn with its text as content, so that templates without tool
-      calls can render it too. An `observation` becomes a `tool` turn.
+    - ShareGPT and messages: `messages`, with `system` as its first turn. A `function_call` turn becomes an
+      assistant turn with its text as content, so that templates without tool calls can render it too. An
+      `observation` becomes a `tool` turn.
     - prompt+completion and text stay as they are; `response` is renamed to `completion`.
+    - beside conversations: `tools` as JSON text, and `chat_template_kwargs`.
+
+    Other columns are dropped, or refused if they train something in the tool they were made for.
 
     Args:
         dataset: rows as `load_rows` gives them.
         chat_template: whether the tokenizer has a chat template.
+        responses_only: whether only assistant turns will carry loss, to compare it with the marks of turns
+            (`train`, `weight`); None if nothing is trained.
 
     Raises:
         InputError: the format is unknown, conversations come without a chat template, or a row cannot be
             trained on. The error names the first such row (from 0), the column and the value. These rows are
             refused: null and non-string fields, empty responses and texts, conversations without an assistant
             turn, unknown roles, a system turn that is not the first, a tool turn that answers no assistant
-            turn, and the same role twice in a row (but tool results may follow each other).
+            turn, the same role twice in a row (but tool results may follow each other), and what only other
+            tools can train on: images, replies labelled bad, weights, turns marked otherwise.
     """
     from datasets import Features, Value
 
+    from unsloth_pack.data.exact import ExactJson
+
     if not len(dataset):
         raise InputError("the dataset has 0 rows; give one with at least one")
+    refuse_media(dataset)
     first_rows = [dataset[i] for i in range(min(8, len(dataset)))]
     data_format = detect_format(dataset.column_names, first_rows)
     rows = dataset.select_columns([name for name in dataset.column_names if name in KNOWN_COLUMNS])
 
     convert: Callable[[int, Row], Row]
     features: dict[str, Any] = {"prompt": Value("string"), "completion": Value("string")}
+    unused: tuple[str, ...] = ()
     match data_format:
         case DataFormat.TEXT:
+            refuse_acting_columns(dataset, are_text=True)
             for _ in _converted(rows, _text):
                 pass
             return rows.select_columns("text")
         case DataFormat.ALPACA if chat_template:
             convert, features = _alpaca_messages, dict.fromkeys(features, _messages_type())
         case DataFormat.ALPACA:
-            convert = _alpaca_strings
+            convert, unused = _alpaca_strings, ("tools", "chat_template_kwargs")
         case DataFormat.PROMPT_COMPLETION if not isinstance(first_rows[0]["prompt"], list):
-            convert = _prompt_strings
+            convert, unused = _prompt_strings, ("tools", "chat_template_kwargs", "system")
         case DataFormat.PROMPT_COMPLETION:
-            convert = _prompt_messages
+            convert = partial(_prompt_messages, learned=_learned(responses_only))
             sources = {"prompt": "prompt", "completion": _answer_column(rows.column_names)}
             features = _conversation_features(rows, sources, chat_template)
         case DataFormat.MESSAGES | DataFormat.SHAREGPT:
             column = "messages" if data_format is DataFormat.MESSAGES else "conversations"
-            convert = partial(_messages, column=column)
+            convert = partial(_messages, column=column, learned=_learned(responses_only))
             features = _conversation_features(rows, {"messages": column}, chat_template)
+    refuse_acting_columns(dataset, are_text=False, unused=unused)
+    if not unused:
+        of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
+        features |= {name: kind for name, kind in of_template.items() if name in rows.column_names}
     return _build(_converted(rows, convert), Features(features))
+
+
+def _learned(responses_only: bool | None) -> dict[str, bool]:
+    """Whether the turns of a role carry loss; without the roles of which that is not known."""
+    if responses_only is None:
+        return {"assistant": True}
+    return {role: role == "assistant" or not responses_only for role in fields.ROLES}
 
 
 def _converted(rows: datasets.Dataset, convert: Callable[[int, Row], Row]) -> Iterator[list[Row]]:
     """Batches of converted rows."""
-    filled = {name for name in rows.column_names if _may_have_filler(rows, name)}
+    filled = {name: kind for name, kind in rows.features.items() if _may_have_filler(kind)}
     start = 0
     for batch in rows.iter(batch_size=1000):
-        columns = [_without_nulls(values) if name in filled else values for name, values in batch.items()]
-        cells = zip(*columns, strict=True)
-        yield [convert(index, dict(zip(batch, row, strict=True))) for index, row in enumerate(cells, start)]
-        start += len(columns[0])
+        for name, kind in filled.items():
+            values = enumerate(batch[name], start)
+            batch[name] = [without_absent_keys(index, name, kind, value) for index, value in values]
+        cells = zip(*batch.values(), strict=True)
+        converted = [convert(i, dict(zip(batch, row, strict=True))) for i, row in enumerate(cells, start)]
+        start += len(converted)
+        yield converted
 
 
 def _build(batches: Iterator[list[Row]], features: datasets.Features) -> datasets.Dataset:
     import datasets
     import pyarrow as pa
 
-    from unsloth_pack.data.exact import to_array
+    from unsloth_pack.data.exact import ExactJson, json_array
 
-    tables = [
-        pa.table({name: to_array([row[name] for row in batch], kind) for name, kind in features.items()})
-        for batch in batches
-    ]
+    tables: list[pa.Table] = []
+    start = 0
+    for batch in batches:
+        columns = {}
+        for name, kind in features.items():
+            values = [row[name] for row in batch]
+            if isinstance(kind, ExactJson):
+                numbered = enumerate(values, start)
+                columns[name] = json_array(
+                    [fields.json_text(index, name, value) for index, value in numbered]
+                )
+            else:
+                columns[name] = pa.array(values, features.arrow_schema.field(name).type)
+        tables.append(pa.table(columns))
+        start += len(batch)
     return datasets.Dataset(pa.concat_tables(tables), info=datasets.DatasetInfo(features=features))
 
 
@@ -197,7 +241,7 @@ def _alpaca_messages(index: int, row: Row) -> Row:
     return {
         "prompt": fields.with_system(system, [{"role": "user", "content": request}]),
         "completion": [{"role": "assistant", "content": output}],
-    }
+    } | _for_template(index, row)
 
 
 def _alpaca_strings(index: int, row: Row) -> Row:
@@ -209,10 +253,6 @@ def _alpaca_strings(index: int, row: Row) -> Row:
 
 def _alpaca_fields(index: int, row: Row) -> tuple[str, str, str, str]:
     """system, instruction, input and output; system and input are "" where absent."""
-    if row.get("history"):
-        fields.fail(
-            index, "history", "earlier turns", row["history"], "write the row as conversations or messages"
-        )
     extra = fields.optional_string(index, row, "input")
     instruction = fields.string(index, row, "instruction", may_be_blank=bool(extra))
     system = fields.optional_string(index, row, "system")
@@ -224,21 +264,28 @@ def _prompt_strings(index: int, row: Row) -> Row:
     return {"prompt": prompt, "completion": fields.string(index, row, _answer_column(row))}
 
 
-def _prompt_messages(index: int, row: Row) -> Row:
+def _prompt_messages(index: int, row: Row, learned: Mapping[str, bool]) -> Row:
     answer = _answer_column(row)
-    prompt = fields.messages(index, row, "prompt")
-    completion = fields.messages(index, row, answer)
+    system = fields.optional_string(index, row, "system")
+    masked = dict.fromkeys(fields.ROLES, False)  # the loss is on the completion
+    prompt = fields.with_system(system, fields.messages(index, row, "prompt", masked))
+    completion = fields.messages(index, row, answer, learned)
     fields.check_order(index, answer, prompt + completion)
     fields.check_answered(index, answer, completion)
-    return {"prompt": prompt, "completion": completion} | fields.tools(index, row)
+    return {"prompt": prompt, "completion": completion} | _for_template(index, row)
 
 
-def _messages(index: int, row: Row, column: str) -> Row:
+def _messages(index: int, row: Row, column: str, learned: Mapping[str, bool]) -> Row:
     system = fields.optional_string(index, row, "system")
-    messages = fields.with_system(system, fields.messages(index, row, column))
+    messages = fields.with_system(system, fields.messages(index, row, column, learned))
     fields.check_order(index, column, messages)
     fields.check_answered(index, column, messages)
-    return {"messages": messages} | fields.tools(index, row)
+    return {"messages": messages} | _for_template(index, row)
+
+
+def _for_template(index: int, row: Row) -> dict[str, Any]:
+    """What the chat template reads beside the turns, of the columns that the dataset has."""
+    return fields.tools(index, row) | fields.template_kwargs(index, row)
 
 
 def _answer_column(columns: Collection[str]) -> str:
@@ -249,8 +296,6 @@ def _conversation_features(
     rows: datasets.Dataset, sources: dict[str, str], chat_template: bool
 ) -> dict[str, Any]:
     """The types of TRL's columns. `sources` names the column that each message list comes from."""
-    from datasets import Value
-
     from unsloth_pack.data.exact import ExactJson
 
     if not chat_template:
@@ -258,11 +303,10 @@ def _conversation_features(
             f"column {next(iter(sources.values()))!r} holds conversations, but the tokenizer has no chat "
             "template; use an instruct model, or set tokenizer.chat_template"
         )
-    features = {
-        name: _messages_type() if _object_keys(rows, column) in _PLAIN_TURNS else ExactJson()
+    return {
+        name: _messages_type() if _keys(rows.features[column]) in _PLAIN_TURNS else ExactJson()
         for name, column in sources.items()
     }
-    return features | ({"tools": Value("string")} if "tools" in rows.column_names else {})
 
 
 def _messages_type() -> Any:
@@ -271,27 +315,12 @@ def _messages_type() -> Any:
     return List({"role": Value("string"), "content": Value("string")})
 
 
-def _object_keys(rows: datasets.Dataset, column: str) -> set[str]:
-    """The keys of the objects in an Arrow list column; empty for any other type."""
-    import pyarrow as pa
-
-    kind = rows.features.arrow_schema.field(column).type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
-        kind.value_type
-    ):
-        return set()
-    return {field.name for field in kind.value_type}
+def _keys(feature: Any) -> list[str]:
+    """The keys of the objects in a list column; empty for any other type."""
+    inner = getattr(feature, "feature", None)
+    return list(inner) if isinstance(inner, dict) else []
 
 
-def _may_have_filler(rows: datasets.Dataset, column: str) -> bool:
+def _may_have_filler(feature: Any) -> bool:
     """Whether Arrow's struct type may have put null where an object lacked a key that others have."""
-    keys = _object_keys(rows, column)
-    return bool(keys) and keys not in _PLAIN_TURNS
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
+    return holds_objects(feature) and _keys(feature) not in _PLAIN_TURNS

@@ -1,7 +1,7 @@
 """Reads local files into one `datasets.Dataset`: json, jsonl, csv, parquet, txt. Errors name file and line.
 
-Values stay as they are in the file: no string is parsed into a number, a date or JSON, and no object gets
-nulls for keys that only other rows have.
+Values stay as they are in the file: no string is parsed into a number, a date or JSON, and no whole number
+becomes a fraction. No object of a json file gets another order of keys, or nulls for keys of other rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
 
 Row = dict[str, Any]
 
@@ -136,6 +137,8 @@ def _read_parquet(files: Sequence[Path]) -> datasets.Dataset:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from unsloth_pack.data.exact import read_exactly
+
     tables = []
     for file in files:
         _check_ordinary(file)
@@ -153,11 +156,34 @@ def _read_parquet(files: Sequence[Path]) -> datasets.Dataset:
         tables.append(table)
     _check_same_columns(files, [table.column_names for table in tables])
     try:
-        return datasets.Dataset(pa.concat_tables(tables, promote_options="permissive"))
+        table = pa.concat_tables(tables, promote_options="permissive")
+        for file, part in zip(files, tables, strict=True):
+            _check_numbers_stay(file, part.schema, table.schema)
+        return read_exactly(datasets.Dataset(table))
     except (pa.ArrowException, NotImplementedError, ValueError) as error:
         raise InputError(
             f"{files[0]}: column types that cannot be used ({error}); write strings, or lists of objects"
         ) from None
+
+
+def _check_numbers_stay(file: Path, schema: pa.Schema, joined: pa.Schema) -> None:
+    """Refuse whole numbers that became fractions because another file has fractions in their place."""
+    for field in schema:
+        if _makes_fractions(field.type, joined.field(field.name).type):
+            raise InputError(
+                f"{file}: column {field.name!r} holds whole numbers where another file has fractions "
+                f"({field.type}); write both files with the same types"
+            )
+
+
+def _makes_fractions(before: pa.DataType, after: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_struct(before) and pa.types.is_struct(after):
+        return any(_makes_fractions(field.type, after.field(field.name).type) for field in before)
+    if hasattr(before, "value_type") and hasattr(after, "value_type"):  # lists
+        return _makes_fractions(before.value_type, after.value_type)
+    return pa.types.is_integer(before) and pa.types.is_floating(after)
 
 
 def _kind(path: Path) -> str:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _DEMO_FILES = {"train": TRAIN_FILE, "test": HELDOUT_FILE}
 PACK_FILES = ("packs.json", "shard-00000.arrow")  # of a folder of packed rows: its manifest, its first rows
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set or a model
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip"}
+_MEDIA = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".mp4", ".wav", ".mp3", ".flac"}
 _SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -35,7 +37,8 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
             other file belongs to "train". A single file is read whole for every split.
 
     Raises:
-        InputError: nothing is there, it cannot be read, it lacks the split, or it holds no rows.
+        InputError: nothing is there, it cannot be read, it lacks the split, it holds no rows, or it is a
+            folder of which compressed rows or images would be passed over.
     """
     if not isinstance(dataset, str) or not dataset.strip():
         raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
@@ -66,8 +69,10 @@ def _load_hub(name: str, split: str) -> datasets.Dataset:
     import datasets
     from datasets.exceptions import DatasetsError
 
+    from unsloth_pack.data.exact import read_exactly
+
     try:
-        return datasets.load_dataset(name, split=split)
+        return read_exactly(datasets.load_dataset(name, split=split))
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -84,14 +89,34 @@ def _load_folder(folder: Path, split: str) -> datasets.Dataset:
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _load_saved(folder, split)
     files: dict[str, list[Path]] = {}
-    for file in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.suffix.lower() in SUFFIXES and file.is_file() and not hidden:
+    shown = [file for file in sorted(folder.rglob("*")) if not _is_hidden(file.relative_to(folder))]
+    _refuse_unread(folder, shown)
+    for file in shown:
+        if file.suffix.lower() in SUFFIXES and file.is_file():
             files.setdefault(_split_of(file), []).append(file)
     if not files:
         raise InputError(f"{folder}: no {', '.join(SUFFIXES)} file in this folder; give one that has some")
     _check_split(folder, split, list(files))
     return read_files(files[split])
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _refuse_unread(folder: Path, files: list[Path]) -> None:
+    """Refuse a folder of which a part would be passed over: rows in compressed files, images of captions."""
+    for file in files:
+        *_, inner, last = ("", "", *(suffix.lower() for suffix in file.suffixes))
+        if inner in SUFFIXES and last in _COMPRESSED:
+            raise InputError(f"{file}: compressed files are not read; unpack it, or move it elsewhere")
+    captions = [file for file in files if file.stem == "metadata" and file.suffix.lower() in SUFFIXES]
+    media = [file for file in files if file.suffix.lower() in _MEDIA]
+    if captions and media:
+        raise InputError(
+            f"{folder}: {captions[0].name} describes images, video or sound ({media[0].name}), which are not "
+            "supported; give the file itself to train on its text alone"
+        )
 
 
 def _split_of(file: Path) -> str:
@@ -102,14 +127,16 @@ def _split_of(file: Path) -> str:
 def _load_saved(folder: Path, split: str) -> datasets.Dataset:
     import datasets
 
+    from unsloth_pack.data.exact import read_exactly
+
     try:
         saved = datasets.load_from_disk(str(folder))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{folder}: not a complete saved dataset ({error}); save it again") from None
     if isinstance(saved, datasets.DatasetDict):
         _check_split(folder, split, list(saved))
-        return saved[split]
-    return saved
+        saved = saved[split]
+    return read_exactly(saved)
 
 
 def _check_split(dataset: str | Path, split: str, available: list[str]) -> None:

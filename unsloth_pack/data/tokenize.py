@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.ledger import TokenLedger
@@ -37,7 +37,8 @@ def tokenize(
     token. The loss is on the completion where there is a prompt, else on all tokens.
 
     Args:
-        dataset: columns as `to_trl` gives them: prompt and completion, messages (and tools), or text.
+        dataset: columns as `to_trl` gives them: prompt and completion, or messages, with what
+            the template reads beside them (tools, chat_template_kwargs); or text.
         max_length: tokens at which a row is cut; its end is lost.
         train_on_responses_only: in conversations, only assistant turns count in the loss.
         chat_template: used instead of the tokenizer's own.
@@ -220,19 +221,29 @@ class _Encoder:
         **options: Any,
     ) -> tuple[list[list[int]], list[list[int] | None]]:
         """Ids of every conversation; if `marked`, also masks that are 1 on the tokens of assistant turns."""
-        tools_of = batch.get("tools") or [None] * len(conversations)
+        together: dict[tuple[str | None, str], list[int]] = {}  # rows that the template is given the same
+        for place, given in enumerate(self._beside(batch, len(conversations))):
+            together.setdefault(given, []).append(place)
         ids: list[Any] = [None] * len(conversations)
         masks: list[Any] = [None] * len(conversations)
-        for tools in dict.fromkeys(tools_of):
-            members = [place for place, text in enumerate(tools_of) if text == tools]
-            options["tools"] = json.loads(tools) if tools else None
+        for (tools, kwargs), members in together.items():
             encoded = self._apply_template(
-                [conversations[i] for i in members], members, indices, marked, options
+                [conversations[i] for i in members],
+                members,
+                indices,
+                marked,
+                options | {"tools": json.loads(tools) if tools else None} | json.loads(kwargs),
             )
             for place, number in enumerate(members):
                 ids[number] = encoded["input_ids"][place]
                 masks[number] = encoded["assistant_masks"][place] if marked else None
         return ids, masks
+
+    def _beside(self, batch: dict[str, list[Any]], n_rows: int) -> Iterator[tuple[str | None, str]]:
+        """What the template reads beside each conversation, as JSON text: its tools and its variables."""
+        kwargs = batch.get("chat_template_kwargs") or [{}] * n_rows
+        tools = batch.get("tools") or [None] * n_rows
+        return zip(tools, map(json.dumps, kwargs), strict=True)
 
     def _apply_template(
         self, conversations: list[Any], members: list[int], indices: Sequence[int], marked: bool, options: Any
@@ -250,7 +261,15 @@ class _Encoder:
             )
 
         # a template is a program, so any of these may come from it
-        refusals = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+        refusals = (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        )
         try:
             return apply(conversations)
         except refusals:

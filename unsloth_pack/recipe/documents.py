@@ -22,13 +22,17 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
 
 
 def to_documents(
-    rows: Dataset, tokenizer: Any, max_length: int, train_on_responses_only: bool = False
+    rows: Dataset, tokenizer: Any, max_length: int, train_on_responses_only: bool | None = None
 ) -> tuple[Dataset, TokenLedger]:
-    """Rows of any known format as token ids and labels, see `tokenize`."""
+    """Rows of any known format as token ids and labels, see `tokenize`.
+
+    Args:
+        train_on_responses_only: whether only responses carry loss; None if nothing is trained on the rows.
+    """
     return tokenize(
-        to_trl(rows, chat_template=bool(tokenizer.chat_template)),
+        to_trl(rows, chat_template=bool(tokenizer.chat_template), responses_only=train_on_responses_only),
         tokenizer,
         max_length=max_length,
-        train_on_responses_only=train_on_responses_only,
+        train_on_responses_only=bool(train_on_responses_only),
         chat_template=training_template(tokenizer) if train_on_responses_only else None,
     )

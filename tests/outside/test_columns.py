@@ -1,0 +1,489 @@
+"""Every column and value that trains something in the tool it was made for: it acts here, or is refused.
+
+`pack` shows what would be trained on, without training.
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import trl
+from model_folder import byte_tokenizer, save_model
+
+from unsloth_pack.cli import main
+
+# Shows whatever a template can be given, as Qwen3's and others do with less
+TEMPLATE = (
+    "{% if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.content is defined %}{{ m.content }}{% else %}<none>{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.name }}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CHAT = {"messages": [USER, REPLY]}
+SHARE = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+ALPACA = {"instruction": "q", "output": "a"}
+PAIR = {"prompt": "q", "completion": "a"}
+CHAT_PAIR = {"prompt": [USER], "completion": [REPLY]}
+TEXT = {"text": "t"}
+FUNCTION = {"name": "f", "parameters": {"unit": {"type": "string", "default": None}}}
+TOOL = {"type": "function", "function": FUNCTION}
+
+
+def calling(arguments):
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), chat_template=TEMPLATE, max_position_embeddings=4096)
+
+
+@pytest.fixture
+def command(model, tmp_path, monkeypatch):
+    """The command line that packs `data`, which is a list of rows, an Arrow table, or a file or folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def build(data, *more):
+        path = tmp_path / "rows.jsonl"
+        if isinstance(data, list):
+            path.write_text("".join(json.dumps(row) + "\n" for row in data))
+        elif isinstance(data, pa.Table):
+            path = tmp_path / "rows.parquet"
+            pq.write_table(data, path)
+        else:
+            path = data
+        given = {"model_name": model, "dataset": path, "max_seq_length": 4096}
+        return ["pack", *(f"--{name}={value}" for name, value in given.items()), *more]
+
+    yield build
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def trained(command, tmp_path, capsys):
+    """What every row is trained on: its text, and the part of it that carries loss."""
+
+    numbers = itertools.count()
+
+    def run(data, *more):
+        out = tmp_path / f"packs-{next(numbers)}"
+        assert main(command(data, "--strategy=next_fit", f"--out={out}", *more)) == 0, capsys.readouterr().err
+        with pa.ipc.open_stream(out / "shard-00000.arrow") as stream:
+            (row,) = stream.read_all().to_pylist()
+        decode = byte_tokenizer().decode
+        bounds = zip(row["cu_lengths"], row["cu_lengths"][1:], strict=False)
+        return [
+            (decode(row["input_ids"][a:b]), decode([t for t in row["labels"][a:b] if t != -100]))
+            for a, b in bounds
+        ]
+
+    return run
+
+
+@pytest.fixture
+def refusal(command, tmp_path, capsys):
+    """The one line that the data are refused with."""
+
+    def run(data, *more):
+        capsys.readouterr()
+        assert main(command(data, "--out=packs", *more)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "; " in line
+        assert not (tmp_path / "packs").exists()
+        return line
+
+    return run
+
+
+# ---- chat_template_kwargs
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "loss"),
+    [
+        (CHAT, [], "[thinking False][user]q[assistant]a<eos>"),
+        (CHAT, ["--train_on_responses_only"], "a<eos>"),
+        (SHARE, [], "[thinking False][user]q[assistant]a<eos>"),
+        (CHAT_PAIR, [], "a<eos>"),
+        (CHAT_PAIR, ["--train_on_responses_only"], "a<eos>"),
+        (ALPACA, [], "a<eos>"),
+    ],
+)
+def test_template_kwargs_reach_the_template_row_by_row(trained, row, flags, loss):
+    kwargs = [{"enable_thinking": False}, {"enable_thinking": True}, {}, None]
+    rows = [row | {"chat_template_kwargs": given} for given in kwargs]
+    whole = "[user]q[assistant]a<eos>"
+    (first, learned), second, *others = trained([*rows, row], *flags)
+    assert (first, second[0]) == ("[thinking False]" + whole, "[thinking True]" + whole)
+    assert learned == loss
+    assert [text for text, _ in others] == [whole] * 3
+
+
+@pytest.mark.parametrize(("kwargs", "loss"), [(False, ""), (True, "<think>\n\n</think>\n\n")])
+def test_thinking_of_qwen3(trained, tmp_path, kwargs, loss):
+    """Where it does not think, the empty thoughts belong to the prompt."""
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    qwen = save_model(tmp_path / "qwen", chat_template=template, max_position_embeddings=4096)
+    row = CHAT_PAIR | {"chat_template_kwargs": {"enable_thinking": kwargs}}
+    ((_, learned),) = trained([row], f"--model_name={qwen}")
+    assert learned == loss + "a<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (CHAT | {"chat_template_kwargs": "fast"}, "expected an object, got 'fast'"),
+        (CHAT | {"chat_template_kwargs": [1]}, "expected an object, got [1]"),
+        (CHAT | {"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is no variable of a template"),
+        (CHAT | {"chat_template_kwargs": {"chat_template": "x"}}, "'chat_template' is no variable"),
+        (PAIR | {"chat_template_kwargs": {"enable_thinking": True}}, "rows of strings pass no chat template"),
+    ],
+)
+def test_template_kwargs_that_cannot_act(refusal, row, says):
+    line = refusal([row])
+    assert "row 0, column 'chat_template_kwargs'" in line
+    assert says in line
+
+
+def test_evaluation_rows_have_template_kwargs_too(model, tmp_path, capsys):
+    """`train` and `pack` read alike: a bad row of the evaluation is refused by its number."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(CHAT) + "\n")
+    (tmp_path / "eval.jsonl").write_text(json.dumps(CHAT | {"chat_template_kwargs": 5}) + "\n")
+    given = {"model_name": model, "dataset": tmp_path / "rows.jsonl", "eval_dataset": tmp_path / "eval.jsonl"}
+    given |= {"output_dir": tmp_path / "out", "max_seq_length": 144, "max_steps": 1}
+    assert main([f"--{name}={value}" for name, value in given.items()]) == 2
+    assert "row 0, column 'chat_template_kwargs': expected an object, got 5" in capsys.readouterr().err
+
+
+# ---- values as they stand
+
+VALUES = [
+    {"unit": None},
+    {"b": None, "a": 1},
+    {"a": 1, "b": None},
+    {"x": 1},
+    {"x": 1.0},
+    {"x": True},
+    {"x": -0.0},
+    {"n": 2**70},
+    {"t": 0.6, "lat": 157.830435654872},
+    {"list": [None, {"deep": {"er": None}}], "empty": {}, "none": []},
+    {"s": " \r\n\t\u0000é\u2028 "},
+]
+
+
+@pytest.mark.parametrize("values", [VALUES, *([value] for value in VALUES), VALUES[3:5]])
+def test_json_values_as_they_stand(trained, values):
+    rows = [{"messages": [USER, calling(value)]} for value in values]
+    expected = ["[user]q[assistant]" + shown({"function": {"arguments": value}}) for value in values]
+    assert [text.removesuffix("<eos>") for text, _ in trained(rows)] == expected
+
+
+@pytest.mark.parametrize("values", [VALUES, *([value] for value in VALUES), VALUES[1:3], VALUES[3:5]])
+def test_tools_as_they_stand(trained, values):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": value}} for value in values]
+    texts = [text for text, _ in trained([CHAT | {"tools": [tool]} for tool in tools])]
+    assert texts == [shown([tool]) + "[user]q[assistant]a<eos>" for tool in tools]
+
+
+def shown(value):
+    """As the `tojson` of a chat template writes it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+def test_null_content_is_not_an_empty_one(trained, content):
+    """Some templates skip the tool calls of a turn whose content is a string, if an empty one."""
+    call = {key: value for key, value in calling({}).items() if key != "content"}
+    ((text, _),) = trained([{"messages": [USER, call | content]}])
+    assert "[assistant]<none>{" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "column", "path"),
+    [
+        ([{"messages": [USER, calling({"unit": None, "x": 1})]}], "messages", "arguments.unit"),
+        ([{"messages": [USER, calling({"x": x})]} for x in ("C", None)], "messages", "arguments.x"),
+        ([CHAT | {"tools": [TOOL]}], "tools", "parameters.unit.default"),
+        (
+            [CHAT | {"chat_template_kwargs": {"enable_thinking": x}} for x in (True, None)],
+            "chat_template_kwargs",
+            "chat_template_kwargs.enable_thinking",
+        ),
+    ],
+)
+def test_a_null_that_parquet_cannot_tell_from_an_absent_key(refusal, rows, column, path):
+    line = refusal(pa.Table.from_pylist(rows))
+    assert f"row {len(rows) - 1}, column {column!r}: {path} is null" in line
+    assert "absent" in line
+
+
+def test_the_other_nulls_of_a_parquet_turn_are_absent_keys(trained):
+    turns = [USER | {"name": "bob"}, calling({"x": 1}) | {"content": None}]
+    ((text, _),) = trained(pa.Table.from_pylist([{"messages": turns}]))
+    assert text == '[user]bobq[assistant]<none>{"function": {"arguments": {"x": 1}}}<eos>'
+
+
+def test_parquet_files_whose_numbers_differ_in_type(refusal, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, number in (("a", 1), ("b", 1.5)):
+        table = pa.Table.from_pylist([{"messages": [USER, calling({"x": number})]}])
+        pq.write_table(table, folder / f"{name}.parquet")
+    assert "column 'messages'" in refusal(folder)
+
+
+def test_json_columns_of_datasets_are_read_exactly(trained, tmp_path):
+    """`datasets` itself reads 0.6 of such a column back as 0.6000000000000001."""
+    features = datasets.Features({"messages": datasets.List(datasets.Json())})
+    rows = [{"messages": [USER, calling({"t": 0.6, "unit": None})]}]
+    made = datasets.Dataset.from_list(rows, features=features)
+    made.to_parquet(tmp_path / "given.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    ((of_file, _),) = trained(tmp_path / "given.parquet")
+    assert '"arguments": {"t": 0.6, "unit": null}' in of_file
+
+
+def test_a_saved_data_set_is_read_exactly(trained, tmp_path):
+    features = datasets.Features({"messages": datasets.List(datasets.Json())})
+    rows = [{"messages": [USER, calling({"t": 0.6, "unit": None})]}] * 2
+    datasets.Dataset.from_list(rows, features=features).select([1]).save_to_disk(tmp_path / "saved")
+    ((text, _),) = trained(tmp_path / "saved")
+    assert '"arguments": {"t": 0.6, "unit": null}' in text
+
+
+def test_values_that_json_cannot_hold(refusal):
+    moment = pa.scalar(0, pa.timestamp("s")).as_py()
+    table = pa.Table.from_pylist([{"messages": [USER, REPLY | {"at": moment}]}])
+    assert "row 0, column 'messages'" in refusal(table)
+
+
+def test_times_among_tools(refusal):
+    moment = pa.scalar(0, pa.timestamp("s")).as_py()
+    line = refusal(pa.Table.from_pylist([CHAT | {"tools": [{"function": {"at": moment}}]}]))
+    assert "row 0, column 'tools'" in line
+
+
+def test_csv_cells_as_they_stand(trained, tmp_path):
+    cells = ["007", "1.0", "NA", "null", "None", "true", "2020-01-01", " a "]
+    (tmp_path / "rows.csv").write_text("prompt,completion\n" + "".join(f"q,{cell}\n" for cell in cells))
+    assert [loss for _, loss in trained(tmp_path / "rows.csv")] == [f"{cell}<eos>" for cell in cells]
+
+
+def test_a_compressed_file_among_others_is_not_passed_over(refusal, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json.dumps(TEXT))
+    (folder / "b.jsonl.gz").write_bytes(b"\x1f\x8b")
+    assert "b.jsonl.gz" in refusal(folder)
+
+
+def test_a_folder_of_images_with_captions(refusal, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "a cat"}))
+    (folder / "a.png").write_bytes(b"\x89PNG")
+    line = refusal(folder)
+    assert "a.png" in line
+    assert "metadata.jsonl" in line
+
+
+# ---- columns of other trainings, and of other tools
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "p", "chosen": "c", "rejected": "r"},
+        {"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY]},
+        {"chosen": [USER, REPLY], "rejected": [USER, REPLY]},
+        {"messages": [USER], "chosen": [REPLY], "rejected": [REPLY]},
+        SHARE | {"chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
+        {"conversations": [USER], "chosen": REPLY, "rejected": REPLY},
+        {"instruction": "i", "input": "", "chosen": "a", "rejected": "b"},
+        CHAT | {"chosen": [USER, REPLY], "rejected": [USER, REPLY]},
+        {"input": {"messages": [USER]}, "preferred_output": [REPLY], "non_preferred_output": [REPLY]},
+    ],
+)
+def test_preferences_are_called_preferences(refusal, row):
+    line = refusal([row])
+    assert "preference" in line
+    assert "turn" not in line.partition(";")[0]
+    assert all(name in line for name in row if name in ("chosen", "rejected", "preferred_output"))
+
+
+def test_step_labels(refusal):
+    line = refusal([{"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}])
+    assert "columns completions, labels" in line
+
+
+@pytest.mark.parametrize("row", [PAIR, CHAT_PAIR, CHAT, SHARE, ALPACA])
+@pytest.mark.parametrize("column", ["label", "kto_tag"])
+@pytest.mark.parametrize("no", [False, 0, "False", "false"])
+def test_a_reply_labelled_bad_is_not_learned(refusal, row, column, no):
+    line = refusal([row | {column: True}, row | {column: no}])
+    assert f"row 1, column {column!r}" in line
+    assert repr(no) in line
+
+
+def test_a_reply_labelled_good_is_learned(trained):
+    assert trained([PAIR | {"label": True}, PAIR | {"label": None}]) == [("qa<eos>", "a<eos>")] * 2
+
+
+def test_a_label_of_plain_text_is_a_class(trained):
+    assert trained([TEXT | {"label": 0}])[0][0] == "t<eos>"
+
+
+PICTURE = {"bytes": b"\x89PNG", "path": None}
+
+
+@pytest.mark.parametrize("row", [CHAT, SHARE, ALPACA, PAIR, TEXT])
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "audio", "audios"])
+def test_media(refusal, row, column):
+    line = refusal([row | {column: []}, row | {column: None}, row | {column: ["a.png"]}])
+    assert f"row 2, column {column!r}" in line
+    assert "a.png" in line
+
+
+def test_rows_without_media(trained):
+    assert len(trained([CHAT | {"images": []}, CHAT | {"images": None}])) == 2
+
+
+@pytest.mark.parametrize("name", ["image", "picture"])
+def test_media_of_datasets(refusal, name, tmp_path):
+    features = datasets.Features({"text": datasets.Value("string"), name: datasets.Image()})
+    made = datasets.Dataset.from_list([{"text": "a cat", name: PICTURE}], features=features)
+    made.to_parquet(tmp_path / "images.parquet")
+    assert f"row 0, column {name!r}" in refusal(tmp_path / "images.parquet")
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "says"),
+    [
+        (TEXT | {"input_ids": [1, 2], "labels": [-100, 2]}, "input_ids", "[1, 2]"),
+        (CHAT | {"labels": [-100, 2]}, "labels", "[-100, 2]"),
+        (CHAT | {"assistant_masks": [0, 1]}, "assistant_masks", "[0, 1]"),
+        (PAIR | {"completion_mask": [0, 1]}, "completion_mask", "[0, 1]"),
+        (TEXT | {"loss_mask": [0, 1]}, "loss_mask", "[0, 1]"),
+        (CHAT | {"weight": 0.5}, "weight", "0.5"),
+        (CHAT | {"train_on_input": True}, "train_on_input", "True"),
+        (CHAT | {"functions": [FUNCTION]}, "functions", "'f'"),
+        (CHAT | {"parallel_tool_calls": False}, "parallel_tool_calls", "False"),
+        (CHAT | {"history": [["q", "a"]]}, "history", "[['q', 'a']]"),
+        (ALPACA | {"history": [["q", "a"]]}, "history", "[['q', 'a']]"),
+        (PAIR | {"history": [["q", "a"]]}, "history", "[['q', 'a']]"),
+        (PAIR | {"system": "be kind"}, "system", "be kind"),
+        (PAIR | {"tools": [TOOL]}, "tools", "'f'"),
+    ],
+)
+def test_columns_that_would_change_the_training(refusal, row, column, says):
+    line = refusal([row])
+    assert f"row 0, column {column!r}" in line
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        CHAT | {"weight": 1, "parallel_tool_calls": True, "functions": [], "history": [], "labels": None},
+        SHARE | {"tools": "[]", "system": "", "kto_tag": True, "score": 0.2, "images": []},
+        ALPACA | {"history": None, "label": None, "id": 7, "text": "### Instruction: q"},
+        CHAT_PAIR | {"tools": None, "chat_template_kwargs": {}, "source": "web", "weight": 1.0},
+    ],
+)
+def test_columns_that_say_nothing_of_the_training(trained, row):
+    assert trained([row])[0][0] == "[user]q[assistant]a<eos>"
+
+
+def test_alpaca_rows_without_a_chat_template(model, trained, refusal, tmp_path):
+    plain = save_model(tmp_path / "plain", chat_template=None, max_position_embeddings=4096)
+    flag = f"--model_name={plain}"
+    ((text, _),) = trained([ALPACA | {"system": "S", "tools": []}], flag)
+    assert text.startswith("S")
+    assert "row 0, column 'tools'" in refusal([ALPACA | {"tools": [TOOL]}], flag)
+
+
+def test_tools_and_a_system_prompt_beside_pairs(trained):
+    rows = [ALPACA, CHAT_PAIR]
+    for row in rows:
+        ((text, loss),) = trained([row | {"tools": [{"type": "function", "function": {}}], "system": "S"}])
+        assert text == '[{"type": "function", "function": {}}][system]S[user]q[assistant]a<eos>'
+        assert loss == "a<eos>"
+
+
+# ---- keys of a turn
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize(
+    ("turn", "key"),
+    [
+        *((REPLY | {key: no}, key) for key in ("weight", "train", "loss") for no in (0, False)),
+        *(
+            (REPLY | {key: odd}, key)
+            for key in ("weight", "train", "loss", "loss_mask")
+            for odd in (0.5, "0")
+        ),
+        (REPLY | {"train_detail": [{"begin_offset": 0, "end_offset": 0, "train": False}]}, "train_detail"),
+        (REPLY | {"function_call": {"name": "f", "arguments": "{}"}}, "function_call"),
+        (REPLY | {"content": None, "function_call": {"name": "f", "arguments": "{}"}}, "function_call"),
+        (REPLY | {"images": ["a.png"]}, "images"),
+        (REPLY | {"audio": {"id": "x"}}, "audio"),
+    ],
+)
+def test_keys_of_a_turn_that_would_change_the_training(refusal, column, turn, key):
+    line = refusal([{column: [USER, REPLY]}, {column: [USER, turn]}])
+    assert f"row 1, column {column!r}: turn 1 (assistant)" in line
+    assert key in line
+
+
+def test_marks_of_turns_that_agree_with_the_loss(trained):
+    turns = [USER | {"train": False, "weight": 0}, REPLY | {"train": True, "weight": 1, "loss": None}]
+    assert trained([{"messages": turns}], "--train_on_responses_only")[0][1] == "a<eos>"
+    turns = [USER | {"train": True}, REPLY | {"train_detail": None, "images": [], "function_call": None}]
+    assert trained([{"messages": turns}])[0][1] == "[user]q[assistant]a<eos>"
+
+
+def test_marks_of_user_turns_that_contradict_the_loss(refusal):
+    unlearned = [{"messages": [USER | {"train": False}, REPLY]}]
+    line = refusal(unlearned)
+    assert "turn 0 (user) is excluded from training" in line
+    assert "--train_on_responses_only" in line
+    learned = [{"messages": [USER | {"train": True}, REPLY]}]
+    assert "turn 0 (user) is marked to be trained on" in refusal(learned, "--train_on_responses_only")
+
+
+@pytest.mark.parametrize("command_name", ["stats", "verify"])
+def test_what_only_counts_tokens_reads_marks_of_user_turns(model, tmp_path, capsys, command_name):
+    row = json.dumps({"messages": [USER | {"train": False}, REPLY]})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n{row}\n")
+    assert main([command_name, "--dataset", str(tmp_path / "rows.jsonl"), "--model_name", str(model)]) == 0
+    assert capsys.readouterr().out
+
+
+def test_keys_of_a_turn_that_templates_read(trained):
+    turns = [
+        USER | {"name": "bob"},
+        REPLY | {"reasoning_content": "hm", "tool_calls": calling({})["tool_calls"]},
+    ]
+    expected = '[user]bobq[assistant](hm)a{"function": {"arguments": {}}}<eos>'
+    assert trained([{"messages": turns}])[0][0] == expected
+
+
+def test_keys_of_a_turn_written_with_from(trained):
+    turns = [
+        {"from": "human", "value": "q", "name": "bob"},
+        {"from": "gpt", "value": "a", "reasoning_content": "hm", "tool_calls": calling({})["tool_calls"]},
+    ]
+    expected = '[user]bobq[assistant](hm)a{"function": {"arguments": {}}}<eos>'
+    assert trained([{"conversations": turns}])[0][0] == expected

@@ -1,0 +1,166 @@
+"""Columns that train something in the tools they were made for, and cannot here. They are refused.
+
+A row without such a value (null, an empty list of images, a reply that is labelled good) is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from unsloth_pack.data.refusals import fail
+from unsloth_pack.data.turn_keys import MEDIA
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+_PREFERENCE = (
+    "are preferences between answers, and no preferences are trained here; keep the better answer as "
+    "completion, or as the last turn of messages, and leave out"
+)
+# Columns that together make another kind of data, and what they mean
+_OTHER_DATA = {
+    ("chosen", "rejected"): _PREFERENCE,
+    ("preferred_output", "non_preferred_output"): _PREFERENCE,
+    ("completions", "labels"): (
+        "judge the steps of an answer, and no judgements are trained here; write good steps as completion, "
+        "and leave out"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Acting:
+    """A column that acts in another tool.
+
+    Args:
+        is_harmless: whether this value would change nothing.
+        problem, remedy: of any other value.
+    """
+
+    is_harmless: Callable[[Any], bool]
+    problem: str
+    remedy: str
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ([], {}) or (isinstance(value, str) and value.strip() in ("", "[]"))
+
+
+def _is_one(value: Any) -> bool:
+    return value is None or value == 1
+
+
+def _is_not_bad(value: Any) -> bool:
+    return str(value).strip().lower() not in ("false", "0", "0.0")
+
+
+_MEDIA = _Acting(
+    _is_empty, "images, video or sound, which are not supported", "remove the row, or the column"
+)
+_TOKENS = _Acting(
+    _is_none, "tokens or a mask of them made elsewhere", "remove the column to train on the row without it"
+)
+_ACTING_ON_TEXT = {
+    **dict.fromkeys(("input_ids", "labels", "assistant_masks", "completion_mask", "loss_mask"), _TOKENS),
+    "weight": _Acting(
+        _is_one, "a weight, but every token that counts weighs the same", "remove the row, or the column"
+    ),
+}
+_LABEL = _Acting(
+    _is_not_bad,
+    "a reply that is labelled bad",
+    "remove the row, or the column to learn the reply all the same",
+)
+_CHOICE = _Acting(
+    _is_none, "a choice of what is learned", "remove the column; --train_on_responses_only is the choice here"
+)
+_ACTING = {
+    **dict.fromkeys(("label", "kto_tag"), _LABEL),
+    **dict.fromkeys(("train_on_input", "train_on_inputs"), _CHOICE),
+    "history": _Acting(_is_empty, "earlier turns", "write the row as conversations or messages"),
+    "functions": _Acting(_is_empty, "an older form of tools", "write them in a column tools"),
+    "parallel_tool_calls": _Acting(_is_one, "an option that no chat template takes", "remove the column"),
+}
+_OF_CONVERSATIONS = _Acting(
+    _is_empty,
+    "not used, because rows of strings pass no chat template",
+    "write the row as messages, or remove the column",
+)
+
+
+def refuse_other_data(column_names: Collection[str], first: Mapping[str, Any]) -> None:
+    """Refuse data for another kind of training, such as preferences.
+
+    Raises:
+        InputError: it names the columns, and what the first row has in them.
+    """
+    for columns, meaning in _OTHER_DATA.items():
+        if set(columns) <= set(column_names):
+            shown = ", ".join(f"{name} {reprlib.repr(first.get(name))}" for name in columns)
+            raise InputError(f"columns {', '.join(columns)} {meaning} {columns[1]} (row 0: {shown})")
+
+
+def refuse_media(dataset: datasets.Dataset) -> None:
+    """Refuse the first row with images, video or sound, whatever their column is called.
+
+    Raises:
+        InputError: it names row and column.
+    """
+    stored = [name for name, feature in dataset.features.items() if _holds_media(feature)]
+    _refuse(dataset, dict.fromkeys((*MEDIA, *stored), _MEDIA))
+
+
+def refuse_acting_columns(dataset: datasets.Dataset, *, are_text: bool, unused: Collection[str] = ()) -> None:
+    """Refuse the first value that would change the training in the tool it was made for.
+
+    Args:
+        are_text: whether the rows are plain text.
+        unused: columns that act beside conversations, but not beside these rows.
+
+    Raises:
+        InputError: it names row, column and value.
+    """
+    _refuse(dataset, _ACTING_ON_TEXT)
+    if not are_text:
+        _refuse(dataset, _ACTING)
+    _refuse(dataset, dict.fromkeys(unused, _OF_CONVERSATIONS))
+
+
+def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting]) -> None:
+    for name in dataset.column_names:
+        if rule := rules.get(name):
+            for index, value in enumerate(_values(dataset, name)):
+                if not rule.is_harmless(value):
+                    fail(index, name, rule.problem, value, rule.remedy)
+
+
+def _values(dataset: datasets.Dataset, name: str) -> Iterator[Any]:
+    """The values of a column, without decoding images."""
+    for table in dataset.select_columns(name).with_format("arrow").iter(batch_size=1000):
+        yield from map(_value, table[name])
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    import pyarrow as pa
+
+    value = scalar.as_py()
+    return json.loads(value) if isinstance(scalar.type, pa.JsonType) and value is not None else value
+
+
+def _holds_media(feature: Any) -> bool:
+    from datasets import Audio, Image, Video
+
+    if isinstance(feature, dict):
+        return any(map(_holds_media, feature.values()))
+    inner = getattr(feature, "feature", None)  # of a list
+    return isinstance(feature, Audio | Image | Video) or (inner is not None and _holds_media(inner))

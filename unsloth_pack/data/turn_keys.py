@@ -1,0 +1,56 @@
+"""Keys of a turn that choose what is learned, or hold more than text. They fit the run, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unsloth_pack.data.refusals import fail
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MARKS = ("train", "weight", "loss", "loss_mask")  # of axolotl, OpenAI and Mistral, ms-swift, others
+_REFUSED = {
+    **dict.fromkeys(MEDIA, ("holds more than text", "remove the row, or the key to train on its text alone")),
+    "function_call": ("has an older form of tool_calls", "write it as tool_calls"),
+    "train_detail": (
+        "has parts that are excluded from training",
+        "remove the row, or the key to train on it",
+    ),
+}
+
+
+def check_keys(
+    index: int, column: str, name: str, turn: Mapping[str, Any], role: str, learned: Mapping[str, bool]
+) -> None:
+    """Refuse a key that would change the training in the tool it was made for.
+
+    Args:
+        index, column: of the row and its conversation.
+        name: of the turn, for the message.
+        role: of the turn.
+        learned: whether the turns of a role carry loss; a role that it lacks may be marked in either way.
+
+    Raises:
+        InputError: a mark contradicts the loss or is neither yes nor no, or there is an image, a sound,
+            marks within the text, or a `function_call`.
+    """
+    for key, (problem, remedy) in _REFUSED.items():
+        if turn.get(key):
+            fail(index, column, f"{name} {problem}", {key: turn[key]}, remedy)
+    for key in _MARKS:
+        mark = turn.get(key)
+        if mark is None:
+            continue
+        if isinstance(mark, str) or mark not in (0, 1):
+            remedy = "remove the turn, or remove the key to train on it"
+            fail(index, column, f"{name} has a mark that is neither yes nor no", {key: mark}, remedy)
+        if bool(mark) is learned.get(role, bool(mark)):
+            continue
+        if mark:
+            problem, remedy = "is marked to be trained on, but carries no loss here", "remove the key"
+        elif role == "assistant":
+            problem, remedy = "is excluded from training", "remove the turn, or remove the key to train on it"
+        else:
+            problem = "is excluded from training"
+            remedy = "give --train_on_responses_only, or remove the key to train on it"
+        fail(index, column, f"{name} {problem}", {key: mark}, remedy)
