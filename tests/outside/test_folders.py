@@ -168,6 +168,13 @@ def test_a_run_replaces_no_file_of_somebody_else(name, flags, refused, tmp_path)
     assert (tmp_path / "out" / name).read_text() == "mine"
 
 
+@pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])
+def test_a_run_is_refused_where_its_adapter_could_not_be_saved(more, flags, refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("mine")
+    assert "holds a model" in refused([*flags, "--output_dir=out", *more])
+
+
 def test_other_files_stay_and_a_runs_own_may_be_replaced(flags, tmp_path):
     kept = tmp_path / "out" / "checkpoint-of-mine"
     kept.mkdir(parents=True)
@@ -193,6 +200,7 @@ def test_a_plot_replaces_plots_only(model_folder, data, refused, tmp_path):
     command = ["stats", f"--model_name={model_folder}", f"--dataset={data}"]
     (tmp_path / "notes").write_text("mine")
     assert "no picture" in refused([*command, "--png=notes"])
+    assert "ends in one of .png, .pdf" in refused([*command, "--png=rows.jsonl"])
     (tmp_path / "folder").mkdir()
     assert "is a folder" in refused([*command, "--png=folder"])
     for _ in "ab":

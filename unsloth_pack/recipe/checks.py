@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.saved_names import ADAPTER, CARD, MODEL_CONFIG, TOKENIZER, VOCABULARY
+from unsloth_pack.files.saved_names import ADAPTER, CARD, TOKENIZER, VOCABULARY, holds_model
 from unsloth_pack.files.whole_folders import holds
 from unsloth_pack.recipe.machine import count_processes, is_main_process
 from unsloth_pack.recipe.options import TrainOptions
@@ -26,7 +26,7 @@ _LONGEST_NAME = 255  # bytes, on every file system in use
 _SUFFIXES_OF_A_RUN = ("json", "jsonl", "safetensors", "png", "md", "jinja", "txt", "model", "tmp")
 _RUN_FILES = (FILE_NAME, *sorted(ADAPTER))
 _PLOTS_AND_CARD = ("lengths.png", "loss.png", CARD)
-_PICTURES = (b"\x89PNG", b"%PDF", b"<?xml", b"\xff\xd8")  # how files that matplotlib draws begin
+_PICTURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".jpg": b"\xff\xd8"}  # how they begin
 
 
 def check_options(options: TrainOptions) -> None:
@@ -128,7 +128,7 @@ def _is_taken(target: Path, folder: Path) -> bool:
 
 def _check_apart(options: TrainOptions, folder: Path) -> None:
     """Refuse a folder in which the run's files would be mistaken for a model's or for data."""
-    if (folder / MODEL_CONFIG).exists():
+    if holds_model(folder):  # no adapter is saved there, at the end
         raise InputError(f"output_dir {str(folder)!r} holds a model; give another folder")
     for name in ("dataset", "eval_dataset"):
         data = getattr(options.data, name)
@@ -150,7 +150,7 @@ def _check_resumable(folder: Path) -> None:
                 f"--resume: the run in {str(folder)!r} has saved its adapter and left no checkpoint; "
                 "start a new run in another folder"
             )
-        if broken := sorted(folder.glob("checkpoint-*")):
+        if broken := _checkpoints(folder):
             raise InputError(
                 f"--resume: {broken[-1].name} in {str(folder)!r} is not whole, and there is no other "
                 "checkpoint; start anew with --overwrite_output_dir"
@@ -209,8 +209,13 @@ def check_picture(name: str, path: Path) -> None:
     check_writable(name, path.parent)
     if path.is_dir():
         raise InputError(f"{name} is {str(path)!r}, which is a folder; give a file")
-    if path.is_file() and (start := path.open("rb").read(8)) and not start.startswith(_PICTURES):
-        raise InputError(f"{name} is {str(path)!r}, which is there and no picture; give another file")
+    if path.suffix not in ("", *_PICTURES):
+        raise InputError(f"{name} is {str(path)!r}; give a name that ends in one of {', '.join(_PICTURES)}")
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(8)
+        if start and not start.startswith(tuple(_PICTURES.values())):
+            raise InputError(f"{name} is {str(path)!r}, which is there and no picture; give another file")
 
 
 def check_writable(name: str, folder: Path) -> None:
@@ -234,10 +239,13 @@ def check_writable(name: str, folder: Path) -> None:
 def run_files(folder: Path) -> list[Path]:
     """The files and folders that a run has left in `folder`."""
     files = [folder / name for name in _RUN_FILES if os.path.lexists(folder / name)]
-    checkpoints = sorted(folder.glob("checkpoint-*"))
-    return files + [
-        path for path in checkpoints if path.is_symlink() or path.name.rpartition("-")[2].isdigit()
-    ]
+    return files + _checkpoints(folder)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Whole or not, and links; a folder of another name, such as checkpoint-best, is somebody's own."""
+    found = sorted(folder.glob("checkpoint-*"))
+    return [path for path in found if path.is_symlink() or path.name.removeprefix("checkpoint-").isdigit()]
 
 
 def check_trainer(options: TrainOptions) -> None:
