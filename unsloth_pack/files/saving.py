@@ -31,7 +31,7 @@ from unsloth_pack.files.whole_folders import write_whole
 from unsloth_pack.lora.fp8 import Fp8Linear
 
 SaveMethod = Literal["merged_16bit", "lora"]
-_USE_CACHE = "_use_cache_as_loaded"
+_USE_CACHE = "use_cache_as_loaded"  # an attribute of the base model
 
 
 def save_pretrained_merged(
