@@ -30,7 +30,7 @@ from unsloth_pack.files.loading import (
     take_file_options,
     weight_dtype,
 )
-from unsloth_pack.files.saving import save_demo_adapter, save_pretrained_merged
+from unsloth_pack.files.saving import remember_use_cache, save_demo_adapter, save_pretrained_merged
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import spec_of
@@ -417,6 +417,7 @@ def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
     model.save_pretrained_merged = _bound(save_pretrained_merged, model)
+    remember_use_cache(model.get_base_model() if isinstance(model, PeftModel) else model)
     if isinstance(model, PeftModel) and model.get_base_model().name_or_path == "demo":
         model.__dict__["save_pretrained"] = _bound(save_demo_adapter, model)
     if torch.cuda.is_available():

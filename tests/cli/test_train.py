@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
+from unsloth_pack.recipe.checks import check_options
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.report.callbacks import MetricsCallback
 from unsloth_pack.report.fill import document_lengths
@@ -300,6 +301,46 @@ def test_no_warning_that_is_untrue(train, caplog):
     assert not [record for record in caplog.records if record.name.startswith("trl.")]
     assert train("--padding_free", "--overwrite_output_dir", **flags) == 0
     assert "per_device_train_batch_size of 1 with padding-free" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite_output_dir"])
+def test_a_run_is_not_resumed_or_replaced_while_it_is_running(flag, train, tmp_path, monkeypatch, capsys):
+    log, codes = MetricsCallback.on_log, []
+
+    def log_and_start_another(self, args, state, control, **more):
+        log(self, args, state, control, **more)
+        if state.global_step == 2 and not codes:
+            codes.append(None)
+            given = ["--output_dir", str(tmp_path / "out")]
+            codes.append(main([flag, *given]) if flag == "--resume" else train(flag))
+
+    monkeypatch.setattr(MetricsCallback, "on_log", log_and_start_another)
+    assert train(save_steps=1) == 0
+    assert codes == [None, 2]
+    assert "is in use by another run; wait for its end" in capsys.readouterr().err
+    assert list(losses(tmp_path / "out")) == [1, 2, 3, 4]
+
+
+def test_several_processes_need_a_folder(train, tmp_path, monkeypatch, capsys):
+    """The default contains the time and letters drawn at random; a folder below outputs does not."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train(output_dir=None) == 2
+    assert "output_dir is missing" in capsys.readouterr().err
+    options = read_options(["--output_dir", "outputs/mine"])
+    assert options.output.output_dir == "outputs/mine"
+    check_options(options)
+
+
+def test_resuming_merges_into_no_folder_of_somebody_else(train, refused, tmp_path):
+    assert train("--save_model", save_steps=2, max_steps=3) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-3")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "model.safetensors").write_text("precious")
+    resume = ["--resume", f"--output_dir={tmp_path / 'out'}"]
+    assert "theirs' is not empty" in refused(command=[*resume, f"--save_path={theirs}"])
+    assert main([*resume, f"--save_path={tmp_path / 'new'}"]) == 0
+    assert (tmp_path / "new" / "model.safetensors").is_file()
 
 
 def test_overwriting_leaves_nothing_of_the_earlier_run(train, tmp_path):

@@ -101,8 +101,8 @@ def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
     [
         ("packing.offline.writer.sha256_of", 1),  # between two shards
         ("packing.offline.writer.sha256_of", 3),
-        ("files.whole_folders._flush", 1),  # once all is written
-        ("files.whole_folders._flush", 5),
+        ("files.whole_folders.flush", 1),  # once all is written
+        ("files.whole_folders.flush", 5),
     ],
 )
 def test_an_interrupted_write_leaves_nothing(where, call, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing.plan import STRATEGIES
-from unsloth_pack.recipe.checks import check_new_folder, check_writable
+from unsloth_pack.recipe.checks import check_new_folder
 from unsloth_pack.recipe.kinds import whole
 from unsloth_pack.recipe.parser import Parser
 
@@ -25,7 +25,6 @@ def run(arguments: Sequence[str]) -> int:
         raise InputError("--out is missing; see `unsloth-pack pack --help`")
     out = Path(given["out"])
     check_new_folder("out", out)
-    check_writable("out", out.absolute().parent)  # the packs are written beside it
 
     from unsloth_pack.api import check_positions
     from unsloth_pack.cli.quiet import quieten

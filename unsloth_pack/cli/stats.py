@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.checks import check_writable
+from unsloth_pack.recipe.checks import check_picture
 from unsloth_pack.recipe.kinds import whole
 from unsloth_pack.recipe.parser import Parser
 
@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     given = _parser().parse(arguments)
     png = Path(given["png"]) if "png" in given else None
     if png is not None:
-        check_writable("png", png.parent)
+        check_picture("png", png)
 
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.packing import length_report

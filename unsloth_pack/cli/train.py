@@ -3,6 +3,7 @@
 import atexit
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.cli import SUBCOMMANDS
 from unsloth_pack.cli.mishaps import check_finite, explained, kept, report_nonfinite, way_on
 from unsloth_pack.errors import RunStopped
+from unsloth_pack.files.locks import claimed
+from unsloth_pack.files.saved_names import CARD
 from unsloth_pack.recipe import checks
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.flags import flat
@@ -40,7 +43,12 @@ def run(arguments: Sequence[str]) -> int:
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     options = read_options(arguments, f"Other subcommands: {others}. Each has its own --help.")
     checks.check_options(options)
+    with claimed(options.folder) if is_main_process() else nullcontext():
+        checks.check_folders(options)  # again: another run may have ended there just before
+        return _run(options)
 
+
+def _run(options: TrainOptions) -> int:
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.recipe.prepare import prepare
     from unsloth_pack.report.console import RunConsole
@@ -140,16 +148,16 @@ def _load_model(options: TrainOptions) -> Any:
 
 def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFile":
     """The metrics file of this run; what an earlier run left is removed, or kept up to the checkpoint."""
-    from unsloth_pack.files.whole_folders import remove_folder, remove_leftovers
+    from unsloth_pack.files.whole_folders import remove_folder
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.training.checkpoints import ASIDE, step_of
 
     folder, output, is_main = options.folder, options.output, is_main_process()
     if is_main:
-        remove_leftovers(folder)
         remove_folder(folder / ASIDE)
     if is_main and checkpoint is None and (output.overwrite_output_dir or output.resume):
-        for path in checks.run_files(folder):
+        card = [folder / CARD] if output.overwrite_output_dir and (folder / CARD).is_file() else []
+        for path in checks.run_files(folder) + card:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     metrics = MetricsFile(folder, enabled=is_main)
     if checkpoint is not None:

@@ -1,6 +1,7 @@
 """Saving a trained model, whole or not at all: the adapter alone, or merged into 16-bit weights."""
 
 import copy
+import os
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -18,10 +19,19 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
+from unsloth_pack.files.saved_names import (
+    ADAPTER_CONFIG,
+    CARD,
+    MODEL_CONFIG,
+    SAVED_BY,
+    replaced_by_a_model,
+    replaced_by_an_adapter,
+)
 from unsloth_pack.files.whole_folders import write_whole
 from unsloth_pack.lora.fp8 import Fp8Linear
 
 SaveMethod = Literal["merged_16bit", "lora"]
+_USE_CACHE = "use_cache_as_loaded"  # an attribute of the base model
 
 
 def save_pretrained_merged(
@@ -35,8 +45,10 @@ def save_pretrained_merged(
 
     Args:
         model: a model from `FastLanguageModel`, with or without an adapter.
-        save_directory: a folder. Files are written beside it and moved in at the end, where they replace
-            files of the same names.
+        save_directory: a folder. Files are written aside and moved in at the end, as `write_whole` says. Of
+            an earlier save there, all that would change what is loaded goes: weights in other files, an
+            adapter, and, if a tokenizer is given, the files of an earlier one. All other files stay, also a
+            README.md.
         tokenizer: saved beside the model when given.
         save_method: "merged_16bit" adds the adapter to the (dequantised) base weights in float32 and saves
             them in the model's 16-bit type, bfloat16 if it has none; "lora" saves the adapter as PEFT does.
@@ -44,7 +56,8 @@ def save_pretrained_merged(
 
     Raises:
         InputError: an unknown `save_method`; "lora" without an adapter; an adapter that cannot be merged; a
-            merged weight that is not finite.
+            merged weight that is not finite; a folder that cannot be written to, that holds the base model of
+            the adapter, or that holds a model which this function has not saved, or the adapter of a run.
     """
     if save_method not in ("merged_16bit", "lora"):
         raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
@@ -55,13 +68,29 @@ def save_pretrained_merged(
     if not str(save_directory).strip():
         raise InputError(f"save_directory is {save_directory!r}; give a folder")
 
-    with write_whole(Path(save_directory)) as folder:
+    target, with_tokenizer = Path(save_directory), tokenizer is not None
+    _refuse_the_base_of_an_adapter(model, target)
+    if adapted is not None:
+        last, replaces = ADAPTER_CONFIG, replaced_by_an_adapter(target, with_tokenizer)
+    else:
+        last, replaces = MODEL_CONFIG, replaced_by_a_model(target, with_tokenizer)
+    with write_whole(target, last=[last], replaces=replaces) as folder:
         if adapted is not None:
             adapted.save_pretrained(str(folder), state_dict=state_dict)
+            if os.path.lexists(target / CARD):
+                (folder / CARD).unlink(missing_ok=True)
         else:
             _write_merged(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def _refuse_the_base_of_an_adapter(model: nn.Module, target: Path) -> None:
+    if not isinstance(model, PeftModel):
+        return
+    base = str(model.get_base_model().name_or_path)
+    if os.path.isdir(base) and os.path.isdir(target) and os.path.samefile(base, target):
+        raise InputError(f"{str(target)!r} holds the base model of the adapter; give another folder")
 
 
 def save_demo_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
@@ -80,6 +109,7 @@ def _write_merged(model: nn.Module, folder: Path) -> None:
     weights = merged_state_dict(base, dtype)
     config = copy.deepcopy(base.config)
     config.__dict__.pop("quantization_config", None)
+    _restore_use_cache(base, config)
     config._name_or_path, config.dtype, config.architectures = "", dtype, [type(base).__name__]
     if config.tie_word_embeddings:
         if _untied_by_training(base):
@@ -88,10 +118,25 @@ def _write_merged(model: nn.Module, folder: Path) -> None:
             for name in base._tied_weights_keys or ():
                 weights.pop(name, None)
     as_on_the_hub = revert_weight_conversion(base, weights)  # takes stacked experts apart, as views
-    save_torch_state_dict({name: weight.clone() for name, weight in as_on_the_hub.items()}, folder)
+    copies = {name: weight.clone() for name, weight in as_on_the_hub.items()}
+    save_torch_state_dict(copies, folder, metadata=SAVED_BY)
     config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
+
+
+def remember_use_cache(base: nn.Module) -> None:
+    """Note what the configuration of a loaded model says of its cache: a trainer turns it off for good."""
+    config: Any = base.config
+    base.__dict__.setdefault(_USE_CACHE, config.__dict__.get("use_cache"))
+
+
+def _restore_use_cache(base: PreTrainedModel, config: Any) -> None:
+    if _USE_CACHE not in base.__dict__:
+        return
+    config.__dict__.pop("use_cache", None)
+    if (was := base.__dict__[_USE_CACHE]) is not None:
+        config.use_cache = was
 
 
 def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

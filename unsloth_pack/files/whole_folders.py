@@ -1,32 +1,63 @@
 """Folders and files that are whole or not there: written aside, flushed to the disk, then renamed.
 
-A folder that a caller names may be a link, and is written to. A link inside of it is replaced by a file or
-folder of its own: what it points to may be anybody's.
+A folder that a caller names may be a link or a mount point, and is written to. A link inside of it is
+replaced by a file or folder of its own: what it points to may be anybody's.
+
+.out.1f2e3d4c.aside/   beside a folder that is not there yet; renamed to it
+out/.1f2e3d4c.aside/   inside a folder that is there; its files are moved
+  new/                 what a save writes
+  old/                 what it replaces, while it moves
+out/.loss.png.aside    a file
+
+Each is locked by the process that fills it. One without a lock was left by a process that was killed, and
+the next save to the same place removes it.
 """
 
-import glob
+import errno
 import os
+import re
+import secrets
 import shutil
 import stat
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from safetensors import SafetensorError
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.files.locks import is_at, lock
+from unsloth_pack.files.moves import Move, flush
 
-_ASIDE = ".aside"
+
+def _nothing(name: str) -> bool:
+    return False
 
 
 @contextmanager
-def write_whole(target: Path) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `target` at the end. A failure changes nothing.
+def write_whole(
+    target: Path,
+    *,
+    last: Collection[str] = (),
+    replaces: Callable[[str], bool] = _nothing,
+    may_replace: bool = True,
+) -> Iterator[Path]:
+    """A new folder to fill, whose content is put into `target` at the end. A failure changes nothing.
 
-    Where `target` holds something already, the files are moved into it and replace those of the same names,
-    links too.
+    If `target` is not there, the new folder gets its name: after a crash it is whole or not there.
+
+    If `target` is there, the files are moved into it one by one, because a mount point, or a folder whose
+    parent cannot be written to, cannot be renamed. The order is such that after a crash `target` is what it
+    was, is new, or lacks the files of `last`, without which nobody loads it. In that case the old files and
+    the new ones are in its hidden folder until the next save: first the old files of `last` leave, then all
+    others that are replaced; then the new files come, those of `last` at the end.
+
+    Args:
+        last: names of files without which nothing in the folder is loaded, such as config.json.
+        replaces: whether a file or folder of an earlier save, by its name, has to go. Files of the names
+            of new ones always go. All others stay.
+        may_replace: False makes it an error that `target` holds a file of the name of a new one.
 
     Raises:
         InputError: `target` is a file, or cannot be written to, or the disk is full.
@@ -39,14 +70,20 @@ def write_whole(target: Path) -> Iterator[Path]:
         raise InputError(f"{str(target)[:80]!r} is no name for a folder ({error}); give another") from None
     if not is_folder:
         raise InputError(f"{str(target)!r} is a file; give a folder")
+    real = Path(os.path.realpath(target))
+    is_there = real.exists()
+    place, name = (real, "") if is_there else (real.parent, real.name)
     try:
-        with _aside(target) as aside:
-            yield aside
-            if target.exists() and (target.is_symlink() or any(target.iterdir())):
-                _flush_all(aside)
-                _move_files(aside, target)
+        with _locked(lambda: _make_folder(place, name)) as (aside, descriptor):
+            new = aside / "new"
+            new.mkdir()
+            yield new
+            _check_there(descriptor, aside)
+            if is_there:
+                _flush_all(new)
+                Move(new, real, aside / "old", may_replace).run(last, replaces)
             else:
-                put_in_place(aside, target)
+                put_in_place(new, real)
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"{str(target)!r} could not be written ({error}); free some space, or give another folder"
@@ -54,33 +91,27 @@ def write_whole(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_ASIDE))
-    try:
-        aside.chmod(0o755)
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-@contextmanager
 def write_file(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path` to be filled, which then takes its place; a failure changes nothing.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or another process is writing it.
     """
-    aside = path.with_name(f".{path.name}{_ASIDE}")
-    aside.unlink(missing_ok=True)  # of a process that was killed
-    try:
-        with aside.open("xb") as file:
+    aside = path.with_name(f".{path.name}.aside")
+    with _locked(lambda: _make_file(aside)) as (_, descriptor):
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(descriptor)
+        _check_there(descriptor, aside)
         os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+
+
+def holds(folder: Path) -> list[str]:
+    """The names in a folder, in order, without those that a killed process left of a save."""
+    return sorted(
+        name for name in os.listdir(folder) if not (_is_aside(name, "") and _is_left(folder / name))
+    )
 
 
 def remove_folder(folder: Path) -> None:
@@ -90,42 +121,103 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_leftovers(target: Path) -> None:
-    """Remove the folders that `write_whole` was filling when its process was killed."""
-    for aside in target.parent.glob(f".{glob.escape(target.name)}.*{_ASIDE}"):
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def put_in_place(aside: Path, target: Path) -> None:
     """Rename a folder once all of it is on the disk: after a crash `target` is whole or not there."""
     _flush_all(aside)
     os.replace(aside, target)
-    _flush(target.parent)
+    flush(target.parent)
 
 
-def _move_files(source: Path, target: Path) -> None:
-    for place, folders, _ in os.walk(source):
-        for folder in (target / Path(place, name).relative_to(source) for name in folders):
-            if folder.is_symlink():
-                folder.unlink()
-            folder.mkdir(exist_ok=True)
-    for place, _, names in os.walk(source, topdown=False):  # a folder's name is flushed after what it holds
-        inside = target / Path(place).relative_to(source)
-        for name in names:
-            os.replace(Path(place, name), inside / name)
-        _flush(inside)
+@contextmanager
+def _locked(make: Callable[[], tuple[Path, int]]) -> Iterator[tuple[Path, int]]:
+    """What `make` makes and opens, a file or folder, locked inside this context and removed at its end."""
+    while True:
+        aside, descriptor = make()
+        with suppress(BlockingIOError):
+            lock(descriptor)
+            if is_at(descriptor, aside):
+                break
+        os.close(descriptor)  # before it was locked, another process took it for a leftover
+    try:
+        yield aside, descriptor
+    finally:
+        if is_at(descriptor, aside):
+            _remove(aside)
+        os.close(descriptor)
+
+
+def _make_folder(place: Path, name: str) -> tuple[Path, int]:
+    """A new folder; those that killed processes left there for the same `name` are removed."""
+    place.mkdir(parents=True, exist_ok=True)
+    for entry in os.listdir(place):
+        if _is_aside(entry, name):
+            _remove_if_left(place / entry)
+    aside = place / f"{_prefix(name)}.{secrets.token_hex(4)}.aside"
+    aside.mkdir()
+    return aside, os.open(aside, os.O_RDONLY)
+
+
+def _make_file(aside: Path) -> tuple[Path, int]:
+    """A new file in the place of one that a killed process left, or of a link."""
+    if os.path.lexists(aside):
+        if not aside.is_symlink():
+            with aside.open("rb") as left:
+                lock(left.fileno())
+        aside.unlink()
+    return aside, os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _prefix(name: str) -> str:
+    return f".{name}" if name else ""
+
+
+def _is_aside(entry: str, name: str) -> bool:
+    return re.fullmatch(re.escape(_prefix(name)) + r"\.[0-9a-f]{8}\.aside", entry) is not None
+
+
+def _is_left(aside: Path) -> bool:
+    """Whether the process that filled it has ended."""
+    with _lock_of(aside) as is_ours:
+        return is_ours
+
+
+def _remove_if_left(aside: Path) -> None:
+    with _lock_of(aside) as is_ours:
+        if is_ours:
+            _remove(aside)
+
+
+@contextmanager
+def _lock_of(aside: Path) -> Iterator[bool]:
+    """Hold the lock of a file or folder, if no other process does."""
+    try:
+        descriptor = os.open(aside, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # it has gone, or is a link, which nobody here made
+        yield False
+        return
+    try:
+        try:
+            is_ours = lock(descriptor)
+        except BlockingIOError:
+            is_ours = False
+        yield is_ours
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _check_there(descriptor: int, aside: Path) -> None:
+    if not is_at(descriptor, aside):
+        raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(aside))
 
 
 def _flush_all(folder: Path) -> None:
     for place, _, names in os.walk(folder):
         for path in (*(os.path.join(place, name) for name in names), place):
-            _flush(Path(path))
-
-
-def _flush(path: Path) -> None:
-    """Write a file's bytes, or the names in a folder, through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(Path(path))

@@ -3,11 +3,14 @@
 import os
 import reprlib
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.files.saved_names import ADAPTER, CARD, TOKENIZER, VOCABULARY, holds_model
+from unsloth_pack.files.whole_folders import holds
 from unsloth_pack.recipe.machine import count_processes, is_main_process
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.sharding import check_sharding
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 _SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 _LONGEST_NAME = 255  # bytes, on every file system in use
 _SUFFIXES_OF_A_RUN = ("json", "jsonl", "safetensors", "png", "md", "jinja", "txt", "model", "tmp")
-_RUN_FILES = (FILE_NAME, "adapter_config.json", "adapter_model.safetensors", "checkpoint-*")
+_RUN_FILES = (FILE_NAME, *sorted(ADAPTER))
+_PLOTS_AND_CARD = ("lengths.png", "loss.png", CARD)
+_PICTURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".jpg": b"\xff\xd8"}  # how they begin
 
 
 def check_options(options: TrainOptions) -> None:
@@ -49,30 +54,52 @@ def check_options(options: TrainOptions) -> None:
             f"save_path is {output.save_path!r} but nothing is saved there; give --save_model too"
         )
     check_sharding(options)
-    _check_folders(options)
+    check_folders(options)
 
 
-def _check_folders(options: TrainOptions) -> None:
+def check_folders(options: TrainOptions) -> None:
+    """Refuse folders that cannot be written to, or hold files that the run would replace.
+
+    Raises:
+        InputError: names the option, the folder and what it holds.
+    """
     output, folder = options.output, options.folder
     if not str(output.output_dir).strip():
         raise InputError(f"output_dir is {output.output_dir!r}; give a folder")
     check_writable("output_dir", folder)
     _check_apart(options, folder)
-    if count_processes() > 1 and str(output.output_dir).startswith("outputs/"):
-        raise InputError(
-            "output_dir has its default, which contains a timestamp that may differ between processes; "
-            "give --output_dir"
-        )
     may_replace = output.overwrite_output_dir or output.resume
     if not may_replace and is_main_process() and (found := run_files(folder)):
         raise InputError(
             f"output_dir {str(folder)!r} holds a run already ({found[0].name}); "
             "give --resume, --overwrite_output_dir, or another folder"
         )
+    if not may_replace and is_main_process() and (name := _in_the_way(folder)):
+        raise InputError(
+            f"output_dir {str(folder)!r} holds {name}, and the run writes a file of that name; give another "
+            "folder, or --overwrite_output_dir to replace it"
+        )
     if output.resume:
         _check_resumable(folder)
     if output.save_path is not None:
-        _check_save_path(Path(output.save_path), folder, may_replace)
+        target = Path(output.save_path)
+        _check_save_path(target, folder, may_replace and _is_of_the_run(target, folder))
+
+
+def _in_the_way(folder: Path) -> str | None:
+    """A file in `folder` of a name that a run writes there."""
+    names = sorted({*_PLOTS_AND_CARD, *TOKENIZER, *VOCABULARY})
+    return next((name for name in names if os.path.lexists(folder / name)), None)
+
+
+def _is_of_the_run(target: Path, folder: Path) -> bool:
+    """Whether `target` is where the run in `folder` saves its merged model."""
+    from unsloth_pack.report.metrics import read_config
+
+    saved = [folder / "merged"]
+    with suppress(InputError):  # there is no run
+        saved += [Path(path) for path in [read_config(folder).get("save_path")] if path]
+    return target.resolve() in [path.resolve() for path in saved]
 
 
 def _check_save_path(target: Path, folder: Path, may_replace: bool) -> None:
@@ -101,7 +128,7 @@ def _is_taken(target: Path, folder: Path) -> bool:
 
 def _check_apart(options: TrainOptions, folder: Path) -> None:
     """Refuse a folder in which the run's files would be mistaken for a model's or for data."""
-    if (folder / "config.json").exists():
+    if holds_model(folder):  # no adapter is saved there, at the end
         raise InputError(f"output_dir {str(folder)!r} holds a model; give another folder")
     for name in ("dataset", "eval_dataset"):
         data = getattr(options.data, name)
@@ -123,7 +150,7 @@ def _check_resumable(folder: Path) -> None:
                 f"--resume: the run in {str(folder)!r} has saved its adapter and left no checkpoint; "
                 "start a new run in another folder"
             )
-        if broken := sorted(folder.glob("checkpoint-*")):
+        if broken := _checkpoints(folder):
             raise InputError(
                 f"--resume: {broken[-1].name} in {str(folder)!r} is not whole, and there is no other "
                 "checkpoint; start anew with --overwrite_output_dir"
@@ -173,8 +200,22 @@ def check_same_data(options: TrainOptions, use: str, ledger: "TokenLedger", fing
 def check_new_folder(name: str, target: Path, may_replace: bool = False) -> None:
     """Refuse a folder that cannot be written to, or holds anything."""
     check_writable(name, target)
-    if not may_replace and target.is_dir() and any(target.iterdir()):
-        raise InputError(f"{name} {str(target)!r} is not empty; give a new folder")
+    if not may_replace and target.is_dir() and (held := holds(target)):
+        raise InputError(f"{name} {str(target)!r} is not empty; give a new folder (it holds {held[0]})")
+
+
+def check_picture(name: str, path: Path) -> None:
+    """Refuse a file to draw into that cannot be written, or that holds something else than a picture."""
+    check_writable(name, path.parent)
+    if path.is_dir():
+        raise InputError(f"{name} is {str(path)!r}, which is a folder; give a file")
+    if path.suffix not in ("", *_PICTURES):
+        raise InputError(f"{name} is {str(path)!r}; give a name that ends in one of {', '.join(_PICTURES)}")
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(8)
+        if start and not start.startswith(tuple(_PICTURES.values())):
+            raise InputError(f"{name} is {str(path)!r}, which is there and no picture; give another file")
 
 
 def check_writable(name: str, folder: Path) -> None:
@@ -197,7 +238,14 @@ def check_writable(name: str, folder: Path) -> None:
 
 def run_files(folder: Path) -> list[Path]:
     """The files and folders that a run has left in `folder`."""
-    return [path for pattern in _RUN_FILES for path in sorted(folder.glob(pattern))]
+    files = [folder / name for name in _RUN_FILES if os.path.lexists(folder / name)]
+    return files + _checkpoints(folder)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Whole or not, and links; a folder of another name, such as checkpoint-best, is somebody's own."""
+    found = sorted(folder.glob("checkpoint-*"))
+    return [path for path in found if path.is_symlink() or path.name.removeprefix("checkpoint-").isdigit()]
 
 
 def check_trainer(options: TrainOptions) -> None:

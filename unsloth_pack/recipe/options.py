@@ -178,10 +178,12 @@ class OutputOptions:
         text,
         "folder for the adapter, the metrics and the checkpoints",
         "FOLDER",
-        unset="outputs/<model>-<dataset>-<time>",
+        unset="outputs/<model>-<dataset>-<time>-<4 random digits>",
     )
     resume: bool = switch(False, "continue the run in output_dir from its last checkpoint, with its options")
-    overwrite_output_dir: bool = switch(False, "replace the run that output_dir holds")
+    overwrite_output_dir: bool = switch(
+        False, "replace the run that output_dir holds, and other files of the names that a run writes"
+    )
     logging_steps: int = option(1, whole(1), "updates between two lines of the log", "UPDATES")
     save_steps: int | None = option(
         None,

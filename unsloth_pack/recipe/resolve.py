@@ -1,6 +1,7 @@
 """From the options that were given to those of a run, which may be resumed, the demo, or on packed rows."""
 
 import re
+import secrets
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import find_packs, read_manifest
 from unsloth_pack.recipe.flags import build, changed, flat, read_values
+from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.options import TrainOptions
 
 # What a resumed run may change: nothing that alters the order of the data, the steps or the weights.
@@ -133,8 +135,13 @@ def _with_dependent_defaults(options: TrainOptions) -> TrainOptions:
 
 
 def _default_folder(options: TrainOptions) -> str:
+    if count_processes() > 1:
+        raise InputError(
+            "output_dir is missing, and its default differs between processes, because it contains the time; "
+            "give --output_dir"
+        )
     model, dataset = (_as_name(Path(name).stem) for name in (options.model.model_name, options.data.dataset))
-    return f"outputs/{model}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}"
+    return f"outputs/{model}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def _as_name(text: str) -> str:

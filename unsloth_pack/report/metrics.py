@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.files.saved_names import METRICS as FILE_NAME
 from unsloth_pack.files.whole_folders import write_file
-
-FILE_NAME = "metrics.jsonl"
 
 
 class MetricsFile:

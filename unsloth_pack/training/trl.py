@@ -95,11 +95,12 @@ class RunTrainer(SFTTrainer):
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card into the output folder; a link of its name is replaced."""
+        """Write TRL's model card into the output folder, if there is none; a link of its name is replaced."""
         card = Path(str(self.args.output_dir)) / "README.md"
         if card.is_symlink():
             card.unlink(missing_ok=True)
-        super().create_model_card(*args, **kwargs)
+        if not card.exists():
+            super().create_model_card(*args, **kwargs)
 
     # Starting
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.whole_folders import write_whole
+from unsloth_pack.files.whole_folders import holds, write_whole
 from unsloth_pack.packing.dataset import ROWS_A_BATCH, RowBuilder, plan_rows
 from unsloth_pack.packing.lengths import check_positive
 from unsloth_pack.packing.offline.manifest import (
@@ -46,8 +46,8 @@ def write_packs(
 ) -> PackManifest:
     """Pack tokenised documents into a new folder. RAM holds a few hundred rows at a time.
 
-    The files are written to another folder beside `folder`, which gets this name once they are complete. So
-    an interrupted run leaves nothing that could be mistaken for packs.
+    The files are written aside, and get their place once they are complete: see `write_whole`. So an
+    interrupted run leaves nothing that could be mistaken for packs.
 
     Args:
         documents: `input_ids` and `labels`, as `unsloth_pack.data.tokenize.tokenize` gives them.
@@ -70,7 +70,7 @@ def write_packs(
     from datasets.utils import tqdm
 
     target = Path(os.path.expanduser(folder)).resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or holds(target)):
         raise InputError(f"{folder}: not an empty folder; give a new one for the packs")
     for name in ("input_ids", "labels"):
         if name not in documents.column_names:
@@ -83,7 +83,8 @@ def write_packs(
     documents = documents.select_columns(["input_ids", "labels"])
     plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
     hashes = {name: hashlib.sha256() for name in ("input_ids", "labels", "cu_lengths")}
-    with write_whole(target) as aside, tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
+    whole = write_whole(target, last=[FILE_NAME], may_replace=False)
+    with whole as aside, tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
         shards: list[Shard] = []
         for first in range(0, plan.n_bins, rows_per_shard):
             path = aside / shard_name(len(shards))

@@ -1,0 +1,289 @@
+"""Saves into folders that are there: on mounts, beside other saves, killed in the middle."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.files.locks import claimed
+from unsloth_pack.files.whole_folders import holds, write_file, write_whole
+
+HEX = "0a1b2c3d"
+
+
+def save(target, *names, text="new", **options):
+    with write_whole(target, **options) as folder:
+        for name in names:
+            (folder / name).parent.mkdir(exist_ok=True, parents=True)
+            (folder / name).write_text(text)
+
+
+def save_and(act, target, **options):
+    """Save a file, and act before the save ends."""
+    with write_whole(target, **options) as folder:
+        (folder / "a").write_text("first")
+        act(folder)
+
+
+def content(folder):
+    found = (path for path in folder.rglob("*") if path.is_file() and ".aside" not in str(path))
+    return {str(path.relative_to(folder)): path.read_text() for path in found}
+
+
+@pytest.fixture
+def mount(tmp_path, monkeypatch):
+    """A folder that behaves like a mount point whose parent cannot be written to."""
+    folder = tmp_path / "parent" / "mounted"
+    folder.mkdir(parents=True)
+
+    def is_inside(path):
+        return os.path.abspath(path).startswith(f"{folder}{os.sep}")
+
+    def guarded(call):
+        def rename(source, goal, **more):
+            if is_inside(source) != is_inside(goal):
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+            return call(source, goal, **more)
+
+        return rename
+
+    make = os.mkdir
+
+    def mkdir(path, *more, **options):
+        if not is_inside(path) and not os.path.lexists(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return make(path, *more, **options)
+
+    monkeypatch.setattr(os, "replace", guarded(os.replace))
+    monkeypatch.setattr(os, "rename", guarded(os.rename))
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    return folder
+
+
+@pytest.mark.parametrize("already", [(), ("config.json", "notes")])
+def test_a_mount_point_is_written_to_from_inside(already, mount):
+    for name in already:
+        (mount / name).write_text("old")
+    save(mount, "config.json", "other/deep/weights", last=["config.json"])
+    assert content(mount) == dict.fromkeys(already, "old") | {
+        "config.json": "new",
+        "other/deep/weights": "new",
+    }
+    assert not list(mount.glob("*.aside"))
+
+
+def test_a_new_folder_gets_its_name_when_it_is_whole(tmp_path):
+    with write_whole(tmp_path / "new") as folder:
+        (folder / "file").write_text("new")
+        assert not (tmp_path / "new").exists()
+    assert content(tmp_path) == {"new/file": "new"}
+
+
+def test_a_link_to_a_folder_that_is_not_there(tmp_path):
+    (tmp_path / "link").symlink_to("there")
+    save(tmp_path / "link", "file")
+    assert (tmp_path / "link").is_symlink()
+    assert content(tmp_path / "there") == {"file": "new"}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_next_save_removes_what_a_killed_one_left_and_nothing_else(is_there, tmp_path):
+    out = tmp_path / "out"
+    names = [".out.0a1b2c3d.aside", ".out.5-merged.0a1b2c3d.aside", ".out.aside", ".other.0a1b2c3d.aside"]
+    if is_there:
+        names += ["out/.0a1b2c3d.aside", "out/.other.0a1b2c3d.aside"]
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").write_text("half")
+    save(out, "file")
+    gone = {"out/.0a1b2c3d.aside"} if is_there else {".out.0a1b2c3d.aside"}
+    assert {name for name in names if not (tmp_path / name).exists()} == gone
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_two_saves_at_once_leave_each_other_alone(is_there, tmp_path):
+    out = tmp_path / "out"
+    if is_there:
+        out.mkdir()
+        (out / "notes").write_text("mine")
+    with write_whole(out) as first:
+        (first / "a").write_text("first")
+        if is_there:
+            save(out, "a", text="second")
+        assert (first / "a").read_text() == "first"
+        assert holds(out if is_there else tmp_path)
+    assert content(out)["a"] == "first"
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path):
+    def save_elsewhere(folder):
+        save(tmp_path / "out", "a", text="second")
+
+    with pytest.raises(InputError, match="could not be written"):
+        save_and(save_elsewhere, tmp_path / "out")
+    assert content(tmp_path) == {"out/a": "second"}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_save_whose_folder_was_removed_does_not_report_success(is_there, tmp_path):
+    if is_there:
+        (tmp_path / "out").mkdir()
+
+    def remove_and_go_on(folder):
+        shutil.rmtree(folder.parent)
+        folder.mkdir(parents=True)
+        (folder / "b").write_text("half")
+
+    with pytest.raises(InputError, match="removed while it was being written"):
+        save_and(remove_and_go_on, tmp_path / "out")
+
+
+def test_packs_do_not_replace_what_has_come_meanwhile(tmp_path):
+    with pytest.raises(InputError, match="File exists"):
+        save_and(lambda _: (tmp_path / "a").write_text("old"), tmp_path, may_replace=False)
+    assert content(tmp_path) == {"a": "old"}
+
+
+OLD = {"config.json": "old", "a": "old", "stale": "old", "notes": "old"}
+NEW = {"config.json": "new", "a": "new", "z": "new", "notes": "old"}
+
+
+def old_folder(path):
+    path.mkdir()
+    for name, text in OLD.items():
+        (path / name).write_text(text)
+    return path
+
+
+def save_over(folder):
+    save(folder, "a", "config.json", "z", last=["config.json"], replaces=lambda name: name == "stale")
+
+
+def at_rename(number, act):
+    """Plants `act` before the rename of that number."""
+    rename, made = os.rename, []
+
+    def counted(source, goal):
+        made.append(goal)
+        if len(made) == number:
+            act()
+        rename(source, goal)
+
+    return counted
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_kill_in_the_middle_never_leaves_a_mixture(number, tmp_path):
+    out = old_folder(tmp_path / "out")
+    run = multiprocessing.get_context("fork").Process(target=killed_at, args=(number, out))
+    run.start()
+    run.join()
+    assert run.exitcode == (9 if number < 7 else 0)
+    found = content(out)
+    assert found["notes"] == "old"
+    if number == 1:
+        assert found == OLD
+    elif number == 7:
+        assert found == NEW
+    else:
+        assert "config.json" not in found
+    save_over(out)
+    assert content(out) == NEW
+    assert holds(out) == sorted(NEW) == sorted(os.listdir(out))
+
+
+def killed_at(number, out):
+    os.rename = at_rename(number, lambda: os._exit(9))
+    save_over(out)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
+def test_a_failure_in_the_middle_changes_nothing(number, error, tmp_path, monkeypatch):
+    out = old_folder(tmp_path / "out")
+
+    def fail():
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", at_rename(number, fail))
+        with pytest.raises((KeyboardInterrupt, InputError)):
+            save_over(out)
+    assert content(out) == OLD
+    assert not list(tmp_path.rglob("*.aside"))
+
+
+def test_a_folder_is_not_replaced_by_a_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine").write_text("mine")
+    with pytest.raises(InputError, match="Is a directory"):
+        save(tmp_path, "a")
+    assert content(tmp_path) == {"a/mine": "mine"}
+
+
+def test_two_files_at_once(tmp_path):
+    with write_file(tmp_path / "file") as file:
+        file.write(b"first")
+        with pytest.raises(BlockingIOError), write_file(tmp_path / "file"):
+            pass
+    assert content(tmp_path) == {"file": "first"}
+
+
+# Claims
+
+
+def test_a_claim_ends_with_its_context(tmp_path):
+    folder = tmp_path / "deep" / "out"
+    with claimed(folder):
+        with pytest.raises(InputError, match="is in use by another run"), claimed(folder):
+            pass
+        assert folder.is_dir()
+    assert not (tmp_path / "deep").exists()
+    with claimed(folder):
+        (folder / "file").write_text("kept")
+    assert content(tmp_path) == {"deep/out/file": "kept"}
+
+
+def test_a_claim_ends_with_its_process(tmp_path):
+    program = (
+        "import sys, time; from pathlib import Path; from unsloth_pack.files.locks import claimed\n"
+        "with claimed(Path(sys.argv[1])):\n    print('claimed', flush=True)\n    time.sleep(600)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program, tmp_path / "out"], stdout=subprocess.PIPE)
+    assert run.stdout.readline() == b"claimed\n"
+    with pytest.raises(InputError, match="is in use"), claimed(tmp_path / "out"):
+        pass
+    run.kill()
+    run.wait()
+    with claimed(tmp_path / "out"):
+        pass
+
+
+def test_a_claim_does_not_outlive_its_context_in_a_child(tmp_path):
+    with claimed(tmp_path / "out"):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child.start()
+    with claimed(tmp_path / "out"):
+        pass
+    child.kill()
+    child.join()
+
+
+def test_a_file_system_without_locks_refuses_nobody(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / f".{HEX}.aside").mkdir()
+    with claimed(tmp_path), claimed(tmp_path):
+        save(tmp_path, "a")
+    assert content(tmp_path) == {"a": "new"}
+    assert (tmp_path / f".{HEX}.aside").exists()  # another process may be writing it

@@ -1,0 +1,347 @@
+"""Folders that are written to: nothing of the user's is lost, and nothing stale is loaded from them."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from model_folder import byte_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from unsloth_pack import FastLanguageModel
+from unsloth_pack.cli import main
+
+IDS = torch.arange(20)[None]
+SKIP_MOUNTS = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "rows.json"
+    path.write_text(json.dumps([{"text": "ab" * n} for n in range(4, 30)]))
+    return str(path)
+
+
+@pytest.fixture
+def flags(model_folder, data):
+    given = {"model_name": model_folder, "dataset": data, "max_seq_length": 128, "dtype": "float32"}
+    return [f"--{name}={value}" for name, value in {**given, "max_steps": 2}.items()]
+
+
+@pytest.fixture
+def refused(capsys):
+    def run(arguments):
+        capsys.readouterr()
+        code, error = main(arguments), capsys.readouterr().err
+        assert code == 2, error
+        assert error.count("\n") == 1, error
+        return error
+
+    return run
+
+
+# Mounts
+
+
+MOUNTED = """
+import os, sys
+from pathlib import Path
+from unsloth_pack import FastLanguageModel
+from unsloth_pack.cli import main
+
+flags = sys.argv[1:]
+for name in ("out", "merged", "packs", "saved"):
+    assert os.path.ismount(name), name
+assert main([*flags, "--output_dir=out", "--save_model", "--save_path=merged"]) == 0
+assert main(["pack", *flags[:3], "--out=packs"]) == 0
+os.symlink("saved", "link")
+model, tokenizer = FastLanguageModel.from_pretrained("out", max_seq_length=128)
+model.save_pretrained_merged("link", tokenizer)
+held = {name: sorted(os.listdir(name)) for name in ("out", "merged", "packs", "saved")}
+assert {"adapter_config.json", "adapter_model.safetensors", "loss.png"} <= set(held["out"]), held
+assert {"config.json", "model.safetensors"} <= set(held["merged"]) & set(held["saved"]), held
+assert "packs.json" in held["packs"], held
+assert os.path.islink("link")
+assert not list(Path().rglob("*.aside")), held
+"""
+
+
+@pytest.mark.skipif(SKIP_MOUNTS, reason="mounts need user namespaces")
+def test_every_folder_may_be_a_mount_point(flags, tmp_path):
+    mounts = " && ".join(f"mkdir {name} && mount -t tmpfs none {name}" for name in MOUNTED_NAMES)
+    command = ["unshare", "-rm", "sh", "-c", f'{mounts} && exec "$@"', "sh", sys.executable, "-c", MOUNTED]
+    done = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+
+
+MOUNTED_NAMES = ("out", "merged", "packs", "saved")
+
+
+def test_a_link_to_an_empty_folder(model_folder, data, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    command = ["pack", f"--model_name={model_folder}", f"--dataset={data}", "--max_seq_length=128"]
+    assert main([*command, "--out=link"]) == 0
+    assert (tmp_path / "there" / "packs.json").is_file()
+    assert (tmp_path / "link").is_symlink()
+
+
+# Two processes at once
+
+
+def test_a_run_leaves_what_another_save_is_writing(flags, tmp_path):
+    half = tmp_path / ".qwen2.5-merged.0a1b2c3d.aside"
+    half.mkdir()
+    (half / "model.safetensors").write_text("half")
+    assert main([*flags, "--output_dir=qwen2"]) == 0
+    assert (half / "model.safetensors").read_text() == "half"
+
+
+def together(*commands):
+    """The exit code of each command, and what it wrote to stderr; all begin in the same moment."""
+    context = multiprocessing.get_context("forkserver")
+    begin = context.Barrier(len(commands))
+    runs = [context.Process(target=_begin, args=(command, begin, n)) for n, command in enumerate(commands)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    return [(run.exitcode, Path(f"stderr-{n}").read_text()) for n, run in enumerate(runs)]
+
+
+def _begin(command, begin, number):
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{name}-{number}", os.O_WRONLY | os.O_CREAT), descriptor)
+    torch.set_num_threads(1)
+    main(["--help"])
+    begin.wait()
+    time.sleep(1 - time.time() % 1)  # to the beginning of a second
+    sys.exit(main(command))
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(flags, tmp_path):
+    ended = together(flags, flags)
+    assert [code for code, _ in ended] == [0, 0], ended
+    folders = list((tmp_path / "outputs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert (folder / "adapter_model.safetensors").is_file()
+        kinds = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert kinds.count("config") == kinds.count("summary") == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])
+def test_one_of_two_runs_into_one_folder_is_refused(more, flags, tmp_path):
+    command = [*flags, "--output_dir=out", *more]
+    ended = sorted(together(command, command))
+    assert [code for code, _ in ended] == [0, 2], ended
+    assert "output_dir 'out'" in ended[1][1]
+    assert ended[1][1].count("\n") == 1
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("config") == kinds.count("summary") == 1
+
+
+# Files of the user
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "tokenizer.json", "chat_template.jinja", "loss.png", "lengths.png"]
+)
+def test_a_run_replaces_no_file_of_somebody_else(name, flags, refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    error = refused([*flags, "--output_dir=out"])
+    assert name in error
+    assert "give another folder" in error
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite_output_dir"]])
+def test_a_run_is_refused_where_its_adapter_could_not_be_saved(more, flags, refused, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("mine")
+    assert "holds a model" in refused([*flags, "--output_dir=out", *more])
+
+
+def test_other_files_stay_and_a_runs_own_may_be_replaced(flags, tmp_path):
+    kept = tmp_path / "out" / "checkpoint-of-mine"
+    kept.mkdir(parents=True)
+    (tmp_path / "out" / "train.log").write_text("mine")
+    assert main([*flags, "--output_dir=out", "--save_steps=1"]) == 0
+    assert main([*flags, "--output_dir=out", "--overwrite_output_dir"]) == 0
+    assert (tmp_path / "out" / "train.log").read_text() == "mine"
+    assert kept.is_dir()
+    assert not list((tmp_path / "out").glob("checkpoint-[0-9]*"))
+
+
+def test_resuming_writes_to_no_folder_that_the_run_did_not_name(flags, refused, tmp_path):
+    assert main([*flags, "--output_dir=out", "--save_steps=1"]) == 0
+    (tmp_path / "out" / "adapter_config.json").unlink()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "model.safetensors").write_text("precious")
+    again = ["--overwrite_output_dir", "--output_dir=out", *flags, "--save_model", "--save_path=theirs"]
+    assert "save_path 'theirs' is not empty" in refused(again)
+    assert (tmp_path / "theirs" / "model.safetensors").read_text() == "precious"
+
+
+def test_a_plot_replaces_plots_only(model_folder, data, refused, tmp_path):
+    command = ["stats", f"--model_name={model_folder}", f"--dataset={data}"]
+    (tmp_path / "notes").write_text("mine")
+    assert "no picture" in refused([*command, "--png=notes"])
+    assert "ends in one of .png, .pdf" in refused([*command, "--png=rows.jsonl"])
+    (tmp_path / "folder").mkdir()
+    assert "is a folder" in refused([*command, "--png=folder"])
+    for _ in "ab":
+        assert main([*command, "--png=lengths.png"]) == 0
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+# What is loaded from a folder
+
+
+@pytest.fixture
+def model(model_folder):
+    model, _ = FastLanguageModel.from_pretrained(model_folder, max_seq_length=128, dtype="float32")
+    return FastLanguageModel.get_peft_model(model, r=4)
+
+
+def move(model, seed):
+    """Stand in for training."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits.float()
+
+
+def assert_loads(folder, expected):
+    ours, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=128, dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for loaded in (ours, theirs):
+        torch.testing.assert_close(logits(loaded), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("methods", [("lora", "merged_16bit"), ("merged_16bit", "lora")])
+def test_the_last_save_is_loaded(methods, model, tmp_path):
+    for seed, method in enumerate(methods):
+        move(model, seed)
+        model.save_pretrained_merged(tmp_path / "saved", byte_tokenizer(), save_method=method)
+        assert_loads(tmp_path / "saved", logits(model))
+    held = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert ("adapter_config.json" in held) != ("config.json" in held)
+    assert ("adapter_model.safetensors" in held) != ("model.safetensors" in held)
+
+
+def shard(folder):
+    """What a larger model's save leaves: two files and an index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, index = sorted(weights), {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("earlier", [shard, pickle])
+def test_no_weights_of_an_earlier_save_stay(earlier, model, tmp_path):
+    saved = tmp_path / "saved"
+    model.save_pretrained_merged(saved, byte_tokenizer(None))
+    earlier(saved)
+    (saved / "notes.txt").write_text("mine")
+    move(model, 1)
+    model.save_pretrained_merged(saved, byte_tokenizer(None))
+    assert_loads(saved, logits(model))
+    names = {path.name for path in saved.iterdir() if "tokenizer" not in path.name}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
+
+
+def test_no_template_of_an_earlier_tokenizer_stays(model, tmp_path):
+    model.save_pretrained_merged(tmp_path / "saved", byte_tokenizer("{{ 'old' }}"))
+    model.save_pretrained_merged(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == "{{ 'old' }}"
+    model.save_pretrained_merged(tmp_path / "saved", byte_tokenizer(None))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template is None
+
+
+@pytest.mark.parametrize("method", ["lora", "merged_16bit"])
+def test_the_base_model_is_not_saved_over(method, tmp_path, model_folder):
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    model, tokenizer = FastLanguageModel.from_pretrained("base", max_seq_length=128)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+    with pytest.raises(ValueError, match="holds the base model of the adapter; give another folder"):
+        model.save_pretrained_merged(tmp_path / "base", tokenizer, save_method=method)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()} == before
+
+
+def test_an_adapter_replaces_no_model_of_somebody_else(model, model_folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path / "theirs")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    with pytest.raises(ValueError, match=r"holds a model \(model.safetensors\)"):
+        model.save_pretrained_merged(tmp_path / "theirs", save_method="lora")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
+
+
+def test_a_merged_model_replaces_no_adapter_of_a_run(flags, tmp_path):
+    assert main([*flags, "--output_dir=out"]) == 0
+    model, tokenizer = FastLanguageModel.from_pretrained("out", max_seq_length=128)
+    with pytest.raises(ValueError, match="holds a run with its adapter"):
+        model.save_pretrained_merged("out", tokenizer)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_card_of_the_user_stays(model, tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "README.md").write_text("mine")
+    model.save_pretrained_merged(tmp_path / "saved", save_method="lora")
+    assert (tmp_path / "saved" / "README.md").read_text() == "mine"
+
+
+# What the configuration says
+
+
+def use_cache_in(folder, name="config.json"):
+    return json.loads(Path(folder, name).read_text()).get("use_cache")
+
+
+def test_the_command_lines_merged_model_has_its_cache(flags, model_folder):
+    assert main([*flags, "--output_dir=out", "--save_model", "--use_gradient_checkpointing=true"]) == 0
+    for name in ("config.json", "generation_config.json"):
+        assert use_cache_in("out/merged", name) == use_cache_in(model_folder, name) is True
+
+
+@pytest.mark.parametrize("was", [True, False])
+def test_a_trainer_does_not_turn_the_saved_cache_off(was, model_folder):
+    model, _ = FastLanguageModel.from_pretrained(model_folder, max_seq_length=128, use_cache=was)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 2
+    arguments = TrainingArguments("trained", max_steps=1, gradient_checkpointing=True, report_to="none")
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert not model.config.use_cache
+    model.save_pretrained_merged("merged")
+    assert use_cache_in("merged") is was

@@ -1,0 +1,92 @@
+"""Names of the files of saved models, adapters, tokenizers and runs, and which a save replaces.
+
+This module imports no torch, so that options are checked without it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from unsloth_pack.errors import InputError
+
+METRICS = "metrics.jsonl"  # of a run
+MODEL_CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+CARD = "README.md"
+SAVED_BY = {"saved_by": "unsloth_pack"}  # in the header or the index of merged weights
+
+ADAPTER = {ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin"}
+# What transformers' tokenizers write, and read again
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+TOKENIZER |= {"chat_template.jinja", "chat_template.json", "additional_chat_templates"}
+TOKENIZER |= {"tokenizer.model", "spiece.model", "spm.model", "sentencepiece.model"}
+TOKENIZER |= {"sentencepiece.bpe.model"}
+# Likewise, but not read where there is a tokenizer.json
+VOCABULARY = {"vocab.json", "merges.txt", "vocab.txt"}
+
+_CONFIGS = {MODEL_CONFIG, "generation_config.json"}
+_SHARD = r"-\d{5}-of-\d{5}"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS = re.compile(
+    rf"model({_SHARD})?\.safetensors|model\.safetensors\.index\.json"
+    rf"|pytorch_model({_SHARD})?\.bin|pytorch_model\.bin\.index\.json"
+)
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a model's configuration or weights are in `folder`."""
+    return any(name == MODEL_CONFIG or _is_weights(name) for name in _names(folder))
+
+
+def replaced_by_a_model(folder: Path, with_tokenizer: bool) -> Callable[[str], bool]:
+    """Which names in `folder` have to go where a merged model is saved, such as those of an adapter.
+
+    Raises:
+        InputError: the adapter there is that of a run.
+    """
+    if os.path.lexists(folder / METRICS) and os.path.lexists(folder / ADAPTER_CONFIG):
+        raise InputError(
+            f"{str(folder)!r} holds a run with its adapter, which a merged model would replace; give another "
+            "folder"
+        )
+    names = ADAPTER | _CONFIGS | (TOKENIZER if with_tokenizer else set())
+    return lambda name: name in names or _is_weights(name)
+
+
+def replaced_by_an_adapter(folder: Path, with_tokenizer: bool) -> Callable[[str], bool]:
+    """Which names in `folder` have to go where an adapter is saved: a merged model that was saved earlier.
+
+    Raises:
+        InputError: a model is there that was not saved by `save_pretrained_merged`.
+    """
+    weights = [name for name in _names(folder) if _is_weights(name)]
+    if theirs := sorted(set(weights) - _saved_here(folder)):
+        raise InputError(f"{str(folder)!r} holds a model ({theirs[0]}); give the adapter another folder")
+    names = ADAPTER | (_CONFIGS if weights else set()) | (TOKENIZER if with_tokenizer else set())
+    return lambda name: name in names or _is_weights(name)
+
+
+def _is_weights(name: str) -> bool:
+    return _WEIGHTS.fullmatch(name) is not None
+
+
+def _saved_here(folder: Path) -> set[str]:
+    """The names of the weights in `folder` that `save_pretrained_merged` saved, in one file or in several."""
+    names: set[str] = set()
+    with suppress(SafetensorError, OSError), safe_open(folder / _SINGLE, "np") as file:
+        if SAVED_BY.items() <= (file.metadata() or {}).items():
+            names.add(_SINGLE)
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no index, or a broken one
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        if SAVED_BY.items() <= index["metadata"].items():
+            names |= {_INDEX, *index["weight_map"].values()}
+    return names
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
