@@ -363,7 +363,7 @@ def test_weights_packed_for_inference_are_refused_or_equal(folders, tmp_path):
     """On some CPUs bitsandbytes packs weights anew when a model first generates."""
     pytest.importorskip("bitsandbytes")
     model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128, load_in_4bit=True)
-    train(model := FastLanguageModel.get_peft_model(model, r=4))
+    train(model := FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"]))
     trained = logits(model)
     with torch.no_grad():
         FastLanguageModel.for_inference(model)(input_ids=IDS)
@@ -374,6 +374,26 @@ def test_weights_packed_for_inference_are_refused_or_equal(folders, tmp_path):
         return
     model.save_pretrained_merged(tmp_path / "merged")
     require_equal(tmp_path / "merged", trained)
+
+
+def test_weights_beyond_float16_are_refused(folders, tmp_path):
+    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128, dtype="float16")
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(200.0)
+    said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
+    assert re.search(r"merged weight model\.layers\.0\..* is not finite as torch.float16", said)
+
+
+def mixed(folder, tmp_path):
+    base, _ = FastLanguageModel.from_pretrained(folder, 128)
+    model = get_peft_model(base, lora_config(), mixed=True)
+    model.add_adapter("second", peft.LoHaConfig(r=4, target_modules=["v_proj", "up_proj"]))
+    model.set_adapter(["default", "second"])
+    train(model).save_pretrained_merged(tmp_path / "merged")
+    return model
 
 
 def by_the_base(folder, tmp_path):
@@ -405,7 +425,7 @@ def put_in_by_transformers(folder, tmp_path):
     return model
 
 
-@pytest.mark.parametrize("door", [by_the_base, by_the_own_door, patched_anew, put_in_by_transformers])
+@pytest.mark.parametrize("door", [by_the_base, by_the_own_door, patched_anew, put_in_by_transformers, mixed])
 def test_every_door(door, folders, tmp_path):
     model = door(folders("LORA", "tied"), tmp_path)
     require_equal(tmp_path / "merged", logits(model))

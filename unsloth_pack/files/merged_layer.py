@@ -77,7 +77,7 @@ def _merge_copy(layer: Any, shared: dict[int, nn.Parameter]) -> tuple[nn.Module,
     for wrapper in reversed(wrappers):  # from the inside
         wrapper.merge()
     merged = copied.get_base_layer()
-    if not all(torch.isfinite(weight).all() for weight in merged.parameters()):
+    if not all(map(is_finite, merged.parameters())):
         return merged, True  # refused by the name of the weight
     return merged, all(_agree(merged(x), y) for x, y in zip(probes, before, strict=True))
 
@@ -163,6 +163,11 @@ def _exact_float32(layer: nn.Module) -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, precisions, strict=True):
             backend.fp32_precision = precision
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether no number of a weight is infinite or NaN."""
+    return not weight.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all())
 
 
 def own_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

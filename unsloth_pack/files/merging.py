@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.merged_layer import REMEDY, kind_of, merged_layer, own_weights
+from unsloth_pack.files.merged_layer import REMEDY, is_finite, kind_of, merged_layer, own_weights
 
 
 def merged_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class _Merging:
                 raise InputError(f"weight {full_name} is offloaded; load the model on one device to merge it")
             dtype = self._dtype if weight.is_floating_point() else weight.dtype
             stored = weight.detach().to("cpu", dtype, copy=True).contiguous()
-            if not torch.isfinite(stored).all():
+            if not is_finite(stored):
                 raise InputError(
                     f"merged weight {full_name} is not finite as {dtype}; the training diverged, nothing was "
                     "saved"

@@ -34,13 +34,15 @@ def save_pretrained_merged(
         save_directory: a folder. Files are written beside it and moved in at the end, where they replace
             files of the same names.
         tokenizer: saved beside the model when given.
-        save_method: "merged_16bit" adds the adapter to the (dequantised) base weights in float32 and saves
-            them in the model's 16-bit type, bfloat16 if it has none; "lora" saves the adapter as PEFT does.
+        save_method: "merged_16bit" merges the active adapters of any type into the (dequantised) base weights
+            in float32 and saves them in the model's 16-bit type, bfloat16 if it has none. Adapters that
+            PEFT's `merge_adapter` has merged are saved as they were merged. "lora" saves the adapter as PEFT
+            does.
         state_dict: the weights for "lora" to save, where the model holds only shards of them.
 
     Raises:
-        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that cannot be merged; a
-            merged weight that is not finite.
+        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that is disabled, or that
+            no weights of a model without adapters can equal; a merged weight that is not finite.
     """
     if save_method not in ("merged_16bit", "lora"):
         raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
