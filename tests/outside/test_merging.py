@@ -359,6 +359,32 @@ def test_adapters_merged_on_four_bits(folders, tmp_path):
     require_equal(tmp_path / "merged", trained)
 
 
+@pytest.mark.parametrize("case", ["LORA", "IA3", "ADALORA", "ROAD", "HRA"])
+def test_on_eight_bits(case, folders, tmp_path):
+    """HRA reads int8 as if it were the weight, so that no merged model computes what it trained."""
+    pytest.importorskip("bitsandbytes")
+    model, _ = FastLanguageModel.from_pretrained(folders(case, "untied"), 128, load_in_8bit=True)
+    trained = logits(train(model := adapted(case, model, tmp_path)))
+    target = tmp_path / "merged"
+    if case == "HRA":
+        assert "HRA, cannot be merged: PEFT's merged layer computes something else" in refusal_of(
+            lambda: model.save_pretrained_merged(target)
+        )
+        return
+    model.save_pretrained_merged(target)
+    assert torch.equal(logits(model), trained)
+    moved = (logits(reloaded(folders(case, "untied"))) - trained).norm()
+    assert (logits(reloaded(target)) - trained).norm() < 0.1 * moved  # int8 rounds activations too
+
+
+def test_a_trained_weight_without_a_place_is_refused(folders, tmp_path):
+    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    model.get_base_model().model.norm.offset = torch.nn.Parameter(torch.ones(64))
+    said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
+    assert "weight model.norm.offset is (64,), and not missing as in a new model" in said
+
+
 def test_weights_packed_for_inference_are_refused_or_equal(folders, tmp_path):
     """On some CPUs bitsandbytes packs weights anew when a model first generates."""
     pytest.importorskip("bitsandbytes")

@@ -21,6 +21,7 @@ REMEDY = "save the adapter alone, with PEFT's save_pretrained"
 # How far the largest output may move when sums are taken in another order: far above float32's rounding, and
 # below that of the 16 bits that weights are saved in
 _TOLERANCE = 1e-4
+_QUANTISED_TOLERANCE = 0.1  # layers in few bits round their inputs too
 _N_PROBES = 32  # vectors that two layers are compared on
 _N_IDS = 4096  # rows of an embedding that are compared at once
 
@@ -79,7 +80,15 @@ def _merge_copy(layer: Any, shared: dict[int, nn.Parameter]) -> tuple[nn.Module,
     merged = copied.get_base_layer()
     if not all(map(is_finite, merged.parameters())):
         return merged, True  # refused by the name of the weight
-    return merged, all(_agree(merged(x), y) for x, y in zip(probes, before, strict=True))
+    after = [merged(x) for x in probes]
+    agree = all(_agree(one, other, _TOLERANCE) for one, other in zip(after, before, strict=True))
+    if agree and not _is_plain(
+        base
+    ):  # some tuners read the bytes of a quantised weight as if they were numbers
+        agree = all(
+            _agree(y, _called(layer, x), _QUANTISED_TOLERANCE) for x, y in zip(probes, after, strict=True)
+        )
+    return merged, agree
 
 
 class _CopyWithoutGraph(TorchFunctionMode):
@@ -135,8 +144,20 @@ def _probes(base: nn.Module) -> list[Tensor]:
     return [torch.randn(1, _N_PROBES, size, generator=generator).to(weight.device)]
 
 
-def _agree(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
+def _called(layer: Any, x: Tensor) -> Tensor:
+    """The output of a layer itself, over a quantised layer, without dropout."""
+    training = {module: module.training for module in layer.modules()}
+    dtype = getattr(layer.get_base_layer(), "compute_dtype", None) or x.dtype
+    try:
+        # bitsandbytes packs weights for inference on a CPU, unless the input needs a gradient
+        return layer.eval().forward(x.to(dtype).requires_grad_()).float()
+    finally:
+        for module, was in training.items():
+            module.training = was
+
+
+def _agree(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return bool((one - other).abs().max() <= tolerance * other.abs().max())
 
 
 def kind_of(layer: Any) -> str:
@@ -170,6 +191,11 @@ def is_finite(weight: Tensor) -> bool:
     return not weight.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all())
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether the weight of a layer is held as the numbers that it stands for."""
+    return all(weight.is_floating_point() and weight.element_size() > 1 for weight in layer.parameters())
+
+
 def own_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, dequantised, and the buffers that a saved model holds."""
     if isinstance(module, nn.Linear):
@@ -190,4 +216,8 @@ def _weight(linear: nn.Linear) -> Tensor:
         raise InputError(
             f"a linear layer cannot be merged: {why}; load the model anew and merge it before use"
         )
-    return dequantize_module_weight(linear)
+    held = linear.weight
+    try:
+        return dequantize_module_weight(linear)
+    finally:
+        linear.weight = held  # of int8 on a CPU, PEFT leaves a weight that cannot be called
