@@ -66,6 +66,12 @@ PRIVATE_NAMES = (
         "to see that a saved tensor was changed in place",
         ("lora/arithmetic.py", "lora/layers.py", "losses/cross_entropy.py"),
     ),
+    PrivateName(
+        "torch.nn.modules.module",
+        "_non_persistent_buffers_set",
+        "buffers that a saved model does not hold",
+        ("files/merged_layer.py",),
+    ),
     PrivateName("torch", "_foreach_copy_", "to cast all adapters in one launch", ("graphs/stand_ins.py",)),
     PrivateName("torch", "_scaled_mm", "GEMMs in fp8", ("kernels/fp8.py",)),
     PrivateName(
@@ -200,13 +206,13 @@ PRIVATE_NAMES = (
         for name in ("_active_adapter", "_disable_adapters")
     ),
     PrivateName(
-        "peft.tuners.lora.layer", "ParamWrapper", "adapters of experts are merged", ("files/saving.py",)
+        "peft.tuners.lora.layer", "ParamWrapper", "adapters of experts are merged", ("files/merged_layer.py",)
     ),
     PrivateName(
         "peft.utils.integrations",
         "dequantize_module_weight",
         "quantised weights are merged",
-        ("files/saving.py",),
+        ("files/merged_layer.py",),
     ),
     PrivateName(
         "trl.trainer.sft_trainer", "_metrics", "the tokens trained on, in the log", ("training/trl.py",)

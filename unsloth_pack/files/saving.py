@@ -3,22 +3,19 @@
 import copy
 import os
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.dora import DoraLinearLayer
-from peft.tuners.lora.layer import ParamWrapper
-from peft.utils.integrations import dequantize_module_weight
-from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
+from unsloth_pack.files.merging import has_adapter, merged_state_dict
 from unsloth_pack.files.saved_names import (
     ADAPTER_CONFIG,
     CARD,
@@ -28,7 +25,6 @@ from unsloth_pack.files.saved_names import (
     replaced_by_an_adapter,
 )
 from unsloth_pack.files.whole_folders import write_whole
-from unsloth_pack.lora.fp8 import Fp8Linear
 
 SaveMethod = Literal["merged_16bit", "lora"]
 _USE_CACHE = "use_cache_as_loaded"  # an attribute of the base model
@@ -50,18 +46,26 @@ def save_pretrained_merged(
             adapter, and, if a tokenizer is given, the files of an earlier one. All other files stay, also a
             README.md.
         tokenizer: saved beside the model when given.
-        save_method: "merged_16bit" adds the adapter to the (dequantised) base weights in float32 and saves
-            them in the model's 16-bit type, bfloat16 if it has none; "lora" saves the adapter as PEFT does.
+        save_method: "merged_16bit" merges the active adapters of any type into the (dequantised) base weights
+            in float32 and saves them in the model's 16-bit type, bfloat16 if it has none. Adapters that
+            PEFT's `merge_adapter` has merged are saved as they were merged. "lora" saves the adapter as PEFT
+            does.
         state_dict: the weights for "lora" to save, where the model holds only shards of them.
 
     Raises:
-        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that cannot be merged; a
-            merged weight that is not finite; a folder that cannot be written to, that holds the base model of
-            the adapter, or that holds a model which this function has not saved, or the adapter of a run.
+        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that is disabled, or that
+            no weights of a model without adapters can equal; a merged weight that is not finite; a folder
+            that cannot be written to, that holds the base model of the adapter, or that holds a model which
+            this function has not saved, or the adapter of a run.
     """
     if save_method not in ("merged_16bit", "lora"):
         raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
     adapted = model if isinstance(model, PeftModel) and save_method == "lora" else None
+    if save_method == "lora" and adapted is None and has_adapter(model):
+        raise InputError(
+            "save_method is 'lora', but FastLanguageModel did not put the adapter on; save it with PEFT's "
+            "save_pretrained"
+        )
     if save_method == "lora" and adapted is None:
         raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
 
@@ -106,17 +110,18 @@ def _write_merged(model: nn.Module, folder: Path) -> None:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     dtype = base.dtype if base.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    weights = merged_state_dict(base, dtype)
+    weights = merged_state_dict(model, dtype)
     config = copy.deepcopy(base.config)
     config.__dict__.pop("quantization_config", None)
     _restore_use_cache(base, config)
     config._name_or_path, config.dtype, config.architectures = "", dtype, [type(base).__name__]
     if config.tie_word_embeddings:
-        if _untied_by_training(base):
-            config.tie_word_embeddings = False
-        else:
-            for name in base._tied_weights_keys or ():
-                weights.pop(name, None)
+        tied = base._tied_weights_keys or {}
+        config.tie_word_embeddings = all(
+            torch.equal(weights[one], weights[other]) for one, other in tied.items()
+        )
+        if config.tie_word_embeddings:
+            weights = {name: weight for name, weight in weights.items() if name not in tied}
     as_on_the_hub = revert_weight_conversion(base, weights)  # takes stacked experts apart, as views
     copies = {name: weight.clone() for name, weight in as_on_the_hub.items()}
     save_torch_state_dict(copies, folder, metadata=SAVED_BY)
@@ -137,101 +142,3 @@ def _restore_use_cache(base: PreTrainedModel, config: Any) -> None:
     config.__dict__.pop("use_cache", None)
     if (was := base.__dict__[_USE_CACHE]) is not None:
         config.use_cache = was
-
-
-def merged_state_dict(base: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of `base` under their names before PEFT, adapters merged, in `dtype` on the CPU.
-
-    Raises:
-        InputError: an adapter that cannot be merged; a merged weight that is not finite.
-    """
-    weights: dict[str, Tensor] = {}
-
-    def visit(module: nn.Module, path: str) -> None:
-        if isinstance(module, ParamWrapper):
-            visit(module.get_base_layer(), path)
-            while isinstance(module, ParamWrapper):  # nested, each for one parameter
-                name = f"{path}.{module.parameter_name}"
-                weights[name] = _with_deltas(weights[name], module)
-                module = module.base_layer
-            return
-        if isinstance(module, LoraLayer):
-            base_layer = module.get_base_layer()
-            if not isinstance(base_layer, nn.Linear):
-                kind = type(base_layer).__name__
-                raise InputError(f"the adapter of {path} is on a {kind}; save it with save_method 'lora'")
-            weights[f"{path}.weight"] = _merged_weight(module, base_layer)
-            if base_layer.bias is not None:
-                weights[f"{path}.bias"] = _merged_bias(module, base_layer.bias)
-            return
-        if isinstance(module, ModulesToSaveWrapper):
-            return visit(module.modules_to_save[module.active_adapters[0]], path)
-        for name, parameter in module.named_parameters(recurse=False):
-            is_weight = name == "weight"
-            weights[f"{path}.{name}"] = _weight(module) if is_weight else parameter
-        for name, child in module.named_children():
-            visit(child, f"{path}.{name}" if path else name)
-
-    visit(base, "")
-    for name, weight in weights.items():
-        if not torch.isfinite(weight).all():
-            raise InputError(f"merged weight {name} is not finite; the training diverged, nothing was saved")
-    return {
-        name: weight.detach().to("cpu", dtype, copy=True).contiguous() for name, weight in weights.items()
-    }
-
-
-def _weight(module: nn.Module) -> Tensor:
-    if isinstance(module, Fp8Linear):
-        return module.rows.dequantized(torch.float32)
-    return dequantize_module_weight(module)
-
-
-@runtime_checkable
-class _HasDeltas(Protocol):
-    """LoRA layers have it, though not their base class."""
-
-    def get_delta_weight(self, adapter: str) -> Tensor: ...
-
-
-def _merged_weight(layer: LoraLayer, base_layer: nn.Linear) -> Tensor:
-    assert isinstance(layer, _HasDeltas)
-    weight = _weight(base_layer).detach().float()
-    for adapter in layer.active_adapters:
-        if adapter not in layer.lora_A:
-            continue
-        delta = layer.get_delta_weight(adapter).detach().float()
-        if adapter in layer.lora_magnitude_vector:  # DoRA (Liu et al. 2024): a learned norm for every output
-            magnitude = layer.lora_magnitude_vector[adapter]
-            assert isinstance(magnitude, DoraLinearLayer)
-            norm = magnitude.get_weight_norm(weight, delta, scaling=1).detach()
-            weight = (magnitude.weight.detach().float() / norm)[:, None] * (weight + delta)
-        else:
-            weight = weight + delta
-    return weight
-
-
-def _with_deltas(weight: Tensor, layer: ParamWrapper) -> Tensor:
-    """Stacked experts, `[experts, in, out]` or `[experts, out, in]`, with all active adapters merged."""
-    weight = weight.detach().float()
-    for adapter in layer.active_adapters:
-        if adapter in layer.lora_A:
-            weight = weight + layer.get_delta_weight(adapter).detach().float()
-    return weight
-
-
-def _merged_bias(layer: LoraLayer, bias: Tensor) -> Tensor:
-    bias = bias.detach().float()
-    for adapter in layer.active_adapters:
-        if adapter not in layer.lora_B:
-            continue
-        lora_b = layer.lora_B[adapter]
-        assert isinstance(lora_b, nn.Linear)
-        if lora_b.bias is not None:
-            bias = bias + lora_b.bias.detach().float() * layer.scaling[adapter]
-    return bias
-
-
-def _untied_by_training(base: PreTrainedModel) -> bool:
-    ends = (base.get_input_embeddings(), base.get_output_embeddings())
-    return any(isinstance(end, ModulesToSaveWrapper | LoraLayer) for end in ends)

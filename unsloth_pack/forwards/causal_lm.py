@@ -18,7 +18,7 @@ from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import Door, trl_head_of
 from unsloth_pack.losses.contract import LabelledHead, Loss
 from unsloth_pack.losses.cross_entropy import cross_entropy, loss_output
-from unsloth_pack.losses.fusable import head_of, why_head_not_fused, why_loss_not_fused
+from unsloth_pack.losses.fusable import head_of, outputs_of_head, why_head_not_fused, why_loss_not_fused
 from unsloth_pack.losses.trl_head import TrlHead, cut, load_balancing_loss
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.walk import CountedParameters
@@ -273,7 +273,7 @@ class _StepLabels:
         self._model, self._row = model, call.row
         self._late: list[CountedLabels | ContradictingLabels] = []
         shape = None if call.row is None else call.row.shape
-        n_outputs = getattr(model.get_output_embeddings(), "out_features", None)  # some wrappers hide it
+        n_outputs = outputs_of_head(model)
         for name, given in (("labels", labels), ("shift_labels", self.shift_labels)):
             if given is not None:
                 check_labels(name, given, shape, n_outputs)

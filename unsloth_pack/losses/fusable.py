@@ -3,6 +3,7 @@
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -24,6 +25,16 @@ def head_of(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
         return Head(linear)
     config = model.config
     return Head(linear, spec.divisor_of_logits(config), spec.softcap_of_logits(config))
+
+
+def outputs_of_head(model: Any) -> int | None:
+    """How many logits the head makes for a token; None where some wrapper hides it."""
+    head = model.get_output_embeddings()
+    if isinstance(
+        head, ModulesToSaveWrapper
+    ):  # of a tied head PEFT 0.21 makes a layer with its sizes exchanged
+        return len(head.weight)
+    return getattr(head, "out_features", None)
 
 
 def why_head_not_fused(model: Any) -> str | None:

@@ -1,0 +1,514 @@
+"""A merged model computes what was trained, or one line says why not: every tuner and variant of PEFT."""
+
+import copy
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import peft
+import pytest
+import torch
+from model_folder import save_model
+from peft import LoraConfig, PeftConfig, PeftType, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from unsloth_pack import FastLanguageModel, InputError, patch_model
+from unsloth_pack.cli import main
+
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
+IDS = torch.tensor(
+    [[3, 40, 4, 5, 99, 7, 257, 3, 200, 4, 31, 5, 6, 12, 5, 90]]
+)  # with the tokens trained below
+
+
+class Case(NamedTuple):
+    """An adapter: PEFT's config, and what the line that refuses it says; None where it merges."""
+
+    config: str
+    options: dict[str, Any]
+    refused: str | None = None
+    fails_on_4_bits: bool = False  # in PEFT itself
+
+
+def tuner(config, refused=None, fails_on_4_bits=False, **options):
+    shared = {"target_modules": TARGETS, "task_type": "CAUSAL_LM"}
+    return Case(config, {**shared, **options}, refused, fails_on_4_bits)
+
+
+def prompt(config, **options):
+    options = {"num_virtual_tokens": 4, **options} if "cpt_token_ids" not in options else options
+    return Case(
+        config, {"task_type": "CAUSAL_LM", **options}, f"of type {prompt_type(config)}, and its weights"
+    )
+
+
+def prompt_type(config):
+    return getattr(peft, config)().peft_type.value if config != "CPTConfig" else "CPT"
+
+
+def lora(refused=None, fails_on_4_bits=False, **options):
+    return tuner("LoraConfig", refused, fails_on_4_bits, **{"r": 4, "lora_alpha": 8, **options})
+
+
+TUNERS = {
+    "LORA": lora(),
+    "ADALORA": tuner("AdaLoraConfig", init_r=4, target_r=2, tinit=1, tfinal=1, total_step=10),
+    "ADAMSS": tuner("AdamssConfig", r=8, num_subspaces=2, subspace_rank=2),
+    "ADAPTION_PROMPT": Case(
+        "AdaptionPromptConfig",
+        {"task_type": "CAUSAL_LM", "adapter_len": 4, "adapter_layers": 1},
+        "self_attn, ADAPTION_PROMPT, cannot be merged",
+    ),
+    "BEFT": tuner("BeftConfig", "v_proj, BEFT, .*no bias", target_modules=["v_proj"]),
+    "BOFT": tuner("BOFTConfig", boft_block_size=4),
+    "C3A": tuner("C3AConfig", block_size=8),
+    "CARTRIDGE": prompt("CartridgeConfig"),
+    "CPT": prompt("CPTConfig", cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2]),
+    "DEFT": tuner("DeftConfig", r=4, fails_on_4_bits=True),
+    "DELORA": tuner("DeloraConfig", r=4, fails_on_4_bits=True),
+    "FOURIERFT": tuner("FourierFTConfig", n_frequency=64, scaling=20.0),
+    "FROD": tuner("FrodConfig", progressbar=False, fails_on_4_bits=True),
+    "GLORA": tuner("GloraConfig", r=4, fails_on_4_bits=True),
+    "GRALORA": tuner("GraloraConfig", r=4, gralora_k=2),
+    "HIRA": tuner("HiraConfig", r=4),
+    "HRA": tuner("HRAConfig", r=4, fails_on_4_bits=True),
+    "IA3": tuner("IA3Config", feedforward_modules=["down_proj"]),
+    "LILY": tuner("LilyConfig", "LILY, cannot be merged", r=4, stride_A=1, num_B=2),
+    "LN_TUNING": tuner("LNTuningConfig", target_modules=["input_layernorm", "norm"]),
+    "LOHA": tuner("LoHaConfig", r=4, alpha=4, fails_on_4_bits=True),
+    "LOKR": tuner("LoKrConfig", r=4, alpha=4, fails_on_4_bits=True),
+    "MISS": tuner("MissConfig", r=4),
+    "MULTITASK_PROMPT_TUNING": prompt("MultitaskPromptTuningConfig"),
+    "OFT": tuner("OFTConfig", oft_block_size=8),
+    "OSF": tuner("OSFConfig", effective_rank=4, fails_on_4_bits=True),
+    "P_TUNING": prompt("PromptEncoderConfig", encoder_hidden_size=8),
+    "PEANUT": tuner("PeanutConfig", r=4, fails_on_4_bits=True),
+    "POLY": tuner("PolyConfig", "POLY, cannot be merged: task_ids", r=4),
+    "PREFIX_TUNING": prompt("PrefixTuningConfig"),
+    "PROMPT_TUNING": prompt("PromptTuningConfig"),
+    "PSOFT": tuner("PsoftConfig", r=4, fails_on_4_bits=True),
+    "PVERA": tuner("PveraConfig", r=8),
+    "RANDLORA": tuner("RandLoraConfig", r=4),
+    "ROAD": tuner("RoadConfig", group_size=8),
+    "SHADOW": tuner("ShadowConfig", "SHADOW, cannot be merged"),
+    "SHIRA": tuner("ShiraConfig", r=4),
+    "SUPERTUNING": tuner("SupertuningConfig", fails_on_4_bits=True),
+    "TINYLORA": tuner("TinyLoraConfig", fails_on_4_bits=True),
+    "TRAINABLE_TOKENS": tuner(
+        "TrainableTokensConfig", token_indices=[3, 40, 257], target_modules=["embed_tokens"]
+    ),
+    "UNILORA": tuner("UniLoraConfig", r=4),
+    "VBLORA": tuner("VBLoRAConfig", r=4, num_vectors=16, vector_length=8),
+    "VERA": tuner("VeraConfig", r=8),
+    "WAVEFT": tuner("WaveFTConfig", n_frequency=64),
+    "XLORA": Case("XLoraConfig", {"task_type": "CAUSAL_LM", "hidden_size": 64}, "XLORA|XLora"),
+}
+
+HALVES = peft.BdLoraConfig(
+    target_modules_bd_a=["q_proj", "v_proj"], target_modules_bd_b=["up_proj", "down_proj"], nblocks=2
+)
+WITH_EMBEDDING = ["embed_tokens", *TARGETS]
+ENDS = ["lm_head", "embed_tokens"]
+# Named after the field of LoraConfig that they are about
+VARIANTS = {
+    "use_rslora": lora(use_rslora=True),
+    "rank_pattern alpha_pattern": lora(rank_pattern={"q_proj": 2}, alpha_pattern={"up_proj": 3}),
+    "layers_to_transform": lora(layers_to_transform=[0]),
+    "target_modules: all-linear": lora(target_modules="all-linear"),
+    "target_modules: embedding": lora(target_modules=WITH_EMBEDDING),
+    "target_modules: head": lora(target_modules=["lm_head", *TARGETS]),
+    "target_modules: both ends": lora(target_modules=ENDS),
+    "ensure_weight_tying: adapters": lora(target_modules=ENDS, ensure_weight_tying=True),
+    "ensure_weight_tying: modules": lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "modules_to_save: head": lora(modules_to_save=["lm_head"]),
+    "modules_to_save: embedding": lora(modules_to_save=["embed_tokens"]),
+    "modules_to_save: both ends": lora(modules_to_save=ENDS),
+    "modules_to_save: norms": lora(modules_to_save=["norm", "input_layernorm"]),
+    "trainable_token_indices": lora(trainable_token_indices=[3, 40, 257]),
+    "trainable_token_indices: both ends": lora(
+        trainable_token_indices={"embed_tokens": [3, 4], "lm_head": [3, 5]}
+    ),
+    "use_dora": lora(use_dora=True),
+    "use_dora: embedding": lora(target_modules=WITH_EMBEDDING, use_dora=True),
+    "kasa_config": lora(kasa_config=peft.KasaConfig()),
+    "use_bdlora": lora(use_bdlora=HALVES),
+    "velora_config": lora(velora_config=peft.VeloraConfig(num_groups=4), fails_on_4_bits=True),
+    "monteclora_config": lora(monteclora_config=peft.MontecloraConfig()),
+    "alora_invocation_tokens": lora("LORA ALora.*does not support merging", alora_invocation_tokens=[5, 6]),
+    "arrow_config": lora("LORA Arrow.*Cannot merge"),
+    "lora_bias": lora("LORA, .*base layer has no bias", lora_bias=True),
+    "init_lora_weights: pissa": lora(init_lora_weights="pissa", fails_on_4_bits=True),
+    "init_lora_weights: olora": lora(init_lora_weights="olora"),
+    "init_lora_weights: orthogonal": lora(init_lora_weights="orthogonal", fails_on_4_bits=True),
+    "init_lora_weights: mica": lora(init_lora_weights="mica", fails_on_4_bits=True),
+    "layer_replication": lora(layer_replication=[[0, 1], [0, 1]]),
+    # on a model whose layers have biases
+    "bias: all": lora(bias="all"),
+    "bias: lora_only": lora(bias="lora_only"),
+    "lora_bias: with biases": lora(lora_bias=True),
+    "BEFT: with biases": tuner("BeftConfig", target_modules=["v_proj"]),
+    "IA3: with biases": tuner("IA3Config", feedforward_modules=["down_proj"]),
+    # on a mixture of experts
+    "target_parameters: experts": lora(
+        target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    ),
+}
+WITHOUT_A_CASE = {  # fields of LoraConfig that change what is trained, and not how it is merged
+    *("r", "lora_alpha", "exclude_modules", "layers_pattern", "fan_in_fan_out"),
+    *("lora_dropout", "runtime_config"),  # for training alone
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # initial weights, from CUDA or data
+    *("megatron_config", "megatron_core"),  # layers that no supported model has
+    *("use_qalora", "qalora_group_size"),  # on GPTQ layers, which are not loaded
+}
+CASES = TUNERS | VARIANTS
+BASES = {"untied": {}, "tied": {"tie_word_embeddings": True}}
+
+
+def test_every_tuner_has_a_case():
+    assert TUNERS.keys() == {kind.value for kind in PeftType}
+
+
+def test_every_variant_has_a_case():
+    own = {field.name for field in dataclasses.fields(LoraConfig)}
+    own -= {field.name for field in dataclasses.fields(PeftConfig)}
+    named = {name for case in VARIANTS for name in case.partition(":")[0].split()}
+    assert own - WITHOUT_A_CASE <= named, "a field of LoraConfig without a case"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Makes tiny models, each once."""
+    made = {}
+
+    def make(case, base):
+        options = {**BASES[base], "num_hidden_layers": 1, "intermediate_size": 128}
+        if "biases" in case or case.startswith("bias"):
+            options |= {"attention_bias": True, "mlp_bias": True}
+        if "experts" in case:
+            options = {**BASES[base], "architecture": "qwen3_moe"}
+        key = str(options)
+        if key not in made:
+            made[key] = str(save_model(tmp_path_factory.mktemp("base"), **options))
+        return made[key]
+
+    return make
+
+
+def adapted(case, model, tmp_path):
+    """The model with the adapter of a case."""
+    peft_type, options, *_ = CASES[case]
+    if case == "XLORA":
+        model.config.use_cache = False
+        get_peft_model(copy.deepcopy(model), lora_config()).save_pretrained(tmp_path / "expert")
+        options = {**options, "adapters": {"one": str(tmp_path / "expert")}}
+    config = getattr(peft, peft_type)(**options)
+    if case != "arrow_config":
+        return get_peft_model(model, config)
+    model = get_peft_model(model, lora_config(), adapter_name="one")
+    config.arrow_config = peft.ArrowConfig(top_k=1)
+    config.arrow_config.task_adapter_names = ["one"]
+    model.add_adapter("router", config)
+    model.set_adapter("router")
+    return model
+
+
+def lora_config(**options):
+    return LoraConfig(**{**lora().options, **options})
+
+
+def train(model):
+    """One forward and backward pass, as caches of tuners need, and then a large change of what is trained."""
+    model.train()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.15 * torch.randn_like(parameter))
+    return model
+
+
+def logits(model):
+    model.eval()
+    for module in model.modules():  # bitsandbytes packs weights anew, and rounds, in inference on some CPUs
+        module.training = type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer")
+    with torch.no_grad():
+        return model(input_ids=IDS).logits.double()
+
+
+def reloaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def require_equal(folder, trained):
+    """The model in a folder gives these logits, but for the rounding of its weights to bfloat16.
+
+    How much that rounding matters is measured: by the same weights, rounded to one bit less.
+    """
+    merged = reloaded(folder)
+    got = logits(merged)
+    with torch.no_grad():
+        for weight in merged.parameters():
+            step = (2.0**17 + 1) * weight  # Veltkamp's splitting: keeps the first 7 of 24 bits
+            weight.copy_(step - (step - weight))
+    one_bit = (logits(merged) - got).norm()
+    assert one_bit < 0.2 * trained.norm()  # else nothing would be compared
+    assert (got - trained).norm() <= one_bit, f"{float((got - trained).norm() / trained.norm()):.3f}"
+
+
+def refusal_of(save):
+    with pytest.raises(InputError) as caught:
+        save()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("case", CASES)
+def test_equal_or_refused(case, base, folders, tmp_path):
+    model, tokenizer = FastLanguageModel.from_pretrained(folders(case, base), 128)
+    if CASES[case].config == "AdamssConfig":
+        pytest.importorskip("sklearn")
+    model = adapted(case, model, tmp_path)
+    target = tmp_path / "merged"
+    if why := CASES[case].refused:
+        assert re.search(why, refusal_of(lambda: model.save_pretrained_merged(target, tokenizer)))
+        assert not target.exists()
+        return
+    train(model)
+    trained = logits(model)
+    with model.disable_adapter():
+        assert (logits(model) - trained).norm() > 0.05 * trained.norm(), "the adapter does nothing"
+    model.train()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.save_pretrained_merged(target, tokenizer)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+    assert all(module.training for module in model.modules())
+    require_equal(target, trained)
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if "experts" not in name])
+def test_on_four_bits(case, folders, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    if CASES[case].config == "AdamssConfig":
+        pytest.importorskip("sklearn")
+    model, _ = FastLanguageModel.from_pretrained(folders(case, "tied"), 128, load_in_4bit=True)
+    if CASES[case].fails_on_4_bits:
+        with pytest.raises((RuntimeError, TypeError, ValueError)):
+            train(adapted(case, model, tmp_path))
+        return
+    model = adapted(case, model, tmp_path)
+    target = tmp_path / "merged"
+    if why := CASES[case].refused:
+        assert re.search(why, refusal_of(lambda: model.save_pretrained_merged(target)))
+        return
+    trained = logits(train(model))
+    model.save_pretrained_merged(target)
+    require_equal(target, trained)
+
+
+def two_adapters(folder):
+    """The first adapter is on q_proj and v_proj, the second on v_proj and up_proj; both are trained."""
+    model, _ = FastLanguageModel.from_pretrained(folder, 128)
+    model = get_peft_model(model, lora_config(target_modules=["q_proj", "v_proj"]))
+    model.add_adapter("second", lora_config(target_modules=["v_proj", "up_proj"]))
+    train(model)
+    model.set_adapter("second")
+    return train(model)
+
+
+def activate_both(model):
+    model.base_model.set_adapter(["default", "second"])
+
+
+STATES = {
+    "one of two": (lambda model: None, None),
+    "both": (activate_both, None),
+    "merged": (lambda model: model.merge_adapter(), None),
+    "both merged": (lambda model: (activate_both(model), model.merge_adapter()), None),
+    "merged and unmerged": (lambda model: (model.merge_adapter(), model.unmerge_adapter()), None),
+    "deleted": (lambda model: model.delete_adapter("default"), None),
+    "another one merged": (lambda model: model.merge_adapter(["default"]), "second.* only others are merged"),
+    "disabled": (lambda model: model.base_model.disable_adapter_layers(), "is disabled"),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_adapters_in_every_state(state, folders, tmp_path):
+    bring, why = STATES[state]
+    model = two_adapters(folders("LORA", "untied"))
+    bring(model)
+    if why:
+        assert re.search(why, refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged")))
+        return
+    trained = logits(model)
+    model.save_pretrained_merged(tmp_path / "merged")
+    require_equal(tmp_path / "merged", trained)
+
+
+def test_adapters_merged_on_four_bits(folders, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128, load_in_4bit=True)
+    train(model := FastLanguageModel.get_peft_model(model, r=4))
+    model.merge_adapter()
+    trained = logits(model)
+    model.save_pretrained_merged(tmp_path / "merged")
+    require_equal(tmp_path / "merged", trained)
+
+
+@pytest.mark.parametrize("case", ["LORA", "IA3", "ADALORA", "ROAD", "HRA"])
+def test_on_eight_bits(case, folders, tmp_path):
+    """HRA reads int8 as if it were the weight, so that no merged model computes what it trained."""
+    pytest.importorskip("bitsandbytes")
+    model, _ = FastLanguageModel.from_pretrained(folders(case, "untied"), 128, load_in_8bit=True)
+    trained = logits(train(model := adapted(case, model, tmp_path)))
+    target = tmp_path / "merged"
+    if case == "HRA":
+        assert "HRA, cannot be merged: PEFT's merged layer computes something else" in refusal_of(
+            lambda: model.save_pretrained_merged(target)
+        )
+        return
+    model.save_pretrained_merged(target)
+    assert torch.equal(logits(model), trained)
+    moved = (logits(reloaded(folders(case, "untied"))) - trained).norm()
+    assert (logits(reloaded(target)) - trained).norm() < 0.1 * moved  # int8 rounds activations too
+
+
+def test_a_trained_weight_without_a_place_is_refused(folders, tmp_path):
+    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    model.get_base_model().model.norm.offset = torch.nn.Parameter(torch.ones(64))
+    said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
+    assert "weight model.norm.offset is (64,), and not missing as in a new model" in said
+
+
+def test_weights_packed_for_inference_are_refused_or_equal(folders, tmp_path):
+    """On some CPUs bitsandbytes packs weights anew when a model first generates."""
+    pytest.importorskip("bitsandbytes")
+    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128, load_in_4bit=True)
+    train(model := FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"]))
+    trained = logits(model)
+    with torch.no_grad():
+        FastLanguageModel.for_inference(model)(input_ids=IDS)
+    states = [getattr(parameter, "quant_state", None) for parameter in model.parameters()]
+    if any(getattr(state, "packing_format_for_cpu", False) for state in states):
+        said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
+        assert "packed for inference on a CPU; load the model anew" in said
+        return
+    model.save_pretrained_merged(tmp_path / "merged")
+    require_equal(tmp_path / "merged", trained)
+
+
+def test_weights_beyond_float16_are_refused(folders, tmp_path):
+    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128, dtype="float16")
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(200.0)
+    said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
+    assert re.search(r"merged weight model\.layers\.0\..* is not finite as torch.float16", said)
+
+
+def mixed(folder, tmp_path):
+    base, _ = FastLanguageModel.from_pretrained(folder, 128)
+    model = get_peft_model(base, lora_config(), mixed=True)
+    model.add_adapter("second", peft.LoHaConfig(r=4, target_modules=["v_proj", "up_proj"]))
+    model.set_adapter(["default", "second"])
+    train(model).save_pretrained_merged(tmp_path / "merged")
+    return model
+
+
+def by_the_base(folder, tmp_path):
+    base, _ = FastLanguageModel.from_pretrained(folder, 128)
+    model = train(get_peft_model(base, lora_config(use_dora=True, modules_to_save=["lm_head"])))
+    base.save_pretrained_merged(tmp_path / "merged")
+    return model
+
+
+def by_the_own_door(folder, tmp_path):
+    base, tokenizer = FastLanguageModel.from_pretrained(folder, 128)
+    model = train(FastLanguageModel.get_peft_model(base, r=4, kasa_config=peft.KasaConfig()))
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    return model
+
+
+def patched_anew(folder, tmp_path):
+    base, _ = FastLanguageModel.from_pretrained(folder, 128)
+    model = get_peft_model(base, peft.IA3Config(**CASES["IA3"].options))
+    patch_model(model)
+    train(model).save_pretrained_merged(tmp_path / "merged")
+    return model
+
+
+def put_in_by_transformers(folder, tmp_path):
+    model, _ = FastLanguageModel.from_pretrained(folder, 128)
+    model.add_adapter(lora_config(trainable_token_indices=[3, 40]))
+    train(model).save_pretrained_merged(tmp_path / "merged")
+    return model
+
+
+@pytest.mark.parametrize("door", [by_the_base, by_the_own_door, patched_anew, put_in_by_transformers, mixed])
+def test_every_door(door, folders, tmp_path):
+    model = door(folders("LORA", "tied"), tmp_path)
+    require_equal(tmp_path / "merged", logits(model))
+
+
+@pytest.mark.parametrize("case", ["IA3", "LN_TUNING", "XLORA"])
+def test_the_remedy_of_a_refusal(case, folders, tmp_path):
+    """An adapter that PEFT put on is saved by PEFT."""
+    model, _ = FastLanguageModel.from_pretrained(folders(case, "untied"), 128)
+    model = adapted(case, model, tmp_path)
+    said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "it", save_method="lora"))
+    assert "save it with PEFT's save_pretrained" in said
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def peft_folder(case, base, tmp_path):
+    """What PEFT saves of a model that was trained, and its logits."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = train(adapted(case, model, tmp_path))
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", logits(model)
+
+
+MERGED_BY_COMMAND = [
+    *("LORA", "use_dora", "kasa_config", "use_bdlora", "monteclora_config", "use_rslora"),
+    *("trainable_token_indices", "trainable_token_indices: both ends", "modules_to_save: both ends"),
+    *("target_modules: both ends", "ensure_weight_tying: adapters", "ensure_weight_tying: modules"),
+    *("init_lora_weights: pissa", "init_lora_weights: olora", "init_lora_weights: orthogonal"),
+    *("init_lora_weights: mica", "lora_bias: with biases", "bias: all", "target_parameters: experts"),
+]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("case", MERGED_BY_COMMAND)
+def test_the_command(case, base, folders, tmp_path, capsys):
+    adapter, trained = peft_folder(case, folders(case, base), tmp_path)
+    code = main(["merge", f"--model_name={adapter}", f"--save_path={tmp_path / 'merged'}"])
+    assert code == 0, capsys.readouterr().err
+    require_equal(tmp_path / "merged", trained)
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("lora_bias", "base layer has no bias"),
+        ("alora_invocation_tokens", "alora_invocation_tokens"),
+        ("IA3", "of type IA3; only LORA can be loaded"),
+        ("PROMPT_TUNING", "of type PROMPT_TUNING; only LORA can be loaded"),
+    ],
+)
+def test_the_command_refuses(case, why, folders, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(folders(case, "untied"))
+    adapted(case, model, tmp_path).save_pretrained(tmp_path / "adapter")
+    capsys.readouterr()
+    target = tmp_path / "merged"
+    assert main(["merge", f"--model_name={tmp_path / 'adapter'}", f"--save_path={target}"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert why in line
+    assert not target.exists()
