@@ -21,6 +21,7 @@ from unsloth_pack.losses.cross_entropy import cross_entropy, loss_output
 from unsloth_pack.losses.fusable import head_of, outputs_of_head, why_head_not_fused, why_loss_not_fused
 from unsloth_pack.losses.trl_head import TrlHead, cut, load_balancing_loss
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.walk import CountedParameters
 from unsloth_pack.row.from_call import row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS
@@ -49,6 +50,7 @@ class FastCausalLM(CountedParameters):
     boundary_labels_sought: bool  # whether labels that nobody has counted have been looked at
 
     @Door
+    @runs_eagerly
     def forward(
         self,
         input_ids: Tensor | None = None,

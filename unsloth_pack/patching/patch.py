@@ -10,6 +10,7 @@ Patching changes one thing outside the model: trainers give spare GPU memory bac
 
 from collections.abc import Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -34,6 +35,7 @@ from unsloth_pack.losses.cross_entropy import cross_entropy
 from unsloth_pack.memory.spare import give_back_spare_memory
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.report import PatchReport, report_of, say, say_loras, say_loss, say_step
@@ -141,6 +143,8 @@ def _subclass(fast: type, original: type) -> type:
     names: dict[str, Any] = {
         name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
     }
+    if isinstance(forward := vars(fast).get("forward"), FunctionType):
+        names["forward"] = runs_eagerly(forward)
     made = type(original.__name__, (fast, original), {**names, "__reduce_ex__": _reduce})
     _MADE.add(made)
     return made

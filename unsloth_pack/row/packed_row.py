@@ -185,6 +185,6 @@ class PackedRow:
     def upload(self, array: np.ndarray) -> Tensor:
         """`array` on the row's device, without waiting for it."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cuda" and not torch.compiler.is_compiling():  # whose tensors have no memory
+        if self.device.type == "cuda":
             tensor = tensor.pin_memory()  # a copy from pageable memory would synchronise
         return tensor.to(self.device, non_blocking=True)
