@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_folder import save_model
 from packaging.specifiers import SpecifierSet
+from safetensors.torch import load_file
 from tiny import error
 from transformers import AutoModelForCausalLM
 
@@ -46,6 +48,22 @@ def test_merge_then_generate(train, tmp_path, capsys, monkeypatch):
         assert main([*command, "--temperature", "0"]) == 0
         assert capsys.readouterr().out == answers[-1] * 2
     assert answers[0].strip()
+
+
+def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_on(train, tmp_path, capsys):
+    """As the run itself merges it: the weights before NF4 would give another model."""
+    base = save_model(tmp_path / "base", hidden_size=128, intermediate_size=128, head_dim=32)
+    flags = {"model_name": base, "load_in_4bit": True, "optim": "adamw_torch", "dtype": "bfloat16"}
+    assert train("--save_model", save_path=tmp_path / "theirs", **flags) == 0
+    command = ["merge", "--model_name", str(tmp_path / "out"), "--save_path"]
+    assert main([*command, str(tmp_path / "ours")]) == 0
+    assert "with load_in_4bit" in capsys.readouterr().out
+    assert main([*command, str(tmp_path / "others"), "--load_in_4bit=false"]) == 0
+    theirs, ours, others = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours", "others")
+    )
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert not all(torch.equal(others[name], weight) for name, weight in theirs.items())
 
 
 def test_a_prompt_longer_than_the_model(model, capsys):

@@ -2,15 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from unsloth_pack.errors import InputError, printable
 from unsloth_pack.recipe.checks import check_new_folder
 from unsloth_pack.recipe.options import SAVE_METHODS
 from unsloth_pack.recipe.parser import Parser
+from unsloth_pack.report.metrics import read_config
+
+_LOADING = ("load_in_4bit", "load_in_8bit", "load_in_fp8")
+_AS_TRAINED = "as the run was trained, else false"
 
 
 def run(arguments: Sequence[str]) -> int:
     """Save the adapter in `--model_name`, merged or as it is, to `--save_path`.
+
+    An adapter makes up for what its base model lost in 4 bits, 8 bits or fp8. So the adapter of a run is
+    merged into the weights that it was trained on, unless others are asked for.
 
     Raises:
         InputError: no adapter is there, the target holds something, or the model cannot be loaded.
@@ -32,11 +40,22 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.api import FastLanguageModel
 
     # No row will be packed, so that any length will do.
-    model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1)
+    loading = _as_trained(source) | {name: given[name] for name in _LOADING if name in given}
+    model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1, **loading)
     method = given.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, tokenizer, save_method=method)
-    print(printable(f"saved {source} as {method} in {target}"))
+    used = next((f", with {name}" for name in _LOADING if loading.get(name)), "")
+    print(printable(f"saved {source} as {method}{used} in {target}"))
     return 0
+
+
+def _as_trained(source: Path) -> dict[str, Any]:
+    """How the run in `source` held its weights; empty for an adapter that is not a run's."""
+    try:
+        options = read_config(source)
+    except InputError:
+        return {}
+    return {name: options[name] for name in ("dtype", *_LOADING) if name in options}
 
 
 def _parser() -> Parser:
@@ -46,4 +65,7 @@ def _parser() -> Parser:
     parser.add_choice(
         "--save_method", SAVE_METHODS, "what is saved; lora is the adapter alone (default: merged_16bit)"
     )
+    parser.add_switch("--load_in_4bit", "merge into the weights as NF4 holds them", default=_AS_TRAINED)
+    parser.add_switch("--load_in_8bit", "likewise, as 8 bits hold them", default=_AS_TRAINED)
+    parser.add_switch("--load_in_fp8", "likewise, as fp8 holds them", default=_AS_TRAINED)
     return parser

@@ -32,10 +32,14 @@ class Parser(argparse.ArgumentParser):
         """A flag that takes one word out of a few, which its help lists."""
         self.add_argument(name, type=one_of(*choices), metavar="|".join(choices), help=help)
 
-    def add_switch(self, name: str, help: str, words: Sequence[str] = ()) -> None:
-        """A flag that is true when bare, false by default, and may take a few words more."""
+    def add_switch(self, name: str, help: str, words: Sequence[str] = (), default: str = "false") -> None:
+        """A flag that is true when bare, and may take a few words more.
+
+        Args:
+            default: what holds without the flag, for its help.
+        """
         metavar = "|".join(("true", "false", *words))
-        help = f"{help} (default: false)"
+        help = f"{help} (default: {default})"
         self.add_argument(
             name,
             type=switch_or(*words) if words else boolean,
