@@ -228,7 +228,7 @@ def move(model, seed):
 
 def logits(model):
     with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits.float()
+        return model.eval()(input_ids=IDS.to(model.device)).logits.float().cpu()
 
 
 def assert_loads(folder, expected):

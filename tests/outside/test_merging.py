@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from model_folder import save_model
+from outside_models import DEVICE
 from peft import LoraConfig, PeftConfig, PeftType, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -219,7 +220,7 @@ def lora_config(**options):
 def train(model):
     """One forward and backward pass, as caches of tuners need, and then a large change of what is trained."""
     model.train()
-    model(input_ids=IDS, labels=IDS).loss.backward()
+    model(input_ids=IDS.to(model.device), labels=IDS.to(model.device)).loss.backward()
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -234,11 +235,15 @@ def logits(model):
     for module in model.modules():  # bitsandbytes packs weights anew, and rounds, in inference on some CPUs
         module.training = type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer")
     with torch.no_grad():
-        return model(input_ids=IDS).logits.double()
+        return model(input_ids=IDS.to(model.device)).logits.double()
 
 
 def reloaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+
+
+def loaded(folder, **options):
+    return FastLanguageModel.from_pretrained(folder, 128, torch.float32, **options)
 
 
 def require_equal(folder, trained):
@@ -267,7 +272,7 @@ def refusal_of(save):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("case", CASES)
 def test_equal_or_refused(case, base, folders, tmp_path):
-    model, tokenizer = FastLanguageModel.from_pretrained(folders(case, base), 128)
+    model, tokenizer = loaded(folders(case, base))
     if CASES[case].config == "AdamssConfig":
         pytest.importorskip("sklearn")
     model = adapted(case, model, tmp_path)
@@ -295,7 +300,7 @@ def test_on_four_bits(case, folders, tmp_path):
     pytest.importorskip("bitsandbytes")
     if CASES[case].config == "AdamssConfig":
         pytest.importorskip("sklearn")
-    model, _ = FastLanguageModel.from_pretrained(folders(case, "tied"), 128, load_in_4bit=True)
+    model, _ = loaded(folders(case, "tied"), load_in_4bit=True)
     if CASES[case].fails_on_4_bits:
         with pytest.raises((RuntimeError, TypeError, ValueError)):
             train(adapted(case, model, tmp_path))
@@ -312,7 +317,7 @@ def test_on_four_bits(case, folders, tmp_path):
 
 def two_adapters(folder):
     """The first adapter is on q_proj and v_proj, the second on v_proj and up_proj; both are trained."""
-    model, _ = FastLanguageModel.from_pretrained(folder, 128)
+    model, _ = loaded(folder)
     model = get_peft_model(model, lora_config(target_modules=["q_proj", "v_proj"]))
     model.add_adapter("second", lora_config(target_modules=["v_proj", "up_proj"]))
     train(model)
@@ -351,7 +356,7 @@ def test_adapters_in_every_state(state, folders, tmp_path):
 
 def test_adapters_merged_on_four_bits(folders, tmp_path):
     pytest.importorskip("bitsandbytes")
-    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128, load_in_4bit=True)
+    model, _ = loaded(folders("LORA", "untied"), load_in_4bit=True)
     train(model := FastLanguageModel.get_peft_model(model, r=4))
     model.merge_adapter()
     trained = logits(model)
@@ -363,7 +368,7 @@ def test_adapters_merged_on_four_bits(folders, tmp_path):
 def test_on_eight_bits(case, folders, tmp_path):
     """HRA reads int8 as if it were the weight, so that no merged model computes what it trained."""
     pytest.importorskip("bitsandbytes")
-    model, _ = FastLanguageModel.from_pretrained(folders(case, "untied"), 128, load_in_8bit=True)
+    model, _ = loaded(folders(case, "untied"), load_in_8bit=True)
     trained = logits(train(model := adapted(case, model, tmp_path)))
     target = tmp_path / "merged"
     if case == "HRA":
@@ -378,7 +383,7 @@ def test_on_eight_bits(case, folders, tmp_path):
 
 
 def test_a_trained_weight_without_a_place_is_refused(folders, tmp_path):
-    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128)
+    model, _ = loaded(folders("LORA", "untied"))
     model = FastLanguageModel.get_peft_model(model, r=4)
     model.get_base_model().model.norm.offset = torch.nn.Parameter(torch.ones(64))
     said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
@@ -388,11 +393,11 @@ def test_a_trained_weight_without_a_place_is_refused(folders, tmp_path):
 def test_weights_packed_for_inference_are_refused_or_equal(folders, tmp_path):
     """On some CPUs bitsandbytes packs weights anew when a model first generates."""
     pytest.importorskip("bitsandbytes")
-    model, _ = FastLanguageModel.from_pretrained(folders("LORA", "untied"), 128, load_in_4bit=True)
+    model, _ = loaded(folders("LORA", "untied"), load_in_4bit=True)
     train(model := FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj"]))
     trained = logits(model)
     with torch.no_grad():
-        FastLanguageModel.for_inference(model)(input_ids=IDS)
+        FastLanguageModel.for_inference(model)(input_ids=IDS.to(model.device))
     states = [getattr(parameter, "quant_state", None) for parameter in model.parameters()]
     if any(getattr(state, "packing_format_for_cpu", False) for state in states):
         said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "merged"))
@@ -414,7 +419,7 @@ def test_weights_beyond_float16_are_refused(folders, tmp_path):
 
 
 def mixed(folder, tmp_path):
-    base, _ = FastLanguageModel.from_pretrained(folder, 128)
+    base, _ = loaded(folder)
     model = get_peft_model(base, lora_config(), mixed=True)
     model.add_adapter("second", peft.LoHaConfig(r=4, target_modules=["v_proj", "up_proj"]))
     model.set_adapter(["default", "second"])
@@ -423,21 +428,21 @@ def mixed(folder, tmp_path):
 
 
 def by_the_base(folder, tmp_path):
-    base, _ = FastLanguageModel.from_pretrained(folder, 128)
+    base, _ = loaded(folder)
     model = train(get_peft_model(base, lora_config(use_dora=True, modules_to_save=["lm_head"])))
     base.save_pretrained_merged(tmp_path / "merged")
     return model
 
 
 def by_the_own_door(folder, tmp_path):
-    base, tokenizer = FastLanguageModel.from_pretrained(folder, 128)
+    base, tokenizer = loaded(folder)
     model = train(FastLanguageModel.get_peft_model(base, r=4, kasa_config=peft.KasaConfig()))
     model.save_pretrained_merged(tmp_path / "merged", tokenizer)
     return model
 
 
 def patched_anew(folder, tmp_path):
-    base, _ = FastLanguageModel.from_pretrained(folder, 128)
+    base, _ = loaded(folder)
     model = get_peft_model(base, peft.IA3Config(**CASES["IA3"].options))
     patch_model(model)
     train(model).save_pretrained_merged(tmp_path / "merged")
@@ -445,7 +450,7 @@ def patched_anew(folder, tmp_path):
 
 
 def put_in_by_transformers(folder, tmp_path):
-    model, _ = FastLanguageModel.from_pretrained(folder, 128)
+    model, _ = loaded(folder)
     model.add_adapter(lora_config(trainable_token_indices=[3, 40]))
     train(model).save_pretrained_merged(tmp_path / "merged")
     return model
@@ -460,7 +465,7 @@ def test_every_door(door, folders, tmp_path):
 @pytest.mark.parametrize("case", ["IA3", "LN_TUNING", "XLORA"])
 def test_the_remedy_of_a_refusal(case, folders, tmp_path):
     """An adapter that PEFT put on is saved by PEFT."""
-    model, _ = FastLanguageModel.from_pretrained(folders(case, "untied"), 128)
+    model, _ = loaded(folders(case, "untied"))
     model = adapted(case, model, tmp_path)
     said = refusal_of(lambda: model.save_pretrained_merged(tmp_path / "it", save_method="lora"))
     assert "save it with PEFT's save_pretrained" in said

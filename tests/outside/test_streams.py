@@ -15,13 +15,14 @@ import torch.multiprocessing as mp
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from streams_of_rows import CAPACITY, as_they_are, documents, read_on_rank, stream
 from torch.utils.data import DataLoader
 from trainer_runs import arguments
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from unsloth_pack import FastLanguageModel
+from unsloth_pack import FastLanguageModel, InputError
 from unsloth_pack.packing import pack_dataset
 
 
@@ -262,7 +263,11 @@ def test_every_kind_of_stream(kind, tmp_path):
         iterator.close()
         again = pack_dataset(source, CAPACITY, buffer_size=20)
         again.load_state_dict(state)
-        assert head + list(again) == whole
+        if kind == "filtered" and Version(datasets.__version__) < Version("5.1.0"):
+            with pytest.raises(InputError, match="update datasets"):
+                list(again)
+        else:
+            assert head + list(again) == whole
 
 
 def test_what_follows_the_packing():

@@ -235,6 +235,7 @@ PRIVATE_NAMES = (
             "_ex_iterable",
             "_state_dict",
             "BufferShuffledExamplesIterable",
+            "FilteredExamplesIterable",
             "MappedExamplesIterable",
         )
     ),

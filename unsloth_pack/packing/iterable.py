@@ -7,11 +7,18 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-from datasets.iterable_dataset import BufferShuffledExamplesIterable, MappedExamplesIterable
+from datasets.iterable_dataset import (
+    BufferShuffledExamplesIterable,
+    FilteredExamplesIterable,
+    MappedExamplesIterable,
+)
+from packaging.version import Version
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import WHOLE_COLUMNS
 from unsloth_pack.packing.stream import PackingStream
+
+_COUNTS_FILTERED = Version("5.1.0")  # of datasets, which resumes filtered streams exactly from then on
 
 
 def pack_iterable(
@@ -39,16 +46,13 @@ class PackedExamples(MappedExamplesIterable):
     """The rows of a `map` with a `BatchPacker`, with two additions.
 
     The packer's seed follows the epoch, as that of a `shuffle` does. And a position that datasets cannot
-    restore is refused: a saved position lacks the documents that wait in a shuffle buffer.
+    restore is refused, see `_why_not_resumed`.
     """
 
     def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         is_resumed = self._state_dict is not None and self._state_dict["previous_state"] is not None
-        if is_resumed and _waits_in_a_buffer(self.ex_iterable):
-            raise InputError(
-                "the stream was shuffled with a buffer before packing, and its saved position lacks the "
-                "documents in the buffer; begin anew and skip the rows that are done, with .skip(rows)"
-            )
+        if is_resumed and (why := _why_not_resumed(self.ex_iterable)) is not None:
+            raise InputError(f"{why}; begin anew and skip the rows that are done, with .skip(rows)")
         yield from super().__iter__()
 
     def shift_rngs(self, value: int) -> "PackedExamples":
@@ -70,12 +74,20 @@ class PackedExamples(MappedExamplesIterable):
         return changed_one
 
 
-def _waits_in_a_buffer(examples: Any) -> bool:
-    """Whether documents wait in a shuffle buffer in any part of a stream."""
+def _why_not_resumed(examples: Any) -> str | None:
+    """Why datasets loses documents of a stream that goes on from a saved position, or None."""
     if isinstance(examples, BufferShuffledExamplesIterable) and examples.buffer_size > 1:
-        return True
+        return (
+            "the stream was shuffled with a buffer before packing, and its saved position lacks the "
+            "documents in the buffer"
+        )
+    if isinstance(examples, FilteredExamplesIterable) and Version(datasets.__version__) < _COUNTS_FILTERED:
+        return (
+            f"the stream was filtered before packing, and datasets {datasets.__version__} passes over some "
+            f"of its documents; update datasets to {_COUNTS_FILTERED}"
+        )
     parts = getattr(examples, "ex_iterables", None) or [getattr(examples, "ex_iterable", None)]
-    return any(_waits_in_a_buffer(part) for part in parts if part is not None)
+    return next(filter(None, (_why_not_resumed(part) for part in parts if part is not None)), None)
 
 
 class BatchPacker:
