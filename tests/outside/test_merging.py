@@ -54,7 +54,7 @@ def lora(refused=None, fails_on_4_bits=False, **options):
 TUNERS = {
     "LORA": lora(),
     "ADALORA": tuner("AdaLoraConfig", init_r=4, target_r=2, tinit=1, tfinal=1, total_step=10),
-    "ADAMSS": tuner("AdamssConfig", r=8, num_subspaces=2, subspace_rank=2),
+    "ADAMSS": tuner("AdamssConfig", r=8, num_subspaces=2, subspace_rank=2, fails_on_4_bits=True),
     "ADAPTION_PROMPT": Case(
         "AdaptionPromptConfig",
         {"task_type": "CAUSAL_LM", "adapter_len": 4, "adapter_layers": 1},
@@ -235,7 +235,7 @@ def logits(model):
     for module in model.modules():  # bitsandbytes packs weights anew, and rounds, in inference on some CPUs
         module.training = type(module).__name__ == "Linear4bit" and not hasattr(module, "base_layer")
     with torch.no_grad():
-        return model(input_ids=IDS.to(model.device)).logits.double()
+        return model(input_ids=IDS.to(model.device)).logits.double().cpu()
 
 
 def reloaded(folder):
