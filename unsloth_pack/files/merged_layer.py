@@ -82,11 +82,11 @@ def _merge_copy(layer: Any, shared: dict[int, nn.Parameter]) -> tuple[nn.Module,
         return merged, True  # refused by the name of the weight
     after = [merged(x) for x in probes]
     agree = all(_agree(one, other, _TOLERANCE) for one, other in zip(after, before, strict=True))
-    if agree and not _is_plain(
-        base
-    ):  # some tuners read the bytes of a quantised weight as if they were numbers
+    if agree and not _is_plain(base):
+        # Some tuners read the bytes of a quantised weight as if they were its numbers
+        called = [_called(layer, x) for x in probes]
         agree = all(
-            _agree(y, _called(layer, x), _QUANTISED_TOLERANCE) for x, y in zip(probes, after, strict=True)
+            _agree(one, other, _QUANTISED_TOLERANCE) for one, other in zip(after, called, strict=True)
         )
     return merged, agree
 
