@@ -255,7 +255,7 @@ def check_positions(max_seq_length: int, model_name: str, text_config: Any) -> N
     if max_seq_length > text_config.max_position_embeddings:
         raise InputError(
             f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
-            "positions; lower it, or pass max_position_embeddings and rope_parameters"
+            "positions; lower it, or give from_pretrained max_position_embeddings and rope_parameters"
         )
 
 
