@@ -1,4 +1,4 @@
-"""One layer with its adapters merged. PEFT merges a float32 copy, which must compute what it did before."""
+"""One layer with its adapters merged. PEFT merges a float32 copy, whose outputs must stay the same."""
 
 import copy
 import importlib
@@ -145,7 +145,7 @@ def _probes(base: nn.Module) -> list[Tensor]:
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
-    """The output of a layer itself, over a quantised layer, without dropout."""
+    """The output of a layer as it is, with its quantised weight, without dropout."""
     training = {module: module.training for module in layer.modules()}
     dtype = getattr(layer.get_base_layer(), "compute_dtype", None) or x.dtype
     try:
