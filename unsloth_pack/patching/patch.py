@@ -92,7 +92,7 @@ class Patch:
 
     @property
     def kinds(self) -> dict[type, tuple[type, tuple[str, ...]]]:
-        """Each class that this patch has put in, with the class it replaced and the attributes of its instances."""
+        """Each class that this patch put in, with the one it replaced and the attributes of its instances."""
         return {type(module): (original, attributes) for module, original, attributes in self._swapped}
 
     def undo(self) -> None:
