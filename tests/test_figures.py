@@ -113,6 +113,56 @@ def test_the_rounds_of_the_new_kernel_are_told_as_measured():
     assert all(f"| {line} |" in text.replace("| | ", "|  | ") for line in expected)
 
 
+def test_the_grid_is_told_as_measured():
+    trust = (ROOT / "docs" / "trust.md").read_text()
+    for device in ("h200", "cpu"):
+        table = (NEWEST.parent / f"grid-{device}-2026-11-22.md").read_text()
+        rows, measured, failed, refused, not_captured = map(
+            int,
+            re.search(r"(\d+) rows: (\d+) measured, (\d+) failed, (\d+) refused, (\d+) not", table).groups(),
+        )
+        above, worst = re.search(r"(\d+) rows were above .* by up to ([\d.]+),", table).groups()
+        assert (rows, failed) == (measured + refused + not_captured, 0)
+        (told,) = [line for line in trust.splitlines() if f"(../benchmarks/results/grid-{device}-" in line]
+        assert f"| {rows:,} cases | {measured:,} measured, none above 1.5 ({above} were above" in told
+        assert f"at up to {worst}," in told
+        if device == "h200":
+            assert f"{refused:,} refused and {not_captured:,} not captured" in told
+            assert f"{rows:,} combinations" in README.read_text()
+            assert f"{measured:,} were measured" in README.read_text()
+
+
+def test_the_soaks_are_told_as_measured():
+    first = json.loads((NEWEST.parent / "soak-h200-2026-11-21.json").read_text())
+    others = json.loads((NEWEST.parent / "soak-h200-2026-11-22.json").read_text())["soaks"]
+    on_cpu = json.loads((NEWEST.parent / "soak-cpu-2026-11-21.json").read_text())
+    survival, trust = ((ROOT / "docs" / name).read_text() for name in ("trust-survival.md", "trust.md"))
+
+    def total(soaks, key):
+        return sum(soak[key] for soak in soaks)
+
+    columns = ([first], others, [on_cpu])
+    updates = " | ".join(f"{total(soaks, 'updates'):,}" for soaks in columns)
+    signals = " | ".join(f"{total(soaks, 'SIGKILL')}, {total(soaks, 'SIGTERM')}" for soaks in columns)
+    assert f"| updates | {updates} |" in survival
+    assert f"| SIGKILL, SIGTERM | {signals} |" in survival
+    for title, key in {
+        "of these during a save": "of them during a save",
+        "evaluations": "evaluations",
+    }.items():
+        assert f"| {title} | {' | '.join(str(total(soaks, key)) for soaks in columns)} |" in survival
+    on_gpu = [first, *others]
+    interrupted = total(on_gpu, "SIGKILL") + total(on_gpu, "SIGTERM")
+    assert f"{interrupted} interruptions in {total(on_gpu, 'updates'):,} updates" in trust
+
+
+def test_the_fill_of_rows_is_told_as_measured():
+    fills = json.loads((NEWEST.parent / "packers-xeon-2026-11-21.json").read_text())["fill"]
+    planners = ("next_fit", "first_fit", "ffd", "bfd", "trl bfd")
+    expected = [[f"{fill[planner]:.2%}" for planner in planners] for fill in fills]
+    assert [*_table(ROOT / "docs" / "packing.md", "| mean length | next_fit").values()] == expected
+
+
 def test_the_picture_was_drawn_from_the_newest_results():
     assert b"Source\0" + NEWEST.name.encode() in (ROOT / "docs" / "packed.png").read_bytes()
 

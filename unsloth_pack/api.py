@@ -170,7 +170,7 @@ class FastLanguageModel:
         """The model with a LoRA adapter (Hu et al. 2021), through PEFT, ready to train.
 
         Args:
-            model: from `from_pretrained`, without an adapter.
+            model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
             r: rank, from 1 to the model's hidden size.
             target_modules: names of linear layers, "all-linear", or None for the seven projections.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
@@ -255,7 +255,7 @@ def check_positions(max_seq_length: int, model_name: str, text_config: Any) -> N
     if max_seq_length > text_config.max_position_embeddings:
         raise InputError(
             f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
-            "positions; lower it, or pass max_position_embeddings and rope_parameters"
+            "positions; lower it, or give from_pretrained max_position_embeddings and rope_parameters"
         )
 
 

@@ -212,7 +212,9 @@ def test_a_second_signal_aborts_at_once(number, train, monkeypatch, capsys):
 
     monkeypatch.setattr(MetricsCallback, "on_log", interrupt)
     assert train() == 128 + number
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "unsloth-pack --resume --output_dir" in said
 
 
 def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(

@@ -12,7 +12,7 @@ from outside_models import DEVICE
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from unsloth_pack import FastLanguageModel, InputError
+from unsloth_pack import FastLanguageModel, InputError, probe, verify
 
 LENGTHS = [9, 30, 14, 11]
 SMOOTHING = 0.2
@@ -136,15 +136,24 @@ def test_labels_of_document_starts_are_refused(way, gradients, model):
 def test_a_loss_of_ones_own_is_warned_of(way, gradients, caplog):
     with caplog.at_level(logging.WARNING, "unsloth_pack"):
         gradients(way, mask_first=False, rows=3)
-    assert [
-        record.message for record in caplog.records if "outside of the model" in record.message
-    ].__len__() == 1
+    assert len(warnings_of(caplog)) == 1
 
 
 def test_no_warning_where_nothing_is_wrong(gradients, caplog):
     with caplog.at_level(logging.WARNING, "unsloth_pack"):
         gradients("compute_loss keeps the labels", rows=3)
     assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("check", [probe, verify])
+def test_a_check_of_the_model_neither_warns_nor_takes_the_place_of_the_warning(
+    check, model, gradients, caplog
+):
+    with caplog.at_level(logging.WARNING, "unsloth_pack"):
+        check(model)
+        assert not caplog.records
+        gradients("compute_loss keeps the labels", mask_first=False)
+    assert len(warnings_of(caplog)) == 1
 
 
 def warnings_of(caplog):

@@ -187,7 +187,7 @@ def to_trl(
 
 
 def _learned(responses_only: bool | None) -> dict[str, bool]:
-    """Whether the turns of a role carry loss; without the roles of which that is not known."""
+    """Whether the turns of a role carry loss; a role for which that is not known is left out."""
     if responses_only is None:
         return {"assistant": True}
     return {role: role == "assistant" or not responses_only for role in fields.ROLES}
@@ -284,7 +284,7 @@ def _messages(index: int, row: Row, column: str, learned: Mapping[str, bool]) ->
 
 
 def _for_template(index: int, row: Row) -> dict[str, Any]:
-    """What the chat template reads beside the turns, of the columns that the dataset has."""
+    """The columns of the dataset that the chat template reads beside the turns."""
     return fields.tools(index, row) | fields.template_kwargs(index, row)
 
 

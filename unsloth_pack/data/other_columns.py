@@ -1,4 +1,4 @@
-"""Columns that train something in the tools they were made for, and cannot here. They are refused.
+"""Columns that change the training in the tools they were made for, but cannot act here. They are refused.
 
 A row without such a value (null, an empty list of images, a reply that is labelled good) is trained on.
 """

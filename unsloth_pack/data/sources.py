@@ -38,7 +38,7 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
 
     Raises:
         InputError: nothing is there, it cannot be read, it lacks the split, it holds no rows, or it is a
-            folder of which compressed rows or images would be passed over.
+            folder with compressed files or with images, which would not be read.
     """
     if not isinstance(dataset, str) or not dataset.strip():
         raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
@@ -105,7 +105,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _refuse_unread(folder: Path, files: list[Path]) -> None:
-    """Refuse a folder of which a part would be passed over: rows in compressed files, images of captions."""
+    """Refuse a folder that would be read in part, without its compressed files or without its images."""
     for file in files:
         *_, inner, last = ("", "", *(suffix.lower() for suffix in file.suffixes))
         if inner in SUFFIXES and last in _COMPRESSED:

@@ -221,7 +221,7 @@ class _Encoder:
         **options: Any,
     ) -> tuple[list[list[int]], list[list[int] | None]]:
         """Ids of every conversation; if `marked`, also masks that are 1 on the tokens of assistant turns."""
-        together: dict[tuple[str | None, str], list[int]] = {}  # rows that the template is given the same
+        together: dict[tuple[str | None, str], list[int]] = {}  # rows with equal tools and variables
         for place, given in enumerate(self._beside(batch, len(conversations))):
             together.setdefault(given, []).append(place)
         ids: list[Any] = [None] * len(conversations)

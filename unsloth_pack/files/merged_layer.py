@@ -1,4 +1,4 @@
-"""One layer with its adapters merged. PEFT merges a float32 copy, which must compute what it did before."""
+"""One layer with its adapters merged. PEFT merges a float32 copy, whose outputs must stay the same."""
 
 import copy
 import importlib
@@ -82,11 +82,11 @@ def _merge_copy(layer: Any, shared: dict[int, nn.Parameter]) -> tuple[nn.Module,
         return merged, True  # refused by the name of the weight
     after = [merged(x) for x in probes]
     agree = all(_agree(one, other, _TOLERANCE) for one, other in zip(after, before, strict=True))
-    if agree and not _is_plain(
-        base
-    ):  # some tuners read the bytes of a quantised weight as if they were numbers
+    if agree and not _is_plain(base):
+        # Some tuners read the bytes of a quantised weight as if they were its numbers
+        called = [_called(layer, x) for x in probes]
         agree = all(
-            _agree(y, _called(layer, x), _QUANTISED_TOLERANCE) for x, y in zip(probes, after, strict=True)
+            _agree(one, other, _QUANTISED_TOLERANCE) for one, other in zip(after, called, strict=True)
         )
     return merged, agree
 
@@ -145,7 +145,7 @@ def _probes(base: nn.Module) -> list[Tensor]:
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:
-    """The output of a layer itself, over a quantised layer, without dropout."""
+    """The output of a layer as it is, with its quantised weight, without dropout."""
     training = {module: module.training for module in layer.modules()}
     dtype = getattr(layer.get_base_layer(), "compute_dtype", None) or x.dtype
     try:

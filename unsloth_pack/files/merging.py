@@ -111,7 +111,7 @@ def has_adapter(model: nn.Module) -> bool:
 def _peft_models_of(base: nn.Module) -> list[PeftModel]:
     """The PEFT models around a transformers model.
 
-    PEFT forwards methods that it lacks to the transformers model, which is not told on whose behalf.
+    A method that a PEFT model lacks runs on its transformers model, which does not know its PEFT model.
     """
     alive = [one for one in gc.get_objects() if issubclass(type(one), PeftModel)]
     return [one for one in alive if any(module is base for module in one.modules())]

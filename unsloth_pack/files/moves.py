@@ -39,7 +39,7 @@ class Move:
             raise
 
     def _let_go(self, file: Path, may_be_folder: bool = False) -> None:
-        """Move what has this name, if anything has, out of the target."""
+        """Move the file or folder of this name out of the target, if it is there."""
         path = self._target / file
         if not os.path.lexists(path):
             return

@@ -1,4 +1,4 @@
-"""Names of the files of saved models, adapters, tokenizers and runs, and which a save replaces.
+"""Names of the files that models, adapters, tokenizers and runs are saved in, and which a save replaces.
 
 This module imports no torch, so that options are checked without it.
 """

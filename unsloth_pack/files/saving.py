@@ -41,10 +41,9 @@ def save_pretrained_merged(
 
     Args:
         model: a model from `FastLanguageModel`, with or without an adapter.
-        save_directory: a folder. Files are written aside and moved in at the end, as `write_whole` says. Of
-            an earlier save there, all that would change what is loaded goes: weights in other files, an
-            adapter, and, if a tokenizer is given, the files of an earlier one. All other files stay, also a
-            README.md.
+        save_directory: a folder. Files are written aside and moved in at the end, as `write_whole` says.
+            Files of an earlier save that would change what is loaded are removed: weights, an adapter, and,
+            if a tokenizer is given, an earlier tokenizer. All other files stay, a README.md too.
         tokenizer: saved beside the model when given.
         save_method: "merged_16bit" merges the active adapters of any type into the (dequantised) base weights
             in float32 and saves them in the model's 16-bit type, bfloat16 if it has none. Adapters that
@@ -53,10 +52,9 @@ def save_pretrained_merged(
         state_dict: the weights for "lora" to save, where the model holds only shards of them.
 
     Raises:
-        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that is disabled, or that
-            no weights of a model without adapters can equal; a merged weight that is not finite; a folder
-            that cannot be written to, that holds the base model of the adapter, or that holds a model which
-            this function has not saved, or the adapter of a run.
+        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that is disabled or cannot
+            be merged; a merged weight that is not finite; a folder that cannot be written to, or that holds
+            the base model of the adapter, a model that this function has not saved, or the adapter of a run.
     """
     if save_method not in ("merged_16bit", "lora"):
         raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")

@@ -48,10 +48,10 @@ def write_whole(
     If `target` is not there, the new folder gets its name: after a crash it is whole or not there.
 
     If `target` is there, the files are moved into it one by one, because a mount point, or a folder whose
-    parent cannot be written to, cannot be renamed. The order is such that after a crash `target` is what it
-    was, is new, or lacks the files of `last`, without which nobody loads it. In that case the old files and
-    the new ones are in its hidden folder until the next save: first the old files of `last` leave, then all
-    others that are replaced; then the new files come, those of `last` at the end.
+    parent cannot be written to, cannot be renamed. First the old files of `last` leave, then all others that
+    are replaced. Then the new files come, those of `last` at the end. So after a crash `target` is old, is
+    new, or lacks the files of `last`, without which nobody loads it. In the last case the files that are
+    missing are in its hidden folder until the next save.
 
     Args:
         last: names of files without which nothing in the folder is loaded, such as config.json.

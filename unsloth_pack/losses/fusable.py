@@ -30,9 +30,8 @@ def head_of(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
 def outputs_of_head(model: Any) -> int | None:
     """How many logits the head makes for a token; None where some wrapper hides it."""
     head = model.get_output_embeddings()
-    if isinstance(
-        head, ModulesToSaveWrapper
-    ):  # of a tied head PEFT 0.21 makes a layer with its sizes exchanged
+    if isinstance(head, ModulesToSaveWrapper):
+        # From a tied head PEFT 0.21 makes a layer whose in_features and out_features are exchanged
         return len(head.weight)
     return getattr(head, "out_features", None)
 

@@ -30,8 +30,8 @@ def pack_iterable(
     itself deals its shards out to workers and ranks, turns to an epoch, and saves its position.
 
     Raises:
-        InputError: an argument is out of its range, or a column does not hold one number per token. What only
-            the documents can tell is raised when they are read.
+        InputError: an argument is out of its range, or a column does not hold one number per token. A fault
+            of a document is raised when the document is read.
     """
     packer = BatchPacker(capacity, strategy, buffer_size, seed)
     features = None if source.features is None else _features_of_rows(source.features)

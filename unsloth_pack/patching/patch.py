@@ -94,7 +94,7 @@ class Patch:
 
     @property
     def kinds(self) -> dict[type, tuple[type, tuple[str, ...]]]:
-        """The classes that this patch has put in: what each was, and the attributes of its instances."""
+        """Each class that this patch put in, with the one it replaced and the attributes of its instances."""
         return {type(module): (original, attributes) for module, original, attributes in self._swapped}
 
     def undo(self) -> None:
@@ -188,7 +188,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     request = Request(embedding.device.type, embedding.dtype, backend, source)
     choices = [mixer.choose(one, spec, request) for mixer, one in mixers_by_layer(decoder, spec)]
     set_before = set_forwards(base)
-    if earlier is not None:  # only now: a refusal leaves the model as patched as it was
+    if earlier is not None:  # only now, so that a refusal above leaves the earlier patch in place
         earlier.undo()
     parts = DecoderParts.of(decoder, spec)
     patch = Patch(base, attn_backend, report_of(spec, base, parts, choices))
@@ -298,7 +298,7 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
 
 
 def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
-    """Two patches on one module: after one undo, the other hands rows to a module that ignores them."""
+    """Refuse a second patch on a module: once one is undone, the module ignores the rows of the other."""
     own = {} if earlier is None else earlier.kinds
     for name, module in base.named_modules():
         if type(module) in _MADE and type(module) not in own:

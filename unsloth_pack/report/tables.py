@@ -95,11 +95,7 @@ def print_banner(
         ("loss on", _loss_line(ledger)),
         ("rows", _fill_line(fill)),
         *_packing_lines(facts, is_packed=fill.documents > fill.rows),
-        (
-            "update",
-            f"{facts.rows_per_update} rows, {facts.rows_per_update * fill.documents_per_row:.1f} documents"
-            + (f" ({facts.rows_per_update} without packing)" if fill.documents > fill.rows else ""),
-        ),
+        ("update", _update_line(facts.rows_per_update, fill)),
         ("plan", f"{facts.steps:,} updates, {facts.optimizer}"),
         *([("ranks", facts.spread)] if facts.spread else []),
         ("output", facts.output_dir),
@@ -210,6 +206,15 @@ def _loss_line(ledger: TokenLedger) -> str:
         f"{ledger.tokens_counted:,} tokens; without loss {ledger.tokens_masked_by_template:,} masked by the "
         f"template, {ledger.tokens_masked_at_boundaries:,} at boundaries"
     )
+
+
+def _update_line(rows_per_update: int, fill: RowFill) -> str:
+    """An epoch ends with a shorter update, so no update holds more than one pass over the data."""
+    rows = min(rows_per_update, fill.rows)
+    line = f"{rows} rows, {rows * fill.documents_per_row:.1f} documents"
+    if fill.documents > fill.rows:
+        line += f" ({min(rows_per_update, fill.documents)} without packing)"
+    return line
 
 
 def _fill_line(fill: RowFill) -> str:

@@ -1,0 +1,95 @@
+"""What the documents point to is there: files, headings, tests, flags and the number of hostile cases."""
+
+import ast
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from unsloth_pack.cli import SUBCOMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+PLACES = (ROOT, ROOT / "unsloth_pack", ROOT / "tests")  # where a path in backticks may begin
+OF_OTHERS = {"--shutdown-timeout"}  # flags of torchrun
+TESTS = {
+    path: {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    for path in (ROOT / "tests").rglob("test_*.py")
+}
+
+
+def each_document(test):
+    return pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)(test)
+
+
+def anchors(document):
+    """The headings of a document, as GitHub spells their addresses."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@each_document
+def test_the_named_tests_exist(document):
+    text = document.read_text()
+    for name in re.findall(r"\btest_\w+\b(?!\.py)", text):
+        assert any(name in names for names in TESTS.values()), name
+    for file, name in re.findall(r"`([\w/]*test_\w+\.py)::(\w+)`", text):
+        assert name in TESTS.get(ROOT / "tests" / file, ()), f"{file}::{name}"
+
+
+@each_document
+def test_the_named_files_exist(document):
+    rooms = "|".join(path.name for place in PLACES for path in place.iterdir() if path.is_dir())
+    for name in re.findall(rf"`((?:{rooms})/[\w./-]+)`", document.read_text()):
+        assert any((place / name).exists() for place in PLACES), name
+
+
+@pytest.fixture(scope="module")
+def flags():
+    """The flags of every subcommand, by its name, as its help says."""
+    found = {}
+    for name in SUBCOMMANDS:
+        shown = io.StringIO()
+        with redirect_stdout(shown):
+            assert main([name, "--help"]) == 0
+        found[name] = {*re.findall(r"--[a-z]\w*", shown.getvalue())}
+    return found
+
+
+@each_document
+def test_a_command_takes_the_flags_that_it_is_shown_with(document, flags):
+    ours = r"(?:unsloth-pack|(?<=cli\.py))(?: (\w+))?((?: [^\s`#|]+)*)"
+    for name, arguments in re.findall(ours, document.read_text()):
+        used = {*re.findall(r"(?<=\s)--[a-z]\w*", arguments)}
+        assert used <= flags.get(name, flags["train"]), (name, arguments)
+
+
+@each_document
+def test_the_named_flags_exist(document, flags):
+    ours = set().union(*flags.values())
+    for place in ("benchmarks", "tests"):
+        for path in (ROOT / place).rglob("*.py"):
+            ours |= {*re.findall(r'"(--[a-z][\w-]*)"', path.read_text())}
+    named = {*re.findall(r"`(--[a-z][\w-]*)", document.read_text())}
+    assert named <= ours | OF_OTHERS
+
+
+def test_every_document_says_the_same_number_of_hostile_cases():
+    inputs = (ROOT / "docs" / "trust-inputs.md").read_text()
+    (number,) = re.findall(r"([\d,]+) cases test this", inputs)
+    assert f"in {number} cases" in (ROOT / "CHANGELOG.md").read_text()
+    assert (
+        f"| bad inputs, through command line and API | {number} |" in (ROOT / "docs" / "trust.md").read_text()
+    )
