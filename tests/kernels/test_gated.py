@@ -275,3 +275,20 @@ def test_its_reference():
     gate, up = gate.detach().clone(), up.detach().clone()
     gated_backward_(g_out, gate, up, "silu", gate, up)
     torch.testing.assert_close((gate, up, g_out), (g_gate, g_up, out), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(4, 3, 6).transpose(0, 1),
+        lambda: torch.zeros(3, 4, 12)[..., ::2],
+        lambda: torch.zeros(1, 1, 6).expand(3, 4, 6),
+        lambda: torch.zeros(3, 2, 6),
+    ],
+    ids=["transposed", "every second", "expanded", "too short"],
+)
+def test_gradients_that_cannot_be_written_in_place_are_refused(make):
+    g_out, gate, up, fits = torch.randn(4, 3, 4, 6)
+    for grads in ((make(), fits), (fits, make())):
+        with pytest.raises(ValueError, match=r"g_(gate|up) is .* with strides"):
+            gated_backward_(g_out.clone(), gate, up, "silu", *grads)

@@ -299,6 +299,13 @@ def test_without_a_gradient_there_is_the_loss_alone(path, small_chunks):
         assert seen.gemms == 6
 
 
+def test_autocast_leaves_float64_as_it_is(path):
+    hidden, weight, labels = torch.randn(5, 8).double(), torch.randn(9, 8).double(), torch.arange(5)
+    plain = linear_cross_entropy(hidden, weight, labels)
+    with torch.autocast(DEVICE, BF16):
+        assert torch.equal(linear_cross_entropy(hidden, weight, labels), plain)
+
+
 def test_autocast(path):
     tensors, labels = make(9, 32, V=40, bias=True)
     with torch.autocast(DEVICE, BF16):
@@ -363,6 +370,8 @@ torch.testing.assert_close(ours, theirs)
         ({"weight": torch.zeros(40, 8, device="meta")}, "but weight on meta"),
         ({"labels": torch.zeros(5, dtype=torch.int64, device="meta")}, "but labels on meta"),
         ({"softcap": 0.0}, "softcap is 0.0: pass a positive one"),
+        ({"softcap": float("nan")}, "softcap is nan: pass a positive one"),
+        ({"softcap": float("inf")}, "softcap is inf: pass a positive one"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(changes, message):

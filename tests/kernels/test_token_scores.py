@@ -183,3 +183,9 @@ def test_labels_counted_before_and_marked_otherwise():
     other = LabelledRows(labels.masked_fill(labels == -100, -1), -1)
     got, truth = token_scores(hidden, weight, other), token_scores(hidden, weight, labels)
     assert torch.equal(got.log_prob, truth.log_prob)
+
+
+@pytest.mark.parametrize("fields", ["entropy", ["entropi"]])
+def test_unknown_fields_are_refused(fields):
+    with pytest.raises(ValueError, match=r"fields are .* pass a collection of entropy, is_top1"):
+        token_scores(torch.randn(3, 4), torch.randn(5, 4), torch.arange(3), fields=fields)

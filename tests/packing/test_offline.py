@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -150,6 +151,44 @@ def test_bad_arguments_write_nothing(options, message, tmp_path):
     with pytest.raises(InputError, match=message):
         write(tmp_path / "new" / "packs", documents(50), **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}, "row 2: a label is neither -100 nor its token"),
+        ({"input_ids": [5, 2**40], "labels": [-100, -100]}, "row 2: a token id is not from 0 to 2147483647"),
+        ({"input_ids": [5, -6], "labels": [-100, -100]}, "row 2: a token id is not from 0 to 2147483647"),
+    ],
+)
+def test_what_could_not_be_read_is_not_written(row, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        write(tmp_path / "packs", [*documents(2), row])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options", [{"model_name": Path("m")}, {"model_name": None}, {"tokenizer_hash": None}, {"ledger": None}]
+)
+def test_what_does_not_fit_into_the_manifest_writes_nothing(options, tmp_path):
+    with pytest.raises(InputError, match="an argument does not fit into the manifest"):
+        write(tmp_path / "packs", documents(3), **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_arguments_may_be_numbers_of_numpy(tmp_path):
+    write(
+        tmp_path / "packs", documents(3), capacity=np.int64(64), seed=np.int64(3), rows_per_shard=np.int32(1)
+    )
+    assert read(tmp_path / "packs")[0].seed == 3
+
+
+@pytest.mark.parametrize("file", ["../other/shard-00000.arrow", "/etc/passwd", "a\0b", "."])
+def test_a_shard_is_a_file_of_the_folder(file, packs):
+    shards = json.loads((packs / "packs.json").read_text())["shards"]
+    edit_manifest(packs, shards=[shards[0] | {"file": file}, *shards[1:]])
+    with pytest.raises(InputError, match="not a whole manifest"):
+        read(packs)
 
 
 def test_documents_need_labels(tmp_path):

@@ -1,6 +1,7 @@
 """PackedSampler: equal rows, even work, one order for any number of ranks, and exact resumption."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -239,6 +240,13 @@ def test_one_rank_has_a_short_last_batch():
         ({"rows_per_rank": 3, "batch_size": 2}, "rows_per_rank is 3; give a multiple of batch_size 2"),
         ({"attention_weight": 1.5}, "attention_weight is 1.5"),
         ({"attention_weight": -0.5}, "attention_weight is -0.5"),
+        ({"rank": 0.5, "world_size": 2}, "rank is 0.5 of 2"),
+        ({"attention_weight": "half"}, "attention_weight is 'half'"),
+        ({"seed": None}, "seed is None"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"seq_lengths": [3, 4]}, "seq_lengths are [3, 4]; give the document lengths of every row"),
+        ({"seq_lengths": None}, "seq_lengths are None"),
         ({"seq_lengths": []}, "there are no rows"),
         ({"seq_lengths": [[1], []]}, "row 1 has no documents"),
         ({"seq_lengths": [[0], [0]]}, "no document has tokens"),
@@ -249,3 +257,15 @@ def test_bad_arguments(arguments, says):
     with pytest.raises(InputError) as caught:
         PackedSampler(**{"seq_lengths": [[1]], **arguments})
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("epoch", [-1, 0.5, None])
+def test_bad_epoch(epoch, rows):
+    with pytest.raises(InputError, match=f"epoch is {epoch}"):
+        PackedSampler(rows).set_epoch(epoch)
+
+
+def test_a_state_with_numbers_of_numpy_goes_into_json(rows):
+    sampler = PackedSampler(rows, seed=np.int64(3), attention_weight=np.float32(0.5))
+    sampler.set_epoch(np.int64(1))
+    PackedSampler(rows, seed=3).load_state_dict(json.loads(json.dumps(sampler.state_dict(np.int64(2)))))

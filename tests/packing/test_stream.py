@@ -347,6 +347,8 @@ def test_atomic_refuses(argument, says):
         ({"capacity": 0}, "capacity is 0"),
         ({"buffer_size": 0}, "buffer_size is 0"),
         ({"min_fill_ratio": 0}, "min_fill_ratio is 0; give a share above 0 and up to 1"),
+        ({"min_fill_ratio": "1"}, "min_fill_ratio is '1'"),
+        ({"seed": 1.5}, "seed is 1.5"),
         ({"min_fill_ratio": 1.1}, "min_fill_ratio is 1.1"),
         ({"min_fill_ratio": float("nan")}, "min_fill_ratio is nan"),
         ({"strategy": "best"}, "no packing strategy 'best'"),

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from unsloth_pack.graphs.memory import GraphMemory, Token
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.graphs.stand_ins import StandIns
+from unsloth_pack.kernels.backward import once_differentiable
 from unsloth_pack.row.packed_row import PackedRow
 
 _WARM_UPS = 2

@@ -8,6 +8,7 @@ Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -92,13 +93,18 @@ def as_head_inputs(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, LabelledRows]:
     """hidden, weight and bias, cast as autocast casts them, and the rows with a label, all checked."""
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    device = hidden.device.type
+    hidden, weight = _as_autocast(hidden, device), _as_autocast(weight, device)
+    bias = None if bias is None else _as_autocast(bias, device)
     labelled = labels if isinstance(labels, LabelledRows) else LabelledRows(labels)
     check_head(hidden, weight, labelled, bias, softcap)
     return hidden, weight, bias, labelled
+
+
+def _as_autocast(x: Tensor, device: str) -> Tensor:
+    """x as autocast, if it is on, casts it for a GEMM: float64 stays."""
+    casts = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if casts else x
 
 
 def project_to_logits(x_LC: Tensor, weight: Tensor, bias: Tensor | None, buffer_LV: Tensor) -> Tensor:
@@ -147,7 +153,7 @@ def check_head(hidden: Tensor, weight: Tensor, labelled: LabelledRows, bias: Ten
     for name, x in (("weight", weight), ("bias", bias), ("labels", labels)):
         if x is not None and x.device != hidden.device:
             raise ValueError(f"hidden is on {hidden.device} but {name} on {x.device}: move it there")
-    if softcap is not None and softcap <= 0:
+    if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}: pass a positive one, or None")
     if labels.device.type == "cpu" and labelled.count:
         low, high = labels.reshape(-1)[labelled.rows].aminmax()

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import reference
+from .backward import once_differentiable
 from .launch import as_rows, jit, takes_fused_path, tl
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -83,8 +83,18 @@ def gated_backward_(
         gate, up: as for `gated`, of the dtype of g_out.
         activation: as for `gated`.
         g_gate, g_up: their gradients are written there; may be gate and up themselves.
+
+    Raises:
+        ValueError: as for `gated`; or a tensor that is written to has another shape, or is not rows of one
+            stride, each contiguous and apart from the others.
     """
     _check(gate, up, activation)
+    for name, x in (("g_out", g_out), ("g_gate", g_gate), ("g_up", g_up)):
+        if x.shape != gate.shape or not _is_rows(x):
+            raise ValueError(
+                f"{name} is {[*x.shape]} with strides {[*x.stride()]}: pass {[*gate.shape]}, contiguous or a "
+                "slice of the last dim"
+            )
     if not takes_fused_path(gate, up):
         reference.gated_backward_(g_out, gate, up, activation, g_gate, g_up)
     else:
@@ -112,6 +122,17 @@ def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
     rows, strides = zip(*map(as_rows, tensors), strict=True)
     F = tensors[0].shape[-1]
     return [*rows], [*strides], F, n // max(1, F) * -(-F // _BLOCK)
+
+
+def _is_rows(x: Tensor) -> bool:
+    """Whether `as_rows` gives x's own memory, in which no two rows overlap."""
+    if x.is_contiguous():
+        return True
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return False
+    return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]
 
 
 def _check(gate: Tensor, up: Tensor, activation: str) -> None:

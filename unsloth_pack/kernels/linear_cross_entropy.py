@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .backward import once_differentiable
 from .chunked_head import (
     LabelledRows,
     add_product,

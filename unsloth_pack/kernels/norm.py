@@ -16,9 +16,9 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import reference
+from .backward import once_differentiable
 from .launch import MAX_WARPS, PER_THREAD, as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
 
 _TILE = 4096  # elements a program aims to hold; a longer row is still one program's

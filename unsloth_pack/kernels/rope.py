@@ -18,9 +18,9 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import reference
+from .backward import once_differentiable
 from .launch import MAX_WARPS, PER_THREAD, floor_power_of_2, jit, takes_fused_path, tl, triton
 from .reference import QKNorm
 

@@ -27,8 +27,8 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .backward import once_differentiable
 from .chunked_head import (
     LabelledRows,
     add_product,
@@ -74,9 +74,11 @@ def token_scores(
         The scores. At most 2²⁸ bytes of logits exist at a time, or 1,024 rows if that is more.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together; or labels beyond the head. On a GPU, where
-            looking would wait for it, those make the scores NaN.
+        ValueError: shapes, dtypes or devices do not fit together; a field is unknown; or labels beyond the
+            head. On a GPU, where looking would wait for it, those make the scores NaN.
     """
+    if isinstance(fields, str) or not set(fields) <= set(FIELDS):
+        raise ValueError(f"fields are {fields!r}: pass a collection of {', '.join(FIELDS)}")
     hidden, weight, bias, labelled = as_head_inputs(hidden, weight, bias, labels, softcap)
     wanted = tuple(field in fields for field in FIELDS)
     options = (scale, softcap, wanted, torch.is_grad_enabled())

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from unsloth_pack.kernels import Fp8Rows, dropout, fp8_linear, fp8_linear_backward, quantize_rows
+from unsloth_pack.kernels.backward import once_differentiable
 from unsloth_pack.lora.nf4 import Nf4Weight
 
 Weight = Tensor | Fp8Rows | Nf4Weight

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
+from unsloth_pack.kernels.backward import once_differentiable
 
 
 class Fp8Linear(nn.Linear):

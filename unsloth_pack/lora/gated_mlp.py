@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from unsloth_pack.kernels import gated, gated_backward_
+from unsloth_pack.kernels.backward import once_differentiable
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.layers import FastLoraLinear, prepared
 

@@ -32,8 +32,6 @@ def loss_output(
         decoded: the decoder's output.
         watch_logits: gets the logits, if they are asked for.
     """
-    if loss.requires_grad:
-        loss.register_hook(_refuse_second_derivative)
     hidden_BTC, weight = decoded.last_hidden_state, head.linear.weight
     version = weight._version
 
@@ -53,12 +51,6 @@ def loss_output(
         hidden_states=decoded.hidden_states,
         attentions=decoded.attentions,
     )
-
-
-def _refuse_second_derivative(grad: Tensor) -> None:
-    """torch's `once_differentiable` lets a loss through whose own gradient is a constant, and drops terms."""
-    if torch.is_grad_enabled():
-        raise InputError("create_graph=True: a fused loss has no second derivative; undo the patch")
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,13 @@ def joined(kind: Kind, parts: Sequence[Any]) -> Any:
     return sys.modules["torch"].cat(list(parts))
 
 
+def copy_of(part: Any) -> Any:
+    """A slice of a sequence, in memory of its own: slices of arrays and tensors are views."""
+    if isinstance(part, _LISTS):
+        return part
+    return part.copy() if isinstance(part, np.ndarray) else part.clone()
+
+
 def fill_lists(layout: Layout, sequences: list[Any], pad: Any, separator: Any = None) -> list[list[Any]]:
     """Rows as lists of `layout.capacity` numbers, with `separator` in the gaps of the layout."""
     padding = [pad] * layout.capacity

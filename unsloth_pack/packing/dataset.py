@@ -9,6 +9,7 @@ import numpy as np
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import WHOLE_COLUMNS
+from unsloth_pack.packing.lengths import check_positive
 from unsloth_pack.packing.plan import PackPlan, plan_packs
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ROWS_A_BATCH = 256  # packed rows that are built and written at a time
-_DOCUMENTS_A_BATCH = 10_000  # documents whose lengths are read at a time
+DOCUMENTS_A_BATCH = 1_000  # documents whose lengths are read at a time
 
 
 def pack_dataset(
@@ -50,7 +51,8 @@ def pack_dataset(
     Returns:
         A data set of the same kind and with the same columns. A row holds its documents one after another,
         without padding; the new column `seq_lengths` holds their lengths. Documents without tokens are left
-        out.
+        out. The rows of a map-style set are in memory; if they do not fit, put them on disk with
+        `write_packs`.
 
         An iterable set keeps the shards of `dataset`, so every document comes exactly once an epoch over all
         `DataLoader` workers and all ranks. `set_epoch` gives the shards, and the rows that are planned
@@ -59,9 +61,9 @@ def pack_dataset(
 
     Raises:
         InputError: a document is longer than `capacity`; a column does not hold one number per token; ids or
-            labels are not whole numbers; or the data set is packed already. In an iterable set, a fault of
-            a document is raised when the document is read, and the error numbers documents in the order in
-            which the process reads them.
+            labels are not whole numbers; or the data set is packed already, or has a transform. In an iterable
+            set, a fault of a document is raised when the document is read, and the error numbers documents
+            in the order in which the process reads them.
     """
     import datasets
 
@@ -69,8 +71,10 @@ def pack_dataset(
         from unsloth_pack.packing.iterable import pack_iterable
 
         if dataset.column_names is not None:
-            _check_columns(dataset)
+            check_columns(dataset)
         return pack_iterable(dataset, capacity, strategy, buffer_size, seed)
+    if num_proc is not None:
+        check_positive("num_proc", num_proc)
     plan, builder = plan_rows(dataset, capacity, strategy)
     rows = datasets.Dataset.from_dict({"row": np.arange(plan.n_bins)}).with_format("arrow")
     packed = rows.map(
@@ -91,7 +95,16 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
     Raises:
         InputError: as `pack_dataset`.
     """
-    columns = _check_columns(dataset)
+    import datasets
+
+    columns = check_columns(dataset)
+    if not isinstance(dataset, datasets.Dataset):
+        raise InputError(f"dataset is a {type(dataset).__name__}; give a datasets.Dataset")
+    if dataset.format["type"] == "custom":
+        raise InputError(
+            "the data set has a transform, which packing would pass over; apply it with .map, or remove it "
+            "with .reset_format()"
+        )
     lengths = list_lengths(dataset, "input_ids")
     for column in columns:
         if not np.array_equal(list_lengths(dataset, column), lengths):
@@ -131,7 +144,12 @@ class RowBuilder:
         return pa.table(made)
 
 
-def _check_columns(dataset: datasets.Dataset) -> list[str]:
+def check_columns(dataset: datasets.Dataset) -> list[str]:
+    """The names of the columns of a data set that can be packed.
+
+    Raises:
+        InputError: it is no data set, is not tokenised, or is packed already.
+    """
     names = getattr(dataset, "column_names", None)
     if isinstance(dataset, Mapping):
         raise InputError(
@@ -156,12 +174,13 @@ def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    batches = dataset.select_columns(column).with_format("arrow").iter(batch_size=_DOCUMENTS_A_BATCH)
+    batches = dataset.select_columns(column).with_format("arrow").iter(batch_size=DOCUMENTS_A_BATCH)
     parts = [np.zeros(0, np.int64)]
     row = 0
     for table in batches:
         lists = table[column].combine_chunks()  # a shuffled set has one chunk per row, slow to read
-        if not (pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
+        kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+        if not any(is_kind(lists.type) for is_kind in kinds):
             raise InputError(f"column {column!r} holds {lists.type}, not one number a token; remove it")
         if lists.null_count:
             row += pc.index(pc.is_null(lists), True).as_py()

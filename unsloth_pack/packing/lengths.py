@@ -1,5 +1,6 @@
 """Document lengths in the form that planners take: a checked integer array."""
 
+import numbers
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,11 @@ def as_lengths(lengths: Any) -> np.ndarray:
         first = int(np.argmax(array < 0))
         raise InputError(f"document {first} has {array[first]} tokens; give lengths of 0 or more")
     return array
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a real number, of Python or numpy."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_positive(name: str, value: Any) -> int:

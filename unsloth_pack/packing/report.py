@@ -1,13 +1,14 @@
 """A forecast of packing a set of documents: lengths, rows, steps, and the padding that it saves."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing.lengths import as_lengths, check_positive, padded_slots
+from unsloth_pack.packing.lengths import as_lengths, check_positive, is_number, padded_slots
 from unsloth_pack.packing.plan import plan_packs
 
 PADDED_BATCHES = (1, 8, 32)
@@ -82,10 +83,10 @@ def plan_accumulation(
     """
     target_effective = check_positive("target_effective", target_effective)
     rows = check_positive("world_size", world_size) * check_positive("per_device_batch", per_device_batch)
-    if not (math.isfinite(samples_per_pack) and samples_per_pack > 0):
+    if not (is_number(samples_per_pack) and 0 < samples_per_pack < math.inf):
         raise InputError(f"samples_per_pack is {samples_per_pack!r}; give the documents of a row, above 0")
     ratio = target_effective / (samples_per_pack * rows)
-    return math.ceil(ratio * (1 - 1e-12))  # a rounding error of the average adds no micro-batch
+    return max(1, math.ceil(ratio * (1 - 1e-12)))  # a rounding error of the average adds no micro-batch
 
 
 def length_report(
@@ -110,6 +111,14 @@ def length_report(
     """
     every = as_lengths(lengths)
     bin_size = check_positive("bin_size", bin_size)
+    for name, value in (
+        ("world_size", world_size),
+        ("per_device_batch", per_device_batch),
+        ("target_effective", target_effective),
+    ):
+        check_positive(name, value)
+    if not isinstance(capacities, Iterable):
+        raise InputError(f"capacities are {capacities!r}; give a list of them, such as [2048]")
     documents = every[every > 0].astype(np.int64)
     if not documents.size:
         raise InputError(f"none of {len(every)} documents has tokens; give lengths of at least 1")

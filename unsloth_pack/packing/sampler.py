@@ -5,7 +5,9 @@ The global order of rows depends on the seed and the epoch alone. It is cut into
 same work. So an update sees the same rows on any number of ranks, as long as windows have the same size.
 """
 
+import hashlib
 import heapq
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_pack.errors import InputError
-from unsloth_pack.packing.lengths import as_lengths, check_positive
+from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.packing.lengths import as_lengths, check_positive, is_number
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,14 @@ class PackedSampler:
         self.batch_size = check_positive("batch_size", batch_size)
         if rows_per_rank % batch_size:
             raise InputError(f"rows_per_rank is {rows_per_rank}; give a multiple of batch_size {batch_size}")
-        if not 0 <= rank < world_size:
+        if rank not in range(world_size):
             raise InputError(f"rank is {rank!r} of {world_size}; give 0 to {world_size - 1}")
-        if not 0 <= attention_weight <= 1:
+        require_whole("seed", seed, 0)
+        if not (is_number(attention_weight) and 0 <= attention_weight <= 1):
             raise InputError(f"attention_weight is {attention_weight!r}; give a share from 0 to 1")
-        self.rank, self.seed, self.shuffle, self.drop_last = rank, seed, shuffle, drop_last
+        self.rank, self.seed = int(rank), int(seed)
+        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
+        self.attention_weight = float(attention_weight)
         self.tokens, self.squares = _row_costs(seq_lengths)
         self.cost = (
             attention_weight * self.squares / self.squares.mean()
@@ -98,7 +103,8 @@ class PackedSampler:
             )
         self.epoch = 0
         self._base = 0  # rows of this epoch that were done before the windows begin
-        self._done = 0  # rows that this rank has given out since
+        self._start = 0  # rows of this rank since then, with which iteration begins
+        self._done = 0  # rows of this rank since then that were given out last
 
     @property
     def window(self) -> int:
@@ -106,9 +112,14 @@ class PackedSampler:
         return self.world_size * self.rows_per_rank
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch at its first row; the epoch under way keeps its position."""
+        """Start an epoch at its first row; an epoch that was resumed keeps its position.
+
+        Raises:
+            InputError: it is not a whole number of at least 0.
+        """
+        require_whole("epoch", epoch, 0)
         if epoch != self.epoch:
-            self.epoch, self._base, self._done = epoch, 0, 0
+            self.epoch, self._base, self._start, self._done = int(epoch), 0, 0, 0
 
     def global_order(self) -> np.ndarray:
         """`[rows]` int64: all rows in the order of this epoch, the same for any number of ranks."""
@@ -120,12 +131,18 @@ class PackedSampler:
         return sum(map(len, self._windows())) // self.world_size
 
     def __iter__(self) -> Iterator[int]:
-        """The remaining rows of this rank in the epoch; once none is left, all of them again."""
-        if self._done >= len(self):
-            self._base = self._done = 0
-        for row in self.assignment()[self.rank, self._done :].tolist():
-            self._done += 1
+        """This rank's rows of the epoch; of a resumed one those that remain, until all were given out.
+
+        An iterator that is left halfway has no effect on the next one.
+        """
+        if self._start >= len(self):
+            self._base = self._start = 0
+        self._done = self._start
+        rows = self.assignment()[self.rank, self._start :].tolist()
+        for done, row in enumerate(rows, self._start + 1):
+            self._done = done
             yield row
+        self._start = self._done
 
     def assignment(self) -> np.ndarray:
         """`[world_size, rows of a rank]` int64: the rows of every rank, in order."""
@@ -172,7 +189,7 @@ class PackedSampler:
         return {
             "epoch": self.epoch,
             "base": self._base,
-            "done": self._done if rows_done is None else rows_done,
+            "done": self._done if rows_done is None else int(rows_done),
             "settings": self._settings(),
             "world_size": self.world_size,
             "rows_per_rank": self.rows_per_rank,
@@ -185,11 +202,14 @@ class PackedSampler:
             InputError: the state belongs to other rows or another order, or the number of ranks changed
                 inside a window.
         """
-        for name, value in self._settings().items():
-            if state["settings"][name] != value:
+        settings, made = state.get("settings", {}), self._settings()
+        if set(state) != set(self.state_dict()) or set(settings) != set(made):
+            raise InputError("the state is not one of this release's PackedSampler; start without it")
+        for name, value in made.items():
+            if settings[name] != value:
                 raise InputError(
-                    f"the sampler was saved with {name}={state['settings'][name]!r} and this one has "
-                    f"{value!r}; make it with the same rows and arguments"
+                    f"the sampler was saved with {name}={settings[name]!r} and this one has {value!r}; "
+                    "make it with the same rows and arguments"
                 )
         base, done = state["base"], state["done"]
         if (state["world_size"], state["rows_per_rank"]) != (self.world_size, self.rows_per_rank):
@@ -199,15 +219,17 @@ class PackedSampler:
                     f"{state['rows_per_rank']}; go on with {state['world_size']} ranks, or save at an update"
                 )
             base, done = base + done * state["world_size"], 0
-        self.epoch, self._base, self._done = state["epoch"], base, done
+        self.epoch, self._base, self._start, self._done = state["epoch"], base, done, done
 
     def _settings(self) -> dict[str, Any]:
         return {
             "rows": len(self.cost),
             "tokens": int(self.tokens.sum()),
+            "lengths": hashlib.sha256(self.tokens.tobytes() + self.squares.tobytes()).hexdigest()[:16],
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            "attention_weight": self.attention_weight,
         }
 
     def _windows(self) -> list[np.ndarray]:
@@ -222,11 +244,18 @@ class PackedSampler:
 
 def _row_costs(seq_lengths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """`[rows]` int64 each: the tokens, and the sum of squared document lengths."""
-    sizes = [len(row) for row in seq_lengths]
+    try:
+        rows = list(seq_lengths)
+        sizes = list(map(len, rows))
+    except TypeError:
+        raise InputError(
+            f"seq_lengths are {reprlib.repr(seq_lengths)}; give the document lengths of every row, such as "
+            "[[5, 3], [8]]"
+        ) from None
     if not sizes or min(sizes) == 0:
         at = f"row {sizes.index(0)} has no documents" if sizes else "there are no rows"
         raise InputError(f"{at}; give the document lengths of every row")
-    lengths = as_lengths(list(chain.from_iterable(seq_lengths))).astype(np.int64)
+    lengths = as_lengths(list(chain.from_iterable(rows))).astype(np.int64)
     if not lengths.any():
         raise InputError("no document has tokens; give lengths of at least 1")
     starts = np.cumsum([0, *sizes[:-1]])

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from unsloth_pack.errors import InputError
-from unsloth_pack.packing.containers import WHOLE_COLUMNS, check_values, joined, kind_of_one
-from unsloth_pack.packing.lengths import check_positive
+from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.packing.containers import WHOLE_COLUMNS, check_values, copy_of, joined, kind_of_one
+from unsloth_pack.packing.lengths import check_positive, is_number
 from unsloth_pack.packing.overlong import CutCounts, check_overlong, pieces_of
 from unsloth_pack.packing.plan import STRATEGIES, plan_packs
 
@@ -87,12 +87,12 @@ class PackingStream:
         overlong: str = "error",
         atomic: bool = False,
     ):
-        if not 0 < min_fill_ratio <= 1:
+        if not (is_number(min_fill_ratio) and 0 < min_fill_ratio <= 1):
             raise InputError(f"min_fill_ratio is {min_fill_ratio!r}; give a share above 0 and up to 1")
         if strategy not in (None, *STRATEGIES):
             raise InputError(f"no packing strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
-        if seed is not None and seed < 0:
-            raise InputError(f"seed is {seed!r}; give a number of 0 or more, or None")
+        if seed is not None:
+            require_whole("seed", seed, 0)
         if atomic:
             _check_atomic(drop_last, strategy, overlong)
         self.capacity = check_positive("capacity", capacity)
@@ -149,7 +149,7 @@ class PackingStream:
         self.counts.examples += 1
         self.consumed += 1
         for start, end in pieces:
-            self._add({name: value[start:end] for name, value in columns.items()})
+            self._add({name: copy_of(value[start:end]) for name, value in columns.items()})
 
     def pop(self) -> dict[str, Any] | None:
         """The next pack, or None if it needs more examples."""
@@ -192,6 +192,8 @@ class PackingStream:
                 f"the state has version {state.get('version')!r} and this release reads {_STATE_VERSION}; "
                 "start without it"
             )
+        if missing := set(self.state_dict()) - set(state):
+            raise InputError(f"the state lacks {', '.join(sorted(missing))}; start without it")
         for name, value in self._settings().items():
             if state["settings"][name] != value:
                 raise InputError(

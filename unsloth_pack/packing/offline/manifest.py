@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> PackManifest:
         ) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a whole manifest ({error}); pack the data anew") from None
     if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
         raise InputError(f"{path}: not a manifest of packs; pack the data anew")
@@ -133,11 +133,31 @@ def read_manifest(folder: Path) -> PackManifest:
             "pack the data anew, or change the release"
         )
     try:
-        values["ledger"] = _typed(TokenLedger, values["ledger"])
-        values["shards"] = tuple(_typed(Shard, shard) for shard in values["shards"])
-        return _typed(PackManifest, values)
+        return _manifest_of(values)
     except (TypeError, KeyError) as error:
         raise InputError(f"{path}: not a whole manifest ({error}); pack the data anew") from None
+
+
+def check_can_be_read(manifest: PackManifest) -> None:
+    """Refuse, before any shard is written, what `read_manifest` would refuse.
+
+    Raises:
+        InputError: a field is of another type than it says.
+    """
+    try:
+        values = json.loads(manifest.to_json())
+        _manifest_of({name: value for name, value in values.items() if name not in ("format", "version")})
+    except (TypeError, KeyError) as error:
+        raise InputError(f"an argument does not fit into the manifest ({error}); give plain values") from None
+
+
+def _manifest_of(values: dict[str, Any]) -> PackManifest:
+    values["ledger"] = _typed(TokenLedger, values["ledger"])
+    values["shards"] = tuple(_typed(Shard, shard) for shard in values["shards"])
+    for number, shard in enumerate(values["shards"]):
+        if shard.file != shard_name(number):
+            raise TypeError(f"file is {shard.file!r}")
+    return _typed(PackManifest, values)
 
 
 def _typed(kind: type[T], values: Any) -> T:

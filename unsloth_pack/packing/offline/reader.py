@@ -46,7 +46,7 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
     if tokenizer_hash != manifest.tokenizer_hash:
         raise InputError(
             f"{folder}: packed with another tokenizer, that of {manifest.model_name or 'another model'} "
-            f"({manifest.tokenizer_hash[:12]}, the model's is {tokenizer_hash[:12]}); pack the data anew"
+            f"({manifest.tokenizer_hash[:12]}, the model's is {str(tokenizer_hash)[:12]}); pack the data anew"
         )
     shards, counts = [], np.zeros(3, np.int64)
     for shard in tqdm(manifest.shards, desc="Verifying packs", unit=" shards"):

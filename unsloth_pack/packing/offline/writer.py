@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unsloth_pack.data.ledger import TokenLedger
-from unsloth_pack.errors import InputError
+from unsloth_pack.data.tokenize import IGNORE_INDEX
+from unsloth_pack.errors import LAST_SEED, InputError, require_whole
 from unsloth_pack.files.whole_folders import holds, write_whole
-from unsloth_pack.packing.dataset import ROWS_A_BATCH, RowBuilder, plan_rows
+from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, ROWS_A_BATCH, RowBuilder, check_columns, plan_rows
 from unsloth_pack.packing.lengths import check_positive
 from unsloth_pack.packing.offline.manifest import (
     FILE_NAME,
     PackManifest,
     Shard,
+    check_can_be_read,
     schema,
     sha256_of,
     shard_name,
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
+_LAST_ID = 2**31 - 1  # of int32
 _TOKENS_A_SHARD = 2**25  # 256 MiB of ids and labels
 
 
@@ -65,23 +69,40 @@ def write_packs(
 
     Raises:
         InputError: `folder` holds something, the disk is full, or the documents cannot be packed, see
-            `pack_dataset`.
+            `pack_dataset`; an id does not fit into int32, or is negative; a label is neither -100 nor its
+            token; or an argument does not fit into the manifest.
     """
     from datasets.utils import tqdm
 
     target = Path(os.path.expanduser(folder)).resolve()
     if target.exists() and (not target.is_dir() or holds(target)):
         raise InputError(f"{folder}: not an empty folder; give a new one for the packs")
-    for name in ("input_ids", "labels"):
-        if name not in documents.column_names:
-            raise InputError(
-                f"no column {name!r} among {', '.join(documents.column_names)}; tokenise the rows"
-            )
+    if "labels" not in (columns := check_columns(documents)):
+        raise InputError(f"no column 'labels' among {', '.join(columns)}; tokenise the rows")
+    capacity = check_positive("capacity", capacity)
     if rows_per_shard is None:
-        rows_per_shard = max(1, _TOKENS_A_SHARD // check_positive("capacity", capacity))
+        rows_per_shard = max(1, _TOKENS_A_SHARD // capacity)
     rows_per_shard = check_positive("rows_per_shard", rows_per_shard)
+    if seed is not None:
+        require_whole("seed", seed, 0, LAST_SEED)
     documents = documents.select_columns(["input_ids", "labels"])
     plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
+    manifest = PackManifest(
+        capacity=capacity,
+        strategy=strategy,
+        seed=None if seed is None else int(seed),
+        train_on_responses_only=train_on_responses_only,
+        model_name=model_name,
+        tokenizer_hash=tokenizer_hash,
+        data_fingerprint="",
+        rows=plan.n_bins,
+        documents=plan.n_documents,
+        tokens=plan.tokens,
+        ledger=ledger,
+        shards=(),
+    )
+    check_can_be_read(manifest)
+    _check_tokens(documents)
     hashes = {name: hashlib.sha256() for name in ("input_ids", "labels", "cu_lengths")}
     whole = write_whole(target, last=[FILE_NAME], may_replace=False)
     with whole as aside, tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
@@ -91,22 +112,32 @@ def write_packs(
             rows = min(rows_per_shard, plan.n_bins - first)
             _write_shard(path, _batches(builder, first, rows, bar), hashes)
             shards.append(Shard(path.name, rows, path.stat().st_size, sha256_of(path)))
-        manifest = PackManifest(
-            capacity=capacity,
-            strategy=strategy,
-            seed=seed,
-            train_on_responses_only=train_on_responses_only,
-            model_name=model_name,
-            tokenizer_hash=tokenizer_hash,
-            data_fingerprint=hashlib.sha256(b"".join(one.digest() for one in hashes.values())).hexdigest(),
-            rows=plan.n_bins,
-            documents=plan.n_documents,
-            tokens=plan.tokens,
-            ledger=ledger,
-            shards=tuple(shards),
-        )
+        fingerprint = hashlib.sha256(b"".join(one.digest() for one in hashes.values())).hexdigest()
+        manifest = replace(manifest, data_fingerprint=fingerprint, shards=tuple(shards))
         (aside / FILE_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def _check_tokens(documents: datasets.Dataset) -> None:
+    """Refuse ids and labels that a shard cannot hold, or that `read_packs` would refuse."""
+    import pyarrow.compute as pc
+
+    row = 0
+    for table in documents.with_format("arrow").iter(batch_size=DOCUMENTS_A_BATCH):
+        ids, labels = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "labels"))
+        of_row = pc.list_parent_indices(table["input_ids"].combine_chunks())
+        for is_wrong, complaint in (
+            ((ids < 0) | (ids > _LAST_ID), f"a token id is not from 0 to {_LAST_ID}; tokenise the rows"),
+            (
+                (labels != IGNORE_INDEX) & (labels != ids),
+                f"a label is neither {IGNORE_INDEX} nor its token; give labels that are not shifted",
+            ),
+        ):
+            if is_wrong.any():
+                at = int(np.argmax(is_wrong))
+                values = f"token {ids[at]}, label {labels[at]}"
+                raise InputError(f"row {row + of_row[at].as_py()}: {complaint} ({values})")
+        row += len(table)
 
 
 def _batches(builder: RowBuilder, first: int, rows: int, bar: Any) -> Iterator[pa.Table]:

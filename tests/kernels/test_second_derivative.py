@@ -1,0 +1,52 @@
+"""A second derivative is refused: torch would drop its terms where the incoming gradient is a constant."""
+
+import pytest
+import torch
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.kernels import (
+    QKNorm,
+    gated,
+    linear_cross_entropy,
+    reference,
+    rms_norm,
+    rope_qk,
+    token_scores,
+)
+
+
+def tables(T=3, R=8):
+    angles = torch.randn(T, R)
+    return angles.cos(), angles.sin()
+
+
+def head(x):
+    return x.view(-1, 8), torch.ones(5, 8), torch.arange(x.numel() // 8) % 5
+
+
+def qk_norm():
+    return QKNorm(torch.ones(8), torch.ones(8), 1e-6)
+
+
+CALLS = {
+    "rms_norm": lambda x: rms_norm(x, torch.ones(8), 1e-6),
+    "gated": lambda x: gated(x, x, "silu"),
+    "rope_qk": lambda x: rope_qk(x, x, *tables())[0],
+    "rope_qk with a norm": lambda x: rope_qk(x, x, *tables(), qk_norm=qk_norm())[0],
+    "linear_cross_entropy": lambda x: linear_cross_entropy(*head(x)),
+    "token_scores": lambda x: token_scores(*head(x)).log_prob,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_it_is_refused(call):
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    with pytest.raises(InputError, match="create_graph=True: a fused operation has no second derivative"):
+        torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    torch.autograd.grad(call(x).sum(), x)
+
+
+def test_the_references_have_one():
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    (g,) = torch.autograd.grad(reference.rms_norm(x, torch.ones(8), 1e-6).sum(), x, create_graph=True)
+    assert torch.autograd.grad(g.square().sum(), x)[0].any()
