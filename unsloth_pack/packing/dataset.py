@@ -61,9 +61,9 @@ def pack_dataset(
 
     Raises:
         InputError: a document is longer than `capacity`; a column does not hold one number per token; ids or
-            labels are not whole numbers; or the data set is packed already, or has a transform. In an iterable
-            set, a fault of a document is raised when the document is read, and the error numbers documents
-            in the order in which the process reads them.
+            labels are not whole numbers; or the data set is packed already, or has a transform. In an
+            iterable set, a fault of a document is raised when the document is read, and the error numbers
+            documents in the order in which the process reads them.
     """
     import datasets
 
