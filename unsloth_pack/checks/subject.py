@@ -111,7 +111,7 @@ class Subject(Probed):
         Rows of a batch never see each other, and padding on the right lies in nobody's past: what this
         differs from the document alone is rounding.
         """
-        ids = torch.zeros(2, len(neighbour), dtype=torch.int64)
+        ids = torch.zeros(2, len(neighbour), dtype=torch.int64, device="cpu")
         ids[0, : len(document)], ids[1] = document, neighbour
         mask = torch.ones_like(ids)
         mask[0, len(document) :] = 0

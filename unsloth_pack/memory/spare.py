@@ -2,7 +2,7 @@
 
 Torch keeps what its largest step needed. After `trainer.train()` a notebook merges, generates or starts
 another process, all of which need that memory. A model is not told that its trainer is done, but callbacks
-are: adding one is the only thing that patching changes outside the model.
+are. Patching adds one to trainers that are made later.
 """
 
 from typing import Any

@@ -4,8 +4,8 @@ A patched module keeps its parameters, attributes, hooks and name. Only its `__c
 whose forward comes before transformers' own. So gradient checkpointing, `state_dict` keys, recorded hidden
 states and deep copies work as before, with and without PEFT.
 
-Patching changes one thing outside the model: trainers give spare GPU memory back when they are done, see
-`memory.spare`.
+Patching changes two things outside the model: trainers give spare GPU memory back when they are done, see
+`memory.spare`, and refuse collators that drop where documents end, see `kept_boundaries`.
 """
 
 from collections.abc import Sequence
@@ -36,6 +36,7 @@ from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
+from unsloth_pack.patching.kept_boundaries import keep_boundaries
 from unsloth_pack.patching.report import PatchReport, report_of, say, say_loras, say_loss, say_step
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
@@ -198,6 +199,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     decoder.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
     base.__dict__[_PATCH] = patch
     give_back_spare_memory()
+    keep_boundaries()
     return patch
 
 

@@ -1,0 +1,92 @@
+"""Rows that are packed before training: the collator has to hand on where their documents end.
+
+A model gets what the collator makes, and cannot know what that has dropped. A callback can: it sees the
+trainer's rows and its collator.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers.trainer import DEFAULT_CALLBACKS
+from transformers.trainer_callback import TrainerCallback
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.decoder import FastDecoder
+from unsloth_pack.row.from_call import row_of_call
+
+_COLUMN = "seq_lengths"
+_N_ROWS = 32  # among which one of several documents is sought
+_EXAMPLE = {
+    "input_ids": [0, 0, 0],
+    "labels": [-100, -100, 0],
+    _COLUMN: [1, 2],
+}  # where no row can be read ahead
+
+
+class KeepsBoundaries(TrainerCallback):
+    """Acts for trainers of patched models only."""
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        """Refuse a collator that drops where the documents of a packed row end.
+
+        Raises:
+            InputError: it drops this.
+        """
+        if model is None or not any(isinstance(module, FastDecoder) for module in model.modules()):
+            return
+        for row in _packed_rows(getattr(train_dataloader, "dataset", None)):
+            if _documents(train_dataloader.collate_fn, row) not in (None, [n for n in row[_COLUMN] if n]):
+                raise InputError(
+                    f"train_dataset has the column {_COLUMN}, but the collator drops where documents end; "
+                    "give SFTConfig(padding_free=True, packing=False, max_length=None), or Trainer the "
+                    "default_data_collator"
+                )
+            return
+
+
+def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """Rows of several documents; none where the data set is not packed."""
+    if isinstance(dataset, IterableDataset):
+        if _COLUMN in (getattr(dataset, "column_names", None) or ()):
+            yield _EXAMPLE
+        return
+    for number in islice(range(len(dataset or ())), _N_ROWS):
+        row = dataset[number]
+        lengths = row.get(_COLUMN) if isinstance(row, Mapping) else None
+        if lengths is None:
+            return
+        if sum(n > 0 for n in lengths) > 1:
+            yield row
+
+
+def _documents(collate: Any, row: Mapping[str, Any]) -> list[int] | None:
+    """The lengths of the documents in the batch of this row, as the model reads them; None if unknown."""
+    try:
+        call = {**collate([row])}
+        names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+        ids, embeds, mask, positions = (call.pop(name, None) for name in names)
+        described = row_of_call(ids, embeds, mask, positions, None, call)
+    except Exception:  # the first step tells it better
+        return None
+    if described is None:
+        return []
+    pairs = zip(described.lengths, described.is_padding, strict=True)
+    return [length for length, is_padding in pairs if not is_padding]
+
+
+def keep_boundaries() -> None:
+    """Give the callback to every trainer that is made from now on."""
+    callbacks: Any = DEFAULT_CALLBACKS
+    if KeepsBoundaries not in callbacks:
+        callbacks.append(KeepsBoundaries)
