@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import TrainerCallback
 
 from unsloth_pack.errors import InputError
@@ -83,10 +82,3 @@ def _documents(collate: Any, row: Mapping[str, Any]) -> list[int] | None:
         return []
     pairs = zip(described.lengths, described.is_padding, strict=True)
     return [length for length, is_padding in pairs if not is_padding]
-
-
-def keep_boundaries() -> None:
-    """Give the callback to every trainer that is made from now on."""
-    callbacks: Any = DEFAULT_CALLBACKS
-    if KeepsBoundaries not in callbacks:
-        callbacks.append(KeepsBoundaries)
