@@ -23,8 +23,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import unsloth_pack
-from unsloth_pack import patch_model
-from unsloth_pack.errors import InputError
+from unsloth_pack import InputError, patch_model
 from unsloth_pack.packing import pack_dataset
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -172,3 +171,27 @@ def test_an_untouched_model_trains_with_any_collator(models, tmp_path):
     trainer = trainer_of_packed_rows("flattening", False, models[0], tmp_path)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"collate": lambda rows: None}, "collate gives NoneType"),
+        ({"collate": lambda rows: {}}, r"collate gives \[\]"),
+        ({"collate": lambda rows: {"input_ids": torch.zeros(1, 3), "labels": torch.zeros(1, 3)}}, "3 labels"),
+        ({"describe": lambda lengths: None}, "describe gives a NoneType"),
+    ],
+)
+def test_functions_that_verify_cannot_use(given, says, models):
+    with pytest.raises(InputError, match=says):
+        unsloth_pack.verify(models[1], documents=[[5, 6, 7], [8, 9]], **given)
+
+
+@pytest.mark.parametrize("check", [unsloth_pack.verify, unsloth_pack.probe])
+def test_what_is_checked_before_is_warned_of_after(check, models, ids, caplog):
+    """Before, `verify` caused the warning of labels at document starts, and used it up."""
+    check(models[1])
+    assert not caplog.records
+    logits = models[1](input_ids=ids, packed_seq_lengths=LENGTHS).logits[0]
+    torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:]).backward()
+    assert [record.message for record in caplog.records if "first token of another" in record.message]

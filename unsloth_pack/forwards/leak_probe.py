@@ -144,7 +144,8 @@ def left_alone(model: Walkable, training: bool = True) -> Iterator[None]:
     """The model in one mode, without dropout and what it looks for itself; then everything is as it was."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    meanwhile = {"attention_dropout": 0.0, "leak_probe": None, "trained_weights_sought": True}
+    sought = {"trained_weights_sought": True, "numbers_sought": True, "boundary_labels_sought": True}
+    meanwhile = {"attention_dropout": 0.0, "leak_probe": None, **sought}
     held = [(vars(m), name, vars(m)[name]) for m, _ in modes for name in meanwhile if name in vars(m)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     cuda = {p.device.index for p, _ in gradients if p.device.type == "cuda"}

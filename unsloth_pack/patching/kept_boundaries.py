@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.decoder import FastDecoder
-from unsloth_pack.row.from_call import row_of_call
+from unsloth_pack.row.from_call import describe_row
+from unsloth_pack.row.keywords import ROW_KEYWORDS
 
 _COLUMN = "seq_lengths"
 _N_ROWS = 32  # among which one of several documents is sought
@@ -72,10 +74,12 @@ def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
 def _documents(collate: Any, row: Mapping[str, Any]) -> list[int] | None:
     """The lengths of the documents in the batch of this row, as the model reads them; None if unknown."""
     try:
-        call = {**collate([row])}
-        names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-        ids, embeds, mask, positions = (call.pop(name, None) for name in names)
-        described = row_of_call(ids, embeds, mask, positions, None, call)
+        batch = collate([row])
+        if "packed_row" in batch:  # it is the row itself
+            return None
+        names = (*ROW_KEYWORDS, "position_ids", "attention_mask")
+        given = {name: batch[name] for name in names if name in batch}
+        described = describe_row(tuple(batch["input_ids"].shape), torch.device("cpu"), **given)
     except Exception:  # the first step tells it better
         return None
     if described is None:
