@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.row.from_call import describe_row
-from unsloth_pack.row.labels import CountedLabels, check_labels
+from unsloth_pack.row.labels import CountedLabels, checked_labels
 from unsloth_pack.row.packed_row import PackedRow
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def row_of(shape, labels=None, counted=False, **descriptions):
     """The row, whose labels are looked at as a model looks at them."""
     row = describe_row(shape, CPU, **descriptions)
     if labels is not None:
-        check_labels("labels", labels, shape, n_outputs=256)
+        checked_labels("labels", labels, shape, n_outputs=256)
         if counted:
             CountedLabels(row, labels).refuse()
     return row

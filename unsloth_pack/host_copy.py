@@ -15,7 +15,7 @@ class HostCopy:
         self._copy, self._arrived = tensor, None
         if tensor.is_cuda:
             with torch.cuda.device_of(tensor):
-                self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
                 self._copy.copy_(tensor, non_blocking=True)
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()

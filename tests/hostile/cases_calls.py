@@ -187,16 +187,16 @@ CALLS = [
     forward(
         "positions beyond float32", "position_ids reach 1099511627787", position_ids=positions(12) + 2**40
     ),
-    forward("labels beyond the head", "labels reach up to 99999", labels=torch.full((1, T), 99_999)),
+    forward("labels beyond the head", "labels reach from 99999 to 99999", labels=torch.full((1, T), 99_999)),
     forward(
         "labels beyond the head, in a packed row",
-        "labels reach up to 99999",
+        "labels reach from 99999 to 99999",
         packed_seq_lengths=[5, 7],
         labels=torch.full((1, T), 99_999),
     ),
     forward(
         "shifted labels beyond the head",
-        "shift_labels reach up to",
+        "shift_labels reach from",
         packed_seq_lengths=[5, 7],
         shift_labels=torch.full((1, T), 99_999),
     ),

@@ -119,7 +119,18 @@ def check_counting(
     for start, length in zip(starts, lengths, strict=True):
         labels[start : start + length // 3] = IGNORE_INDEX  # as a prompt
     batch = collate([example_of(lengths, ids, labels)])
+    if not (
+        isinstance(batch, Mapping) and all(isinstance(batch.get(n), Tensor) for n in ("input_ids", "labels"))
+    ):
+        found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise InputError(
+            f"collate gives {found}; give a collator whose batches hold input_ids and labels, as tensors"
+        )
     made = batch["labels"].reshape(-1).cpu()
+    if len(made) < len(ids):
+        raise InputError(
+            f"collate gives {len(made)} labels for {len(ids)} tokens; give a collator that cuts no row"
+        )
     own = sum(int((part[1:] != IGNORE_INDEX).sum()) for part in labels.split(lengths))
     at_starts = int((made[torch.from_numpy(starts)] != IGNORE_INDEX).sum())
     counted = int((made != IGNORE_INDEX).sum())

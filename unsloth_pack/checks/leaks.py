@@ -176,8 +176,8 @@ def _reach(subject: Subject, forward: Callable[[], Any], documents: Sequence[Ten
 
     with layers_given(cut, subject.layers), recorded_layers(subject.layers) as outputs:
         forward()
-    last = torch.tensor([len(document) for document in documents]).cumsum(0) - 1
-    weights = torch.randn(outputs[0].shape[-1], generator=torch.Generator().manual_seed(0))
+    last = torch.tensor([len(document) for document in documents], device="cpu").cumsum(0) - 1
+    weights = torch.randn(outputs[0].shape[-1], generator=torch.Generator().manual_seed(0), device="cpu")
     total = torch.stack([(out[last] * weights.to(out)).sum() for out in outputs]).sum()
     return torch.stack([(g[0] != 0).any(dim=-1) for g in torch.autograd.grad(total, inputs)]).cpu()
 

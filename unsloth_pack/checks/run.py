@@ -119,7 +119,7 @@ def _encoded(
                 f"documents hold token ids from {ids.min()} to {ids.max()}, the model knows 0 to "
                 f"{vocab_size - 1}; give the tokenizer's of this model"
             )
-        encoded.append(torch.as_tensor(ids, dtype=torch.int64))
+        encoded.append(torch.as_tensor(ids, dtype=torch.int64, device="cpu"))
     lengths = [len(document) for document in encoded]
     if len(lengths) < 2 or min(lengths) == 0:
         raise InputError(f"documents have {lengths[:8]} tokens; give two or more, none of them empty")

@@ -94,6 +94,11 @@ class Subject(Probed):
     def packed(self, documents: Sequence[Tensor], **more: Any) -> Any:
         """The model's output for one row of all documents, `[1, T]`."""
         described = self._describe([len(document) for document in documents])
+        if not isinstance(described, Mapping):
+            raise InputError(
+                f"describe gives a {type(described).__name__}; give a function from the list of lengths to "
+                "keyword arguments"
+            )
         described = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
         return self.model(input_ids=torch.cat(list(documents)).to(self.device)[None], **described, **more)
 
@@ -111,7 +116,7 @@ class Subject(Probed):
         Rows of a batch never see each other, and padding on the right lies in nobody's past: what this
         differs from the document alone is rounding.
         """
-        ids = torch.zeros(2, len(neighbour), dtype=torch.int64)
+        ids = torch.zeros(2, len(neighbour), dtype=torch.int64, device="cpu")
         ids[0, : len(document)], ids[1] = document, neighbour
         mask = torch.ones_like(ids)
         mask[0, len(document) :] = 0

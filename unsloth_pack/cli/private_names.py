@@ -166,8 +166,8 @@ PRIVATE_NAMES = (
     PrivateName(
         "transformers.trainer",
         "DEFAULT_CALLBACKS",
-        "to free memory when a trainer ends",
-        ("memory/spare.py",),
+        "to free memory when a trainer ends, and to refuse collators that drop where documents end",
+        ("patching/trainers.py",),
     ),
     PrivateName(
         "transformers.core_model_loading",

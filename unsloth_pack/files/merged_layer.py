@@ -141,7 +141,7 @@ def _probes(base: nn.Module) -> list[Tensor]:
         return [*torch.arange(base.num_embeddings, device=weight.device)[None].split(_N_IDS, dim=1)]
     size = base.in_features if isinstance(base, nn.Linear) else weight.shape[-1]
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, _N_PROBES, size, generator=generator).to(weight.device)]
+    return [torch.randn(1, _N_PROBES, size, generator=generator, device="cpu").to(weight.device)]
 
 
 def _called(layer: Any, x: Tensor) -> Tensor:

@@ -18,14 +18,20 @@ from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import Door, trl_head_of
 from unsloth_pack.losses.contract import LabelledHead, Loss
 from unsloth_pack.losses.cross_entropy import cross_entropy, loss_output
-from unsloth_pack.losses.fusable import head_of, outputs_of_head, why_head_not_fused, why_loss_not_fused
+from unsloth_pack.losses.fusable import (
+    has_own_loss,
+    head_of,
+    outputs_of_head,
+    why_head_not_fused,
+    why_loss_not_fused,
+)
 from unsloth_pack.losses.trl_head import TrlHead, cut, load_balancing_loss
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.walk import CountedParameters
 from unsloth_pack.row.from_call import row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS
-from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, LabelsElsewhere, check_labels
+from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, LabelsElsewhere, checked_labels
 from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
 
 _OF_IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
@@ -270,15 +276,16 @@ class _StepLabels:
     def __init__(self, model: Any, call: _Call, labels: Tensor | None, asked_by_trl: bool):
         self.ignore_index: int = call.rest.pop("ignore_index", IGNORE_INDEX)
         self.num_items = call.rest.pop("num_items_in_batch", None)
-        self.shift_labels: Tensor | None = call.rest.pop("shift_labels", None)
-        self.labels = labels
         self._model, self._row = model, call.row
         self._late: list[CountedLabels | ContradictingLabels] = []
         shape = None if call.row is None else call.row.shape
-        n_outputs = outputs_of_head(model)
-        for name, given in (("labels", labels), ("shift_labels", self.shift_labels)):
-            if given is not None:
-                check_labels(name, given, shape, n_outputs)
+        n_outputs = None if has_own_loss(model) else outputs_of_head(model)
+
+        def checked(name: str, given: Tensor | None) -> Tensor | None:
+            return None if given is None else checked_labels(name, given, shape, n_outputs, self.ignore_index)
+
+        self.labels = checked("labels", labels)
+        self.shift_labels = checked("shift_labels", call.rest.pop("shift_labels", None))
         if call.row is not None:
             self._mask(call.row, asked_by_trl)
 

@@ -96,7 +96,7 @@ def leaking_layer(
         with torch.no_grad(), recorded_layers(probed.layers) as outputs:
             probed.packed_outputs(row)
         runs.append(outputs)
-    ends = torch.tensor([0, *map(len, documents)]).cumsum(0).tolist()
+    ends = np.cumsum([0, *map(len, documents)]).tolist()
     for number, (before_TC, after_TC) in enumerate(zip(*runs, strict=True)):
         differs = (before_TC != after_TC).any(dim=-1)
         differs[ends[source] : ends[source + 1]] = False
@@ -123,12 +123,14 @@ def recorded_layers(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 def random_documents(lengths: Sequence[int], vocab_size: int, generator: torch.Generator) -> list[Tensor]:
     """`[L]` int64 of each length, on the CPU."""
-    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+    return [torch.randint(vocab_size, (length,), generator=generator, device="cpu") for length in lengths]
 
 
 def changed(document: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
     """Another document of the same length, different at every token."""
-    return (document + torch.randint(1, vocab_size, document.shape, generator=generator)) % vocab_size
+    return (
+        document + torch.randint(1, vocab_size, document.shape, generator=generator, device="cpu")
+    ) % vocab_size
 
 
 def greatest_by_document(gradient_TC: Tensor, documents: Sequence[Tensor]) -> list[float]:
@@ -142,8 +144,8 @@ def left_alone(model: Walkable, training: bool = True) -> Iterator[None]:
     """The model in one mode, without dropout and without its own looks; then everything is as it was."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    meanwhile: dict[str, Any] = {"attention_dropout": 0.0, "leak_probe": None}
-    meanwhile |= {"trained_weights_sought": True, "boundary_labels_sought": True, "numbers_sought": True}
+    sought = {"trained_weights_sought": True, "numbers_sought": True, "boundary_labels_sought": True}
+    meanwhile = {"attention_dropout": 0.0, "leak_probe": None, **sought}
     held = [(vars(m), name, vars(m)[name]) for m, _ in modes for name in meanwhile if name in vars(m)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     cuda = {p.device.index for p, _ in gradients if p.device.type == "cuda"}
@@ -223,7 +225,9 @@ class _Decoder(Probed):
     def reached_embeddings(self, documents: Sequence[Tensor], scored: Sequence[int]) -> list[float]:
         embeddings_1TC = self._embeddings(documents).requires_grad_()
         outputs = self._outputs(embeddings_1TC, documents)
-        weights_C = torch.randn(embeddings_1TC.shape[-1], generator=torch.Generator().manual_seed(0))
+        weights_C = torch.randn(
+            embeddings_1TC.shape[-1], generator=torch.Generator().manual_seed(0), device="cpu"
+        )
         loss = torch.stack([(outputs[i] * weights_C.to(outputs[i].device)).sum() for i in scored])
         (gradient_1TC,) = torch.autograd.grad(loss.sum(), embeddings_1TC, materialize_grads=True)
         return greatest_by_document(gradient_1TC[0], documents)

@@ -203,6 +203,14 @@ def shaped(y_NO: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view(y_NO, [*shape[:-1], y_NO.shape[-1]])
 
 
+def as_they_are(tensors: Sequence[Any]) -> list[Any]:
+    """Weights for a node to keep: a parameter that gets other `data` later does not change them.
+
+    They share the version of the parameter, by which a change in place is noticed.
+    """
+    return [None if tensor is None else tensor.detach() for tensor in tensors]
+
+
 def versions(frozen: Sequence[Frozen], tensors: Sequence[Tensor | None] = ()) -> Versions:
     """What `unchanged` compares with, for tensors that a node keeps by reference.
 

@@ -109,7 +109,8 @@ class _GatedMLP(torch.autograd.Function):
         if plan.start is None:
             ctx.save_for_backward(*inputs, *kept)
         ctx.plan, ctx.shape = plan, x.shape
-        ctx.tensors, ctx.versions = tensors, arithmetic.versions(plan.frozen, tensors)
+        ctx.tensors = arithmetic.as_they_are(tensors)
+        ctx.versions = arithmetic.versions(plan.frozen, ctx.tensors)
         return arithmetic.shaped(_joined(parts), x.shape)
 
     @staticmethod

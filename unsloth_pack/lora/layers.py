@@ -71,7 +71,8 @@ class FastLoraLinear(PeftLinear):
     def frozen(self) -> arithmetic.Frozen:
         """The weight, the scaling, and dropout with a new seed at every call."""
         base, adapter = self.base_layer, self.active_adapters[0]
-        weight: arithmetic.Weight = base.weight
+        weight: arithmetic.Weight
+        (weight,) = arithmetic.as_they_are([base.weight])
         if isinstance(base, Fp8Linear):
             weight = base.rows
         elif is_linear_4bit(base):
@@ -174,7 +175,7 @@ class _LoraLinears(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         x_NI = x.reshape(-1, x.shape[-1])
-        a_RI, layers = arithmetic.stack(x.dtype, frozen, tensors)
+        a_RI, layers = arithmetic.stack(x.dtype, frozen, arithmetic.as_they_are(tensors))
         outputs, h_NR = arithmetic.forward(x_NI, a_RI, layers)
         seeds = [p.frozen.seed for p in layers]
         ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *seeds, *recipe.inputs)

@@ -56,6 +56,11 @@ def why_loss_not_fused(model: Any) -> str | None:
     """Why a causal language model's own loss must come from its logits, or None."""
     if (why := why_head_not_fused(model)) is not None:
         return why
-    if model.loss_function is not ForCausalLMLoss:
+    if has_own_loss(model):
         return "the model has a loss function of its own"
     return None
+
+
+def has_own_loss(model: Any) -> bool:
+    """Whether a model computes another loss than the causal language models of transformers."""
+    return model.loss_function is not ForCausalLMLoss

@@ -87,7 +87,7 @@ class _OnHost:
 
     def __init__(self, x: Tensor, stream: torch.cuda.Stream):
         self._device, self._stream = x.device, stream
-        self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         self._source: Tensor | None = x
         self._fetched: Tensor | None = None
         self._copied = self._copy(self._host, x)

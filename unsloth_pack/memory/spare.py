@@ -2,14 +2,13 @@
 
 Torch keeps what its largest step needed. After `trainer.train()` a notebook merges, generates or starts
 another process, all of which need that memory. A model is not told that its trainer is done, but callbacks
-are: adding one is the only thing that patching changes outside the model.
+are.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
@@ -31,10 +30,3 @@ class GiveBackSpareMemory(TrainerCallback):
             return
         if any(isinstance(module, FastDecoder) for module in model.modules()):
             torch.cuda.empty_cache()
-
-
-def give_back_spare_memory() -> None:
-    """Give the callback to every trainer that is made from now on."""
-    callbacks: Any = DEFAULT_CALLBACKS
-    if GiveBackSpareMemory not in callbacks:
-        callbacks.append(GiveBackSpareMemory)

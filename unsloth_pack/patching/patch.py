@@ -4,8 +4,8 @@ A patched module keeps its parameters, attributes, hooks and name. Only its `__c
 whose forward comes before transformers' own. So gradient checkpointing, `state_dict` keys, recorded hidden
 states and deep copies work as before, with and without PEFT.
 
-Patching changes one thing outside the model: trainers give spare GPU memory back when they are done, see
-`memory.spare`.
+Patching changes two things outside the model: trainers give spare GPU memory back when they are done, see
+`memory.spare`, and refuse collators that drop where documents end, see `kept_boundaries`.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.layers import FastLoraLinear
 from unsloth_pack.losses.cross_entropy import cross_entropy
-from unsloth_pack.memory.spare import give_back_spare_memory
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.report import PatchReport, report_of, say, say_loras, say_loss, say_step
+from unsloth_pack.patching.trainers import prepare_trainers
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _MADE: WeakSet[type] = WeakSet()  # the classes of patched modules
@@ -201,7 +201,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     decoder.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
     base.__dict__[_PATCH] = patch
-    give_back_spare_memory()
+    prepare_trainers()
     return patch
 
 

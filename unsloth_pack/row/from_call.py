@@ -197,8 +197,13 @@ def _real_tokens(mask: np.ndarray | None) -> np.ndarray | None:
 
 
 def _is_ordinary_batch(positions: np.ndarray | None, real: np.ndarray | None) -> bool:
-    """Whether the tokens that the mask leaves form one run in every row, as in a padded batch."""
+    """Whether the tokens that the mask leaves form one run in every row, as in a padded batch.
+
+    A mask that leaves none tells nothing: then all tokens count.
+    """
     assert positions is not None
+    if real is not None and not real.any():
+        real = None
     for number, row in enumerate(positions):
         kept = row if real is None else row[real[number] != 0]
         if (np.diff(kept) != 1).any():

@@ -19,15 +19,21 @@ logger = logging.getLogger("unsloth_pack")
 _IN_THE_COLLATOR = f"set them to {IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
 
 
-def check_labels(name: str, labels: Any, shape: tuple[int, ...] | None, n_outputs: int | None) -> None:
-    """Refuse labels that are not one token id for each token; values are looked at on a CPU only.
+def checked_labels(
+    name: str,
+    labels: Any,
+    shape: tuple[int, ...] | None,
+    n_outputs: int | None,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Labels as int64, one token id for each token; values are looked at on a CPU only.
 
     Args:
         shape: (B, T) of a packed row; None of an ordinary batch, whose labels may be those of kept logits.
-        n_outputs: of the head, None where it is not known.
+        n_outputs: of the head; None where it is not known, or where labels may be something else than ids.
 
     Raises:
-        InputError: no tensor, another shape, or ids beyond the head.
+        InputError: no tensor, another shape, no whole numbers, or ids that the head does not have.
     """
     if not isinstance(labels, Tensor):
         raise InputError(f"{name} are {type(labels).__name__}; give a tensor [B, T]")
@@ -35,13 +41,19 @@ def check_labels(name: str, labels: Any, shape: tuple[int, ...] | None, n_output
         raise InputError(
             f"{name} have shape {list(labels.shape)}, the input ids {list(shape)}; give one label a token"
         )
-    if n_outputs is None or labels.device.type != "cpu" or not labels.numel():
-        return
-    if int(labels.max()) >= n_outputs:
-        raise InputError(
-            f"{name} reach up to {int(labels.max())}, the head has {n_outputs} outputs; give smaller ids, or "
-            f"{IGNORE_INDEX} for none"
-        )
+    if n_outputs is None:
+        return labels
+    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise InputError(f"{name} are {labels.dtype}; give token ids, as whole numbers")
+    labels = labels.long()
+    if labels.device.type == "cpu" and labels.numel():
+        low, high = labels.masked_fill(labels == ignore_index, 0).aminmax()
+        if low < 0 or high >= n_outputs:
+            raise InputError(
+                f"{name} reach from {low} to {high}, the head has {n_outputs} outputs; give smaller ids, or "
+                f"{ignore_index} for none"
+            )
+    return labels
 
 
 class CountedLabels:

@@ -142,7 +142,7 @@ def _checked_lengths(name: str, rows: list[list[Any]], shape: tuple[int, int]) -
 
 def _is_length(value: Any) -> bool:
     is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return is_whole and value >= 0
+    return is_whole and not isinstance(value, bool) and value >= 0
 
 
 def _from_running_sum(name: str, values: Any, shape: tuple[int, int]) -> list[int]:

@@ -1,0 +1,88 @@
+"""Rows that are packed before training: the collator has to hand on where their documents end.
+
+A model gets what the collator makes, and cannot know what that has dropped. A callback can: it sees the
+trainer's rows and its collator.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers.trainer_callback import TrainerCallback
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.decoder import FastDecoder
+from unsloth_pack.row.from_call import describe_row
+from unsloth_pack.row.keywords import ROW_KEYWORDS
+
+_COLUMN = "seq_lengths"
+_N_ROWS = 32  # among which one of several documents is sought
+_EXAMPLE = {
+    "input_ids": [0, 0, 0],
+    "labels": [-100, -100, 0],
+    _COLUMN: [1, 2],
+}  # where no row can be read ahead
+
+
+class KeepsBoundaries(TrainerCallback):
+    """Acts for trainers of patched models only."""
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        """Refuse a collator that drops where the documents of a packed row end.
+
+        Raises:
+            InputError: it drops this.
+        """
+        if model is None or not any(isinstance(module, FastDecoder) for module in model.modules()):
+            return
+        for row in _packed_rows(getattr(train_dataloader, "dataset", None)):
+            if _documents(train_dataloader.collate_fn, row) not in (None, [n for n in row[_COLUMN] if n]):
+                raise InputError(
+                    f"train_dataset has the column {_COLUMN}, but the collator drops where documents end; "
+                    "give SFTConfig(padding_free=True, packing=False, max_length=None), or Trainer the "
+                    "default_data_collator"
+                )
+            return
+
+
+def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """Rows of several documents; none where the data set is not packed."""
+    if isinstance(dataset, IterableDataset):
+        if _COLUMN in (getattr(dataset, "column_names", None) or ()):
+            yield _EXAMPLE
+        return
+    for number in islice(range(len(dataset or ())), _N_ROWS):
+        row = dataset[number]
+        lengths = row.get(_COLUMN) if isinstance(row, Mapping) else None
+        if lengths is None:
+            return
+        if sum(n > 0 for n in lengths) > 1:
+            yield row
+
+
+def _documents(collate: Any, row: Mapping[str, Any]) -> list[int] | None:
+    """The lengths of the documents in the batch of this row, as the model reads them; None if unknown."""
+    try:
+        batch = collate([row])
+        if "packed_row" in batch:  # it is the row itself
+            return None
+        names = (*ROW_KEYWORDS, "position_ids", "attention_mask")
+        given = {name: batch[name] for name in names if name in batch}
+        described = describe_row(tuple(batch["input_ids"].shape), torch.device("cpu"), **given)
+    except Exception:  # the first step tells it better
+        return None
+    if described is None:
+        return []
+    pairs = zip(described.lengths, described.is_padding, strict=True)
+    return [length for length, is_padding in pairs if not is_padding]

@@ -1,0 +1,16 @@
+"""What trainers do for patched models: all that patching changes outside a model."""
+
+from typing import Any
+
+from transformers.trainer import DEFAULT_CALLBACKS
+
+from unsloth_pack.memory.spare import GiveBackSpareMemory
+from unsloth_pack.patching.kept_boundaries import KeepsBoundaries
+
+
+def prepare_trainers() -> None:
+    """Give the callbacks for patched models to every trainer that is made from now on."""
+    callbacks: Any = DEFAULT_CALLBACKS
+    for callback in (GiveBackSpareMemory, KeepsBoundaries):
+        if callback not in callbacks:
+            callbacks.append(callback)
