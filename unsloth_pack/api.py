@@ -133,6 +133,8 @@ class FastLanguageModel:
         if source == str(MODEL_DIR):
             # An adapter stores this name of its base; a path into this package would not last
             model.name_or_path = model.config._name_or_path = "demo"
+        elif os.path.isdir(source):  # from another folder, `models/llama` would be a name on the hub
+            model.name_or_path = model.config._name_or_path = str(Path(source).absolute())
         if load_in_fp8:
             if model.dtype != torch.bfloat16:
                 raise InputError(

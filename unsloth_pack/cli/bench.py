@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.kinds import whole
+from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.machine import device_name, device_type, versions
 from unsloth_pack.recipe.parser import Parser
 
@@ -78,8 +78,12 @@ def _parser() -> Parser:
         "on padded batches, and break a step down.",
     )
     add = parser.add_argument
-    add("--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)")
-    add("--dataset", help="as for training (default: demo)")
+    add(
+        "--model_name",
+        type=path,
+        help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
+    )
+    add("--dataset", type=path, help="as for training (default: demo)")
     add(
         "--max_seq_length",
         type=whole(1),

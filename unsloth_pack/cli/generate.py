@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.kinds import real, whole
+from unsloth_pack.recipe.kinds import path, real, whole
 from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES
 from unsloth_pack.recipe.parser import Parser
 
@@ -44,7 +44,9 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack generate", description="Generate text from a model or an adapter.")
     parser.add_argument(
-        "--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)"
+        "--model_name",
+        type=path,
+        help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", help="what to answer (default: every line of standard input)"

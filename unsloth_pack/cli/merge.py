@@ -6,6 +6,7 @@ from typing import Any
 
 from unsloth_pack.errors import InputError, printable
 from unsloth_pack.recipe.checks import check_new_folder
+from unsloth_pack.recipe.kinds import path
 from unsloth_pack.recipe.options import SAVE_METHODS
 from unsloth_pack.recipe.parser import Parser
 from unsloth_pack.report.metrics import read_config
@@ -60,8 +61,12 @@ def _as_trained(source: Path) -> dict[str, Any]:
 
 def _parser() -> Parser:
     parser = Parser(prog="unsloth-pack merge", description="Merge an adapter into 16-bit weights.")
-    parser.add_argument("--model_name", metavar="FOLDER", help="that holds the adapter; has to be given")
-    parser.add_argument("--save_path", metavar="FOLDER", help="to save in; new, or empty; has to be given")
+    parser.add_argument(
+        "--model_name", type=path, metavar="FOLDER", help="that holds the adapter; has to be given"
+    )
+    parser.add_argument(
+        "--save_path", type=path, metavar="FOLDER", help="to save in; new, or empty; has to be given"
+    )
     parser.add_choice(
         "--save_method", SAVE_METHODS, "what is saved; lora is the adapter alone (default: merged_16bit)"
     )

@@ -8,7 +8,7 @@ from typing import Any
 from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing.plan import STRATEGIES
 from unsloth_pack.recipe.checks import check_new_folder
-from unsloth_pack.recipe.kinds import whole
+from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.parser import Parser
 
 
@@ -73,9 +73,13 @@ def _parser() -> Parser:
         "--dataset",
         help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name (default: demo)",
     )
-    add("--model_name", help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)")
+    add(
+        "--model_name",
+        type=path,
+        help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)",
+    )
     add("--max_seq_length", type=whole(1), metavar="TOKENS", help="length of a packed row (default: 2048)")
-    add("--out", metavar="DIR", help="to write the packs to; new, or empty; has to be given")
+    add("--out", type=path, metavar="DIR", help="to write the packs to; new, or empty; has to be given")
     parser.add_choice("--strategy", STRATEGIES, "which documents share a row (default: bfd)")
     parser.add_switch("--train_on_responses_only", "in conversations, train on what the assistant says only")
     add(

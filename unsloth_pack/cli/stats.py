@@ -10,7 +10,7 @@ import numpy as np
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.checks import check_picture
-from unsloth_pack.recipe.kinds import whole
+from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
@@ -70,7 +70,11 @@ def _parser() -> Parser:
         "--dataset",
         help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name (default: demo)",
     )
-    add("--model_name", help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)")
+    add(
+        "--model_name",
+        type=path,
+        help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)",
+    )
     add("--binsize", type=whole(1), metavar="TOKENS", help="width of a bar of the histogram (default: 512)")
     add(
         *("--pack_lengths", "--pack-lengths"),
@@ -111,7 +115,7 @@ def _parser() -> Parser:
         help="side of the square of patches that is one token (default: 2)",
     )
     parser.add_switch("--json", "print JSON")
-    add("--png", metavar="FILE", help="also draw the histogram into this file (default: none)")
+    add("--png", type=path, metavar="FILE", help="also draw the histogram into this file (default: none)")
     return parser
 
 

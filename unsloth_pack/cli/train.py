@@ -16,7 +16,7 @@ from unsloth_pack.files.saved_names import CARD
 from unsloth_pack.recipe import checks
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.machine import count_processes, is_main_process, versions
+from unsloth_pack.recipe.machine import check_launcher, count_processes, is_main_process, versions
 from unsloth_pack.recipe.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     options = read_options(arguments, f"Other subcommands: {others}. Each has its own --help.")
     checks.check_options(options)
+    check_launcher()
     with claimed(options.folder) if is_main_process() else nullcontext():
         checks.check_folders(options)  # again: another run may have ended there just before
         return _run(options)
@@ -163,7 +164,8 @@ def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFil
     if checkpoint is not None:
         metrics.rewind(step_of(checkpoint))
         return metrics
-    metrics.write("config", options=flat(options), versions=versions(), processes=count_processes())
+    run_as = {"processes": count_processes(), "cwd": str(Path.cwd())}
+    metrics.write("config", options=flat(options), versions=versions(), **run_as)
     return metrics
 
 

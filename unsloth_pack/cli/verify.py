@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import LAST_SEED
-from unsloth_pack.recipe.kinds import whole
+from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES, RECOMPUTING
 from unsloth_pack.recipe.parser import Parser
 
@@ -56,8 +56,16 @@ def _parser() -> Parser:
         "each gives what it gives alone.",
     )
     add = parser.add_argument
-    add("--model_name", help="demo, a folder of a model or an adapter, or a hub name (default: demo)")
-    add("--dataset", help="data whose documents are packed, as for training (default: random tokens)")
+    add(
+        "--model_name",
+        type=path,
+        help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
+    )
+    add(
+        "--dataset",
+        type=path,
+        help="data whose documents are packed, as for training (default: random tokens)",
+    )
     add(
         "--max_seq_length",
         type=whole(1),

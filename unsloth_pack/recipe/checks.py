@@ -1,5 +1,6 @@
 """What can be refused about a training run before its model is loaded. Nothing here writes to the disk."""
 
+import math
 import os
 import reprlib
 import tempfile
@@ -94,11 +95,14 @@ def _in_the_way(folder: Path) -> str | None:
 
 def _is_of_the_run(target: Path, folder: Path) -> bool:
     """Whether `target` is where the run in `folder` saves its merged model."""
-    from unsloth_pack.report.metrics import read_config
+    from unsloth_pack.report.metrics import read_config, read_cwd
 
     saved = [folder / "merged"]
     with suppress(InputError):  # there is no run
-        saved += [Path(path) for path in [read_config(folder).get("save_path")] if path]
+        run, cwd = read_config(folder), read_cwd(folder) or Path()
+        was_started_here = (cwd / str(run.get("output_dir"))).resolve() == folder.resolve()
+        if run.get("save_path") and was_started_here:  # else it is a copy, and that model is the original's
+            saved.append(cwd / run["save_path"])
     return target.resolve() in [path.resolve() for path in saved]
 
 
@@ -140,7 +144,7 @@ def _check_apart(options: TrainOptions, folder: Path) -> None:
 
 
 def _check_resumable(folder: Path) -> None:
-    from unsloth_pack.report.metrics import has_ended, read_processes
+    from unsloth_pack.report.metrics import has_ended, read_losses, read_processes
     from unsloth_pack.training.checkpoints import last_checkpoint, state_of
 
     checkpoint = last_checkpoint(folder)
@@ -158,16 +162,24 @@ def _check_resumable(folder: Path) -> None:
         return
     state = state_of(checkpoint)
     assert state is not None
+    losses = read_losses(folder)
+    for entry in state["log_history"]:
+        loss, was = entry.get("loss", math.nan), losses.get(entry["step"])
+        if was is not None and math.isfinite(loss) and loss != was:
+            raise InputError(
+                f"--resume: {checkpoint.name} in {str(folder)!r} is of another run: its loss of update "
+                f"{entry['step']} is {loss:.6g}, and {FILE_NAME} has {was:.6g}; remove that checkpoint"
+            )
     if state["global_step"] >= state["max_steps"] and has_ended(folder):
         raise InputError(
             f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
             "merge its adapter with `unsloth-pack merge`, or start a new run in another folder"
         )
-    was, now = read_processes(folder), count_processes()
-    if was not in (None, now):
+    before, now = read_processes(folder), count_processes()
+    if before not in (None, now):
         raise InputError(
-            f"--resume: the run in {str(folder)!r} had {was} processes and this one has {now}, whose "
-            f"updates would see other rows; continue with {was}, or start a new run"
+            f"--resume: the run in {str(folder)!r} had {before} processes and this one has {now}, whose "
+            f"updates would see other rows; continue with {before}, or start a new run"
         )
 
 

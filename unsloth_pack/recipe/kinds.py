@@ -6,6 +6,7 @@ Each returns the value in its own type, or raises `Refused`, which argparse know
 import argparse
 import json
 import math
+import os
 import reprlib
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -50,6 +51,11 @@ def text(value: object) -> str:
     except ValueError:  # half of a surrogate pair, or more digits than Python spells
         raise Refused(value, "text in UTF-8") from None
     return str(value)
+
+
+def path(value: object) -> str:
+    """A path, or a name that may be one. `~` is the home folder: shells do not expand it after `=`."""
+    return os.path.expanduser(text(value))
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[object], int]:

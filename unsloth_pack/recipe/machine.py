@@ -2,6 +2,8 @@
 
 import os
 
+from unsloth_pack.errors import InputError
+
 
 def device_type() -> str:
     import torch
@@ -30,9 +32,39 @@ def versions() -> dict[str, str]:
 
 def count_processes() -> int:
     """The number of processes that train together."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _from_launcher("WORLD_SIZE", 1)
 
 
 def is_main_process() -> bool:
     """Whether this is the one process, of those that train together, that prints and writes."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def check_launcher() -> None:
+    """Refuse variables of torchrun that were left by something else: the run would save nothing, or hang.
+
+    Raises:
+        InputError: the rank is not below the number of processes, or the processes cannot find each other.
+    """
+    processes, rank, own = count_processes(), _from_launcher("RANK", 0), _from_launcher("LOCAL_RANK", -1)
+    if rank >= processes:
+        raise InputError(
+            f"RANK is {rank} and WORLD_SIZE is {processes} in the environment, so no process would save; "
+            "unset them, or start the run with torchrun"
+        )
+    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR") if not os.environ.get(name)]
+    if missing and (processes > 1 or own >= 0):
+        present = "WORLD_SIZE" if processes > 1 else "LOCAL_RANK"
+        raise InputError(
+            f"{present} is {os.environ[present]} in the environment and {missing[0]} is not set; "
+            f"start the run with torchrun, or unset {present}"
+        )
+
+
+def _from_launcher(name: str, default: int) -> int:
+    """A number that torchrun, or a tool like it, has put into the environment."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"{name} is {text!r} in the environment; unset it, or give a whole number") from None

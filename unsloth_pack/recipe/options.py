@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from unsloth_pack.errors import LAST_SEED
 from unsloth_pack.recipe.flags import choice, option, switch
-from unsloth_pack.recipe.kinds import json_object, real, switch_or, text, whole
+from unsloth_pack.recipe.kinds import json_object, path, real, switch_or, text, whole
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "number format of the weights"
@@ -24,7 +24,7 @@ class ModelOptions:
     """The model that trains, and how its frozen weights are held."""
 
     model_name: str = option(
-        "demo", text, "demo (bundled), a folder, or a name on the Hugging Face hub", "MODEL"
+        "demo", path, "demo (bundled), a folder, or a name on the Hugging Face hub", "MODEL"
     )
     max_seq_length: int = option(2048, whole(1), "longest document, or longest packed row", "TOKENS")
     dtype: str | None = choice(None, DTYPES, DTYPE_HELP, unset=DTYPE_UNSET)
@@ -69,9 +69,9 @@ class AdapterOptions:
 class DataOptions:
     """The documents that the model learns from, and how they become rows."""
 
-    dataset: str = option("demo", text, f"{DATA_HELP}; a folder may hold what `pack` wrote", "DATA")
+    dataset: str = option("demo", path, f"{DATA_HELP}; a folder may hold what `pack` wrote", "DATA")
     eval_dataset: str | None = option(
-        None, text, "data to evaluate on, ten times during the run; takes what --dataset takes", "DATA"
+        None, path, "data to evaluate on, ten times during the run; takes what --dataset takes", "DATA"
     )
     sample_packing: bool = switch(
         False, "put several documents into a row; no document sees another", alias="packing"
@@ -153,7 +153,7 @@ class TrainingOptions:
     )
     fsdp: str | None = option(
         None,
-        text,
+        path,
         "divide the weights among torchrun's processes with FSDP2: full (also --fsdp alone), keep (weights "
         "stay gathered between forward and backward), or a json or yaml file of fsdp_config",
         "PRESET",
@@ -162,7 +162,7 @@ class TrainingOptions:
     )
     deepspeed: str | None = option(
         None,
-        text,
+        path,
         "divide the weights with DeepSpeed: zero2, zero3, or a json or yaml file of its settings",
         "PRESET",
         unset="no DeepSpeed",
@@ -175,7 +175,7 @@ class OutputOptions:
 
     output_dir: str | None = option(
         None,
-        text,
+        path,
         "folder for the adapter, the metrics and the checkpoints",
         "FOLDER",
         unset="outputs/<model>-<dataset>-<time>-<4 random digits>",
@@ -198,11 +198,11 @@ class OutputOptions:
         "merged_16bit", SAVE_METHODS, "what save_model saves: lora is the adapter alone"
     )
     save_path: str | None = option(
-        None, text, "new folder for save_model", "FOLDER", unset="merged, in output_dir"
+        None, path, "new folder for save_model", "FOLDER", unset="merged, in output_dir"
     )
     config: str | None = option(
         None,
-        text,
+        path,
         "yaml file of options, a `name: value` line for each; flags on the command line win",
         "FILE",
     )

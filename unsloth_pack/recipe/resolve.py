@@ -1,5 +1,6 @@
 """From the options that were given to those of a run, which may be resumed, the demo, or on packed rows."""
 
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from unsloth_pack.recipe.options import TrainOptions
 FREE_ON_RESUME = {"config", "resume", "output_dir", "logging_steps", "report_to"}
 FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
 FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite"}
+_SOURCES = ("model_name", "dataset", "eval_dataset")  # what a run reads
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
@@ -46,7 +48,7 @@ def with_optimizer(options: TrainOptions, device_type: str) -> TrainOptions:
 
 def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that the run in `output_dir` was started with."""
-    from unsloth_pack.report.metrics import read_config
+    from unsloth_pack.report.metrics import read_config, read_cwd
 
     if "output_dir" not in given:
         raise InputError("--resume needs --output_dir; name the folder of the run to continue")
@@ -57,14 +59,40 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     recorded = {name: value for name, value in read_config(folder).items() if name in known}
     read = read_values(TrainOptions, recorded, f"{folder}: no configuration of a run to resume")
     started_with = flat(build(TrainOptions, read))
+    found = _found_again(started_with, read_cwd(folder), folder)
     for name, value in given.items():
         was = started_with[name]
-        if name in recorded and name not in FREE_ON_RESUME and value != was:
+        is_same = value == was or (name in _SOURCES and _are_one_path(value, found[name]))
+        if name in recorded and name not in FREE_ON_RESUME and not is_same:
             raise InputError(
                 f"--resume continues a run as it was started: {name} was {was!r}, not {value!r}; "
                 f"leave out --{name}, or start a new run"
             )
-    return {name: started_with[name] for name in recorded}
+    return {name: found[name] for name in recorded}
+
+
+def _found_again(values: dict[str, Any], cwd: Path | None, folder: Path) -> dict[str, Any]:
+    """The options of a run to resume, which may be resumed from elsewhere, or lie elsewhere by now.
+
+    Args:
+        values: the options that it was started with.
+        cwd: where it was started, if that is known.
+        folder: where it lies now.
+    """
+    found = dict(values)
+    for name in _SOURCES:
+        if cwd is None or values[name] in (None, "demo"):
+            continue
+        if os.path.exists(path := os.path.join(cwd, values[name])):
+            found[name] = path
+    output_dir, save_path = values["output_dir"], values["save_path"]
+    if output_dir and save_path and Path(save_path).is_relative_to(output_dir):
+        found["save_path"] = str(folder / Path(save_path).relative_to(output_dir))
+    return found
+
+
+def _are_one_path(one: str, other: str) -> bool:
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
 def _demo_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +168,8 @@ def _default_folder(options: TrainOptions) -> str:
             "output_dir is missing, and its default differs between processes, because it contains the time; "
             "give --output_dir"
         )
-    model, dataset = (_as_name(Path(name).stem) for name in (options.model.model_name, options.data.dataset))
+    model = _as_name(Path(options.model.model_name).name)  # Qwen2.5-0.5B has no suffix
+    dataset = _as_name(Path(options.data.dataset).stem)
     return f"outputs/{model}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 

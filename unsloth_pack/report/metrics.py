@@ -1,6 +1,7 @@
 """`metrics.jsonl`: one JSON object a line, each with its `kind`.
 
-config    the first line: the options of the run by name, without sections; versions; the number of processes
+config    the first line: the options of the run by name, without sections; versions; the number of processes;
+          `cwd`, the folder in which the run was started, to which its relative paths belong
 data      a line each for the training and the evaluation data: the token ledger, the fill of the rows, the
           fingerprint of ids and labels, and how uneven the work of several ranks is
 log       what the trainer logs, with `step`, and the `seconds` since this process began to train
@@ -71,6 +72,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from None
 
 
+def read_cwd(folder: Path) -> Path | None:
+    """The folder in which the run in `folder` was started; None if its first line does not say."""
+    cwd = _read(folder / FILE_NAME)[0].get("cwd")
+    return None if cwd is None else Path(cwd)
+
+
 def read_processes(folder: Path) -> int | None:
     """On how many processes the run in `folder` was started; None if its first line does not say."""
     return _read(folder / FILE_NAME)[0].get("processes")
@@ -80,6 +87,12 @@ def read_data(folder: Path, use: str) -> dict[str, Any] | None:
     """The `data` line of the run in `folder` for "train" or "eval"; None if there is none yet."""
     lines = _read(folder / FILE_NAME)
     return next((line for line in lines if line["kind"] == "data" and line["use"] == use), None)
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """The losses that the run in `folder` logged, by update, without those that were not finite."""
+    logged = [line for line in _read(folder / FILE_NAME) if line["kind"] == "log"]
+    return {line["step"]: line["loss"] for line in logged if line.get("loss") is not None}
 
 
 def has_ended(folder: Path) -> bool:

@@ -12,9 +12,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
 from transformers import TrainingArguments
 
 from unsloth_pack.errors import RunStopped, first_line
@@ -36,13 +38,30 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def state_of(checkpoint: Path) -> dict[str, Any] | None:
     """The trainer's state in a checkpoint, or None if the checkpoint is not whole."""
-    has_optimizer = any((checkpoint / name).is_file() for name in _OPTIMIZERS)
-    if not (has_optimizer and all((checkpoint / part).is_file() for part in _PARTS)):
+    parts = [checkpoint / name for name in _PARTS]
+    optimizers = [path for name in _OPTIMIZERS if (path := checkpoint / name).is_file()]
+    random_states = [*checkpoint.glob("rng_state*.pth")]  # one of each process
+    if not (optimizers and random_states and all(map(_is_whole, [*parts, *optimizers, *random_states]))):
         return None
     try:
         return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is there and has not been cut, as by a copy that was broken off."""
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+        elif path.suffix in (".pt", ".pth", ".bin"):
+            return is_zipfile(path)
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return path.is_file()
 
 
 def step_of(checkpoint: Path) -> int:

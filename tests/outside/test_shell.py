@@ -1,0 +1,274 @@
+"""The command line as shells, services and schedulers start it: folders, streams, variables, copied runs."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from unsloth_pack.cli import main
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, model_folder):
+    """A folder with `models/tiny` and `rows.json`, whose paths are given relative to it."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(model_folder, folder / "models" / "tiny")
+    (folder / "rows.json").write_text(json.dumps([{"text": "ab" * n} for n in range(4, 30)]))
+    return folder
+
+
+def flags_of(project):
+    given = {"model_name": project / "models" / "tiny", "dataset": project / "rows.json", "dtype": "float32"}
+    given |= {"max_seq_length": 128, "max_steps": 6, "gradient_accumulation_steps": 1}
+    return ["--sample_packing", *(f"--{name}={value}" for name, value in given.items())]
+
+
+@pytest.fixture
+def flags(project):
+    return flags_of(project)
+
+
+@pytest.fixture
+def finished(project):
+    """A complete run whose paths were given relative to `project`, and which merged its model; made once."""
+    out = project.parent / f"{project.name}-out"
+    if not out.exists():
+        flags = [flag.replace(f"{project}/", "") for flag in flags_of(project)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(project)
+            assert main([*flags, "--save_steps=2", "--save_model", f"--output_dir=../{out.name}"]) == 0
+    return out
+
+
+@pytest.fixture
+def killed(finished, tmp_path):
+    """A copy of that run, as a kill after its fourth update would have left it."""
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(line for line in lines if '"summary"' not in line))
+    shutil.rmtree(copy / "merged")
+    shutil.copytree(copy / "checkpoint-6", tmp_path / "checkpoint-6")
+    shutil.rmtree(copy / "checkpoint-6")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (copy / name).unlink()
+    return copy
+
+
+@pytest.fixture
+def refused(capsys):
+    def run(arguments):
+        capsys.readouterr()
+        code, error = main(arguments), capsys.readouterr().err
+        assert code == 2, error
+        assert error.count("\n") == 1, error
+        return error
+
+    return run
+
+
+def weights(folder):
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def assert_same(one, other):
+    """The same tensors; their files may list them in another order."""
+    one, other = load_file(one), load_file(other)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Runs and models that are resumed and merged elsewhere
+
+
+def test_a_copied_run_merges_into_the_copy(finished, killed):
+    merged = finished / "merged" / "model.safetensors"
+    before = merged.stat()
+    assert main(["--resume", "--output_dir=copy"]) == 0
+    assert_same(killed / "merged" / "model.safetensors", merged)
+    assert merged.stat().st_mtime_ns == before.st_mtime_ns, "the copy wrote over the model of the original"
+
+
+def test_a_copied_run_replaces_no_model_of_the_original(flags, refused, tmp_path):
+    flags = [*flags, "--save_steps=2", "--save_model", "--save_path=theirs", "--output_dir=out"]
+    assert main(flags) == 0
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    for folder in ("out", "copy"):
+        shutil.rmtree(tmp_path / folder / "checkpoint-6")
+    assert "save_path 'theirs' is not empty" in refused(["--resume", "--output_dir=copy"])
+    assert main(["--resume", "--output_dir=out"]) == 0  # it may
+
+
+def test_a_run_is_resumed_from_any_folder(project, finished, killed, tmp_path, monkeypatch):
+    """Not with a model of the same relative name that happens to lie there."""
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(project / "models", elsewhere / "models")
+    shutil.copy(project / "rows.json", elsewhere)
+    other = elsewhere / "models" / "tiny" / "model.safetensors"
+    save_file({name: 2 * weight for name, weight in load_file(other).items()}, other, {"format": "pt"})
+    monkeypatch.chdir(elsewhere)
+    assert main(["--resume", "--output_dir=../copy", f"--dataset={project / 'rows.json'}"]) == 0
+    assert weights(killed) == weights(finished)
+
+
+def test_a_run_is_resumed_where_its_whole_project_was_moved_to(
+    project, finished, killed, tmp_path, monkeypatch
+):
+    moved = tmp_path / "moved"
+    shutil.copytree(project, moved)
+    metrics = killed / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace(str(project), str(tmp_path / "gone")))
+    monkeypatch.chdir(moved)
+    assert main(["--resume", "--output_dir=../copy"]) == 0
+    assert weights(killed) == weights(finished)
+
+
+def test_an_adapter_finds_its_base_from_any_folder(finished, tmp_path):
+    merged = finished / "merged" / "model.safetensors"
+    assert main(["merge", f"--model_name={finished}", "--save_path=merged"]) == 0
+    assert_same(tmp_path / "merged" / "model.safetensors", merged)
+
+
+def test_merging_says_that_the_base_was_moved(project, flags, refused, monkeypatch, tmp_path):
+    """`models/tiny` could be a name on the hub, which nobody asked for."""
+    shutil.copytree(project, tmp_path / "project")
+    monkeypatch.chdir(tmp_path / "project")
+    relative = [flag.replace(f"{project}/", "") for flag in flags]
+    assert main([*relative, "--max_steps=1", "--output_dir=out"]) == 0
+    os.rename("models/tiny", "models/other")
+    error = refused(["merge", "--model_name=out", "--save_path=merged"])
+    assert "models/tiny: no such folder" in error
+    assert "the base model of the adapter out" in error
+
+
+# Checkpoints that are not what they were
+
+PARTS = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "counts.json")
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("left", [0, 0.9, None], ids=["empty", "cut", "missing"])
+def test_a_checkpoint_of_which_a_part_is_missing_or_cut_is_not_taken(part, left, refused, finished, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(finished / "metrics.jsonl", copy)
+    shutil.copytree(finished / "checkpoint-4", copy / "checkpoint-4")
+    path = copy / "checkpoint-4" / part
+    whole = path.read_bytes()
+    path.unlink() if left is None else path.write_bytes(whole[: int(left * len(whole))])
+    assert "checkpoint-4 in 'copy' is not whole" in refused(["--resume", "--output_dir=copy"])
+
+
+def test_the_checkpoint_before_a_cut_one_is_taken(finished, killed, tmp_path):
+    shutil.copytree(tmp_path / "checkpoint-6", killed / "checkpoint-6")
+    optimizer = killed / "checkpoint-6" / "optimizer.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:-100])
+    assert main(["--resume", "--output_dir=copy"]) == 0
+    assert weights(killed) == weights(finished)
+
+
+def test_a_checkpoint_of_another_run_is_refused(flags, refused, killed, tmp_path):
+    assert main([*flags, "--r=4", "--save_steps=5", "--output_dir=other"]) == 0  # its first loss is the same
+    shutil.copytree(tmp_path / "other" / "checkpoint-5", killed / "checkpoint-5")
+    assert "checkpoint-5 in 'copy' is of another run" in refused(["--resume", "--output_dir=copy"])
+
+
+# Streams
+
+
+def test_closed_streams(flags, project, monkeypatch, tmp_path):
+    """`<&- >&- 2>&-`, as some services start their processes: Python has None for each."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main([*flags, "--max_steps=1", "--output_dir=out"]) == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", f"--model_name={project / 'models' / 'tiny'}"]) == 0
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["stats", "--dataset=absent.json"]) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_run_goes_on_if_its_log_cannot_be_written(flags, monkeypatch, capsys, tmp_path):
+    """The disk of the log is full, or the terminal is gone; the disk of the run is neither."""
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert main([*flags, "--max_steps=2", "--output_dir=out"]) == 0
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    said = capsys.readouterr().err
+    assert "the output cannot be written ([Errno 28] No space left on device); the run goes on" in said
+
+
+# Variables and paths
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"RANK": "1"}, "RANK is 1 and WORLD_SIZE is 1"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"},
+            "RANK is 2 and WORLD_SIZE is 2",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},
+            "WORLD_SIZE is 2 in the environment and LOCAL_RANK",
+        ),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE is 2 in the environment and MASTER_ADDR"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 in the environment and MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        ({"RANK": "first"}, "RANK is 'first'"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is ''"),
+    ],
+)
+def test_what_a_launcher_left_in_the_environment(variables, told, flags, refused, monkeypatch, tmp_path):
+    """With RANK=1 alone, a run would train to its end and save nothing."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert told in refused([*flags, "--output_dir=out"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_home_is_one_folder_in_every_option(project, monkeypatch, tmp_path):
+    """Shells leave the `~` of `--name=~/x` as it is, and YAML has none."""
+    home = tmp_path / "home"
+    shutil.copytree(project, home / "project")
+    monkeypatch.setenv("HOME", str(home))
+    given = ["--model_name=~/project/models/tiny", "--dataset=~/project/rows.json", "--max_seq_length=128"]
+    (home / "run.yaml").write_text("output_dir: ~/out\nmax_steps: 1\nsave_steps: 1\n")
+    assert main(["--config=~/run.yaml", *given]) == 0
+    assert {"README.md", "adapter_config.json", "checkpoint-1"} <= {
+        path.name for path in (home / "out").iterdir()
+    }
+    assert main(["pack", *given, "--out=~/packs"]) == 0
+    assert main(["stats", *given[:2], "--png=~/lengths.png"]) == 0
+    assert main(["merge", "--model_name=~/out", "--save_path=~/merged"]) == 0
+    assert {"packs", "lengths.png", "merged"} <= {path.name for path in home.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert (
+        json.loads((home / "packs" / "packs.json").read_text())["model_name"] == f"{home}/project/models/tiny"
+    )
+
+
+def test_the_default_folder_has_the_whole_name_of_the_model(project, monkeypatch, tmp_path):
+    shutil.copytree(project / "models" / "tiny", tmp_path / "Qwen2.5-0.5B")
+    given = [f"--dataset={project / 'rows.json'}", "--max_seq_length=128", "--max_steps=1"]
+    assert main(["--model_name=Qwen2.5-0.5B", *given]) == 0
+    assert [path.name.startswith("Qwen2.5-0.5B-rows-") for path in (tmp_path / "outputs").iterdir()] == [True]
