@@ -4,6 +4,7 @@ Checks of numbers."""
 import numbers
 import re
 import reprlib
+import signal
 from typing import Any
 
 LAST_SEED = 2**32 - 1  # the largest that numpy takes
@@ -43,6 +44,14 @@ class RunStopped(RuntimeError):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM came, and ends the process as Ctrl-C would."""
+
+    signal = signal.SIGTERM
+
+
+class HungUp(Terminated):
+    """SIGHUP came: the terminal was closed, or its connection was lost."""
+
+    signal = signal.SIGHUP
 
 
 def printable(text: str) -> str:

@@ -164,7 +164,7 @@ def test_packed_padded_and_joined_rows_train_alike(train, tmp_path):
     assert first["sample_packing"] == pytest.approx(first["padded"], rel=1e-5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, monkeypatch, capsys):
     flags = {"max_steps": 6, "lora_dropout": 0.2, "per_device_train_batch_size": 2}
     assert train(**flags, output_dir=tmp_path / "whole") == 0
@@ -194,7 +194,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
     assert all((finished[name] == whole[name]).all() for name in whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_there_is_anything_to_save(number, train, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("unsloth_pack.recipe.prepare.prepare", lambda options: signal.raise_signal(number))
     before = signal.getsignal(number)
@@ -204,7 +204,22 @@ def test_a_signal_before_there_is_anything_to_save(number, train, monkeypatch, c
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_under_nohup_a_closed_terminal_changes_nothing(train, monkeypatch):
+    log = MetricsCallback.on_log
+
+    def hang_up(self, args, state, control, **more):
+        log(self, args, state, control, **more)
+        signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(MetricsCallback, "on_log", hang_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_second_signal_aborts_at_once(number, train, monkeypatch, capsys):
     def interrupt(self, args, state, control, **more):
         signal.raise_signal(number)

@@ -1,9 +1,14 @@
 """The command line as shells, services and schedulers start it: folders, streams, variables, copied runs."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unsloth_pack.cli import main
+
+CLI = Path(__file__).parents[2] / "cli.py"
 
 
 @pytest.fixture(autouse=True)
@@ -272,3 +279,37 @@ def test_the_default_folder_has_the_whole_name_of_the_model(project, monkeypatch
     given = [f"--dataset={project / 'rows.json'}", "--max_seq_length=128", "--max_steps=1"]
     assert main(["--model_name=Qwen2.5-0.5B", *given]) == 0
     assert [path.name.startswith("Qwen2.5-0.5B-rows-") for path in (tmp_path / "outputs").iterdir()] == [True]
+
+
+HANG_UP = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_terminal_that_is_closed_leaves_a_checkpoint(flags, tmp_path):
+    """As a lost connection does: every output fails from then on, and SIGHUP comes."""
+    terminal, end = os.openpty()
+    flags = [flag.replace("max_steps=6", "max_steps=5000") for flag in flags]
+    command = [sys.executable, str(CLI), *flags, f"--output_dir={tmp_path / 'out'}"]
+    run = subprocess.Popen([sys.executable, "-c", HANG_UP, *command], stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    reader = threading.Thread(target=read_until_closed, args=[terminal], daemon=True)
+    reader.start()
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and '"loss"' in metrics.read_text()) and run.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    os.close(terminal)
+    assert run.wait(timeout=120) == 128 + signal.SIGHUP
+    assert '"stopped"' in metrics.read_text().splitlines()[-1]
+    assert list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def read_until_closed(terminal):
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass

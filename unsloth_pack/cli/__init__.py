@@ -14,11 +14,12 @@ from importlib import import_module
 from types import FrameType
 
 from unsloth_pack.cli.quiet import quieten_imports
-from unsloth_pack.errors import InputError, LeakFound, RunStopped, Terminated, first_line, printable
+from unsloth_pack.errors import HungUp, InputError, LeakFound, RunStopped, Terminated, first_line, printable
 
 # Each a module here with `run(argv) -> exit code`
 SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor")
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
+_ENDS = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}  # signals that end a command
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun gives each process the name of one
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None for those of this process.
 
     Returns:
-        The exit code: 0 done; 2 bad input or arguments; 130 (or 143) stopped by Ctrl-C (or SIGTERM);
+        The exit code: 0 done; 2 bad input or arguments; 130, 143 or 129 stopped by Ctrl-C, SIGTERM or SIGHUP;
         1 anything else. All but 0 come with one line on stderr, and with the traceback under `--debug`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             code, line = _exit_of(error)
             if "--debug" in arguments:
                 traceback.print_exc()
-            sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: processes may share the terminal
+            with suppress(OSError):  # the terminal may be gone
+                sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: processes may share the terminal
         if code and (path := os.environ.get(_ERROR_FILE)):
             _leave_error(path, code, line)
         return code
@@ -82,26 +84,32 @@ def _flush() -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Inside this context the first SIGTERM raises `Terminated`, as Ctrl-C raises `KeyboardInterrupt`."""
+    """Inside this context the first SIGTERM or SIGHUP raises an error, as Ctrl-C does."""
 
-    def terminate(number: int, frame: FrameType | None) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        raise Terminated
+        raise _ENDS[signal.Signals(number)]
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, terminate)
+    # nohup ignores SIGHUP
+    before = {number: signal.getsignal(number) for number in _ENDS}
+    heard = [number for number in _ENDS if number != signal.SIGHUP or before[number] != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def _ignore_termination() -> None:
     """From now on: torchrun sends SIGTERM to all that remain, and each has its line to print first."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in _ENDS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _exit_of(error: BaseException) -> tuple[int, str]:
@@ -110,8 +118,8 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, LeakFound):
         return 1, str(error)
     if isinstance(error, KeyboardInterrupt):
-        code = 143 if isinstance(error, Terminated) else 130
-        return code, str(error) or "interrupted before there was anything to save"
+        number = error.signal if isinstance(error, Terminated) else signal.SIGINT
+        return 128 + number, str(error) or "interrupted before there was anything to save"
     if isinstance(error, RunStopped):
         return 1, _one_line(error)
     return 1, f"{type(error).__name__}: {first_line(error) or 'no message'}; add --debug for the traceback"

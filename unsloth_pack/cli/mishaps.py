@@ -29,7 +29,7 @@ def explained(trainer: "RunTrainer", options: TrainOptions) -> Iterator[None]:
 
     Raises:
         RunStopped: the disk or the GPU's memory is full, another process ended, or the training stopped.
-        KeyboardInterrupt: a second Ctrl-C, or SIGTERM as a `Terminated`; with a message.
+        KeyboardInterrupt: a second Ctrl-C, SIGTERM or SIGHUP; with a message.
     """
     import torch
 
@@ -59,7 +59,7 @@ def kept(folder: Path) -> Iterator[None]:
 
     Raises:
         RunStopped: the disk is full, or what was trained cannot be saved.
-        KeyboardInterrupt: Ctrl-C, or SIGTERM as a `Terminated`; with a message.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; with a message.
     """
     try:
         yield

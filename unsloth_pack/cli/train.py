@@ -35,7 +35,8 @@ def run(arguments: Sequence[str]) -> int:
     """Train as the arguments say.
 
     Returns:
-        0, or 130 or 143 where SIGINT or SIGTERM ended the run with a checkpoint to resume from.
+        0, or 130, 143 or 129 where SIGINT, SIGTERM or SIGHUP ended the run, with a checkpoint to resume
+        from.
 
     Raises:
         InputError: something is missing, contradictory or cannot work here; nothing has been written then.

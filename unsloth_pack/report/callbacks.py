@@ -104,7 +104,9 @@ class ProgressCallback(TrainerCallback):
 
 
 class StopOnSignal(TrainerCallback):
-    """Inside `with`, the first SIGINT or SIGTERM ends the run after the step at hand, with a checkpoint.
+    """Inside `with`, the first SIGINT, SIGTERM or SIGHUP ends the run after the step, with a checkpoint.
+
+    A SIGHUP that is ignored, as under nohup, stays so.
 
     Several processes ask each other at the end of every step, and read the answer at the end of the next, so
     that nobody waits for it: they all stop at the same step, one later. A second signal goes to the handler
@@ -118,8 +120,9 @@ class StopOnSignal(TrainerCallback):
         self._asked: _Asked | None = None
 
     def __enter__(self) -> "StopOnSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
