@@ -14,6 +14,7 @@ from unsloth_pack.forwards.norm import norm_eps
 from unsloth_pack.kernels import QKNorm, rope_qk
 from unsloth_pack.lora.layers import project
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import is_gathered_by_module
 from unsloth_pack.row.packed_row import PackedRow
@@ -37,6 +38,7 @@ class FastAttention(nn.Module):
     q_norm: nn.Module
     k_norm: nn.Module
 
+    @runs_eagerly
     def forward(
         self,
         hidden_states: Tensor,

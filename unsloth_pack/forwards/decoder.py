@@ -19,6 +19,7 @@ from unsloth_pack.forwards.rotary import RotaryTables
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.losses.contract import LOSS_KEYWORDS
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.row.from_call import refuse_document_ids, row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS
 from unsloth_pack.row.packed_row import PackedRow
@@ -49,6 +50,7 @@ class FastDecoder(nn.Module):
     answers_by_row: str | None  # the model around it, where that makes one answer of all tokens of a row
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
 
+    @runs_eagerly
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -8,6 +8,7 @@ from transformers.activations import ACT2FN
 from unsloth_pack.kernels import gated
 from unsloth_pack.lora.gated_mlp import gate_and_up, gated_mlp
 from unsloth_pack.lora.layers import project, run_fused
+from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.hooks import has_hooks
 
 ACTIVATIONS = {  # class of the activation module -> its name in `kernels.gated`
@@ -34,6 +35,7 @@ class FastMLP(nn.Module):
     up_proj: nn.Linear
     down_proj: nn.Linear
 
+    @runs_eagerly
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` through the gate, up and down projections."""
         activation = _activation_of(self)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from unsloth_pack.kernels import rms_norm
 from unsloth_pack.lora.layers import Recipe
+from unsloth_pack.modules.eager import runs_eagerly
 
 
 class FastRMSNorm(nn.Module):
@@ -14,6 +15,7 @@ class FastRMSNorm(nn.Module):
     norm_offset: float
     weight: nn.Parameter
 
+    @runs_eagerly
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., C]` normalised over the last dimension.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.nf4 import LORA_4BIT_TYPES, is_linear_4bit, nf4_weight, why_not_dequantised
+from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_as_group, is_gathered_by_module
 
@@ -49,6 +50,7 @@ class FastLoraLinear(PeftLinear):
     Calls that cannot be fused go through PEFT's own forward.
     """
 
+    @runs_eagerly
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[..., O]` from `[..., I]`."""
         if args or kwargs or not self.runs_fused(x):

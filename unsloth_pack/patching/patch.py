@@ -10,7 +10,6 @@ Patching changes two things outside the model: trainers give spare GPU memory ba
 
 from collections.abc import Sequence
 from functools import cache
-from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -34,7 +33,6 @@ from unsloth_pack.lora.layers import FastLoraLinear
 from unsloth_pack.losses.cross_entropy import cross_entropy
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.report import PatchReport, report_of, say, say_loras, say_loss, say_step
@@ -143,8 +141,6 @@ def _subclass(fast: type, original: type) -> type:
     names: dict[str, Any] = {
         name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
     }
-    if isinstance(forward := vars(fast).get("forward"), FunctionType):
-        names["forward"] = runs_eagerly(forward)
     made = type(original.__name__, (fast, original), {**names, "__reduce_ex__": _reduce})
     _MADE.add(made)
     return made
