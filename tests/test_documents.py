@@ -1,50 +1,102 @@
-"""The files and tests that the documents name exist, and the code in the README runs."""
+"""What the documents point to is there: files, headings, tests, flags and the number of hostile cases."""
 
+import ast
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import trl
-from packaging.version import Version
-from tiny import DEVICE
 
-from unsloth_pack.data import load_rows, to_trl
-from unsloth_pack.demo import TRAIN_FILE
+from unsloth_pack.cli import SUBCOMMANDS, main
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+PLACES = tuple(
+    ROOT / place for place in (".", "unsloth_pack", "tests", "tests/outside", "docs", "benchmarks/results")
+)  # where a path in backticks may begin
+OF_OTHERS = {"--shutdown-timeout"}  # flags of torchrun
 TESTS = {
-    name
-    for path in ROOT.glob("tests/**/test_*.py")
-    for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    path: {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    for path in (ROOT / "tests").rglob("test_*.py")
 }
-CODE = re.compile(r"`([^`\n]+)`")
-FOLDERS = (".", "tests", "docs", "unsloth_pack", "benchmarks/results")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_test_and_file_that_is_named_is_there(document):
+def each_document(test):
+    return pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)(test)
+
+
+def anchors(document):
+    """The headings of a document, as GitHub spells their addresses."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@each_document
+def test_the_named_tests_exist(document):
     text = document.read_text()
-    code = " ".join(CODE.findall(text))
-    assert set(re.findall(r"\btest_\w+\b(?!\.py)", code)) <= TESTS
-    for file, test in re.findall(r"([\w/]+\.py)::(test_\w+)", code):
-        assert (ROOT / "tests" / file).is_file()
-        assert f"def {test}(" in (ROOT / "tests" / file).read_text()
-    for link in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (document.parent / link).exists(), link
-    for file in re.findall(r"[\w./-]+\.py\b|[\w./-]+-20\d\d-\d\d-\d\d\.\w+", code):
-        assert any((ROOT / folder / file).exists() for folder in FOLDERS), file
+    for name in re.findall(r"\btest_\w+\b(?!\.py)", text):
+        assert any(name in names for names in TESTS.values()), name
+    for file, name in re.findall(r"`([\w/]*test_\w+\.py)::(\w+)`", text):
+        assert name in TESTS.get(ROOT / "tests" / file, ()), f"{file}::{name}"
 
 
-@pytest.mark.skipif(
-    DEVICE == "cpu" and Version(trl.__version__) < Version("1.16"), reason="TRL trains on CUDA only"
-)
-def test_the_notebook_of_the_readme_trains(tmp_path, monkeypatch):
-    (notebook,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    small = {"output_dir": str(tmp_path), "report_to": "none", "max_steps": 1, "save_strategy": "no"}
-    small |= {"use_cpu": DEVICE == "cpu", "bf16": DEVICE != "cpu", "per_device_train_batch_size": 1}
-    config = trl.SFTConfig
-    monkeypatch.setattr(trl, "SFTConfig", lambda **given: config(**given, **small))
-    names = {"rows": to_trl(load_rows(str(TRAIN_FILE)), chat_template=True).select(range(40))}
-    exec(notebook, names)
-    assert names["trainer"].state.global_step == 1
+@each_document
+def test_the_named_files_exist(document):
+    """Paths that begin with a folder of ours, Python files, and results, which have a date in their name."""
+    text = document.read_text()
+    rooms = "|".join(path.name for place in PLACES for path in place.iterdir() if path.is_dir())
+    code = " ".join(re.findall(r"`([^`\n]+)`", text))
+    named = [*re.findall(rf"`((?:{rooms})/[\w./-]+)`", text)]
+    named += re.findall(r"[\w./-]+\.py\b|[\w./-]+-20\d\d-\d\d-\d\d\.\w+", code)
+    for name in named:
+        assert any((place / name).exists() for place in PLACES), name
+
+
+@pytest.fixture(scope="module")
+def flags():
+    """The flags of every subcommand, by its name, as its help says."""
+    found = {}
+    for name in SUBCOMMANDS:
+        shown = io.StringIO()
+        with redirect_stdout(shown):
+            assert main([name, "--help"]) == 0
+        found[name] = {*re.findall(r"--[a-z]\w*", shown.getvalue())}
+    return found
+
+
+@each_document
+def test_a_command_takes_the_flags_that_it_is_shown_with(document, flags):
+    ours = r"(?:unsloth-pack|(?<=cli\.py))(?: (\w+))?((?: [^\s`#|]+)*)"
+    for name, arguments in re.findall(ours, document.read_text()):
+        used = {*re.findall(r"(?<=\s)--[a-z]\w*", arguments)}
+        assert used <= flags.get(name, flags["train"]), (name, arguments)
+
+
+@each_document
+def test_the_named_flags_exist(document, flags):
+    ours = set().union(*flags.values())
+    for place in ("benchmarks", "tests"):
+        for path in (ROOT / place).rglob("*.py"):
+            ours |= {*re.findall(r'"(--[a-z][\w-]*)"', path.read_text())}
+    named = {*re.findall(r"`(--[a-z][\w-]*)", document.read_text())}
+    assert named <= ours | OF_OTHERS
+
+
+def test_every_document_says_the_same_number_of_hostile_cases():
+    inputs = (ROOT / "docs" / "trust-inputs.md").read_text()
+    (number,) = re.findall(r"([\d,]+) cases test this", inputs)
+    assert f"in {number} cases" in (ROOT / "CHANGELOG.md").read_text()
+    assert (
+        f"| bad inputs, through command line and API | {number} |" in (ROOT / "docs" / "trust.md").read_text()
+    )
