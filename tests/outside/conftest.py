@@ -4,14 +4,10 @@ Nothing in this folder imports a module of the package that `API.md` or the READ
 into one; `test_public_door.py` holds that.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from model_folder import save_model
 
-CLI = Path(__file__).parents[2] / "cli.py"
+from unsloth_pack.cli import main
 
 
 @pytest.fixture(scope="session")
@@ -21,20 +17,14 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def shell(tmp_path):
-    """Runs `python cli.py ...` in a folder of its own, and returns the finished process."""
+def refused(capsys):
+    """Runs the command line, and returns the one line with which it refused."""
 
-    def run(*arguments, cwd=tmp_path, **flags):
-        spelt = [f"--{name}={value}" for name, value in flags.items()]
-        command = [sys.executable, str(CLI), *map(str, arguments), *spelt]
-        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
+    def run(arguments):
+        capsys.readouterr()
+        code, error = main(arguments), capsys.readouterr().err
+        assert code == 2, error
+        assert error.count("\n") == 1, error
+        return error
 
     return run
-
-
-def refusal(process):
-    """The one line with which a command was refused."""
-    assert process.returncode == 2, process.stdout + process.stderr
-    lines = process.stderr.strip().splitlines()
-    assert len(lines) == 1, process.stderr
-    return lines[0]

@@ -39,18 +39,6 @@ def flags(model_folder, data):
     return [f"--{name}={value}" for name, value in {**given, "max_steps": 2}.items()]
 
 
-@pytest.fixture
-def refused(capsys):
-    def run(arguments):
-        capsys.readouterr()
-        code, error = main(arguments), capsys.readouterr().err
-        assert code == 2, error
-        assert error.count("\n") == 1, error
-        return error
-
-    return run
-
-
 # Mounts
 
 

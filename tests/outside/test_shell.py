@@ -80,18 +80,6 @@ def killed(finished, tmp_path):
     return copy
 
 
-@pytest.fixture
-def refused(capsys):
-    def run(arguments):
-        capsys.readouterr()
-        code, error = main(arguments), capsys.readouterr().err
-        assert code == 2, error
-        assert error.count("\n") == 1, error
-        return error
-
-    return run
-
-
 def weights(folder):
     return (folder / "adapter_model.safetensors").read_bytes()
 

@@ -13,9 +13,9 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
-_PLAIN_TURNS = [
-    pa.struct({name: pa.string() for name in names}) for names in (("role", "content"), ("from", "value"))
-]
+from unsloth_pack.data.fields import PLAIN_TURNS
+
+_PLAIN_TURNS = [pa.struct({name: pa.string() for name in names}) for names in PLAIN_TURNS]
 
 
 class ExactJson(datasets.Json):

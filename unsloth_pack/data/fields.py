@@ -26,6 +26,7 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+PLAIN_TURNS = (["role", "content"], ["from", "value"])  # the keys of turns that are two strings
 ROLES = frozenset(_ROLES.values())
 # Arguments of `apply_chat_template` that say what is done with the text, not what a template reads
 _NO_VARIABLES = {

@@ -33,7 +33,6 @@ KNOWN_COLUMNS = {
 # Names that other tools give to the boundaries in packed rows
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
-_PLAIN_TURNS = (["role", "content"], ["from", "value"])
 _WANTED = (
     "messages (list of {role, content}), conversations (list of {from, value}), instruction + output (and "
     "input), prompt + completion (or response), or text"
@@ -304,7 +303,7 @@ def _conversation_features(
             "template; use an instruct model, or set tokenizer.chat_template"
         )
     return {
-        name: _messages_type() if _keys(rows.features[column]) in _PLAIN_TURNS else ExactJson()
+        name: _messages_type() if _keys(rows.features[column]) in fields.PLAIN_TURNS else ExactJson()
         for name, column in sources.items()
     }
 
@@ -323,4 +322,4 @@ def _keys(feature: Any) -> list[str]:
 
 def _may_have_filler(feature: Any) -> bool:
     """Whether Arrow's struct type may have put null where an object lacked a key that others have."""
-    return holds_objects(feature) and _keys(feature) not in _PLAIN_TURNS
+    return holds_objects(feature) and _keys(feature) not in fields.PLAIN_TURNS

@@ -31,7 +31,7 @@ from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.walk import CountedParameters
 from unsloth_pack.row.from_call import row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS
-from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, LabelsElsewhere, checked_labels
+from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, checked_labels, watch_gradient
 from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
 
 _OF_IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
@@ -313,7 +313,7 @@ class _StepLabels:
             return
         is_counted = self.num_items is not None and self.labels is None
         if logits.shape[:-1] == self._row.shape and (is_counted or self._is_first_look()):
-            LabelsElsewhere(self._row, logits, is_counted)
+            watch_gradient(self._row, logits, is_counted)
 
     def _is_first_look(self) -> bool:
         """Labels that nobody has counted are looked at in one step: on a device the look waits for it."""
@@ -333,9 +333,12 @@ class _StepLabels:
     def _mask(self, row: PackedRow, asked_by_trl: bool) -> None:
         if self.num_items is not None:
             if self.shift_labels is not None:  # trainers count these rather than `labels`
-                self._look(CountedLabels(row, self.shift_labels, True, self.ignore_index))
+                counted = CountedLabels(
+                    row, self.shift_labels, is_shifted=True, ignore_index=self.ignore_index
+                )
+                self._look(counted)
             elif self.labels is not None:
-                self._look(CountedLabels(row, self.labels, False, self.ignore_index))
+                self._look(CountedLabels(row, self.labels, ignore_index=self.ignore_index))
         elif asked_by_trl and self.labels is not None and self._model.training and self._is_first_look():
             CountedLabels(row, self.labels).warn()
         if self.labels is not None:

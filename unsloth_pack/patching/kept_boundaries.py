@@ -20,11 +20,8 @@ from unsloth_pack.row.keywords import ROW_KEYWORDS
 
 _COLUMN = "seq_lengths"
 _N_ROWS = 32  # among which one of several documents is sought
-_EXAMPLE = {
-    "input_ids": [0, 0, 0],
-    "labels": [-100, -100, 0],
-    _COLUMN: [1, 2],
-}  # where no row can be read ahead
+# Stands for the rows of a stream, of which none can be read ahead
+_EXAMPLE = {"input_ids": [0, 0, 0], "labels": [-100, -100, 0], _COLUMN: [1, 2]}
 
 
 class KeepsBoundaries(TrainerCallback):

@@ -107,8 +107,8 @@ class CountedLabels:
             )
 
 
-class LabelsElsewhere:
-    """Labels that the model does not get: its caller computes a loss from the logits.
+def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
+    """Look for labels that the model does not get, because its caller computes a loss from the logits.
 
     Logits without a label get no gradient. So a gradient at the last token of a document shows that the first
     token of the next document is trained. The backward pass shows it, before any update.
@@ -119,17 +119,14 @@ class LabelsElsewhere:
             it keeps the labels for `label_smoothing_factor` or `compute_loss_func`. Such a gradient is then
             refused. Otherwise it causes a warning, because a loss without labels may have it.
     """
+    if not len(row.predicted_unscored):
+        return
+    places = row.upload(row.predicted_unscored - 1)
 
-    def __init__(self, row: PackedRow, logits: Tensor, is_counted: bool):
-        self._is_counted = is_counted
-        if len(row.predicted_unscored):
-            self._places = row.upload(row.predicted_unscored - 1)
-            logits.register_hook(self._look)
-
-    def _look(self, grad: Tensor) -> None:
-        if not bool(grad.reshape(-1, grad.shape[-1]).index_select(0, self._places.to(grad.device)).any()):
+    def look(grad: Tensor) -> None:
+        if not bool(grad.reshape(-1, grad.shape[-1]).index_select(0, places.to(grad.device)).any()):
             return
-        if self._is_counted:
+        if is_counted:
             raise InputError(
                 "labels at document starts or on padding are trained by a loss outside of the model; "
                 f"{_IN_THE_COLLATOR}"
@@ -139,6 +136,8 @@ class LabelsElsewhere:
             "token of another document: %s",
             _IN_THE_COLLATOR,
         )
+
+    logits.register_hook(look)
 
 
 class ContradictingLabels:
