@@ -56,15 +56,19 @@ def saved_by(fn: Callable[[], object]) -> set[int]:
     return {x.data_ptr() for x in saved}
 
 
-def assert_cpu_takes_the_reference(name: str, arguments: str) -> None:
-    """Without the interpreter, and without Triton, in a process of its own."""
+def assert_cpu_takes_the_reference(name: str, arguments: str, imports: Sequence[str] = ()) -> None:
+    """Without the interpreter, and without Triton, in a process of its own.
+
+    Args:
+        arguments: source that makes them; it may use torch and what is imported from `kernels`.
+    """
     for hide in ("", "sys.modules['triton'] = None"):
         code = f"""
 import os, sys
 os.environ.pop("TRITON_INTERPRET", None)
 {hide}
 import torch
-from unsloth_pack.kernels import reference, {name}
+from unsloth_pack.kernels import {", ".join(["reference", name, *imports])}
 arguments = {arguments}
 ours, expected = ([*f(*arguments)] for f in ({name}, reference.{name}))
 assert all(map(torch.equal, ours, expected))

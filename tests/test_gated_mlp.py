@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack import patch_model
+from unsloth_pack.forwards import gate_and_up
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora import gated_mlp as module
 from unsloth_pack.lora.gated_mlp import gated_mlp
@@ -182,12 +183,17 @@ def test_in_four_bits(monkeypatch, keep, tile):
 
 @pytest.mark.parametrize(("width", "every"), [(64, 2), (4096, 9)])
 @pytest.mark.parametrize("mode", [False, True, "auto"])
-def test_which_layers_keep_gate_and_up(mode, width, every):
-    """Not layers that are recomputed anyway; for long rows on a GPU not every second or every ninth."""
+@pytest.mark.parametrize("is_roomy", [False, True])
+def test_which_layers_keep_gate_and_up(mode, width, every, is_roomy, monkeypatch):
+    """Not layers that are recomputed anyway; where memory is short not every second or every ninth."""
     model = tiny_model("llama", torch.float32, num_hidden_layers=10)
+    needed = 2 * 10 * model.config.intermediate_size * 2**20 * 4
+    monkeypatch.setattr(gate_and_up, "free_bytes", lambda device: 4 * needed - (not is_roomy))
     patch_model(model)
     enable_checkpointing(model, mode)
-    mlps = [layer.mlp for layer in model.get_decoder().layers]
+    decoder = model.get_decoder()
+    decoder.gate_and_up_plan.decide(2**20, 4, torch.device("cuda"))
+    mlps = [layer.mlp for layer in decoder.layers]
 
     def kept(n_tokens, is_cuda):
         x = torch.empty(n_tokens, width, device="meta")
@@ -195,8 +201,8 @@ def test_which_layers_keep_gate_and_up(mode, width, every):
         return [mlp._keeps(x) for mlp in mlps]
 
     assert kept(10, True) == kept(2**20, False) == [mode is not True] * 10
-    spared = [number % every > 0 for number in range(10)] if mode is False else [mode == "auto"] * 10
-    assert kept(2**20, True) == spared
+    spared = [is_roomy or number % every > 0 for number in range(10)]
+    assert kept(2**20, True) == (spared if mode is False else [mode == "auto"] * 10)
 
 
 @pytest.mark.parametrize("mode", [False, True, "offload"])
@@ -206,13 +212,16 @@ def test_checkpointing_does_not_compute_down_again(mode):
     patch_model(model, "sdpa").skip_probe()
     enable_checkpointing(model, mode)
     seen = []
-    forward = arithmetic.forward
 
-    def counted(x, a, layers, *first_row):
-        seen.append(tuple(p.weight.shape for p in layers))
-        return forward(x, a, layers, *first_row)
+    def counted(forward):
+        def run(x, a, layers, *first_row, **into):
+            seen.append(tuple(p.weight.shape for p in layers))
+            return forward(x, a, layers, *first_row, **into)
 
-    with patch.object(arithmetic, "forward", counted):
+        return run
+
+    counters = {name: counted(getattr(arithmetic, name)) for name in ("forward", "forward_apart")}
+    with patch.multiple(arithmetic, **counters):
         run_packed(model, random_documents([33, 2, 64, 1]))
     config = model.config
     down = ((config.hidden_size, config.intermediate_size),)

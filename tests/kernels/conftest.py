@@ -45,6 +45,27 @@ def round_as_hardware_does(monkeypatch):
         monkeypatch.setattr(InterpreterBuilder, name, rounding(getattr(InterpreterBuilder, name)))
 
 
+@pytest.fixture(autouse=True)
+def multiply_bfloat16_as_hardware_does(monkeypatch):
+    """Its values: Triton's interpreter multiplies their bits."""
+    if torch.cuda.is_available():
+        return
+    tl = pytest.importorskip("triton.language")
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    wrong = InterpreterBuilder.create_dot
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot(self, a, b, *rest):
+        return wrong(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
 @pytest.fixture(params=["kernel", "plain torch"])
 def path(request, monkeypatch):
     """Either way through a chunk of the head's logits; on a GPU the first only."""

@@ -19,7 +19,7 @@ from exactness import (
 )
 from torch import Tensor
 
-from unsloth_pack.kernels import gated, gated_backward_, reference
+from unsloth_pack.kernels import gated, reference
 from unsloth_pack.kernels.launch import as_rows
 
 pytest.importorskip("triton")
@@ -246,49 +246,3 @@ def test_what_does_not_fit_is_refused_in_one_line(changes, message):
         gated(**(good | changes))
     assert "\n" not in str(error.value)
     gated(**good)
-
-
-def poisoned(*tensors: Tensor) -> list[Tensor]:
-    return [torch.full_like(x, torch.nan, requires_grad=False) for x in tensors]
-
-
-# For callers that did not keep the product
-
-
-@both_activations
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_the_backward_that_makes_the_product_again(dtype, in_place, activation):
-    for shape in ((2, 9, 64), (3, 1025)):
-        gate, up, g_out = make(*shape, dtype=dtype)
-        out, g_gate, g_up = run(gated, (gate, up), g_out, activation)
-        for lay_out in (lambda *x: [each.detach().clone() for each in x], halves):
-            inputs, product = lay_out(gate, up), g_out.clone()
-            grads = inputs if in_place else lay_out(*poisoned(gate, up))
-            gated_backward_(product, *inputs, activation, *grads)
-            assert_same((*grads, product), (g_gate, g_up, out))
-
-
-def test_its_reference():
-    gate, up, g_out = make(5, 16, dtype=torch.float64)
-    out, g_gate, g_up = run(plain_gated, (gate, up), g_out, "silu")
-    gate, up = gate.detach().clone(), up.detach().clone()
-    gated_backward_(g_out, gate, up, "silu", gate, up)
-    torch.testing.assert_close((gate, up, g_out), (g_gate, g_up, out), rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.zeros(4, 3, 6).transpose(0, 1),
-        lambda: torch.zeros(3, 4, 12)[..., ::2],
-        lambda: torch.zeros(1, 1, 6).expand(3, 4, 6),
-        lambda: torch.zeros(3, 2, 6),
-    ],
-    ids=["transposed", "every second", "expanded", "too short"],
-)
-def test_gradients_that_cannot_be_written_in_place_are_refused(make):
-    g_out, gate, up, fits = torch.randn(4, 3, 4, 6)
-    for grads in ((make(), fits), (fits, make())):
-        with pytest.raises(ValueError, match=r"g_(gate|up) is .* with strides"):
-            gated_backward_(g_out.clone(), gate, up, "silu", *grads)

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.rotary import RotaryTables
 from unsloth_pack.graphs.step_graphs import StepGraphs
@@ -44,6 +45,7 @@ class FastDecoder(nn.Module):
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs
+    gate_and_up_plan: GateAndUpPlan
     leak_probe: OwnProbe | None  # until it has passed, or is not wanted
     trained_weights_sought: bool
     numbers_sought: bool
@@ -119,8 +121,13 @@ class FastDecoder(nn.Module):
             logger.warning(_NOTHING_TRAINS)
 
     def _plan_recomputation(self, inputs: Tensor | None) -> None:
-        if self.recompute_plan is not None and inputs is not None:
-            self.recompute_plan.decide(inputs.shape[0] * inputs.shape[1], inputs.device)
+        if inputs is None:
+            return
+        tokens = inputs.shape[0] * inputs.shape[1]
+        if self.recompute_plan is not None:
+            self.recompute_plan.decide(tokens, inputs.device)
+        element_size = self.get_input_embeddings().weight.element_size()
+        self.gate_and_up_plan.decide(tokens, element_size, inputs.device)
 
     def _refuse_other_masks(self, attention_mask: Any) -> None:
         """Of an ordinary batch: masks that the shared attention would misread.

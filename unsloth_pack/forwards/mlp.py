@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.kernels import gated
 from unsloth_pack.lora.gated_mlp import gate_and_up, gated_mlp
 from unsloth_pack.lora.layers import project, run_fused
@@ -16,8 +17,6 @@ ACTIVATIONS = {  # class of the activation module -> its name in `kernels.gated`
     type(ACT2FN["silu"]): "silu",
     type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
 }
-_MANY_BYTES = 2**27  # of gate and up in a layer; below it they are always kept
-_SPARING = 448  # one layer in (width / 448), at least one in two, computes gate and up again
 
 
 class FastMLP(nn.Module):
@@ -26,10 +25,12 @@ class FastMLP(nn.Module):
     Args:
         decoder_layer: the layer that holds this MLP.
         number: the layer's number, from 0.
+        gate_and_up_plan: of the decoder.
     """
 
     decoder_layer: Any
     number: int
+    gate_and_up_plan: GateAndUpPlan
     gate_up_proj: nn.Linear
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -50,18 +51,13 @@ class FastMLP(nn.Module):
         return down(gated(gate, up, activation))
 
     def _keeps(self, x: Tensor) -> bool:
-        """Whether gate and up are kept for the backward pass.
-
-        A layer that is recomputed does not keep them. Without gradient checkpointing some layers do not keep
-        them either on long rows: every second of a narrow model, every ninth of one that is 4,096 wide.
-        Computing a byte of them again costs as many FLOP as the layer is wide.
-        """
+        """Whether gate and up are kept for the backward pass; never in a layer that is recomputed."""
         layer = self.decoder_layer
         if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
             return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
         width = x.shape[-1]
         n_bytes: int = 2 * self.down_proj.in_features * x.element_size() * (x.numel() // width)
-        return not x.is_cuda or n_bytes < _MANY_BYTES or self.number % max(2, width // _SPARING) > 0
+        return not x.is_cuda or self.gate_and_up_plan.keeps(self.number, width, n_bytes)
 
 
 def activation_of(mlp: nn.Module) -> str | None:

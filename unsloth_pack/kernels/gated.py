@@ -46,7 +46,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016,
     "Gaussian Error Linear Units", section 2 (the approximation).
     """
-    _check(gate, up, activation)
+    check_gated(gate, up, activation)
     if not takes_fused_path(gate, up):
         return reference.gated(gate, up, activation)
     return _Gated.apply(gate, up, activation)
@@ -69,49 +69,12 @@ class _Gated(torch.autograd.Function):
     def backward(ctx, g_out):
         gate, up = ctx.saved_tensors
         g_gate, g_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        _backward(g_out, gate, up, ctx.activation, g_gate, g_up, None)
-        return g_gate, g_up, None
-
-
-def gated_backward_(
-    g_out: Tensor, gate: Tensor, up: Tensor, activation: str, g_gate: Tensor, g_up: Tensor
-) -> None:
-    """The backward pass of `gated`, which also makes the product again, for callers that did not keep it.
-
-    Args:
-        g_out: `[..., F]`, the gradient of the product; overwritten by the product, as `gated` returns it.
-        gate, up: as for `gated`, of the dtype of g_out.
-        activation: as for `gated`.
-        g_gate, g_up: their gradients are written there; may be gate and up themselves.
-
-    Raises:
-        ValueError: as for `gated`; or a tensor that is written to has another shape, or is not rows of one
-            stride, each contiguous and apart from the others.
-    """
-    _check(gate, up, activation)
-    for name, x in (("g_out", g_out), ("g_gate", g_gate), ("g_up", g_up)):
-        if x.shape != gate.shape or not _is_rows(x):
-            raise ValueError(
-                f"{name} is {[*x.shape]} with strides {[*x.stride()]}: pass {[*gate.shape]}, contiguous or a "
-                "slice of the last dim"
+        tensors, strides, F, programs = _lay_out(g_out, gate, up, g_gate, g_up)
+        with torch.cuda.device_of(gate):
+            _gated_backward_kernel[(programs,)](
+                *(*tensors, F, *strides, ctx.activation, _BLOCK), num_warps=_WARPS
             )
-    if not takes_fused_path(gate, up):
-        reference.gated_backward_(g_out, gate, up, activation, g_gate, g_up)
-    else:
-        _backward(g_out, gate, up, activation, g_gate, g_up, g_out)
-
-
-def _backward(
-    g_out: Tensor, gate: Tensor, up: Tensor, activation: str,
-    g_gate: Tensor, g_up: Tensor, out: Tensor | None,
-) -> None:  # fmt: skip
-    """Write g_gate, g_up and out, which may be the inputs: a program reads its elements before it writes."""
-    product = [] if out is None else [out]
-    tensors, strides, F, programs = _lay_out(g_out, gate, up, g_gate, g_up, *product)
-    if out is None:
-        tensors, strides = [*tensors, None], [*strides, 0]
-    with torch.cuda.device_of(gate):
-        _gated_backward_kernel[(programs,)](*tensors, F, *strides, activation, _BLOCK, num_warps=_WARPS)
+        return g_gate, g_up, None
 
 
 def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
@@ -122,6 +85,16 @@ def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
     rows, strides = zip(*map(as_rows, tensors), strict=True)
     F = tensors[0].shape[-1]
     return [*rows], [*strides], F, n // max(1, F) * -(-F // _BLOCK)
+
+
+def check_written(gate: Tensor, **tensors: Tensor) -> None:
+    """Raise ValueError unless the tensors are of gate's shape and a kernel can write into them."""
+    for name, x in tensors.items():
+        if x.shape != gate.shape or not _is_rows(x):
+            raise ValueError(
+                f"{name} is {[*x.shape]} with strides {[*x.stride()]}: pass {[*gate.shape]}, contiguous or a "
+                "slice of the last dim"
+            )
 
 
 def _is_rows(x: Tensor) -> bool:
@@ -135,7 +108,7 @@ def _is_rows(x: Tensor) -> bool:
     return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]
 
 
-def _check(gate: Tensor, up: Tensor, activation: str) -> None:
+def check_gated(gate: Tensor, up: Tensor, activation: str) -> None:
     """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
@@ -164,25 +137,26 @@ def _gated_kernel(gate, up, out, F, gate_sr, up_sr, ACTIVATION: tl.constexpr, BL
 
 @jit
 def _gated_backward_kernel(
-    g_out, gate, up, g_gate, g_up, out, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr, out_sr,
+    g_out, gate, up, g_gate, g_up, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g_gate, g_up `[R, F]`: the gradients of gate and up; out, where not None, as in the forward.
-
-    Grid: as in the forward.
-    """
+    """g_gate, g_up `[R, F]`: the gradients of gate and up. Grid: as in the forward."""
     row, col = _row_and_columns(F, BLOCK)
     g = tl.load(g_out + row * g_sr + col, mask=col < F, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
-    z = _z(x, ACTIVATION)
-    s = _sigmoid(z, gate.dtype.element_ty)
-    bend = x * _sigmoid(-z, gate.dtype.element_ty) * _slope_of_z(x, ACTIVATION)
-    gx, gu = g * u * (s * (1 + bend)), g * (x * s)
+    _product, gx, gu = product_and_gradients(g, x, u, gate.dtype.element_ty, ACTIVATION)
     tl.store(g_gate + row * g_gate_sr + col, gx.to(g_gate.dtype.element_ty), mask=col < F)
     tl.store(g_up + row * g_up_sr + col, gu.to(g_up.dtype.element_ty), mask=col < F)
-    if out is not None:
-        tl.store(out + row * out_sr + col, (x * s * u).to(out.dtype.element_ty), mask=col < F)
+
+
+@jit
+def product_and_gradients(g, x, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """act(x) * u, and the gradients of x and u for its gradient g, as exact as a dtype asks for."""
+    z = _z(x, ACTIVATION)
+    s = _sigmoid(z, dtype)
+    bend = x * _sigmoid(-z, dtype) * _slope_of_z(x, ACTIVATION)
+    return x * s * u, g * u * (s * (1 + bend)), g * (x * s)
 
 
 @jit

@@ -130,19 +130,57 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return (acted * up.to(wide)).to(promoted)
 
 
-def gated_backward_(
-    g_out: Tensor, gate: Tensor, up: Tensor, activation: str, g_gate: Tensor, g_up: Tensor
+class LowRank(NamedTuple):
+    """A matrix `[N, F]` of low rank: scale * left rightᵀ.
+
+    Args:
+        left: `[N, r]`.
+        right: `[F, r]`, any strides.
+    """
+
+    left: Tensor
+    right: Tensor
+    scale: float = 1.0
+
+
+def gated_lora(gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_up: LowRank) -> Tensor:
+    """act(gate + of_gate) * (up + of_up).
+
+    The contract is `unsloth_pack.kernels.gated_lora`'s.
+    """
+    return gated(_sum(gate, of_gate), _sum(up, of_up), activation).to(gate.dtype)
+
+
+def gated_lora_backward_(
+    g_out: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    of_gate: LowRank,
+    of_up: LowRank,
+    of_g_out: LowRank | None,
+    g_gate: Tensor,
+    g_up: Tensor,
 ) -> None:
     """The gradients of gate and up into g_gate and g_up; g_out becomes the product.
 
-    The contract is `unsloth_pack.kernels.gated_backward_`'s.
+    The contract is `unsloth_pack.kernels.gated_lora_backward_`'s.
     """
+    leaves = [_sum(gate, of_gate).requires_grad_(), _sum(up, of_up).requires_grad_()]
     with torch.enable_grad():
-        leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
-        out = gated(*leaves, activation)
-    grads = torch.autograd.grad(out, leaves, g_out)
-    for into, x in zip((g_gate, g_up, g_out), (*grads, out), strict=True):
-        into.detach().copy_(x.detach())
+        product = gated(leaves[0], leaves[1], activation)
+    grads = torch.autograd.grad(product, leaves, _sum(g_out, of_g_out))
+    for into, x in zip((g_gate, g_up, g_out), (*grads, product.detach()), strict=True):
+        into.copy_(x)
+
+
+def _sum(x: Tensor, part: LowRank | None) -> Tensor:
+    """x plus the part, in float32 or wider."""
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    if part is None:
+        return wide
+    left, right = part.left.to(wide.dtype), part.right.to(wide.dtype)
+    return wide.addmm_(left, right.t(), alpha=part.scale)
 
 
 def _logits(
@@ -207,7 +245,7 @@ def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tensor
     """`[N, C]` to e4m3 values and a float32 scale `[N, 1]`, by the largest element of every row."""
     x = x.float() if column_scale is None else x.float() * column_scale.t()
     scale = (x.abs().amax(dim=1, keepdim=True) / 448).clamp(min=1e-30)
-    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+    return (x * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 def fp8_linear(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unsloth_pack.kernels import Fp8Rows, dropout, fp8_linear, fp8_linear_backward, quantize_rows
+from unsloth_pack.kernels import (
+    Fp8Rows,
+    LowRank,
+    dropout,
+    fp8_linear,
+    fp8_linear_backward,
+    quantize_rows,
+)
 from unsloth_pack.kernels.backward import once_differentiable
 from unsloth_pack.lora.nf4 import Nf4Weight
 
@@ -84,14 +91,20 @@ def stack(dtype: torch.dtype, frozen: Sequence[Frozen], tensors: Sequence[Any]) 
     Args:
         tensors: bias (or None), A and B of each layer in turn.
     """
+    lora_as, lora_bs = list(tensors[1::3]), list(tensors[2::3])
+    ranks = [len(lora_a) for lora_a in lora_as]
+    if all(factor.dtype == dtype for factor in (*lora_as, *lora_bs)):
+        a_RI, b_Ors = lora_as[0] if len(lora_as) == 1 else torch.cat(lora_as), lora_bs
+    else:
+        a_RI = lora_as[0].new_empty((sum(ranks), lora_as[0].shape[1]), dtype=dtype)
+        b_Ors = [torch.empty_like(lora_b, dtype=dtype) for lora_b in lora_bs]
+        torch._foreach_copy_([*a_RI.split(ranks), *b_Ors], [*lora_as, *lora_bs])  # in one launch
     layers, start = [], 0
-    for own, bias, lora_a, lora_b in zip(frozen, tensors[::3], tensors[1::3], tensors[2::3], strict=True):
-        ranks = slice(start, start + lora_a.shape[0])
+    for own, bias, b_Or, rank in zip(frozen, tensors[::3], b_Ors, ranks, strict=True):
         cast_bias = None if bias is None else bias.to(dtype)
-        layers.append(Layer(own, cast_bias, lora_b.to(dtype), ranks))
-        start = ranks.stop
-    stacked = [lora_a.to(dtype) for lora_a in tensors[1::3]]
-    return stacked[0] if len(stacked) == 1 else torch.cat(stacked), layers
+        layers.append(Layer(own, cast_bias, b_Or, slice(start, start + rank)))
+        start += rank
+    return a_RI, layers
 
 
 def dequantised(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
@@ -105,31 +118,47 @@ def dequantised(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
 
 
 def forward(
-    x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
-) -> tuple[list[Tensor], Tensor]:
+    x_NI: Tensor,
+    a_RI: Tensor,
+    layers: Sequence[Layer],
+    first_row: int = 0,
+    into: Sequence[Tensor] | None = None,
+) -> tuple[Sequence[Tensor], Tensor]:
     """Every layer's output, and h.
 
     Args:
         first_row: of the whole input, at which x begins, which may be a tile; here and below.
+        into: contiguous tensors that become the outputs, or None for new ones; here and below.
     """
+    outputs = into or [x_NI.new_empty(x_NI.shape[0], p.b_Or.shape[0]) for p in layers]
     h_NR = to_ranks(x_NI, a_RI, layers, first_row)
-    x_fp8 = quantize_rows(x_NI) if any(isinstance(p.weight, Fp8Rows) for p in layers) else None
-    outputs = []
-    for p in layers:
-        if isinstance(p.weight, Fp8Rows):
-            assert x_fp8 is not None
-            y_NO = fp8_linear(x_fp8, p.weight, x_NI.dtype)
-            if p.bias is not None:
-                y_NO += p.bias
-        else:
-            y_NO = F.linear(x_NI, _dense(p.weight, x_NI.dtype), p.bias)
-        outputs.append(y_NO.addmm_(h_NR[:, p.ranks], p.b_Or.t(), alpha=p.scaling))
+    if any(isinstance(p.weight, Fp8Rows) for p in layers):
+        for y_NO, base_NO, p in zip(outputs, _without_adapters(x_NI, layers), layers, strict=True):
+            torch.addmm(base_NO, h_NR[:, p.ranks], p.b_Or.t(), alpha=p.scaling, out=y_NO)
+        return outputs, h_NR
+    for y_NO, p in zip(outputs, layers, strict=True):
+        # The narrow GEMM first: the wide one reads y while it computes, a narrow one would wait for it
+        start, beta = (y_NO, 0) if p.bias is None else (p.bias, 1)
+        torch.addmm(start, h_NR[:, p.ranks], p.b_Or.t(), beta=beta, alpha=p.scaling, out=y_NO)
+        y_NO.addmm_(x_NI, _dense(p.weight, x_NI.dtype).t())
     return outputs, h_NR
+
+
+def forward_apart(
+    x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
+) -> tuple[list[Tensor], Tensor]:
+    """x W_pᵀ + b_p of every layer, and h, for callers that add the adapters' part themselves."""
+    return _without_adapters(x_NI, layers), to_ranks(x_NI, a_RI, layers, first_row)
+
+
+def low_rank(h_NR: Tensor, p: Layer) -> LowRank:
+    """The adapter's part of a layer's output."""
+    return LowRank(h_NR[:, p.ranks], p.b_Or, p.scaling)
 
 
 def to_ranks(x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:
     """h."""
-    if not _any_drops(layers):
+    if not any_drops(layers):
         return x_NI @ a_RI.t()
     h_NR = x_NI.new_empty(x_NI.shape[0], a_RI.shape[0])
     for p in layers:
@@ -147,23 +176,31 @@ def backward_to_ranks(g_NOs: Sequence[Tensor], a_RI: Tensor, layers: Sequence[La
 
 
 def backward_to_input(
-    g_NOs: Sequence[Tensor], gh_NR: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
+    g_NOs: Sequence[Tensor],
+    gh_NR: Tensor,
+    a_RI: Tensor,
+    layers: Sequence[Layer],
+    first_row: int = 0,
+    into: Tensor | None = None,
 ) -> Tensor:
     """The gradient of x."""
-    gx_NI: Tensor | None = None
-    for g_NO, p in zip(g_NOs, layers, strict=True):
-        if isinstance(p.weight, Fp8Rows):
-            part = fp8_linear_backward(g_NO, p.weight)
-            gx_NI = part if gx_NI is None else gx_NI.add_(part)
-        else:
-            weight = _dense(p.weight, g_NO.dtype)
-            gx_NI = g_NO @ weight if gx_NI is None else gx_NI.addmm_(g_NO, weight)
-    assert gx_NI is not None
-    if not _any_drops(layers):
-        return gx_NI.addmm_(gh_NR, a_RI)
+    if not any_drops(layers):  # the narrow GEMM first, as in `forward`
+        return _backward_through_weights(g_NOs, layers, add_to=torch.mm(gh_NR, a_RI, out=into))
+    gx_NI = _backward_through_weights(g_NOs, layers)
+    if into is not None:
+        gx_NI = into.copy_(gx_NI)
     for p in layers:
         p.dropped(gh_NR[:, p.ranks] @ a_RI[p.ranks], first_row, add_to=gx_NI)
     return gx_NI
+
+
+def backward_to_input_apart(
+    g_NO: Tensor, gh_NR: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
+) -> tuple[Tensor, LowRank | None]:
+    """The gradient of one layer's x, of which the adapter's part may be left to the caller."""
+    if any_drops(layers):
+        return backward_to_input([g_NO], gh_NR, a_RI, layers, first_row), None
+    return _backward_through_weights([g_NO], layers), LowRank(gh_NR, a_RI.t())
 
 
 def backward_to_factors(
@@ -175,7 +212,7 @@ def backward_to_factors(
     first_row: int = 0,
 ) -> list[Tensor]:
     """The gradients of the stacked A, then of every B, in the dtype of x."""
-    if _any_drops(layers):
+    if any_drops(layers):
         grads = [gh_NR[:, p.ranks].t() @ p.dropped(x_NI, first_row) for p in layers]
         grad_a_RI = grads[0] if len(grads) == 1 else torch.cat(grads)
     else:
@@ -184,6 +221,20 @@ def backward_to_factors(
         torch.addmm(p.b_Or, g_NO.t(), h_NR[:, p.ranks], beta=0, alpha=p.scaling)
         for g_NO, p in zip(g_NOs, layers, strict=True)
     ]
+
+
+def cast_together(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Any]:
+    """The tensors in these dtypes, all that are cast in one launch.
+
+    Autograd would cast the gradient of each parameter in a launch of its own.
+    """
+    given, together = list[Any](tensors), list[Any](tensors)
+    places = [i for i, x in enumerate(given) if x is not None and x.dtype != dtypes[i]]
+    if places:
+        for i in places:
+            together[i] = torch.empty_like(given[i], dtype=dtypes[i])
+        torch._foreach_copy_([together[i] for i in places], [given[i] for i in places])
+    return together
 
 
 def by_layer(
@@ -248,9 +299,45 @@ def backward_pass(backward: Callable[..., Any]) -> Any:
     return run
 
 
-def _any_drops(layers: Sequence[Layer]) -> bool:
+def any_drops(layers: Sequence[Layer]) -> bool:
+    """Whether some layer has dropout."""
     return any(p.frozen.seed is not None for p in layers)
 
 
-def _dense(weight: Tensor | Nf4Weight, dtype: torch.dtype) -> Tensor:
+def _without_adapters(x_NI: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
+    """x W_pᵀ + b_p of every layer."""
+    x_fp8 = quantize_rows(x_NI) if any(isinstance(p.weight, Fp8Rows) for p in layers) else None
+    outputs = []
+    for p in layers:
+        if isinstance(p.weight, Fp8Rows):
+            assert x_fp8 is not None
+            y_NO = fp8_linear(x_fp8, p.weight, x_NI.dtype)
+            outputs.append(y_NO if p.bias is None else y_NO.add_(p.bias))
+        else:
+            outputs.append(F.linear(x_NI, _dense(p.weight, x_NI.dtype), p.bias))
+    return outputs
+
+
+def _backward_through_weights(
+    g_NOs: Sequence[Tensor], layers: Sequence[Layer], add_to: Tensor | None = None
+) -> Tensor:
+    """Σ g W_p.
+
+    Args:
+        add_to: the result is added to it in place.
+    """
+    gx_NI = add_to
+    for g_NO, p in zip(g_NOs, layers, strict=True):
+        if isinstance(p.weight, Fp8Rows):
+            part = fp8_linear_backward(g_NO, p.weight)
+            gx_NI = part if gx_NI is None else gx_NI.add_(part)
+        else:
+            weight = _dense(p.weight, g_NO.dtype)
+            gx_NI = g_NO @ weight if gx_NI is None else gx_NI.addmm_(g_NO, weight)
+    assert gx_NI is not None
+    return gx_NI
+
+
+def _dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    assert not isinstance(weight, Fp8Rows)
     return weight.dequantized(dtype) if isinstance(weight, Nf4Weight) else weight

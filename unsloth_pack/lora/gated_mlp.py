@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unsloth_pack.kernels import gated, gated_backward_
+from unsloth_pack.kernels import LowRank, gated_lora, gated_lora_backward_
 from unsloth_pack.kernels.backward import once_differentiable
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.layers import FastLoraLinear, prepared
@@ -100,18 +100,19 @@ class _GatedMLP(torch.autograd.Function):
     ) -> Tensor:
         inner, down = plan.stacks(x.dtype, tensors)
         x_NI = x.reshape(-1, x.shape[-1])
-        kept = arithmetic.forward(x_NI, *inner)[0] if plan.keep else []
-        parts = []
+        kept = _GateAndUp.of(x_NI, inner) if plan.keep else None
+        y_NO = x_NI.new_empty(len(x_NI), down.layers[0].b_Or.shape[0])
         for tile in _tiles(len(x_NI), down.a.shape[1]):
-            outputs = [y[tile] for y in kept] or arithmetic.forward(x_NI[tile], *inner, tile.start)[0]
-            product_tF = gated(*gate_and_up(outputs), plan.activation)
-            parts += arithmetic.forward(product_tF, *down, tile.start)[0]
+            inside = _GateAndUp.of(x_NI[tile], inner, tile.start) if kept is None else kept.tile(tile)
+            of_gate, of_up = inside.adapted(inner.layers)
+            product_tF = gated_lora(*inside.bases, plan.activation, of_gate, of_up)
+            arithmetic.forward(product_tF, *down, tile.start, into=[y_NO[tile]])
         if plan.start is None:
-            ctx.save_for_backward(*inputs, *kept)
+            ctx.save_for_backward(*inputs, *([] if kept is None else [kept.h, *kept.outputs]))
         ctx.plan, ctx.shape = plan, x.shape
         ctx.tensors = arithmetic.as_they_are(tensors)
         ctx.versions = arithmetic.versions(plan.frozen, ctx.tensors)
-        return arithmetic.shaped(_joined(parts), x.shape)
+        return arithmetic.shaped(y_NO, x.shape)
 
     @staticmethod
     @arithmetic.backward_pass
@@ -120,24 +121,29 @@ class _GatedMLP(torch.autograd.Function):
         plan: _Plan = ctx.plan
         saved = (ctx if plan.start is None else plan.start).saved_tensors
         x_NI = plan.compute(*saved[: plan.n_inputs]).reshape(-1, ctx.shape[-1])
-        kept = saved[plan.n_inputs :]
+        rest = saved[plan.n_inputs :]
+        kept = _GateAndUp(rest[0], list(rest[1:])) if rest else None
         g_NO = grad.reshape(-1, grad.shape[-1])
         inner, down = plan.stacks(x_NI.dtype, ctx.tensors)
         trains_bias = ctx.needs_input_grad[3::3]
-        grad_xs: list[Tensor] = []
+        grad_x_NI = x_NI.new_empty(x_NI.shape) if ctx.needs_input_grad[0] else None
         sums: list[Tensor] = []
         for tile in _tiles(len(x_NI), down.a.shape[1]):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
-            outputs, grads, h_tR = _gate_and_up_again(x_tI, [y[tile] for y in kept], inner, row)
-            of_down = _through_down(g_tO, outputs, grads, plan.activation, down, row)
+            inside = _GateAndUp.of(x_tI, inner, row) if kept is None else kept.tile(tile)
+            # What is kept may be read again; what was made here makes room for its gradient
+            grads = inside.outputs if kept is None else [torch.empty_like(y) for y in inside.outputs]
+            of_down = _through_down(g_tO, inside, grads, plan.activation, inner, down, row)
             gh_tR = arithmetic.backward_to_ranks(grads, *inner)
-            of_inner = arithmetic.backward_to_factors(grads, gh_tR, x_tI, h_tR, inner.layers, row)
+            of_inner = arithmetic.backward_to_factors(grads, gh_tR, x_tI, inside.h, inner.layers, row)
             of_biases = _bias_grads([*grads, g_tO], trains_bias)
             sums = _added(sums, [*of_inner, *of_down, *of_biases])
-            if ctx.needs_input_grad[0]:
-                grad_xs.append(arithmetic.backward_to_input(grads, gh_tR, *inner, row))
-        grad_x = _joined(grad_xs).view(ctx.shape) if grad_xs else None
-        return grad_x, None, None, *_by_layer(sums, trains_bias, inner.layers, down.layers)
+            if grad_x_NI is not None:
+                arithmetic.backward_to_input(grads, gh_tR, *inner, row, into=grad_x_NI[tile])
+        grad_x = None if grad_x_NI is None else grad_x_NI.view(ctx.shape)
+        dtypes = [None if tensor is None else tensor.dtype for tensor in ctx.tensors]
+        factors = _by_layer(sums, trains_bias, inner.layers, down.layers)
+        return grad_x, None, None, *arithmetic.cast_together(factors, dtypes)
 
 
 def gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -146,35 +152,56 @@ def gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _gate_and_up_again(
-    x_tI: Tensor, kept: list[Tensor], inner: _Stack, first_row: int
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """The outputs of gate and up, tensors for their gradients, and h.
+class _GateAndUp(NamedTuple):
+    """What the layers of gate and up make of x, the adapters' part apart.
 
     Args:
-        kept: the outputs, or nothing where they were not kept. Those that were may be read again; those that
-            are computed here are overwritten by their gradients.
+        h: `[t, R]`, from which the adapters' part is made.
+        outputs: `[t, O]` of each layer without it.
     """
-    if kept:
-        h_tR = arithmetic.to_ranks(x_tI, *inner, first_row)
-        return kept, [torch.empty_like(y) for y in kept], h_tR
-    outputs, h_tR = arithmetic.forward(x_tI, *inner, first_row)
-    return outputs, outputs, h_tR
+
+    h: Tensor
+    outputs: list[Tensor]
+
+    @classmethod
+    def of(cls, x_tI: Tensor, inner: _Stack, first_row: int = 0) -> "_GateAndUp":
+        outputs, h_tR = arithmetic.forward_apart(x_tI, *inner, first_row)
+        return cls(h_tR, outputs)
+
+    def tile(self, rows: slice) -> "_GateAndUp":
+        return _GateAndUp(self.h[rows], [y[rows] for y in self.outputs])
+
+    @property
+    def bases(self) -> tuple[Tensor, Tensor]:
+        """Gate and up without the adapters' part."""
+        return gate_and_up(self.outputs)
+
+    def adapted(self, layers: Sequence[arithmetic.Layer]) -> list[LowRank]:
+        """The adapters' part of gate and of up."""
+        parts = [arithmetic.low_rank(self.h, p) for p in layers]
+        if len(parts) == 2:
+            return parts
+        ((h_tr, b_Or, scaling),) = parts
+        return [LowRank(h_tr, b_Fr, scaling) for b_Fr in b_Or.chunk(2)]
 
 
 def _through_down(
     g_tO: Tensor,
-    outputs: list[Tensor],
+    inside: _GateAndUp,
     grads: list[Tensor],
     activation: str,
+    inner: _Stack,
     down: _Stack,
     first_row: int,
 ) -> list[Tensor]:
     """Write the gradients of gate and up into `grads`; return those of the factors of down."""
     gh_tr = arithmetic.backward_to_ranks([g_tO], *down)
-    # The gradient of the product, until `gated_backward_` has turned it into the product
-    product_tF = arithmetic.backward_to_input([g_tO], gh_tr, *down, first_row)
-    gated_backward_(product_tF, *gate_and_up(outputs), activation, *gate_and_up(grads))
+    # The gradient of the product, until the kernel has turned it into the product
+    product_tF, of_product = arithmetic.backward_to_input_apart(g_tO, gh_tr, *down, first_row)
+    of_gate, of_up = inside.adapted(inner.layers)
+    gated_lora_backward_(
+        product_tF, *inside.bases, activation, of_gate, of_up, of_product, *gate_and_up(grads)
+    )
     h_tr = arithmetic.to_ranks(product_tF, *down, first_row)
     return arithmetic.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down.layers, first_row)
 
@@ -193,10 +220,6 @@ def _tiles(n_tokens: int, n_features: int) -> list[slice]:
     if n_tiles > 1:
         length = -(-length // 128) * 128
     return [slice(start, start + length) for start in range(0, max(1, n_tokens), length)]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _added(sums: list[Tensor], parts: list[Tensor]) -> list[Tensor]:

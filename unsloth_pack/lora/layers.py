@@ -182,6 +182,7 @@ class _LoraLinears(torch.autograd.Function):
         seeds = [p.frozen.seed for p in layers]
         ctx.save_for_backward(a_RI, h_NR, *(p.b_Or for p in layers), *seeds, *recipe.inputs)
         ctx.compute, ctx.shape = recipe.compute, x.shape
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
         ctx.versions = arithmetic.versions(frozen)
         ctx.layers = [replace(p, bias=None, b_Or=None) for p in layers]
         return tuple(arithmetic.shaped(y_NO, x.shape) for y_NO in outputs)
@@ -206,4 +207,5 @@ class _LoraLinears(torch.autograd.Function):
         factors = arithmetic.backward_to_factors(g_NOs, gh_NR, x_NI, h_NR, layers)
         trains_bias = ctx.needs_input_grad[3::3]
         biases = [g.sum(0) if trained else None for g, trained in zip(g_NOs, trains_bias, strict=True)]
-        return grad_x, None, None, *arithmetic.by_layer(factors, biases, layers)
+        of_tensors = arithmetic.by_layer(factors, biases, layers)
+        return grad_x, None, None, *arithmetic.cast_together(of_tensors, ctx.dtypes)

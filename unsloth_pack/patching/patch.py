@@ -23,6 +23,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, forget, let_in, set_forwards
+from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mlp import FastMLP
@@ -188,8 +189,9 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         earlier.undo()
     parts = DecoderParts.of(decoder, spec)
     patch = Patch(base, attn_backend, report_of(spec, base, parts, choices))
-    _swap_inside_layers(patch, decoder, parts, spec, backend)
-    _swap_decoder(patch, base, decoder, parts, spec, choices)
+    gate_and_up_plan = GateAndUpPlan([mlp for mlp, activation in parts.mlps if activation is not None])
+    _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
+    _swap_decoder(patch, base, decoder, parts, spec, choices, gate_and_up_plan)
     if base is not decoder and base.get_output_embeddings() is not None:
         _swap_causal_lm(patch, base, decoder, spec)
         let_in(base, set_before)
@@ -202,7 +204,12 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
 
 
 def _swap_inside_layers(
-    patch: Patch, decoder: Any, parts: DecoderParts, spec: ArchSpec, backend: str
+    patch: Patch,
+    decoder: Any,
+    parts: DecoderParts,
+    spec: ArchSpec,
+    backend: str,
+    gate_and_up_plan: GateAndUpPlan,
 ) -> None:
     for mixer, module in parts.mixers:
         patch.swap(module, mixer.forward, **mixer.attributes(spec, backend))
@@ -210,7 +217,8 @@ def _swap_inside_layers(
         patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
     for number, (mlp, activation) in enumerate(parts.mlps):
         if activation is not None:
-            patch.swap(mlp, FastMLP, decoder_layer=decoder.layers[number], number=number)
+            layer = decoder.layers[number]
+            patch.swap(mlp, FastMLP, decoder_layer=layer, number=number, gate_and_up_plan=gate_and_up_plan)
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
 
@@ -222,6 +230,7 @@ def _swap_decoder(
     parts: DecoderParts,
     spec: ArchSpec,
     choices: Sequence[Choice],
+    gate_and_up_plan: GateAndUpPlan,
 ) -> None:
     tables = rotary_tables(decoder, spec)
     graphs = StepGraphs(_why_never_captured(decoder, parts, tables, choices))
@@ -232,6 +241,7 @@ def _swap_decoder(
         spec=spec,
         rotary_tables=tables,
         step_graphs=graphs,
+        gate_and_up_plan=gate_and_up_plan,
         leak_probe=OwnProbe(patch.report.attn_backend),
         trained_weights_sought=False,
         numbers_sought=False,

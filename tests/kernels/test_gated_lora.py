@@ -1,0 +1,152 @@
+"""gated_lora against float64 truth, under Triton's interpreter without a GPU and on the GPU with one.
+
+The yardstick is what plain torch computes in the same dtypes: the adapter's part is a GEMM of its own.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import DEVICE, assert_cpu_takes_the_reference
+from torch import Tensor
+
+from unsloth_pack.kernels import LowRank, gated_lora, gated_lora_backward_
+
+pytest.importorskip("triton")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+both_activations = pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+
+
+def rand(*shape: int, dtype=FP32, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape)).to(DEVICE, dtype)
+
+
+def part(n: int, f: int, rank: int, dtype=FP32, scale: float = 1.0) -> LowRank:
+    return LowRank(rand(n, rank, dtype=dtype), rand(f, rank, dtype=dtype, scale=rank**-0.5), scale)
+
+
+def plain(
+    gate: Tensor, up: Tensor, g_out: Tensor, activation: str, parts: list[LowRank | None], dtype: torch.dtype
+) -> list[Tensor]:
+    """The product and the gradients of gate and up, all in `dtype`."""
+    sums = []
+    for x, of in zip((gate, up, g_out), parts, strict=True):
+        x = x.to(dtype)
+        if of is not None:
+            x = torch.addmm(x, of.left.to(dtype), of.right.to(dtype).t(), alpha=of.scale)
+        sums.append(x)
+    x, u, g = sums
+    x.requires_grad_()
+    u.requires_grad_()
+    act = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+    product = act * u
+    return [product, *torch.autograd.grad(product, (x, u), g)]
+
+
+def ours(gate, up, g_out, activation, parts, in_place=False, padding: int = 0) -> list[Tensor]:
+    """Likewise by the kernels, into tensors filled with NaN, or over the inputs."""
+    of_gate, of_up, of_g = parts
+    product = gated_lora(gate, up, activation, of_gate, of_up)
+    gate, up, again = (wide(x, padding) for x in (gate, up, g_out))
+    g_gate, g_up = (gate, up) if in_place else (torch.full_like(x, torch.nan) for x in (gate, up))
+    gated_lora_backward_(again, gate, up, activation, of_gate, of_up, of_g, g_gate, g_up)
+    assert torch.equal(product, again)
+    return [product, g_gate, g_up]
+
+
+def wide(x: Tensor, padding: int) -> Tensor:
+    """A copy, as a slice of wider rows filled with NaN."""
+    return torch.cat([x, x.new_full((len(x), padding), torch.nan)], 1)[:, : x.shape[1]]
+
+
+def check(gate, up, g_out, activation, parts, **layout) -> None:
+    results = ours(gate, up, g_out, activation, parts, **layout)
+    yardsticks = plain(gate, up, g_out, activation, parts, gate.dtype)
+    truths = plain(gate, up, g_out, activation, parts, torch.float64)
+    for x, y, t in zip(results, yardsticks, truths, strict=True):
+        assert x.dtype == gate.dtype
+        error, yardstick = ((r.double() - t).norm().item() for r in (x, y))
+        slack = 4 * torch.finfo(torch.float32).eps * t.norm().item()
+        assert error <= yardstick + slack, (error, yardstick, slack)
+
+
+@both_activations
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("rank", [1, 8, 16, 100])
+def test_no_less_exact_than_a_gemm_of_its_own(dtype, rank, activation):
+    n, f = 70, 200
+    gate, up, g_out = (rand(n, f, dtype=dtype) for _ in range(3))
+    parts = [part(n, f, rank, dtype, 2.0), part(n, f, rank, dtype, 0.3), part(n, f, rank, dtype)]
+    check(gate, up, g_out, activation, parts)
+    check(gate, up, g_out, activation, [*parts[:2], None], in_place=True)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65])
+@pytest.mark.parametrize("f", [1, 8, 63, 65, 130])
+def test_ragged_shapes(n, f):
+    gate, up, g_out = (rand(n, f) for _ in range(3))
+    check(gate, up, g_out, "silu", [part(n, f, 3), part(n, f, 20), part(n, f, 5)], padding=7)
+
+
+def test_halves_of_a_joined_projection_and_a_transposed_factor():
+    n, f, rank = 66, 72, 8
+    both, g_out = rand(n, 2 * f), rand(n, f)
+    h, b = rand(n, 3 * rank)[:, rank : 2 * rank], rand(2 * f, rank)
+    a_rF = rand(rank, f)
+    parts = [LowRank(h, b[:f], 0.5), LowRank(h, b[f:], 0.5), LowRank(rand(n, rank), a_rF.t())]
+    gate, up = both.chunk(2, dim=-1)
+    expected = ours(gate.contiguous(), up.contiguous(), g_out, "silu", parts)
+    product = gated_lora(gate, up, "silu", *parts[:2])
+    again = g_out.clone()
+    gated_lora_backward_(again, gate, up, "silu", *parts, gate, up)
+    for x, y in zip((product, gate, up), expected, strict=True):
+        assert torch.equal(x, y)
+    check(*(x.contiguous() for x in rand(n, 2 * f).chunk(2, dim=-1)), g_out, "silu", parts)
+
+
+def test_no_rows():
+    empty = rand(0, 24)
+    parts = [part(0, 24, 4), part(0, 24, 4)]
+    assert gated_lora(empty, empty, "silu", *parts).shape == (0, 24)
+    gated_lora_backward_(empty, empty, empty, "silu", *parts, None, empty.clone(), empty.clone())
+
+
+def test_cpu_takes_the_reference():
+    made = (
+        "torch.randn(5, 8), torch.randn(5, 8), 'silu', *[LowRank(torch.randn(5, 2), torch.randn(8, 2))] * 2"
+    )
+    assert_cpu_takes_the_reference("gated_lora", f"({made})", ["LowRank"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"of_gate": LowRank(torch.ones(4, 2), torch.ones(8, 2))}, r"\[4, 2\] and \[8, 2\]: pass \[N, r\]"),
+        ({"of_up": LowRank(torch.ones(5, 2), torch.ones(8, 3))}, "has ranks 2 and 3"),
+        ({"of_up": LowRank(torch.ones(5, 0), torch.ones(8, 0))}, "has ranks 0 and 0"),
+        ({"of_up": LowRank(torch.ones(5, 2).half(), torch.ones(8, 2))}, "must be torch.float32"),
+        ({"gate": torch.ones(8), "up": torch.ones(8)}, r"gate is \[8\]: pass \[N, F\]"),
+        ({"activation": "relu"}, "activation is 'relu'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, message):
+    good = {
+        "gate": torch.ones(5, 8),
+        "up": torch.ones(5, 8),
+        "activation": "silu",
+        "of_gate": LowRank(torch.ones(5, 2), torch.ones(8, 2)),
+        "of_up": LowRank(torch.ones(5, 3), torch.ones(8, 3)),
+    }
+    with pytest.raises(ValueError, match=message) as error:
+        gated_lora(**(good | changes))
+    assert "\n" not in str(error.value)
+    gated_lora(**good)
+
+
+@pytest.mark.gpu
+def test_rows_past_two_to_the_31():
+    n, f = 2**31 // 4096 + 70, 4096
+    gate = torch.randn(n, f, dtype=BF16, device=DEVICE)
+    of = LowRank(rand(n, 16, dtype=BF16), rand(f, 16, dtype=BF16, scale=0.25))
+    tail = LowRank(of.left[-64:], of.right)
+    out = gated_lora(gate, gate, "silu", of, of)
+    assert torch.equal(out[-64:], gated_lora(gate[-64:], gate[-64:], "silu", tail, tail))

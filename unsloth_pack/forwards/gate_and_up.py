@@ -1,0 +1,47 @@
+"""Whether layers keep gate and up for the backward pass: all of them do while memory is free.
+
+Gate and up are the largest of what a layer keeps. Computing them again costs a GEMM as large as the first, so
+that is done only where memory is short, and not in every layer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unsloth_pack.graphs.free_memory import free_bytes
+
+_SHARE = 0.25  # of the free memory may hold gate and up; the rest of a step needs about as much again
+_MANY_BYTES = 2**27  # of gate and up in a layer; below it they are always kept
+_SPARING = 448  # one layer in (width / 448), at least one in two, computes gate and up again
+
+
+class GateAndUpPlan:
+    """Which layers of a decoder keep gate and up, decided for every step by its tokens and the free memory.
+
+    Args:
+        mlps: the gated MLPs of the layers.
+    """
+
+    def __init__(self, mlps: Sequence[Any]):
+        self._features: int = sum(mlp.down_proj.in_features for mlp in mlps)
+        self._has_room = False
+
+    def decide(self, tokens: int, element_size: int, device: torch.device) -> None:
+        """Decide for the step that begins."""
+        if device.type == "cuda":
+            needed = 2 * self._features * tokens * element_size
+            self._has_room = needed <= _SHARE * free_bytes(device)
+
+    def keeps(self, number: int, width: int, n_bytes: int) -> bool:
+        """Whether a layer on a GPU keeps them.
+
+        Where memory is short every second layer of a narrow model computes them again, and every ninth of one
+        that is 4,096 wide: computing a byte of them costs as many FLOP as the layer is wide.
+
+        Args:
+            number: the layer's, from 0.
+            width: features of the layer's input.
+            n_bytes: of gate and up in the layer.
+        """
+        return self._has_room or n_bytes < _MANY_BYTES or number % max(2, width // _SPARING) > 0
