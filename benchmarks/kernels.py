@@ -226,7 +226,15 @@ def rotary(shape: Shape) -> Iterator[Subject]:
 
 
 def elementwise(shape: Shape) -> Iterator[Subject]:
-    from unsloth_pack.kernels import dropout, gated, gated_backward_, reference, rms_norm
+    from unsloth_pack.kernels import (
+        LowRank,
+        dropout,
+        gated,
+        gated_lora_,
+        gated_lora_backward_,
+        reference,
+        rms_norm,
+    )
 
     T = shape.tokens
     hidden, inner = 2.0 * T * shape.hidden, 2.0 * T * shape.intermediate
@@ -250,13 +258,22 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
         ours=lambda gate, up: gated(gate, up, "silu"),
         plain=lambda gate, up: F.silu(gate) * up,
     )
+    part = LowRank(randn(T, 16, grad=False), randn(shape.intermediate, 16, grad=False))
     yield Subject(
-        name="gated_backward_",
+        name="gated_lora_",
+        ceiling="copy",
+        work=(5 * inner, None),
+        inputs=lambda: (tuple(randn(T, shape.intermediate, grad=False) for _ in range(2)), ()),
+        ours=lambda gate, up: gated_lora_(gate, up, "silu", part, part, True),
+        plain=lambda gate, up: reference.gated_lora_(gate, up, "silu", part, part, True),
+    )
+    yield Subject(
+        name="gated_lora_backward_",
         ceiling="copy",
         work=(6 * inner, None),
         inputs=lambda: (tuple(randn(T, shape.intermediate, grad=False) for _ in range(3)), ()),
-        ours=lambda g, gate, up: gated_backward_(g, gate, up, "silu", gate, up),
-        plain=lambda g, gate, up: reference.gated_backward_(g, gate, up, "silu", gate, up),
+        ours=lambda g, gate, up: gated_lora_backward_(g, part, gate, up, "silu", gate, up),
+        plain=lambda g, gate, up: reference.gated_lora_backward_(g, part, gate, up, "silu", gate, up),
     )
     seed = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     yield Subject(

@@ -1,4 +1,4 @@
-"""gated_lora against float64 truth, under Triton's interpreter without a GPU and on the GPU with one.
+"""gated_lora_ against float64 truth, under Triton's interpreter without a GPU and on the GPU with one.
 
 The yardstick is what plain torch computes in the same dtypes: the adapter's part is a GEMM of its own.
 """
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from exactness import DEVICE, assert_cpu_takes_the_reference
 from torch import Tensor
 
-from unsloth_pack.kernels import LowRank, gated_lora, gated_lora_backward_
+from unsloth_pack.kernels import LowRank, gated_lora_, gated_lora_backward_
 
 pytest.importorskip("triton")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,10 +45,13 @@ def plain(
 def ours(gate, up, g_out, activation, parts, in_place=False, padding: int = 0) -> list[Tensor]:
     """Likewise by the kernels, into tensors filled with NaN, or over the inputs."""
     of_gate, of_up, of_g = parts
-    product = gated_lora(gate, up, activation, of_gate, of_up)
+    before = gate.clone(), up.clone()
+    product = gated_lora_(gate, up, activation, of_gate, of_up, keep=False)
+    assert all(map(torch.equal, (gate, up), before))
     gate, up, again = (wide(x, padding) for x in (gate, up, g_out))
+    assert torch.equal(product, gated_lora_(gate, up, activation, of_gate, of_up, keep=True))
     g_gate, g_up = (gate, up) if in_place else (torch.full_like(x, torch.nan) for x in (gate, up))
-    gated_lora_backward_(again, gate, up, activation, of_gate, of_up, of_g, g_gate, g_up)
+    gated_lora_backward_(again, of_g, gate, up, activation, g_gate, g_up)
     assert torch.equal(product, again)
     return [product, g_gate, g_up]
 
@@ -95,9 +98,9 @@ def test_halves_of_a_joined_projection_and_a_transposed_factor():
     parts = [LowRank(h, b[:f], 0.5), LowRank(h, b[f:], 0.5), LowRank(rand(n, rank), a_rF.t())]
     gate, up = both.chunk(2, dim=-1)
     expected = ours(gate.contiguous(), up.contiguous(), g_out, "silu", parts)
-    product = gated_lora(gate, up, "silu", *parts[:2])
+    product = gated_lora_(gate, up, "silu", *parts[:2], keep=True)
     again = g_out.clone()
-    gated_lora_backward_(again, gate, up, "silu", *parts, gate, up)
+    gated_lora_backward_(again, parts[2], gate, up, "silu", gate, up)
     for x, y in zip((product, gate, up), expected, strict=True):
         assert torch.equal(x, y)
     check(*(x.contiguous() for x in rand(n, 2 * f).chunk(2, dim=-1)), g_out, "silu", parts)
@@ -106,15 +109,14 @@ def test_halves_of_a_joined_projection_and_a_transposed_factor():
 def test_no_rows():
     empty = rand(0, 24)
     parts = [part(0, 24, 4), part(0, 24, 4)]
-    assert gated_lora(empty, empty, "silu", *parts).shape == (0, 24)
-    gated_lora_backward_(empty, empty, empty, "silu", *parts, None, empty.clone(), empty.clone())
+    assert gated_lora_(empty, empty, "silu", *parts, keep=True).shape == (0, 24)
+    gated_lora_backward_(empty, None, empty, empty, "silu", empty.clone(), empty.clone())
 
 
 def test_cpu_takes_the_reference():
-    made = (
-        "torch.randn(5, 8), torch.randn(5, 8), 'silu', *[LowRank(torch.randn(5, 2), torch.randn(8, 2))] * 2"
-    )
-    assert_cpu_takes_the_reference("gated_lora", f"({made})", ["LowRank"])
+    part = "LowRank(torch.randn(5, 2), torch.randn(8, 2))"
+    made = f"torch.randn(5, 8), torch.randn(5, 8), 'silu', {part}, {part}, False"
+    assert_cpu_takes_the_reference("gated_lora_", f"({made})", ["LowRank"])
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,7 @@ def test_cpu_takes_the_reference():
         ({"of_up": LowRank(torch.ones(5, 2).half(), torch.ones(8, 2))}, "must be torch.float32"),
         ({"gate": torch.ones(8), "up": torch.ones(8)}, r"gate is \[8\]: pass \[N, F\]"),
         ({"activation": "relu"}, "activation is 'relu'"),
+        ({"up": torch.ones(1, 8).expand(5, 8)}, r"up is \[5, 8\] with strides \[0, 1\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(changes, message):
@@ -135,11 +138,12 @@ def test_what_does_not_fit_is_refused_in_one_line(changes, message):
         "activation": "silu",
         "of_gate": LowRank(torch.ones(5, 2), torch.ones(8, 2)),
         "of_up": LowRank(torch.ones(5, 3), torch.ones(8, 3)),
+        "keep": True,
     }
     with pytest.raises(ValueError, match=message) as error:
-        gated_lora(**(good | changes))
+        gated_lora_(**(good | changes))
     assert "\n" not in str(error.value)
-    gated_lora(**good)
+    gated_lora_(**good)
 
 
 @pytest.mark.gpu
@@ -148,5 +152,5 @@ def test_rows_past_two_to_the_31():
     gate = torch.randn(n, f, dtype=BF16, device=DEVICE)
     of = LowRank(rand(n, 16, dtype=BF16), rand(f, 16, dtype=BF16, scale=0.25))
     tail = LowRank(of.left[-64:], of.right)
-    out = gated_lora(gate, gate, "silu", of, of)
-    assert torch.equal(out[-64:], gated_lora(gate[-64:], gate[-64:], "silu", tail, tail))
+    expected = gated_lora_(gate[-64:], gate[-64:], "silu", tail, tail, keep=False)
+    assert torch.equal(gated_lora_(gate, gate, "silu", of, of, keep=False)[-64:], expected)

@@ -9,7 +9,7 @@ from .chunked_head import LabelledRows
 from .dropout import dropout
 from .fp8 import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
 from .gated import gated
-from .gated_lora import gated_lora, gated_lora_backward_
+from .gated_lora import gated_lora_, gated_lora_backward_
 from .linear_cross_entropy import linear_cross_entropy
 from .norm import rms_norm
 from .reference import LowRank, QKNorm
@@ -26,7 +26,7 @@ __all__ = [
     "fp8_linear",
     "fp8_linear_backward",
     "gated",
-    "gated_lora",
+    "gated_lora_",
     "gated_lora_backward_",
     "linear_cross_entropy",
     "quantize_rows",

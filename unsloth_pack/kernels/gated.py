@@ -87,12 +87,12 @@ def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
     return [*rows], [*strides], F, n // max(1, F) * -(-F // _BLOCK)
 
 
-def check_written(gate: Tensor, **tensors: Tensor) -> None:
-    """Raise ValueError unless the tensors are of gate's shape and a kernel can write into them."""
+def check_written(shape: torch.Size, **tensors: Tensor) -> None:
+    """Raise ValueError unless the tensors are of this shape and a kernel can write into them."""
     for name, x in tensors.items():
-        if x.shape != gate.shape or not _is_rows(x):
+        if x.shape != shape or not _is_rows(x):
             raise ValueError(
-                f"{name} is {[*x.shape]} with strides {[*x.stride()]}: pass {[*gate.shape]}, contiguous or a "
+                f"{name} is {[*x.shape]} with strides {[*x.stride()]}: pass {[*shape]}, contiguous or a "
                 "slice of the last dim"
             )
 

@@ -3,7 +3,8 @@
     product = act(gate + s_g L_g R_gᵀ) * (up + s_u L_u R_uᵀ)
 
 A GEMM that adds the adapter's part to `gate` would read and write all of it once more. A kernel that reads
-`gate` anyway adds the part to a tile in registers, where it costs the reading of two narrow matrices.
+`gate` anyway adds the part to a tile in registers, where it costs the reading of two narrow matrices. The
+backward kernel likewise adds the adapter's part of down to the gradient that it reads.
 
 N rows of F features, r of a part's rank, in tiles of `[ROWS, COLUMNS]`.
 """
@@ -45,7 +46,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, *parts: LowRank) -> _Blocks:
-        most = triton.next_power_of_2(max(part.left.shape[1] for part in parts))
+        most = triton.next_power_of_2(max((part.left.shape[1] for part in parts), default=1))
         ranks = min(_MOST_RANKS, max(16, most))  # `tl.dot` takes 16 and more
         return cls(32 if ranks <= 32 else 64, _COLUMNS, ranks)
 
@@ -54,33 +55,39 @@ class _Blocks(NamedTuple):
         return (triton.cdiv(N, self.rows) * triton.cdiv(F, self.columns),)
 
 
-def gated_lora(gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_up: LowRank) -> Tensor:
+def gated_lora_(
+    gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_up: LowRank, keep: bool
+) -> Tensor:
     """act(gate + of_gate) * (up + of_up), without autograd.
 
     Args:
-        gate, up: `[N, F]` of one dtype, as `gated` takes them.
+        gate, up: `[N, F]` of one dtype. With `keep` they become the sums: rows of one stride, each contiguous
+            and apart from the others.
         activation: as for `gated`.
         of_gate, of_up: what is added to them.
 
     Returns:
-        `[N, F]`, fresh and contiguous, computed in float32 and rounded once.
+        `[N, F]`, fresh and contiguous, computed in float32 from the rounded sums and rounded once.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or the activation is unknown.
+        ValueError: shapes, dtypes or devices do not fit together, the activation is unknown, or sums cannot
+            be written in place.
 
     Source: Hu et al. 2021, "LoRA", section 4.1; Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
     """
     check_gated(gate, up, activation)
     _check(gate, of_gate, of_up)
+    if keep:
+        check_written(gate.shape, gate=gate, up=up)
     if not takes_fused_path(gate, up):
-        return reference.gated_lora(gate, up, activation, of_gate, of_up)
+        return reference.gated_lora_(gate, up, activation, of_gate, of_up, keep)
     (gate_rows, gate_sr), (up_rows, up_sr) = as_rows(gate), as_rows(up)
     out = gate.new_empty(gate.shape)
     blocks = _Blocks.of(of_gate, of_up)
     with torch.cuda.device_of(gate):
         _gated_lora_kernel[blocks.grid(gate)](
             *(gate_rows, up_rows, out, *_part(of_gate), *_part(of_up), *gate.shape, gate_sr, up_sr),
-            *(activation, *blocks),
+            *(keep, activation, *blocks),
             num_warps=_WARPS,
         )
     return out
@@ -88,42 +95,39 @@ def gated_lora(gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_u
 
 def gated_lora_backward_(
     g_out: Tensor,
+    of_g_out: LowRank | None,
     gate: Tensor,
     up: Tensor,
     activation: str,
-    of_gate: LowRank,
-    of_up: LowRank,
-    of_g_out: LowRank | None,
     g_gate: Tensor,
     g_up: Tensor,
 ) -> None:
-    """The backward pass of `gated_lora`, which also makes the product again.
+    """The backward pass of act(gate) * up, which also makes the product again.
 
     Args:
         g_out: `[N, F]`; with `of_g_out` added, the gradient of the product. Overwritten by the product.
-        gate, up, activation, of_gate, of_up: as for `gated_lora`, of the dtype of g_out.
         of_g_out: what is added to g_out, or None.
+        gate, up, activation: as for `gated`, of the dtype of g_out.
         g_gate, g_up: the gradients of gate and up are written there; may be gate and up themselves.
 
     Raises:
-        ValueError: as for `gated_lora`; or a tensor that is written to has another shape, or is not rows of
+        ValueError: as for `gated_lora_`; or a tensor that is written to has another shape, or is not rows of
             one stride, each contiguous and apart from the others.
     """
     check_gated(gate, up, activation)
-    check_written(gate, g_out=g_out, g_gate=g_gate, g_up=g_up)
-    _check(gate, of_gate, of_up, *([] if of_g_out is None else [of_g_out]))
+    check_written(gate.shape, g_out=g_out, g_gate=g_gate, g_up=g_up)
+    parts = [] if of_g_out is None else [of_g_out]
+    _check(gate, *parts)
     if not takes_fused_path(gate, up):
-        reference.gated_lora_backward_(g_out, gate, up, activation, of_gate, of_up, of_g_out, g_gate, g_up)
+        reference.gated_lora_backward_(g_out, of_g_out, gate, up, activation, g_gate, g_up)
         return
     tensors, strides = zip(*map(as_rows, (g_out, gate, up, g_gate, g_up)), strict=True)
     # A part of rank 0 adds nothing, and its tensors are not read
-    of_product = _Part(gate, gate, 0.0, 0, 0, 0, 0) if of_g_out is None else _part(of_g_out)
-    blocks = _Blocks.of(of_gate, of_up, *([] if of_g_out is None else [of_g_out]))
+    part = _Part(gate, gate, 0.0, 0, 0, 0, 0) if of_g_out is None else _part(of_g_out)
+    blocks = _Blocks.of(*parts)
     with torch.cuda.device_of(gate):
         _gated_lora_backward_kernel[blocks.grid(gate)](
-            *(*tensors, *_part(of_gate), *_part(of_up), *of_product, *gate.shape, *strides),
-            *(activation, *blocks),
-            num_warps=_WARPS,
+            *(*tensors, *part, *gate.shape, *strides, activation, *blocks), num_warps=_WARPS
         )
 
 
@@ -158,9 +162,10 @@ def _gated_lora_kernel(
     gate_left, gate_right, gate_scale, gl_sr, gr_sf, gr_sr, GATE_RANK: tl.constexpr,
     up_left, up_right, up_scale, ul_sr, ur_sf, ur_sr, UP_RANK: tl.constexpr,
     N, F, gate_sr, up_sr,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    KEEP: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out `[N, F]`: the product. Grid: the tiles of each block of rows in turn."""
+    """out `[N, F]`: the product; with KEEP gate and up become the sums. Grid: the tiles, row by row."""
     row, column, inside = _tile(N, F, ROWS, COLUMNS)
     x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_sr + column, mask=inside, other=0.0).to(tl.float32)
@@ -168,6 +173,11 @@ def _gated_lora_kernel(
                    GATE_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
     u += _low_rank(up_left, up_right, up_scale, row, column, N, F, ul_sr, ur_sf, ur_sr,
                    UP_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+    kept_x, kept_u = x.to(gate.dtype.element_ty), u.to(up.dtype.element_ty)
+    if KEEP:
+        tl.store(gate + row * gate_sr + column, kept_x, mask=inside)
+        tl.store(up + row * up_sr + column, kept_u, mask=inside)
+    x, u = kept_x.to(tl.float32), kept_u.to(tl.float32)
     product, _gx, _gu = product_and_gradients(0.0, x, u, gate.dtype.element_ty, ACTIVATION)
     tl.store(out + row * F + column, product.to(out.dtype.element_ty), mask=inside)
 
@@ -175,9 +185,7 @@ def _gated_lora_kernel(
 @jit(do_not_specialize=["N"])
 def _gated_lora_backward_kernel(
     g_out, gate, up, g_gate, g_up,
-    gate_left, gate_right, gate_scale, gl_sr, gr_sf, gr_sr, GATE_RANK: tl.constexpr,
-    up_left, up_right, up_scale, ul_sr, ur_sf, ur_sr, UP_RANK: tl.constexpr,
-    g_left, g_right, g_scale, dl_sr, dr_sf, dr_sr, G_RANK: tl.constexpr,
+    g_left, g_right, g_scale, left_sr, right_sf, right_sr, RANK: tl.constexpr,
     N, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -186,13 +194,9 @@ def _gated_lora_backward_kernel(
     g = tl.load(g_out + row * g_sr + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_sr + column, mask=inside, other=0.0).to(tl.float32)
-    if G_RANK > 0:
-        g += _low_rank(g_left, g_right, g_scale, row, column, N, F, dl_sr, dr_sf, dr_sr,
-                       G_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
-    x += _low_rank(gate_left, gate_right, gate_scale, row, column, N, F, gl_sr, gr_sf, gr_sr,
-                   GATE_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
-    u += _low_rank(up_left, up_right, up_scale, row, column, N, F, ul_sr, ur_sf, ur_sr,
-                   UP_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+    if RANK > 0:
+        g += _low_rank(g_left, g_right, g_scale, row, column, N, F, left_sr, right_sf, right_sr,
+                       RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
     product, gx, gu = product_and_gradients(g, x, u, gate.dtype.element_ty, ACTIVATION)
     tl.store(g_gate + row * g_gate_sr + column, gx.to(g_gate.dtype.element_ty), mask=inside)
     tl.store(g_up + row * g_up_sr + column, gu.to(g_up.dtype.element_ty), mask=inside)

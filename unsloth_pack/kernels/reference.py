@@ -143,22 +143,26 @@ class LowRank(NamedTuple):
     scale: float = 1.0
 
 
-def gated_lora(gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_up: LowRank) -> Tensor:
-    """act(gate + of_gate) * (up + of_up).
+def gated_lora_(
+    gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_up: LowRank, keep: bool
+) -> Tensor:
+    """act(gate + of_gate) * (up + of_up); with `keep` gate and up become the sums.
 
-    The contract is `unsloth_pack.kernels.gated_lora`'s.
+    The contract is `unsloth_pack.kernels.gated_lora_`'s.
     """
-    return gated(_sum(gate, of_gate), _sum(up, of_up), activation).to(gate.dtype)
+    sums = _sum(gate, of_gate).to(gate.dtype), _sum(up, of_up).to(up.dtype)
+    if keep:
+        gate.copy_(sums[0])
+        up.copy_(sums[1])
+    return gated(*sums, activation)
 
 
 def gated_lora_backward_(
     g_out: Tensor,
+    of_g_out: LowRank | None,
     gate: Tensor,
     up: Tensor,
     activation: str,
-    of_gate: LowRank,
-    of_up: LowRank,
-    of_g_out: LowRank | None,
     g_gate: Tensor,
     g_up: Tensor,
 ) -> None:
@@ -166,12 +170,13 @@ def gated_lora_backward_(
 
     The contract is `unsloth_pack.kernels.gated_lora_backward_`'s.
     """
-    leaves = [_sum(gate, of_gate).requires_grad_(), _sum(up, of_up).requires_grad_()]
+    leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
+    wide_dtype = torch.promote_types(gate.dtype, torch.float32)
     with torch.enable_grad():
-        product = gated(leaves[0], leaves[1], activation)
-    grads = torch.autograd.grad(product, leaves, _sum(g_out, of_g_out))
-    for into, x in zip((g_gate, g_up, g_out), (*grads, product.detach()), strict=True):
-        into.copy_(x)
+        wide = gated(leaves[0].to(wide_dtype), leaves[1].to(wide_dtype), activation)
+    grads = torch.autograd.grad(wide, leaves, _sum(g_out, of_g_out))
+    for into, x in zip((g_gate, g_up, g_out), (*grads, wide), strict=True):
+        into.detach().copy_(x.detach())
 
 
 def _sum(x: Tensor, part: LowRank | None) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unsloth_pack.kernels import LowRank, gated_lora, gated_lora_backward_
+from unsloth_pack.kernels import LowRank, gated_lora_, gated_lora_backward_
 from unsloth_pack.kernels.backward import once_differentiable
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.layers import FastLoraLinear, prepared
@@ -100,12 +100,12 @@ class _GatedMLP(torch.autograd.Function):
     ) -> Tensor:
         inner, down = plan.stacks(x.dtype, tensors)
         x_NI = x.reshape(-1, x.shape[-1])
-        kept = _GateAndUp.of(x_NI, inner) if plan.keep else None
+        kept = _Inside.apart(x_NI, inner) if plan.keep else None
         y_NO = x_NI.new_empty(len(x_NI), down.layers[0].b_Or.shape[0])
         for tile in _tiles(len(x_NI), down.a.shape[1]):
-            inside = _GateAndUp.of(x_NI[tile], inner, tile.start) if kept is None else kept.tile(tile)
+            inside = _Inside.apart(x_NI[tile], inner, tile.start) if kept is None else kept.tile(tile)
             of_gate, of_up = inside.adapted(inner.layers)
-            product_tF = gated_lora(*inside.bases, plan.activation, of_gate, of_up)
+            product_tF = gated_lora_(*inside.gate_and_up, plan.activation, of_gate, of_up, plan.keep)
             arithmetic.forward(product_tF, *down, tile.start, into=[y_NO[tile]])
         if plan.start is None:
             ctx.save_for_backward(*inputs, *([] if kept is None else [kept.h, *kept.outputs]))
@@ -122,7 +122,7 @@ class _GatedMLP(torch.autograd.Function):
         saved = (ctx if plan.start is None else plan.start).saved_tensors
         x_NI = plan.compute(*saved[: plan.n_inputs]).reshape(-1, ctx.shape[-1])
         rest = saved[plan.n_inputs :]
-        kept = _GateAndUp(rest[0], list(rest[1:])) if rest else None
+        kept = _Inside(rest[0], list(rest[1:])) if rest else None
         g_NO = grad.reshape(-1, grad.shape[-1])
         inner, down = plan.stacks(x_NI.dtype, ctx.tensors)
         trains_bias = ctx.needs_input_grad[3::3]
@@ -130,10 +130,10 @@ class _GatedMLP(torch.autograd.Function):
         sums: list[Tensor] = []
         for tile in _tiles(len(x_NI), down.a.shape[1]):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
-            inside = _GateAndUp.of(x_tI, inner, row) if kept is None else kept.tile(tile)
+            inside = _Inside.again(x_tI, inner, row) if kept is None else kept.tile(tile)
             # What is kept may be read again; what was made here makes room for its gradient
             grads = inside.outputs if kept is None else [torch.empty_like(y) for y in inside.outputs]
-            of_down = _through_down(g_tO, inside, grads, plan.activation, inner, down, row)
+            of_down = _through_down(g_tO, inside, grads, plan.activation, down, row)
             gh_tR = arithmetic.backward_to_ranks(grads, *inner)
             of_inner = arithmetic.backward_to_factors(grads, gh_tR, x_tI, inside.h, inner.layers, row)
             of_biases = _bias_grads([*grads, g_tO], trains_bias)
@@ -152,28 +152,34 @@ def gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-class _GateAndUp(NamedTuple):
-    """What the layers of gate and up make of x, the adapters' part apart.
+class _Inside(NamedTuple):
+    """What the layers of gate and up make of x.
 
     Args:
         h: `[t, R]`, from which the adapters' part is made.
-        outputs: `[t, O]` of each layer without it.
+        outputs: `[t, O]` of each layer.
     """
 
     h: Tensor
-    outputs: list[Tensor]
+    outputs: Sequence[Tensor]
 
     @classmethod
-    def of(cls, x_tI: Tensor, inner: _Stack, first_row: int = 0) -> "_GateAndUp":
+    def apart(cls, x_tI: Tensor, inner: _Stack, first_row: int = 0) -> "_Inside":
+        """Outputs without the adapters' part, which the kernel of the activation adds."""
         outputs, h_tR = arithmetic.forward_apart(x_tI, *inner, first_row)
         return cls(h_tR, outputs)
 
-    def tile(self, rows: slice) -> "_GateAndUp":
-        return _GateAndUp(self.h[rows], [y[rows] for y in self.outputs])
+    @classmethod
+    def again(cls, x_tI: Tensor, inner: _Stack, first_row: int) -> "_Inside":
+        """Whole outputs, for a backward pass that finds none."""
+        outputs, h_tR = arithmetic.forward(x_tI, *inner, first_row)
+        return cls(h_tR, outputs)
+
+    def tile(self, rows: slice) -> "_Inside":
+        return _Inside(self.h[rows], [y[rows] for y in self.outputs])
 
     @property
-    def bases(self) -> tuple[Tensor, Tensor]:
-        """Gate and up without the adapters' part."""
+    def gate_and_up(self) -> tuple[Tensor, Tensor]:
         return gate_and_up(self.outputs)
 
     def adapted(self, layers: Sequence[arithmetic.Layer]) -> list[LowRank]:
@@ -187,21 +193,17 @@ class _GateAndUp(NamedTuple):
 
 def _through_down(
     g_tO: Tensor,
-    inside: _GateAndUp,
-    grads: list[Tensor],
+    inside: _Inside,
+    grads: Sequence[Tensor],
     activation: str,
-    inner: _Stack,
     down: _Stack,
     first_row: int,
 ) -> list[Tensor]:
     """Write the gradients of gate and up into `grads`; return those of the factors of down."""
     gh_tr = arithmetic.backward_to_ranks([g_tO], *down)
     # The gradient of the product, until the kernel has turned it into the product
-    product_tF, of_product = arithmetic.backward_to_input_apart(g_tO, gh_tr, *down, first_row)
-    of_gate, of_up = inside.adapted(inner.layers)
-    gated_lora_backward_(
-        product_tF, *inside.bases, activation, of_gate, of_up, of_product, *gate_and_up(grads)
-    )
+    product_tF, rest = arithmetic.backward_to_input_apart(g_tO, gh_tr, *down, first_row)
+    gated_lora_backward_(product_tF, rest, *inside.gate_and_up, activation, *gate_and_up(grads))
     h_tr = arithmetic.to_ranks(product_tF, *down, first_row)
     return arithmetic.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down.layers, first_row)
 
