@@ -144,9 +144,13 @@ def test_trains_as_the_untouched_model_without_the_padding(kind, side, model_fol
     logs, ours = run(kind, patched, tokenizer, side, tmp_path / "patched")
     for got, truth in zip(logs, expected, strict=True):
         assert got.keys() == truth.keys()
+        # Rewards and KL are differences of log-probabilities, which TRL sums in float32
+        size = max(abs(value) for key, value in truth.items() if key == "loss" or "logps" in key)
+        rounding = max(BOUND, torch.finfo(torch.float32).eps * size)
         for key in truth:
             if not any(part in key for part in NOT_COMPARED):
-                assert got[key] == pytest.approx(truth[key], rel=BOUND, abs=BOUND), key
+                within = rounding if key == "kl" or "reward" in key else BOUND
+                assert got[key] == pytest.approx(truth[key], rel=BOUND, abs=within), key
     assert ours.gradients.keys() == theirs.gradients.keys()
     for name, truth in theirs.gradients.items():
         assert_close(ours.gradients[name], truth, name, slack=BOUND)
