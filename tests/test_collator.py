@@ -95,8 +95,9 @@ def test_a_padded_batch_is_described_too():
     assert known.row.lengths == (9, 4, 17, 6)
     assert known.shape == (4, 17)
     labelled = documents_alone()
-    labelled[1] = {**labelled[1], "labels": labelled[1]["labels"] + [7]}  # on padding
-    assert "packed_row" not in collate(labelled)
+    for place in (1, 2):  # on padding, and beyond the ids
+        labelled[place] = {**labelled[place], "labels": [*labelled[place]["labels"], 7]}
+        assert "packed_row" not in collate(labelled)
 
 
 def test_the_trainer_of_a_run_reads_no_mask_back(tmp_path, monkeypatch):

@@ -39,10 +39,9 @@ class RowCollator:
 
 def _padding_of(batch: Mapping[str, Any]) -> dict[str, PaddedBatch]:
     """Where a padded batch has tokens, unless the model has to look at it itself."""
-    mask, labels = batch["attention_mask"], batch["labels"]
-    real = mask.bool()
+    real, labels = batch["attention_mask"].bool(), batch["labels"]
     if not bool(real[:, 0].all()) or not is_one_run_a_row(real.numpy()):  # TRL pads on the right
         return {}
-    if bool(padding_has_labels(labels, real, IGNORE_INDEX, is_shifted=False)):
+    if labels.shape != real.shape or padding_has_labels(labels, real, IGNORE_INDEX, is_shifted=False):
         return {}
     return {"packed_row": PaddedBatch.of_mask(real.numpy(), _CPU)}
