@@ -9,9 +9,12 @@ from model_folder import byte_tokenizer
 from test_door import patched
 from tiny import DEVICE, random_documents
 from trainer_runs import arguments
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.row import from_call
 from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.row.padded_batch import PaddedBatch
 from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.trl import make_trainer, row_collator, sft_config
 
@@ -77,3 +80,50 @@ def test_the_trainer_of_a_run_reads_nothing_back(
     assert all(isinstance(row, PackedRow) for row in entered)
     assert described == []  # by a call: the collator has described them
     assert DEVICE == "cpu" or entered[0].device.type == "cpu"
+
+
+def documents_alone():
+    ids = [document.tolist() for document in random_documents([9, 4, 17, 6])]
+    return [{"input_ids": document, "labels": document} for document in ids]
+
+
+def test_a_padded_batch_is_described_too():
+    collate = RowCollator(DataCollatorForLanguageModeling(pad_token_id=0))
+    batch = collate(documents_alone())
+    known = batch.pop("packed_row")
+    assert isinstance(known, PaddedBatch)
+    assert known.row.lengths == (9, 4, 17, 6)
+    assert known.shape == (4, 17)
+    labelled = documents_alone()
+    for place in (1, 2):  # on padding, and beyond the ids
+        labelled[place] = {**labelled[place], "labels": [*labelled[place]["labels"], 7]}
+        assert "packed_row" not in collate(labelled)
+
+
+def test_the_trainer_of_a_run_reads_no_mask_back(tmp_path, monkeypatch):
+    """What comes to the host is how many tokens have a label."""
+    sizes, start = [], HostCopy.__init__
+    monkeypatch.setattr(HostCopy, "__init__", lambda self, x: sizes.append(x.numel()) or start(self, x))
+    model, computed = patched(), []
+    layer = model.get_base_model().model.layers[0]
+    layer.register_forward_pre_hook(lambda module, args: computed.append(tuple(args[0].shape[:2])))
+    given = arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    own = (
+        "output_dir",
+        "use_cpu",
+        "bf16",
+        "disable_tqdm",
+        "gradient_checkpointing",
+        "logging_nan_inf_filter",
+    )
+    config = sft_config(
+        str(tmp_path),
+        padding_free=False,
+        dtype=model.dtype,
+        **{name: value for name, value in given.items() if name not in own},
+    )
+    rows = Dataset.from_list(documents_alone())
+    trainer = make_trainer(model, byte_tokenizer(), config, rows, None, [])
+    trainer.train()
+    assert computed[-1] == (1, 36)
+    assert set(sizes) <= {1}

@@ -94,6 +94,7 @@ class FastLanguageModel:
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
             token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`, including
                 attributes of the configuration. Pickled weights are refused unless `use_safetensors=False`.
+                `unpad` among them is that of `patch_model`.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -113,6 +114,7 @@ class FastLanguageModel:
         source, adapter = resolve(model_name)
         hub: dict[str, Any] = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
         hub |= take_file_options(hf_kwargs)
+        unpad = hf_kwargs.pop("unpad", True)
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
         config, for_weights = split_config(source, **hub, **hf_kwargs)
         text_config = config.get_text_config()
@@ -148,7 +150,7 @@ class FastLanguageModel:
             model = load_adapter(model, adapter, **files)
         elif not full_finetuning:
             model.requires_grad_(False)
-        patch_model(model, attn_backend)
+        patch_model(model, attn_backend, unpad)
         return _finish(model.train(full_finetuning)), tokenizer
 
     @staticmethod
@@ -211,7 +213,7 @@ class FastLanguageModel:
         _check_parts(model, bias, layers_to_transform, modules_to_save)
         set_seed(random_state)
         patch = patch_of(model)
-        attn_backend = "auto" if patch is None else patch.attn_backend
+        attn_backend, unpad = ("auto", True) if patch is None else (patch.attn_backend, patch.unpad)
         try:
             config = LoraConfig(
                 r=r,
@@ -231,7 +233,7 @@ class FastLanguageModel:
         for path, module in adapted.named_modules():
             if isinstance(module, Fp8Linear) and module.weight.requires_grad:
                 raise InputError(f"modules_to_save holds {path}, which is in fp8; load without load_in_fp8")
-        patch_model(adapted, attn_backend)  # anew, so that the adapter is fused too
+        patch_model(adapted, attn_backend, unpad)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
         return _finish(adapted.train())
 

@@ -114,14 +114,12 @@ class Subject(Probed):
         """`[L, V]` of a document in an ordinary batch of two, padded to the length of its longer neighbour.
 
         Rows of a batch never see each other, and padding on the right lies in nobody's past: what this
-        differs from the document alone is rounding.
+        differs from the document alone is rounding. Without a mask, with which a patched model would run the
+        two as one packed row.
         """
         ids = torch.zeros(2, len(neighbour), dtype=torch.int64, device="cpu")
         ids[0, : len(document)], ids[1] = document, neighbour
-        mask = torch.ones_like(ids)
-        mask[0, len(document) :] = 0
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, : len(document)]
+        return self.model(input_ids=ids.to(self.device), use_cache=False).logits[0, : len(document)]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
         """What the loss of `document` gives, whose logits `[L, V]` are what `forward` returns.

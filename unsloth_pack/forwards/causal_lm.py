@@ -3,8 +3,9 @@
 Shapes: B rows of T tokens, C features, V outputs of the head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from unsloth_pack.row.from_call import row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS
 from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, checked_labels, watch_gradient
 from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
+from unsloth_pack.row.padded_batch import PaddedBatch
 
 _OF_IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
@@ -89,18 +91,18 @@ class FastCausalLM(CountedParameters):
                 in `num_items_in_batch`; `labels` and `shift_labels` that differ.
         """
         kwargs |= {"packed_seq_lengths": packed_seq_lengths, "seq_lengths": seq_lengths}
-        row = row_of_call(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
-        for name in (*ROW_KEYWORDS, "packed_row"):
-            kwargs.pop(name, None)
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
         }
         inputs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
-        call = _Call(row, inputs, kwargs)
-        if row is not None:
-            inputs["attention_mask"] = row.token_mask
+        described = row_of_call(inputs, kwargs, partial(self._without_padding, inputs, labels, kwargs))
+        for name in (*ROW_KEYWORDS, "packed_row"):
+            kwargs.pop(name, None)
+        call = _Call(described, inputs, kwargs)
+        if call.row is not None:
+            inputs["attention_mask"] = call.row.token_mask
             self._refuse_images(call)
             self._refuse_other_decoder()
         trl_head = None
@@ -120,8 +122,17 @@ class FastCausalLM(CountedParameters):
         step_labels.refuse()
         return out
 
+    def _without_padding(
+        self, inputs: dict[str, Any], labels: Any, rest: Mapping[str, Any], known: PaddedBatch | None
+    ) -> PaddedBatch | None:
+        """The padded batch of a call that describes no row, or None where it keeps its padding."""
+        if self.is_wrapper and (_images_in(rest) or inputs["input_ids"] is None):
+            return None
+        given = {name: rest[name] for name in ("shift_labels", "ignore_index") if name in rest}
+        return self.fast_decoder.unpadding.batch_of(self.fast_decoder, inputs, known, labels, **given)
+
     def _refuse_images(self, call: "_Call") -> None:
-        given = [name for name in _OF_IMAGES if {**call.inputs, **call.rest}.get(name) is not None]
+        given = _images_in(call.rest)
         if self.is_wrapper and given:
             raise InputError(
                 f"a packed row comes with {given[0]}; a {type(self).__name__} packs rows of text alone: "
@@ -136,17 +147,17 @@ class FastCausalLM(CountedParameters):
 
     def _decoded(self, call: "_Call") -> Any:
         """The decoder's output; the call has been described."""
-        return self.fast_decoder(**call.inputs, packed_row=call.row, **call.rest)
+        return self.fast_decoder(**call.inputs, packed_row=call.described, **call.rest)
 
     def _is_left_alone(self, call: "_Call") -> bool:
         """Whether a call goes through a model around a text model as it is: images may come with it."""
-        return self.is_wrapper and call.row is None
+        return self.is_wrapper and call.described is None
 
     def _for_theirs(self, call: "_Call", step_labels: "_StepLabels") -> dict[str, Any]:
         """The arguments of transformers' forward or of TRL's, which hand them on to the decoder."""
         arguments = {**call.inputs, **call.rest, **step_labels.as_given()}
         if not self._is_left_alone(call):  # where what lies before the decoder takes no row
-            arguments["packed_row"] = call.row
+            arguments["packed_row"] = call.described
         return arguments
 
     # A step of training: the loss alone
@@ -206,7 +217,7 @@ class FastCausalLM(CountedParameters):
     # Everything else: logits, as transformers makes them
 
     def _with_logits(self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor) -> Any:
-        if self.is_wrapper and call.row is not None:
+        if self.is_wrapper and call.described is not None:
             return self._text_with_logits(call, step_labels, logits_to_keep)
         return super().forward(**self._for_theirs(call, step_labels), logits_to_keep=logits_to_keep)
 
@@ -253,14 +264,24 @@ class _Call:
     """A call that has come in.
 
     Args:
-        row: what it describes; None for an ordinary batch.
+        described: its packed row, or the padded batch that becomes one inside the decoder; None for a batch
+            that keeps its padding.
         inputs: the decoder's named arguments.
         rest: the others; neither the row's nor the loss's.
     """
 
-    row: PackedRow | None
+    described: PackedRow | PaddedBatch | None
     inputs: dict[str, Any]
     rest: dict[str, Any]
+
+    @property
+    def row(self) -> PackedRow | None:
+        """The packed row that the caller has given."""
+        return self.described if isinstance(self.described, PackedRow) else None
+
+
+def _images_in(arguments: Mapping[str, Any]) -> list[str]:
+    return [name for name in _OF_IMAGES if arguments.get(name) is not None]
 
 
 class _StepLabels:

@@ -5,6 +5,7 @@ An ordinary batch goes through transformers' own forward, masks and cache includ
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.rotary import RotaryTables
+from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.losses.contract import LOSS_KEYWORDS
 from unsloth_pack.models.spec import ArchSpec
@@ -24,6 +26,7 @@ from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.row.from_call import refuse_document_ids, row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS
 from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.row.padded_batch import PaddedBatch
 
 logger = logging.getLogger("unsloth_pack")
 _TAKEN_OUT = frozenset((*ROW_KEYWORDS, *LOSS_KEYWORDS))  # of a call: layers read neither
@@ -46,6 +49,7 @@ class FastDecoder(nn.Module):
     rotary_tables: dict[str | None, RotaryTables]
     step_graphs: StepGraphs
     gate_and_up_plan: GateAndUpPlan
+    unpadding: Unpadding
     leak_probe: OwnProbe | None  # until it has passed, or is not wanted
     trained_weights_sought: bool
     numbers_sought: bool
@@ -67,23 +71,36 @@ class FastDecoder(nn.Module):
 
         Args:
             kwargs: beside transformers' arguments, those of `describe_row`; or `packed_row`, by which the
-                model around the decoder hands on the row that it has described, None for an ordinary batch.
+                model around the decoder hands on what it has described: the row, the padded batch that
+                becomes one, or None for a batch that keeps its padding.
         """
         if "packed_row" not in kwargs:
-            kwargs["packed_row"] = row_of_call(
-                input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs
-            )
+            inputs: dict[str, Any] = {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "past_key_values": past_key_values,
+                "inputs_embeds": inputs_embeds,
+                "use_cache": use_cache,
+            }
+            unpad = partial(self.unpadding.batch_of, self, inputs)
+            kwargs["packed_row"] = row_of_call(inputs, kwargs, unpad)
         row = kwargs.pop("packed_row")
         kwargs = {name: value for name, value in kwargs.items() if name not in _TAKEN_OUT}
+        batch = row if isinstance(row, PaddedBatch) else None
+        if batch is not None:
+            row, input_ids, inputs_embeds = batch.row, batch.packed(input_ids), batch.packed(inputs_embeds)
         trains = self.training and torch.is_grad_enabled()
         if row is not None:
-            self._refuse_joined_answers(row)
+            if batch is None:
+                self._refuse_joined_answers(row)
             self._probe_for_leaks(row)
         if trains:
             self._warn_if_nothing_trains(inputs_embeds)
             self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is not None:
-            return self._packed_step(row, input_ids, inputs_embeds, kwargs)
+            output = self._packed_step(row, input_ids, inputs_embeds, kwargs)
+            return output if batch is None else batch.padded(output)
         self._refuse_other_masks(attention_mask)
         if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
             position_ids = position_ids[None]

@@ -16,7 +16,11 @@ from weakref import WeakSet
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GenericForQuestionAnswering, GenericForSequenceClassification
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 
 from unsloth_pack.attention.backends import requested_backend
 from unsloth_pack.errors import InputError
@@ -29,6 +33,8 @@ from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mlp import FastMLP
 from unsloth_pack.forwards.norm import FastRMSNorm
 from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
+from unsloth_pack.forwards.row_answers import FastRowAnswers
+from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.layers import FastLoraLinear
 from unsloth_pack.losses.cross_entropy import cross_entropy
@@ -36,11 +42,20 @@ from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
-from unsloth_pack.patching.report import PatchReport, report_of, say, say_loras, say_loss, say_step
+from unsloth_pack.patching.report import (
+    PatchReport,
+    report_of,
+    say,
+    say_loras,
+    say_loss,
+    say_padding,
+    say_step,
+)
 from unsloth_pack.patching.trainers import prepare_trainers
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _MADE: WeakSet[type] = WeakSet()  # the classes of patched modules
+_SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
 
 
@@ -50,11 +65,14 @@ class Patch:
     Args:
         model: the patched transformers model.
         attn_backend: the attention backend that was asked for, "auto" included.
+        unpad: whether padded batches lose their padding.
         report: what patching did.
     """
 
-    def __init__(self, model: PreTrainedModel, attn_backend: str, report: PatchReport):
+    def __init__(self, model: PreTrainedModel, attn_backend: str, unpad: bool, report: PatchReport):
         self.attn_backend = attn_backend
+        self.unpad = unpad
+        self.unpadding = Unpadding(_why_never_unpadded(model, unpad))
         self._report = report
         self._model = model
         self._decoder = model.get_decoder()
@@ -72,6 +90,7 @@ class Patch:
                 [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
             )
             say_loss(self._report, self._model)
+            say_padding(self._report, self.unpadding)
         return self._report
 
     def swap(self, module: Any, fast: type, later: Sequence[str] = (), **attributes: Any) -> None:
@@ -157,13 +176,15 @@ def _new(fast: type, original: type) -> Any:
     return made.__new__(made)
 
 
-def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
+def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True) -> Patch:
     """Patch a transformers model: it takes packed rows, and its layers run fused where they can.
 
     Args:
         model: a supported transformers model, or a PEFT model around one, before or after training.
         attn_backend: "auto" (the fastest that can run), "flash", "xformers" or "sdpa"; the environment
             variable `UNSLOTH_PACK_ATTN` overrides it.
+        unpad: run a padded batch as one packed row, without its padding, in training and where no cache is
+            made.
 
     Returns:
         The patch, with its `report` and `undo()`. A model that is patched already is patched anew.
@@ -174,6 +195,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
         InputError: the documents of a packed row could not be kept apart in this model; another patch is in
             force on a part of it, which two models share.
     """
+    if not isinstance(unpad, bool):
+        raise InputError(f"unpad is {unpad!r}; give True or False")
     base = _transformers_model(model)
     decoder = base.get_decoder()
     spec = spec_of(decoder.config.model_type)
@@ -188,13 +211,15 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
     if earlier is not None:  # only now, so that a refusal above leaves the earlier patch in place
         earlier.undo()
     parts = DecoderParts.of(decoder, spec)
-    patch = Patch(base, attn_backend, report_of(spec, base, parts, choices))
+    patch = Patch(base, attn_backend, unpad, report_of(spec, base, parts, choices))
     gate_and_up_plan = GateAndUpPlan([mlp for mlp, activation in parts.mlps if activation is not None])
     _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
     _swap_decoder(patch, base, decoder, parts, spec, choices, gate_and_up_plan)
     if base is not decoder and base.get_output_embeddings() is not None:
         _swap_causal_lm(patch, base, decoder, spec)
         let_in(base, set_before)
+    if unpad and isinstance(base, GenericForSequenceClassification):
+        patch.swap(base, FastRowAnswers)
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     decoder.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
@@ -234,7 +259,6 @@ def _swap_decoder(
 ) -> None:
     tables = rotary_tables(decoder, spec)
     graphs = StepGraphs(_why_never_captured(decoder, parts, tables, choices))
-    say_step(patch.report, graphs)
     patch.swap(
         decoder,
         FastDecoder,
@@ -242,11 +266,13 @@ def _swap_decoder(
         rotary_tables=tables,
         step_graphs=graphs,
         gate_and_up_plan=gate_and_up_plan,
+        unpadding=patch.unpadding,
         leak_probe=OwnProbe(patch.report.attn_backend),
         trained_weights_sought=False,
         numbers_sought=False,
         answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,
     )
+    say_step(patch.report, graphs)
 
 
 def _swap_causal_lm(patch: Patch, base: Any, decoder: Any, spec: ArchSpec) -> None:
@@ -312,6 +338,15 @@ def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
                 f"{name or type(base).__name__} is patched already, in another model that shares it; undo "
                 "that patch first, or load the model anew"
             )
+
+
+def _why_never_unpadded(base: nn.Module, unpad: bool) -> str | None:
+    """Why padded batches keep their padding, or None."""
+    if not unpad:
+        return "unpad=False"
+    if isinstance(base, _SCORE_PADDING):
+        return f"a {type(base).__name__} scores every place of a row, padding too"
+    return None
 
 
 def _why_never_captured(

@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 
 from unsloth_pack.forwards.door import trl_head_of
 from unsloth_pack.forwards.mixers import Choice
+from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.layers import LORA_TYPES, why_not_fused
@@ -133,3 +134,11 @@ def say_step(report: PatchReport, graphs: StepGraphs) -> None:
         say(report, "step", how, None)
     else:
         say(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")
+
+
+def say_padding(report: PatchReport, unpadding: Unpadding) -> None:
+    """Whether padded batches lose their padding, and how many have kept it."""
+    if unpadding.why_never is not None:
+        return say(report, "padding", None, unpadding.why_never)
+    why = "; ".join(f"kept in {n} batches: {reason}" for reason, n in unpadding.kept.items())
+    say(report, "padding", "taken out of batches in training, and where no cache is made", why)

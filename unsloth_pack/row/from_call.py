@@ -7,7 +7,7 @@ that restart. All are read on the host, in one transfer. Two that disagree are a
 A trainer that knows the row beforehand passes it as `packed_row`, and nothing is read from the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers.utils import is_tracing
 from unsloth_pack.errors import InputError
 from unsloth_pack.row.keywords import ROW_KEYWORDS, keyword_meant
 from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.row.padded_batch import PaddedBatch
 from unsloth_pack.row.readings import (
     PER_TOKEN,
     documents_by_description,
@@ -27,22 +28,21 @@ from unsloth_pack.row.readings import (
 )
 
 _MAX_LENGTHS = ("max_length_q", "max_length_k")
-_LAST_POSITION = 2**24  # angles are computed in float32, which skips whole numbers above
+LAST_POSITION = 2**24  # angles are computed in float32, which skips whole numbers above
 
 
 def row_of_call(
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    attention_mask: Any,
-    position_ids: Tensor | None,
-    past_key_values: Any,
+    inputs: Mapping[str, Any],
     kwargs: Mapping[str, Any],
-) -> PackedRow | None:
-    """The packed row of a model call, or None where the call is an ordinary batch.
+    unpad: Callable[[PaddedBatch | None], PaddedBatch | None],
+) -> PackedRow | PaddedBatch | None:
+    """The packed row of a model call, or None where the call is an ordinary batch that keeps its padding.
 
     Args:
-        kwargs: the call's other arguments. `packed_row`, where there is one, is the row itself; otherwise
-            those of `ROW_KEYWORDS` describe it.
+        inputs: the decoder's named arguments.
+        kwargs: the call's other arguments. `packed_row`, where there is one, is the row itself, or says where
+            an ordinary batch has padding; otherwise those of `ROW_KEYWORDS` describe the row.
+        unpad: finds the padding of an ordinary batch that is to lose it, or takes what is known of it.
 
     Raises:
         InputError: as `describe_row` raises it; documents that continue a cache; input ids that are no
@@ -51,17 +51,25 @@ def row_of_call(
     for name in kwargs:
         if (meant := keyword_meant(name)) is not None:
             raise InputError(f"{name} is no argument of the model; do you mean {meant}?")
+    input_ids, position_ids = inputs["input_ids"], inputs["position_ids"]
+    attention_mask, past_key_values = inputs["attention_mask"], inputs["past_key_values"]
     if input_ids is not None and getattr(input_ids, "ndim", 0) != 2:
         found = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise InputError(f"input_ids is {found}; give a tensor [B, T], of a packed row [1, T]")
-    inputs = input_ids if input_ids is not None else inputs_embeds
-    if inputs is None:
+    tokens = input_ids if input_ids is not None else inputs["inputs_embeds"]
+    if tokens is None:
         return None
-    shape = (inputs.shape[0], inputs.shape[1])
-    if kwargs.get("packed_row") is not None:
-        return _row_itself(kwargs["packed_row"], shape, inputs.device)
+    shape = (tokens.shape[0], tokens.shape[1])
+    known = kwargs.get("packed_row")
+    if known is not None and not isinstance(known, PaddedBatch):
+        return _row_itself(known, shape, tokens.device)
     given = {name: kwargs[name] for name in ROW_KEYWORDS if kwargs.get(name) is not None}
-    if not given and (position_ids is None or inputs.shape[1] == 1 or getattr(position_ids, "ndim", 0) > 2):
+    if not given:
+        if known is not None and known.shape != shape:
+            raise _of_other_tokens(known.shape, shape)
+        if (batch := unpad(known)) is not None:
+            return batch
+    if not given and (position_ids is None or shape[1] == 1 or getattr(position_ids, "ndim", 0) > 2):
         return None  # positions on several axes, as of vision and language, describe no row by themselves
     if past_key_values is not None:
         continues = past_key_values.get_seq_length() > 0
@@ -71,7 +79,7 @@ def row_of_call(
         if continues or (not given and _is_ready_mask(attention_mask)):
             return None
     return describe_row(
-        shape, inputs.device, position_ids=position_ids, attention_mask=attention_mask, **given
+        shape, tokens.device, position_ids=position_ids, attention_mask=attention_mask, **given
     )
 
 
@@ -115,9 +123,9 @@ def describe_row(
     }
     positions, real = host.get("position_ids"), _real_tokens(host.get("attention_mask"))
     documents = documents_by_description(host, shape)
-    if positions is not None and positions.size and positions.max() > _LAST_POSITION:
+    if positions is not None and positions.size and positions.max() > LAST_POSITION:
         raise InputError(
-            f"position_ids reach {positions.max()}; give positions up to {_LAST_POSITION}, as far as "
+            f"position_ids reach {positions.max()}; give positions up to {LAST_POSITION}, as far as "
             "float32 tells them apart"
         )
     if list(documents) == ["position_ids"] and not max_lengths and _is_ordinary_batch(positions, real):
@@ -153,10 +161,14 @@ def _row_itself(row: Any, shape: tuple[int, int], device: torch.device) -> Packe
     if not isinstance(row, PackedRow):
         raise InputError(f"packed_row is a {type(row).__name__}; give a PackedRow, or packed_seq_lengths")
     if row.shape != shape:
-        raise InputError(
-            f"packed_row describes {list(row.shape)} tokens, the input ids are {list(shape)}; give their own"
-        )
+        raise _of_other_tokens(row.shape, shape)
     return row.on(device)
+
+
+def _of_other_tokens(described: tuple[int, int], shape: tuple[int, int]) -> InputError:
+    return InputError(
+        f"packed_row describes {list(described)} tokens, the input ids are {list(shape)}; give their own"
+    )
 
 
 def _given(descriptions: Mapping[str, Any]) -> dict[str, Any]:

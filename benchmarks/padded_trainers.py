@@ -1,0 +1,272 @@
+"""DPO on padded batches: updates a second of TRL's trainer over this package, plain TRL and Unsloth.
+
+    python benchmarks/padded_trainers.py [--case dpo-0.5b,dpo-8b] [--peers ours,trl,unsloth] [--json PATH]
+    python benchmarks/padded_trainers.py --case tiny --peers ours,trl         on a CPU
+
+Lengths are drawn as those of UltraFeedback's binarized preferences: log-normal, with a long tail that
+`max_length` cuts. All peers train on the same rows, in batches padded by TRL, with LoRA on a model of random
+weights that is built once under --work. Each peer runs in a process of its own, with a time limit. --rounds
+interleaves them, so that a drift of the machine hits all.
+
+Tokens are counted where the trainer hands a batch over, padding not counted. Seconds are the median of the
+updates after the warm-up. Exit code 1 if a run failed; what it said is printed.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from shapes import build, device_name, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ("ours", "trl", "unsloth")
+# Median and sigma of the logarithm, in tokens
+LENGTHS = {"prompt": (85, 1.0), "chosen": (250, 0.75), "rejected": (210, 0.85)}
+SHORTEST = 4
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_RESULT = "RESULT "
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Args:
+        shape: of the model, by its name in `shapes`.
+        pairs: of a chosen and a rejected reply in a batch.
+        max_length: tokens of a prompt and its reply at most.
+        checkpointing: whether every layer is recomputed.
+        steps: updates of a run.
+        warm: of them, the first that do not count.
+    """
+
+    shape: str
+    pairs: int
+    max_length: int
+    checkpointing: bool
+    steps: int
+    warm: int
+
+
+CASES = {
+    "dpo-0.5b": Case("qwen0.5b", pairs=8, max_length=1024, checkpointing=False, steps=40, warm=15),
+    "dpo-8b": Case("llama8b", pairs=4, max_length=1024, checkpointing=True, steps=20, warm=8),
+    "tiny": Case("tiny", pairs=4, max_length=128, checkpointing=False, steps=8, warm=3),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--case", default="dpo-0.5b,dpo-8b", help=f"of {', '.join(CASES)} (default: dpo-0.5b,dpo-8b)")
+    add("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; ratios are of the first by each")
+    add("--rounds", type=int, default=2, help="runs of every peer (default: 2)")
+    add("--timeout", type=int, default=400, help="seconds of one run (default: 400)")
+    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "unsloth-pack-benchmarks")
+    add("--json", type=Path, help="also write every number here")
+    add("--child", choices=("build", *PEERS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    cases, peers = args.case.split(","), args.peers.split(",")
+    for given, known, flag in ((cases, CASES, "--case"), (peers, PEERS, "--peers")):
+        if unknown := set(given) - set(known):
+            parser.error(f"{flag} is {', '.join(sorted(unknown))}; choose of {', '.join(known)}")
+    if args.child is not None:
+        return child(args.child, CASES[cases[0]], args.work)
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for name in cases:
+        built = in_a_process("build", name, args)
+        if "failed" in built:
+            print(f"{name}: cannot build the model: {built['failed']}", flush=True)
+            runs[name] = {"build": [built]}
+            continue
+        runs[name] = {peer: [] for peer in peers}
+        for _ in range(args.rounds):
+            for peer in peers:
+                run = in_a_process(peer, name, args)
+                print(f"{name} {peer}: {run.get('failed') or line_of(run)}", flush=True)
+                runs[name][peer].append(run)
+        print(table(name, runs[name]), flush=True)
+    if args.json:
+        report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name()}
+        report |= {"versions": versions(), "lengths": LENGTHS, "runs": runs}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    every = [run for by_peer in runs.values() for of_one in by_peer.values() for run in of_one]
+    return int(any("failed" in run for run in every))
+
+
+def in_a_process(what: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run, or `failed` and why."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    command = [sys.executable, __file__, "--child", what, "--case", case, "--work", str(args.work.resolve())]
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ | quiet | {"PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            timeout=args.timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"more than {args.timeout} s"}
+    told = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    if done.returncode or not told:
+        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
+        return {"failed": f"exit code {done.returncode}: {said[-1][:300]}", "said": "\n".join(said)[-4000:]}
+    return json.loads(told[-1].removeprefix(_RESULT))
+
+
+def line_of(run: dict[str, Any]) -> str:
+    return (
+        f"{run['ms']:.1f} ms an update, {run['tokens_s']:,.0f} tokens/s, {run['peak_GiB']:.2f} GiB, "
+        f"{run['tokens']:,.0f} of {run['places']:,.0f} places hold a token, loss {run['losses'][-1]:.4f}"
+    )
+
+
+def table(case: str, by_peer: dict[str, list[dict[str, Any]]]) -> str:
+    """Medians over the rounds, and ratios of the first peer by each."""
+    names = ("ms", "tokens_s", "peak_GiB")
+    medians = {
+        peer: {name: statistics.median(run[name] for run in finished) for name in names}
+        for peer, of_one in by_peer.items()
+        if (finished := [run for run in of_one if "failed" not in run])
+    }
+    first = medians.get(next(iter(by_peer)))
+    lines = [f"\n{case:<12}{'ms':>10}{'tokens/s':>12}{'GiB':>8}{'speed x':>10}{'memory x':>10}"]
+    for peer, one in medians.items():
+        line = f"  {peer:<10}{one['ms']:>10.1f}{one['tokens_s']:>12,.0f}{one['peak_GiB']:>8.2f}"
+        if first is not None:
+            memory = first["peak_GiB"] / one["peak_GiB"] if one["peak_GiB"] else float("nan")
+            line += f"{first['tokens_s'] / one['tokens_s']:>10.2f}{memory:>10.2f}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+# In a process of its own
+
+
+def child(what: str, case: Case, work: Path) -> int:
+    sys.path.remove(str(Path(__file__).resolve().parent))  # transformers would import kernels.py from here
+    folder = build(case.shape, work)
+    result = {} if what == "build" else train(what, case, folder, work)
+    print(_RESULT + json.dumps(result), flush=True)
+    return 0
+
+
+def preferences(case: Case) -> list[dict[str, str]]:
+    """Rows of random letters, one token each: the tokenizer knows single bytes."""
+    draw = random.Random(0)
+
+    def text(kind: str) -> str:
+        median, sigma = LENGTHS[kind]
+        length = int(median * draw.lognormvariate(0.0, sigma) * case.max_length / 1024)
+        return "".join(draw.choices(LETTERS, k=min(max(length, SHORTEST), case.max_length)))
+
+    # A prompt that leaves no room for a reply is left out
+    rows = ({kind: text(kind) for kind in LENGTHS} for _ in iter(int, 1))
+    kept = (row for row in rows if len(row["prompt"]) < case.max_length // 2)
+    return [next(kept) for _ in range(case.steps * case.pairs)]
+
+
+def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
+    """The figures of one run."""
+    if peer == "unsloth":  # before TRL is imported
+        from unsloth import FastLanguageModel, PatchDPOTrainer
+
+        PatchDPOTrainer()
+    elif peer == "ours":
+        from unsloth_pack import FastLanguageModel
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import DPOConfig, DPOTrainer
+
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    lora: dict[str, Any] = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": TARGETS}
+    more: dict[str, Any] = {}
+    if peer == "trl":
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        has_flash = on_gpu and importlib.util.find_spec("flash_attn") is not None
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="flash_attention_2" if has_flash else "sdpa"
+        )
+        model = model.to("cuda" if on_gpu else "cpu")
+        more["peft_config"] = LoraConfig(**lora, task_type="CAUSAL_LM")
+    else:
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            folder, max_seq_length=case.max_length, dtype=dtype, load_in_4bit=False
+        )
+        asked = {"ours": True, "unsloth": "unsloth"}[peer] if case.checkpointing else False
+        model = FastLanguageModel.get_peft_model(model, **lora, use_gradient_checkpointing=asked)
+    config = DPOConfig(
+        output_dir=str(work / f"dpo-{peer}"),
+        per_device_train_batch_size=case.pairs,
+        gradient_accumulation_steps=1,
+        max_length=case.max_length,
+        max_steps=case.steps,
+        learning_rate=5e-6,
+        logging_steps=5,
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        gradient_checkpointing=case.checkpointing and peer == "trl",
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        report_to="none",
+        save_strategy="no",
+        seed=3407,
+    )
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    rows = Dataset.from_list(preferences(case))
+    trainer = DPOTrainer(
+        model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()], **more
+    )
+    batches: list[tuple[int, int]] = []
+    step = trainer.training_step
+
+    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        masks = [mask for name, mask in inputs.items() if name.endswith("attention_mask")]
+        batches.append((sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)))
+        return step(model, inputs, *args, **kwargs)
+
+    trainer.training_step = counted
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    warm = [after - before for before, after in pairwise(ends)][case.warm - 1 :]
+    tokens = [n for n, _ in batches[case.warm :]]
+    return {
+        "ms": 1000 * statistics.median(warm),
+        "tokens_s": sum(tokens) / sum(warm),
+        "tokens": statistics.mean(n for n, _ in batches),
+        "places": statistics.mean(n for _, n in batches),
+        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

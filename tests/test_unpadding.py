@@ -1,0 +1,570 @@
+"""Padded batches run without their padding: what is computed, what comes back, and when padding is kept.
+
+The truth is every row alone, in plain transformers in float64.
+"""
+
+import copy
+import pickle
+from functools import partial
+from math import isfinite
+
+import pytest
+import torch
+from correctness.judge import Draw, judge_as_few
+from test_door import asked_by_trl
+from test_wrappers import WRAPPERS, made
+from tiny import DEVICE, Outcome, error, random_documents, routing, run_alone, tiny_model
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DynamicCache,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.granite.modeling_granite import GranitePreTrainedModel
+
+from unsloth_pack import patch_model, supported_architectures
+from unsloth_pack.errors import InputError
+from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.losses.contract import LabelledHead
+from unsloth_pack.row.padded_batch import PaddedBatch
+
+ARCHITECTURES = list(supported_architectures())
+LENGTHS = [5, 40, 1, 17, 30]
+N_ANSWERS = 64
+SIDES = ["left", "right"]
+PAD = 0
+
+
+def padded(documents, side, value=PAD):
+    """`[B, T]` of documents, on the device."""
+    return pad_sequence(documents, batch_first=True, padding_value=value, padding_side=side).to(DEVICE)
+
+
+def batch_of(documents, side, filler=None):
+    """A batch whose loss is that of every row alone; `filler` seeds random ids in the padding."""
+    ids, mask = padded(documents, side), padded([torch.ones_like(d) for d in documents], side)
+    labels = ids.masked_fill(mask.cumsum(1) < 2, -100).masked_fill(mask == 0, -100)
+    if filler is not None:
+        noise = torch.randint(3, 256, ids.shape, generator=torch.Generator().manual_seed(filler))
+        ids = torch.where(mask == 1, ids, noise.to(DEVICE))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def patched(arch="llama", dtype=torch.float32, **options):
+    model = tiny_model(arch, dtype)
+    patch_model(model, **options)
+    return model
+
+
+def decoder_of(model):
+    return getattr(model, "get_base_model", lambda: model)().get_decoder()
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The shapes of what runs through the decoder layers."""
+    shapes = []
+
+    def watch(model):
+        layer = decoder_of(model).layers[0]
+        layer.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape[:2])))
+        return model
+
+    watch.shapes = shapes
+    return watch
+
+
+PACKED, KEPT = [(1, sum(LENGTHS))], [(len(LENGTHS), max(LENGTHS))]
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_padded_batch_trains_as_its_rows_alone(arch, side):
+    exact, plain = tiny_model(arch, torch.float64, "cpu"), tiny_model(arch, device="cpu")
+    model = tiny_model(arch, device="cpu")
+    patch_model(model)
+
+    def run(seed):
+        documents = random_documents(LENGTHS, seed=seed)
+        truth = run_alone(exact, documents)
+        alone = run_alone(plain, documents, truth.routes)
+        batch = {name: x.cpu() for name, x in batch_of(documents, side).items()}
+        model.zero_grad()
+        with routing(model, truth.routes) as seen:
+            out = model(**batch)
+            out.loss.backward()
+        logits = out.logits[batch["attention_mask"] == 1].detach().double()
+        grads = {name: grad.double() for name, grad in gradients(model).items()}
+        routes = {name: torch.cat(parts) for name, parts in seen.items()}
+        got = Outcome(logits, out.loss.detach().double(), grads, routes)
+        return got, Draw(truth, alone, alone)
+
+    assert "failed" not in judge_as_few(run, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "asked", ["logits", "decoder", "embeddings", "hidden states", "tuple", "no gradient"]
+)
+@pytest.mark.parametrize("side", SIDES)
+def test_every_output_has_the_shape_of_the_batch_and_zeros_in_padding(asked, side, computed):
+    documents = random_documents(LENGTHS)
+    model, batch = computed(patched()), batch_of(documents, side)
+    mask, labels = batch["attention_mask"] == 1, batch.pop("labels")
+    row = {"input_ids": torch.cat(documents)[None].to(DEVICE), "packed_seq_lengths": LENGTHS}
+    if side == "left":  # transformers counts positions from the first place of a row
+        row["position_ids"] = mask.nonzero()[:, 1][None]
+    if asked in ("decoder", "tuple"):
+        options = {"return_dict": asked == "decoder"}
+        outs = [decoder_of(model)(**given, **options)[0] for given in (batch, row)]
+    elif asked == "hidden states":
+        outs = [torch.stack(model(**x, output_hidden_states=True).hidden_states) for x in (batch, row)]
+        outs = [out.movedim(0, 2) for out in outs]
+    elif asked == "embeddings":
+        embed = model.get_input_embeddings()
+        given = [dict(x, inputs_embeds=embed(x["input_ids"]), input_ids=None) for x in (batch, row)]
+        outs = [model(**x).logits for x in given]
+    elif asked == "no gradient":
+        model.eval()
+        with torch.no_grad():
+            outs = [model(**x, labels=None, use_cache=False).logits for x in (batch, row)]
+    else:
+        outs = [model(**x).logits for x in (batch, row)]
+    assert computed.shapes == 2 * PACKED
+    assert outs[0].shape[:2] == labels.shape
+    assert torch.equal(outs[0][mask], outs[1][0])
+    assert not outs[0][~mask].any()
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_trls_scores_are_those_of_the_rows_alone(side, computed):
+    documents = random_documents(LENGTHS)
+    model = patched("qwen3")
+    asked_by_trl(model)
+    batch = batch_of(documents, side)
+    computed(model)
+    out = model(**batch, fused_lm_head=True)
+    out.loss.backward()
+    assert computed.shapes == PACKED
+    assert out.log_probs.shape == (len(LENGTHS), max(LENGTHS) - 1)
+    assert torch.equal(out.label_mask, batch["labels"][:, 1:] != -100)
+    alone = [model(input_ids=d[None], labels=d[None], fused_lm_head=True) for d in padded_on(documents)]
+    for name in ("log_probs", "entropy"):
+        expected = torch.cat([getattr(one, name)[0] for one in alone])
+        assert error(getattr(out, name)[out.label_mask], expected) < 1e-5
+        assert not getattr(out, name)[~out.label_mask].any()
+
+
+def padded_on(documents):
+    return [document.to(DEVICE) for document in documents]
+
+
+def test_routed_experts_see_no_padding():
+    documents = random_documents(LENGTHS)
+    model, batch = patched("qwen3_moe"), batch_of(documents, "right")
+    plain = tiny_model("qwen3_moe")
+    ours, theirs = (m(**batch, output_router_logits=True) for m in (model, plain))
+    assert [x.shape for x in ours.router_logits] == [x.shape for x in theirs.router_logits]
+    assert torch.allclose(ours.aux_loss, theirs.aux_loss, rtol=1e-5)
+    assert torch.allclose(ours.loss, theirs.loss, rtol=1e-5)
+    asked_by_trl(model)
+    scored = model(**batch, output_router_logits=True, fused_lm_head=True)
+    assert torch.allclose(scored.aux_loss, theirs.aux_loss, rtol=1e-5)
+
+
+class GraniteForSequenceClassification(GenericForSequenceClassification, GranitePreTrainedModel):
+    """Which transformers lacks, made as it makes the others."""
+
+
+def with_answers(auto_class, arch="llama", dtype=torch.float32, **overrides):
+    config = supported_architectures()[arch].tiny_config(pad_token_id=PAD, num_labels=N_ANSWERS, **overrides)
+    torch.manual_seed(0)
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    if arch == "granite" and auto_class is AutoModelForSequenceClassification:
+        model = GraniteForSequenceClassification._from_config(config, **options)
+    else:
+        model = auto_class.from_config(config, **options)
+    if dtype == torch.float64:
+        model.config._experts_implementation = "eager"
+    return model.to(DEVICE, dtype).train()
+
+
+def answers_and_gradients(model, labels, *batches):
+    """Logits `[rows, labels]` of all batches, and the gradients of the mean loss of all rows."""
+    model.zero_grad()
+    logits = torch.cat([model(**batch).logits for batch in batches])
+    torch.nn.functional.cross_entropy(logits, labels).backward()
+    return [logits.detach().double(), *(grad.double() for grad in gradients(model).values())]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_classifier_answers_every_row_as_alone(arch, side, computed):
+    """Within 1.5 times the error of the plain model on each row alone or on the batch, over several draws."""
+    classifier = partial(with_answers, AutoModelForSequenceClassification, arch)
+    exact, plain, model = classifier(torch.float64), classifier(), classifier()
+    patch_model(model)
+    computed(model)
+    squares = {"ours": [], "alone": [], "batch": []}
+    for seed in range(4):
+        documents = random_documents(LENGTHS, seed=seed)
+        labels = torch.randint(N_ANSWERS, (len(documents),), device=DEVICE)
+        rows = [{"input_ids": document[None].to(DEVICE)} for document in documents]
+        batch, other = (batch_of(documents, side, filler) | {"labels": None} for filler in (None, 1))
+        truth = answers_and_gradients(exact, labels, *rows)
+        runs = {"ours": (model, batch), "alone": (plain, *rows), "batch": (plain, batch)}
+        for name, (one, *calls) in runs.items():
+            got = answers_and_gradients(one, labels, *calls)
+            squares[name].append([error(x, t) ** 2 for x, t in zip(got, truth, strict=True)])
+            if name == "ours":
+                assert all(map(torch.equal, got, answers_and_gradients(one, labels, other)))
+    assert set(computed.shapes) == set(PACKED)
+    for part in (slice(0, 1), slice(1, None)):  # answers, and gradients by the worst of them
+        worst = {
+            name: max(map(sum, list(zip(*of_draws, strict=True))[part])) for name, of_draws in squares.items()
+        }  # gemma2's eager attention is not finite on a padded batch
+        assert worst["ours"] <= 1.5**2 * max(w for w in (worst["alone"], worst["batch"]) if isfinite(w))
+
+
+# What stands in padding
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_stands_in_padding_changes_no_bit(arch, checkpointing, side):
+    """Random ids, and embeddings of padding that are no numbers."""
+    documents = random_documents(LENGTHS)
+    model = patched(arch)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: torch.where(args[0][..., None] == PAD, torch.nan, out)
+    )
+    expected = None
+    for filler in (None, 1, 2):
+        model.zero_grad()
+        out = model(**batch_of(documents, side, filler))
+        out.loss.backward()
+        got = [out.loss, out.logits, *gradients(model).values()]
+        assert all(x.isfinite().all() for x in got)
+        expected = expected or got
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_embeddings_and_positions_of_padding_change_no_bit(side):
+    model, documents = patched(), random_documents(LENGTHS)
+    batch, expected = batch_of(documents, side), None
+    mask = batch["attention_mask"]
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        noise = torch.where(torch.rand_like(embeds) < 0.5, torch.nan, torch.randn_like(embeds))
+        given = torch.where(mask[..., None] == 1, embeds, noise).requires_grad_()
+        at = torch.where(mask == 1, positions, torch.randint_like(positions, 99))
+        model.zero_grad()
+        out = model(inputs_embeds=given, position_ids=at, **batch)
+        out.loss.backward()
+        got = [out.loss, given.grad, *gradients(model).values()]
+        expected = expected or got
+        assert all(map(torch.equal, got, expected))
+        assert not given.grad[mask == 0].any()
+
+
+def test_a_row_of_padding_alone_adds_nothing():
+    model, documents = patched(), random_documents(LENGTHS)
+    batch = batch_of(documents, "right")
+    expected = model(**batch)
+    empty = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
+    more = {name: torch.cat([x, torch.full_like(x[:1], empty[name])]) for name, x in batch.items()}
+    out = model(**more)
+    assert torch.equal(out.loss, expected.loss)
+    assert torch.equal(out.logits[:-1], expected.logits)
+    assert not out.logits[-1].any()
+
+
+# When padding is taken out
+
+
+def holes(batch):
+    batch["attention_mask"][1, 7] = 0
+
+
+def padding_that_predicts(batch):
+    batch["labels"][0, batch["attention_mask"][0].argmax()] = 5
+
+
+def padding_with_labels(batch):
+    batch["labels"] = torch.where(batch["attention_mask"] == 0, PAD, batch["labels"])
+
+
+def no_token(batch):
+    batch["attention_mask"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("change", "side", "why"),
+    [
+        (holes, "right", "padding between the tokens"),
+        (padding_that_predicts, "left", "padding has labels, or predicts"),
+        (padding_with_labels, "right", "padding has labels, or predicts"),
+        (no_token, "right", "keeps no token"),
+    ],
+)
+def test_a_batch_that_keeps_its_padding_is_that_of_transformers_and_reported(change, side, why, computed):
+    plain, model = tiny_model("llama"), tiny_model("llama")
+    patch = patch_model(model)
+    batch = batch_of(random_documents(LENGTHS), side)
+    change(batch)
+    computed(model)
+    out, expected = model(**batch), plain(**batch)
+    assert computed.shapes == KEPT
+    if change is not no_token:
+        assert torch.allclose(out.loss, expected.loss, rtol=1e-5)
+    assert "padding" in patch.report.fused
+    assert why in patch.report.not_fused["padding"]
+    assert patch.report.not_fused["padding"].startswith("kept in 1 batches: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "training", "grads", "is_packed"),
+    [
+        ({}, True, True, True),
+        ({"use_cache": False}, True, False, True),
+        ({"use_cache": False}, False, False, True),
+        ({"use_cache": True}, True, True, False),
+        ({}, True, False, False),
+        ({}, False, False, False),
+        ({"past_key_values": "empty"}, True, True, False),
+    ],
+)
+def test_where_a_cache_is_made_padding_is_kept(options, training, grads, is_packed, computed):
+    model, batch = patched().train(training), batch_of(random_documents(LENGTHS), "right")
+    del batch["labels"]
+    computed(model)
+    if "past_key_values" in options:
+        options = {"past_key_values": DynamicCache()}
+    with torch.set_grad_enabled(grads):
+        out = model(**batch, **options)
+    assert computed.shapes == (PACKED if is_packed else KEPT)
+    assert (out.past_key_values is None) == is_packed
+
+
+@pytest.mark.parametrize("kind", ["none", "4-D", "float", "bool", "ones"])
+def test_other_masks(kind, computed):
+    model, batch = computed(patched()), batch_of(random_documents(LENGTHS), "right")
+    mask, T = batch["attention_mask"], max(LENGTHS)
+    given = {
+        "none": None,
+        "4-D": torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril().expand(len(LENGTHS), 1, T, T),
+        "float": mask.float(),
+        "bool": mask.bool(),
+        "ones": torch.ones_like(mask),
+    }[kind]
+    del batch["labels"]
+    out = model(**batch | {"attention_mask": given}).logits
+    expected = {"bool": PACKED, "ones": [(1, mask.numel())]}.get(kind, KEPT)
+    assert computed.shapes == expected
+    if kind == "ones":
+        assert error(out, model(**batch | {"attention_mask": None}).logits) < 1e-5
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_positions_that_come_with_the_mask(side, computed):
+    """From the mask, as TRL's older trainers count them; none outside it is looked at."""
+    model, batch = computed(patched()), batch_of(random_documents(LENGTHS), side)
+    mask = batch["attention_mask"]
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    out, plain = model(**batch, position_ids=positions), tiny_model("llama")(**batch, position_ids=positions)
+    assert computed.shapes == PACKED
+    assert torch.allclose(out.loss, plain.loss, rtol=1e-5)
+    shared = torch.arange(max(LENGTHS), device=DEVICE)
+    for given in (shared, shared[None]):
+        assert torch.equal(model(**batch, position_ids=given).loss, model(**batch).loss)
+    assert computed.shapes == 5 * PACKED
+
+
+def test_rows_that_are_packed_beside_a_mask_stay_so(computed):
+    model, documents = computed(patched()), random_documents([4, 6])
+    ids = torch.cat(documents)[None].to(DEVICE)
+    positions = torch.cat([torch.arange(4), torch.arange(6)])[None].to(DEVICE)
+    expected = model(input_ids=ids, packed_seq_lengths=[4, 6]).logits
+    for describe in ({"packed_seq_lengths": [4, 6]}, {"position_ids": positions}):
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), **describe).logits
+        assert torch.equal(out, expected)
+
+
+def test_it_can_be_switched_off(computed):
+    model = tiny_model("llama")
+    patch = patch_model(model, unpad=False)
+    assert patch.report.not_fused["padding"] == "unpad=False"
+    assert "padding" not in patch.report.fused
+    computed(model)(**batch_of(random_documents(LENGTHS), "right"))
+    assert computed.shapes == KEPT
+    with pytest.raises(InputError, match="unpad is 'no'; give True or False"):
+        patch_model(model, unpad="no")
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForQuestionAnswering, AutoModelForTokenClassification])
+def test_heads_that_score_padding_keep_it(auto_class, computed):
+    model = with_answers(auto_class, classifier_dropout=0.0)
+    plain = copy.deepcopy(model)
+    patch = patch_model(model)
+    batch = batch_of(random_documents(LENGTHS), "right")
+    del batch["labels"]
+    assert torch.allclose(computed(model)(**batch)[0], plain(**batch)[0], atol=1e-5)
+    assert computed.shapes == KEPT
+    assert "scores every place of a row" in patch.report.not_fused["padding"]
+
+
+def test_an_answer_that_is_read_from_padding_keeps_it(computed):
+    """Of embeddings transformers cannot tell which are padding, and reads the last place."""
+    model = with_answers(AutoModelForSequenceClassification)
+    plain = copy.deepcopy(model)
+    patch_model(model)
+    for side, expected in (("right", KEPT), ("left", PACKED)):
+        batch = batch_of(random_documents(LENGTHS), side)
+        given = {"attention_mask": batch["attention_mask"]}
+        given["inputs_embeds"] = model.get_input_embeddings()(batch["input_ids"])
+        del computed.shapes[:]
+        answers = computed(model)(**given).logits
+        assert computed.shapes[:1] == expected
+        assert torch.allclose(answers, plain(**given).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("side", SIDES)
+def test_text_in_a_model_of_vision_and_language(name, side, computed):
+    plain, model = made(name), made(name)
+    patch_model(model)
+    batch = batch_of(random_documents(LENGTHS), side)
+    computed(model)
+    for m in (plain, model):
+        m.zero_grad()
+        m(
+            **batch,
+            **(
+                {"token_type_ids": torch.zeros_like(batch["input_ids"])}
+                if m is plain and name == "gemma3"
+                else {}
+            ),
+        ).loss.backward()
+    assert computed.shapes == PACKED
+    for (key, expected), got in zip(gradients(plain).items(), gradients(model).values(), strict=True):
+        assert error(got, expected) < 2e-5, key
+    out = model(**batch)
+    assert out.logits.shape[:2] == batch["input_ids"].shape
+
+
+# What it costs
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    made_of = []
+    start = HostCopy.__init__
+    monkeypatch.setattr(HostCopy, "__init__", lambda self, x: made_of.append(x.numel()) or start(self, x))
+    return made_of
+
+
+def test_one_copy_comes_to_the_host_and_none_for_the_same_batch_again(copies):
+    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    labels = batch.pop("labels")
+    asked_by_trl(model)
+    n_tokens = labels.numel()
+
+    def call():
+        del copies[:]
+        with torch.no_grad():
+            model(**batch, labels=labels, use_cache=False, fused_lm_head=True)
+        return [n for n in copies if n >= n_tokens]
+
+    assert call() == [n_tokens + 1]  # the mask, and whether padding has labels
+    assert call() == []
+    labels[1, 3] = -100
+    assert len(call()) == 1
+    batch["attention_mask"] = batch["attention_mask"].clone()
+    assert len(call()) == 1
+
+
+def test_a_mask_that_has_changed_is_read_again():
+    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    del batch["labels"]
+    before = model(**batch).logits
+    batch["attention_mask"][1, 20:] = 0
+    after = model(**batch).logits
+    assert torch.allclose(after[1, :20], before[1, :20], atol=1e-5)
+    assert not after[1, 20:].any()
+
+
+def test_a_batch_of_inference_mode_serves_no_training():
+    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    with torch.inference_mode():
+        model(**batch, use_cache=False)
+    model(**batch).loss.backward()
+    assert gradients(model)
+
+
+def test_the_host_may_describe_the_batch(copies, computed):
+    model, batch = computed(patched()), batch_of(random_documents(LENGTHS), "right")
+    known = PaddedBatch.of_mask(batch["attention_mask"].bool().cpu().numpy(), torch.device("cpu"))
+    known = pickle.loads(pickle.dumps(known))  # from a worker of the loader
+    expected = model(**batch).loss
+    del copies[:]
+    assert torch.equal(model(**batch, packed_row=known).loss, expected)
+    assert copies == [1]  # how many labels there are
+    with pytest.raises(
+        InputError, match=r"packed_row describes \[5, 40\] tokens, the input ids are \[5, 7\]"
+    ):
+        model(input_ids=batch["input_ids"][:, :7], packed_row=known)
+    model.eval()(**batch, packed_row=known)
+    assert computed.shapes == [*PACKED, *PACKED, *KEPT]
+
+
+def test_a_loss_of_ones_own_gets_what_it_gets_of_a_padded_batch():
+    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    seen = []
+
+    def loss(labelled: LabelledHead, hidden, row, num_items):
+        seen.append((tuple(hidden.shape[:2]), tuple(labelled.mask.shape), row))
+        return labelled.cross_entropy(hidden, num_items)
+
+    expected = model(**batch).loss
+    model.get_base_model().training_loss = loss
+    assert torch.equal(model(**batch).loss, expected)
+    assert seen == [((5, 40), (5, 40), None)]
+
+
+def test_copies_stand_alone_and_undo_forgets():
+    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
+    expected = model(**batch).loss
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert torch.equal(twin(**batch).loss, expected)
+    plain = tiny_model("llama")
+    model.get_base_model().__dict__["unsloth_pack_patch"].undo()
+    assert torch.equal(model(**batch).loss, plain(**batch).loss)
+
+
+def test_graphs_get_the_packed_row(monkeypatch):
+    model, batch, rows = patched(), batch_of(random_documents(LENGTHS), "left"), []
+    decoder = decoder_of(model)
+
+    def run(decoder, row, input_ids):
+        rows.append((row.lengths, tuple(input_ids.shape)))
+        return torch.ones(1, sum(LENGTHS), 64, device=DEVICE)
+
+    monkeypatch.setattr(decoder.step_graphs, "run", run)
+    hidden = decoder(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+    assert rows == [(tuple(LENGTHS), (1, sum(LENGTHS)))]
+    assert torch.equal(hidden[..., 0].long(), batch["attention_mask"])
