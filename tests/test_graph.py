@@ -22,8 +22,9 @@ from unsloth_pack.attention import BACKENDS
 from unsloth_pack.forwards.leak_probe import left_alone
 from unsloth_pack.forwards.mixers import AttentionMixer, Choice, Request
 from unsloth_pack.forwards.rotary import rotary_tables
-from unsloth_pack.graphs.capture import CapturedForm, _Replay, capture_form
+from unsloth_pack.graphs.capture import _Replay, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
+from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
@@ -410,12 +411,21 @@ def move(decoder):
     weight.data = weight.data.clone()
 
 
+def replace_over_the_same_memory(decoder):
+    layer = decoder.layers[1].mlp.up_proj.lora_A["default"]
+    layer.weight = nn.Parameter(layer.weight.detach())
+
+
 def merge(decoder):
     decoder.layers[0].mlp.up_proj.merge()
 
 
 @pytest.mark.parametrize(
-    "change", [scale, replace, switch_off, freeze, move, merge, drop_less, drop_nothing, drop_attention]
+    "change",
+    [
+        *(scale, replace, replace_over_the_same_memory, switch_off, freeze, move, merge),
+        *(drop_less, drop_nothing, drop_attention),
+    ],
 )
 def test_what_a_graph_takes_for_granted_is_looked_at(change):
     decoder = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5}).get_base_model().model
@@ -507,7 +517,7 @@ def without_kernels(memory, weight):
         hidden=torch.ones(1, 4, 2),
         grad=torch.ones(1, 4, 2),
     )
-    form.gradients = lambda: [torch.ones_like(weight)]
+    form.gradients = SimpleNamespace(copies=lambda: (torch.ones_like(weight),))
     return form
 
 
@@ -696,7 +706,7 @@ def test_a_capture_restricts_no_other_thread(allocations):
     captured = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
     captures = [asked for asked in allocations if asked[0] == "capture"]
     assert [mode for *_, mode in captures] == ["thread_local"] * 3
-    assert captured.grad_shapes == [(8, 4)]
+    assert [grad.shape for grad in captured.gradients.copies()] == [(8, 4)]
 
 
 def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocations):
@@ -755,7 +765,8 @@ def test_a_memory_whose_making_was_interrupted_is_made_again(allocations, monkey
         broken.setattr(torch.cuda, "graph", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             capture_form(decoder, form, CPU, memory)
-    assert capture_form(decoder, form, CPU, memory).grad_shapes == [(8, 4)]
+    captured = capture_form(decoder, form, CPU, memory)
+    assert [grad.shape for grad in captured.gradients.copies()] == [(8, 4)]
 
 
 def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
@@ -792,13 +803,42 @@ def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
     assert [x.shape for x in living() if id(x) not in known] == []
 
 
+@pytest.mark.parametrize("shapes", [[(4, 2), (3,), (2, 4), (4, 2), (), (3,), (0, 5)], [(2, 3)]])
+@pytest.mark.parametrize("reached", ["all", "not the first"])
+def test_every_parameter_gets_its_own_gradient(shapes, reached):
+    """Whatever shapes they have, and where no gradient reaches a parameter. The next replay changes none."""
+    expected = [torch.randn(shape) for shape in shapes]
+    if reached != "all":
+        expected.insert(0, None)
+    gradients = FlatGradients(expected, torch.float32)
+    found = gradients.copies()
+    gradients._flat.zero_()  # as the next replay does, in its way
+    for grad, own in zip(found, expected, strict=True):
+        assert grad is None if own is None else torch.equal(grad, own)
+
+
 def test_gradients_of_several_dtypes_are_not_rounded():
-    parameters = [torch.zeros(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    flat = torch.tensor([1, 2, 1 + 2**-20, 4])
-    form = SimpleNamespace(flat_grads=flat, parameters=parameters, grad_shapes=[torch.Size([2])] * 2)
-    gradients, expected = CapturedForm.gradients(form), flat.clone()
-    flat.zero_()  # as the next replay does, in its way
-    assert torch.equal(torch.cat(gradients), expected)
+    grads = [torch.tensor([1, 2], dtype=torch.bfloat16), torch.tensor([1 + 2**-20, 4])]
+    found = FlatGradients(grads, torch.float32).copies()
+    assert all(torch.equal(grad, own) for grad, own in zip(found, grads, strict=True))
+    rounded = FlatGradients([torch.tensor([1.0, 3.0])], torch.bfloat16).copies()
+    assert rounded[0].dtype == torch.bfloat16
+
+
+def test_gradients_are_handed_to_parameters_without_another_copy():
+    parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
+
+    class HandOut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *parameters):
+            return torch.ones(1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return FlatGradients([torch.ones(2, 3)] * 3, torch.float32).copies()
+
+    HandOut.apply(*parameters).sum().backward()
+    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) == 1
 
 
 # On a GPU

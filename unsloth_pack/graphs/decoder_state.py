@@ -1,8 +1,10 @@
 """What a graph takes for granted of a decoder: where its parameters lie and what its modules do."""
 
 from itertools import chain
+from operator import attrgetter
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
 
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.modules.hooks import HOOKS
@@ -10,6 +12,7 @@ from unsloth_pack.row.packed_row import PackedRow
 
 _PAYS_BELOW = 5e11  # tokens x parameters of a layer: above, the GPU computes longer than Python launches
 _MOST_TRAINED = 200_000_000  # parameters: graphs hold their gradients a second time
+_IS_TRAINED = attrgetter("requires_grad")
 _DROPOUTS = ("p", "attention_dropout")  # attributes of modules that hold a dropout probability
 
 
@@ -21,7 +24,9 @@ class DecoderState:
         self._decoder = decoder
         self._hooks = [getattr(m, name) for m in modules for name in HOOKS]
         self._children = [m._modules for m in modules if m._modules]
-        self._parameters = [(m._parameters, name) for m in modules for name in m._parameters]
+        self._children_seen = [dict(held) for held in self._children]
+        self._holders = [m._parameters for m in modules if m._parameters]
+        self._kept_alive = self._parameters()  # so that no other parameter gets the id of one of these
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
         scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
         self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]
@@ -32,7 +37,9 @@ class DecoderState:
 
     def matches(self, decoder: CapturableDecoder) -> bool:
         """Whether nothing but dropout has changed. Called every step, so it compares little of a module."""
-        return self._decoder is decoder and self._look() == self._seen
+        return (
+            self._decoder is decoder and self._children == self._children_seen and self._look() == self._seen
+        )
 
     def dropout_matches(self) -> bool:
         """Whether every dropout has the same probability, and is on or off as it was."""
@@ -54,13 +61,21 @@ class DecoderState:
             return "modules have hooks"
         return None
 
-    def _look(self) -> list[object]:
-        parameters = [held[name] for held, name in self._parameters]
-        memory = [(p.data_ptr(), p.requires_grad) for p in parameters if p is not None]
+    def _parameters(self) -> list[Tensor]:
+        held = chain.from_iterable(map(dict.values, self._holders))
+        return [p for p in held if p is not None]
+
+    def _look(self) -> list[list[object]]:
+        """Of parameters and adapters, mostly in C: it reads thousands of objects."""
+        parameters = self._parameters()
         adapters = [(m._disable_adapters, m._active_adapter, *m.merged_adapters) for m in self._adapted]
-        scalings = list(chain.from_iterable(scaling.values() for scaling in self._scalings))
-        children = list(chain.from_iterable(map(dict.values, self._children)))
-        return [memory, adapters, scalings, children]
+        return [
+            list(map(id, parameters)),
+            list(map(Tensor.data_ptr, parameters)),
+            list(map(_IS_TRAINED, parameters)),
+            adapters,
+            list(chain.from_iterable(map(dict.values, self._scalings))),
+        ]
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:
         return [(held[name], held["training"]) for held, name in self._dropouts]
