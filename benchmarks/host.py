@@ -5,9 +5,9 @@
 Needs no GPU. A model of many narrow layers with an adapter on every projection trains, once under TRL's
 SFTTrainer and once in a bare loop. What would be replayed from CUDA graphs is replaced by static tensors:
 the row is described, copied and checked, and gradients are handed out, but the layers compute nothing.
-With --against, another checkout of unsloth_pack is measured in turns with this one, because the clock of a
-machine that is shared changes from minute to minute. Each part is the median over steps, of the best round.
-Parts lie within one another: `step` holds all of them.
+Times are of the processor, so that other processes on the machine hardly count. With --against, another
+checkout of unsloth_pack is measured in turns with this one. Each part is the median over steps, of the best
+round. Parts lie within one another: `step` holds all of them.
 """
 
 import argparse
@@ -87,12 +87,12 @@ class Parts:
         inner: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 return inner(*args, **kwargs)
             finally:
                 if self.steps:
-                    self.steps[-1][part] += 1e3 * (time.perf_counter() - start)
+                    self.steps[-1][part] += 1e3 * (time.thread_time() - start)
 
         setattr(owner, name, timed)
 
@@ -100,9 +100,9 @@ class Parts:
     def step(self) -> Any:
         """Goes around a step."""
         self.steps.append(defaultdict(float))
-        start = time.perf_counter()
+        start = time.thread_time()
         yield
-        self.steps[-1]["step"] = 1e3 * (time.perf_counter() - start)
+        self.steps[-1]["step"] = 1e3 * (time.thread_time() - start)
 
     def medians(self, prefix: str) -> dict[str, float]:
         """Of every part, over the steps that count."""
@@ -182,7 +182,7 @@ def replay_nothing(graphs: Any) -> None:
 def watch(parts: Parts, model: Any) -> None:
     """Name the parts of a step that are timed."""
     from unsloth_pack.forwards import causal_lm
-    from unsloth_pack.graphs.capture import CapturedForm, _Replay
+    from unsloth_pack.graphs.capture import CapturedForm
     from unsloth_pack.graphs.decoder_state import DecoderState
     from unsloth_pack.graphs.row_form import RowForm
     from unsloth_pack.row.packed_row import PackedRow
@@ -195,7 +195,6 @@ def watch(parts: Parts, model: Any) -> None:
         (RowForm, "of", "form of the row"),
         (PackedRow, "fill", "fill the static row"),
         (CapturedForm, "replay", "replay forward"),
-        (_Replay, "backward", "replay backward"),
         (type(model), "forward", "model forward"),
         (type(model), "train", "model.train"),
         (type(model), "zero_grad", "model.zero_grad"),
@@ -214,12 +213,12 @@ def train_in_a_loop(model: Any, parts: Parts, steps: int) -> None:
         with parts.step():
             model.train()
             loss = model(input_ids=ids, labels=ids, position_ids=positions).loss
-            start = time.perf_counter()
+            start = time.thread_time()
             loss.backward()
-            parts.steps[-1]["backward"] += 1e3 * (time.perf_counter() - start)
-            start = time.perf_counter()
+            parts.steps[-1]["backward"] += 1e3 * (time.thread_time() - start)
+            start = time.thread_time()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            parts.steps[-1]["clip"] += 1e3 * (time.perf_counter() - start)
+            parts.steps[-1]["clip"] += 1e3 * (time.thread_time() - start)
             optimizer.step()
             model.zero_grad()
 

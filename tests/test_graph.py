@@ -22,7 +22,7 @@ from unsloth_pack.attention import BACKENDS
 from unsloth_pack.forwards.leak_probe import left_alone
 from unsloth_pack.forwards.mixers import AttentionMixer, Choice, Request
 from unsloth_pack.forwards.rotary import rotary_tables
-from unsloth_pack.graphs.capture import _Replay, capture_form
+from unsloth_pack.graphs.capture import _Replayed, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.memory import GraphMemory
@@ -524,19 +524,19 @@ def without_kernels(memory, weight):
 def test_activations_are_used_once_and_by_their_own_row():
     weight, memory = nn.Parameter(torch.ones(2)), GraphMemory()
     forms = [without_kernels(memory, weight) for _ in range(2)]
-    first = _Replay.apply(forms[0], 3, weight).sum()
+    first = _Replayed.apply(forms[0], 3, weight).sum()
     assert memory.is_awaited
     first.backward(retain_graph=True)
     assert not memory.is_awaited
     with pytest.raises(RuntimeError, match="once"):
         first.backward()
-    second = _Replay.apply(forms[1], 4, weight).sum()
+    second = _Replayed.apply(forms[1], 4, weight).sum()
     with pytest.raises(RuntimeError, match="once"):
         first.backward()
     assert memory.is_awaited
     second.backward()
     assert weight.grad.tolist() == [2, 2]
-    third = _Replay.apply(forms[0], 4, weight).sum()
+    third = _Replayed.apply(forms[0], 4, weight).sum()
     del third
     assert not memory.is_awaited
 
@@ -546,7 +546,7 @@ def test_a_replay_gives_what_the_next_does_not_overwrite_and_no_gradient_to_the_
     form = without_kernels(GraphMemory(), weight)
     form.backward_graph = SimpleNamespace(replay=lambda: read.append(form.grad.tolist()))
     form.grad.fill_(5)  # as a longer row has left it
-    hidden = _Replay.apply(form, 3, weight)
+    hidden = _Replayed.apply(form, 3, weight)
     form.hidden.fill_(7)
     assert hidden.tolist() == [[1, 1]] * 3
     hidden.sum().backward()
@@ -561,7 +561,7 @@ def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, weight = StepGraphs(None), nn.Parameter(torch.ones(2))
     graphs._rows_seen[RowForm.of(row)] = 2
-    loss = _Replay.apply(without_kernels(graphs._memory, weight), 3, weight).sum()
+    loss = _Replayed.apply(without_kernels(graphs._memory, weight), 3, weight).sum()
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
     assert "backward pass yet" in graphs.why_not
     loss.backward()

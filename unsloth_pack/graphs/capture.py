@@ -55,13 +55,15 @@ class CapturedForm:
         n_tokens = row.n_tokens
         self.input_ids[0, :n_tokens].copy_(input_ids.reshape(-1))
         self.row.fill(row)
-        return _Replay.apply(self, n_tokens, *self.parameters).view(*row.shape, -1)
+        self.forward_graph.replay()  # first of all: autograd looks at every parameter for its node
+        return _Replayed.apply(self, n_tokens, *self.parameters).view(*row.shape, -1)
 
 
-class _Replay(torch.autograd.Function):
+class _Replayed(torch.autograd.Function):
+    """The last hidden state that the forward graph has left, `[tokens, C]`."""
+
     @staticmethod
     def forward(ctx: Any, captured: CapturedForm, n_tokens: int, *parameters: nn.Parameter) -> Tensor:
-        captured.forward_graph.replay()
         ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, Token()
         captured.memory.fill(ctx.token)
         return captured.hidden[0, :n_tokens].clone()
