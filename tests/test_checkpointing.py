@@ -138,7 +138,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch, free):
         self.free, self.allocated, self.peak = free, 0, 0
-        monkeypatch.setattr(recompute, "_free", lambda device: self.free)
+        monkeypatch.setattr(recompute, "free_bytes", lambda device: self.free)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -233,7 +233,7 @@ def test_what_can_still_be_allocated(fraction, free, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 30)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
-    assert recompute._free(torch.device("cuda")) == free
+    assert recompute.free_bytes(torch.device("cuda")) == free
 
 
 def test_a_host_without_memory_is_not_filled(monkeypatch):
@@ -273,7 +273,7 @@ def test_a_forward_that_leaves_too_little_is_tried_again(monkeypatch):
 
     monkeypatch.setattr(plan, "decide", decide)
     monkeypatch.setattr(plan, "measured", nullcontext)
-    monkeypatch.setattr(recompute, "_free", free)
+    monkeypatch.setattr(recompute, "free_bytes", free)
     monkeypatch.setattr(plan, "lower", lambda: len(tried) < plan.n_layers)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     hooked = []

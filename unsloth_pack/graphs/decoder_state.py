@@ -8,9 +8,7 @@ from torch import Tensor
 
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.modules.hooks import HOOKS
-from unsloth_pack.row.packed_row import PackedRow
 
-_PAYS_BELOW = 5e11  # tokens x parameters of a layer: above, the GPU computes longer than Python launches
 _MOST_TRAINED = 200_000_000  # parameters: graphs hold their gradients a second time
 _IS_TRAINED = attrgetter("requires_grad")
 _DROPOUTS = ("p", "attention_dropout")  # attributes of modules that hold a dropout probability
@@ -31,7 +29,6 @@ class DecoderState:
         scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
         self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]
         self._dropouts = [(vars(m), name) for m in modules for name in _DROPOUTS if name in vars(m)]
-        self._layer_size = sum(p.numel() for p in decoder.layers[0].parameters())
         self._n_trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
         self._seen, self._dropouts_seen = self._look(), self._look_at_dropouts()
 
@@ -45,16 +42,14 @@ class DecoderState:
         """Whether every dropout has the same probability, and is on or off as it was."""
         return self._look_at_dropouts() == self._dropouts_seen
 
-    def why_not_captured(self, row: PackedRow) -> str | None:
-        """Why this row runs uncaptured, or None."""
+    def why_not_captured(self) -> str | None:
+        """Why no row of this step is captured, or None."""
         if not self._decoder.training:
             return "the model is not training"
         plan = self._decoder.recompute_plan
         checkpointed = getattr(self._decoder.layers[0], "gradient_checkpointing", False)
         if checkpointed and (plan is None or plan.n_recomputed):
             return "gradient checkpointing"
-        if row.n_tokens * self._layer_size > _PAYS_BELOW:
-            return "the GPU computes longer than Python launches"
         if self._n_trained > _MOST_TRAINED:
             return f"{self._n_trained:,} parameters are trained"
         if any(self._hooks):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unsloth_pack.graphs.gauge import free_bytes
+
 _USABLE = 0.95  # of the free memory: the rest is lost to fragments
 # Estimates, until a step is measured:
 _LAYERS_BESIDE = 3  # layers' worth of activations that a backward pass works in
@@ -52,7 +54,7 @@ class RecomputePlan:
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         self._learn(device)
-        free = _free(device)
+        free = free_bytes(device)
         room = _USABLE * free - self._beside * tokens
         n_kept = min(self.n_layers, max(0, int(room // (self._per_token * tokens))))
         self.n_recomputed, self._tokens = self.n_layers - n_kept, tokens
@@ -68,7 +70,7 @@ class RecomputePlan:
         """Whether the forward pass has left enough memory for the loss and the backward pass."""
         if self._before is None or self.n_recomputed == self.n_layers:
             return True
-        return _free(device) >= self._beside * self._tokens
+        return free_bytes(device) >= self._beside * self._tokens
 
     def lower(self) -> bool:
         """After memory ran out: expect a fifth more a token. False where all layers are recomputed anyway."""
@@ -104,11 +106,3 @@ def _estimate(layer: nn.Module, config: Any) -> float:
     outputs = sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
     experts = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
     return outputs + 3 * experts + 4 * config.hidden_size
-
-
-def _free(device: torch.device) -> int:
-    """Bytes that this process can still allocate."""
-    free, total = torch.cuda.mem_get_info(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return min(free + reserved, allowed) - allocated
