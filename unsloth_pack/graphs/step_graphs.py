@@ -60,11 +60,9 @@ class StepGraphs:
             sizes = sorted({form.tokens for form in self._graphs})
             said = f"captured for {len(self._graphs)} forms of rows, of {', '.join(map(str, sizes))} tokens"
             times = self._trials.times(sizes[-1])
-            return (
-                said
-                if times is None
-                else f"{said}; the GPU computes {times.device}, Python launches {times.host}"
-            )
+            if times is not None:
+                said += f"; the GPU computes {times.device}, Python launches {times.host}"
+            return said
         return f"not captured: {self.why_not or 'no form of row has come often enough yet'}"
 
     def run(self, decoder: CapturableDecoder, row: PackedRow, input_ids: Tensor | None) -> Tensor | None:
