@@ -22,12 +22,14 @@ from unsloth_pack.attention import BACKENDS
 from unsloth_pack.forwards.leak_probe import left_alone
 from unsloth_pack.forwards.mixers import AttentionMixer, Choice, Request
 from unsloth_pack.forwards.rotary import rotary_tables
-from unsloth_pack.graphs.capture import CapturedForm, _Replay, capture_form
+from unsloth_pack.graphs.capture import _Replayed, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
+from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.graphs.step_graphs import StepGraphs
+from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.models import spec_of
 from unsloth_pack.patching.decoder_parts import DecoderParts
@@ -219,24 +221,16 @@ def test_only_what_reads_the_row_on_the_device_is_captured(backend):
     assert why == (None if backend == "flash" else f"{backend} reads the row on the host")
 
 
-@pytest.mark.parametrize(
-    ("limit", "why"),
-    [("_PAYS_BELOW", "the GPU computes longer"), ("_MOST_TRAINED", "parameters are trained")],
-)
-def test_what_is_too_large_is_not_captured(limit, why, monkeypatch):
+def test_what_trains_too_much_is_not_captured(monkeypatch):
     model = tiny_model("llama", device="cpu")
     patch_model(model)
-    state, row = DecoderState(model.get_base_model().model), PackedRow.of_lengths([64], CPU)
-    assert state.why_not_captured(row) is None
-    layer, decoder = state._decoder.layers[0], state._decoder
-    most = {
-        "_PAYS_BELOW": 64 * sum(p.numel() for p in layer.parameters()),
-        "_MOST_TRAINED": sum(p.numel() for p in decoder.parameters() if p.requires_grad),
-    }[limit]
-    monkeypatch.setattr(f"unsloth_pack.graphs.decoder_state.{limit}", most)
-    assert state.why_not_captured(row) is None
-    monkeypatch.setattr(f"unsloth_pack.graphs.decoder_state.{limit}", most - 1)
-    assert why in state.why_not_captured(row)
+    state = DecoderState(model.get_base_model().model)
+    assert state.why_not_captured() is None
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    monkeypatch.setattr("unsloth_pack.graphs.decoder_state._MOST_TRAINED", n_trained)
+    assert state.why_not_captured() is None
+    monkeypatch.setattr("unsloth_pack.graphs.decoder_state._MOST_TRAINED", n_trained - 1)
+    assert state.why_not_captured() == f"{n_trained:,} parameters are trained"
 
 
 @pytest.mark.parametrize(("mode", "n_recomputed"), [(True, 0), ("auto", 0), ("auto", 1)])
@@ -249,18 +243,25 @@ def test_a_step_that_recomputes_is_not_captured(mode, n_recomputed):
         decoder.recompute_plan.n_recomputed = n_recomputed
     else:  # a hook is reason enough
         model.disable_input_require_grads()
-    why = DecoderState(decoder).why_not_captured(PackedRow.of_lengths([64], CPU))
+    why = DecoderState(decoder).why_not_captured()
     assert why == (None if (mode, n_recomputed) == ("auto", 0) else "gradient checkpointing")
 
 
-def test_which_forms_are_captured(monkeypatch):
+@pytest.fixture
+def held_up(monkeypatch):
+    """Rows of every size are known to wait for Python."""
+    monkeypatch.setattr(Trials, "is_held_up", lambda *_: True)
+
+
+def test_which_forms_are_captured(held_up, monkeypatch):
     """The third row of a form, or any longer row once there are graphs; not a row that wastes a little."""
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda decoder, form, *_: form.tokens)
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs._MOST_FORMS", 3)
     graphs = StepGraphs(None)
 
     def graphs_for(*lengths):
-        return graphs._graphs_for(None, PackedRow.of_lengths(lengths, CPU))
+        form = graphs._form_for(None, PackedRow.of_lengths(lengths, CPU))
+        return None if form is None else graphs._graphs[form]
 
     assert [graphs_for(1000) for _ in range(3)] == [None, None, 1024]
     assert [graphs_for(900) for _ in range(4)] == [1024] * 4
@@ -277,7 +278,7 @@ def test_the_nearest_form_that_holds_a_row_is_replayed():
     graphs = StepGraphs(None)
     graphs._graphs = {form: form for form in [*reversed(near), *far]}
     for form in near:
-        assert graphs._graphs_for(None, row) is form
+        assert graphs._form_for(None, row) is form
         del graphs._graphs[form]
 
 
@@ -306,7 +307,7 @@ def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     graphs, form = StepGraphs(None), RowForm(64, 64, 64, None)
     graphs._graphs, before = {form: "from before"}, graphs._memory
     monkeypatch.setattr(before, "give_back", lambda: states.append(f"{len(graphs._graphs)} graphs left"))
-    assert graphs._capture(None, form, torch.device(device)) is None
+    assert not graphs._capture(None, form, torch.device(device))
     assert graphs._memory is not before
     assert states.pop(0) == "0 graphs left"
     assert states == ["its state"]
@@ -350,7 +351,7 @@ def test_memory_is_not_released_for_graphs_that_are_held_still(allocations, monk
     assert not released
 
 
-def test_a_capture_is_of_the_device_of_the_model(monkeypatch):
+def test_a_capture_is_of_the_device_of_the_model(held_up, monkeypatch):
     """Another may be the current one. There nothing would be captured, and replays would change nothing."""
     current = []
 
@@ -410,12 +411,21 @@ def move(decoder):
     weight.data = weight.data.clone()
 
 
+def replace_over_the_same_memory(decoder):
+    layer = decoder.layers[1].mlp.up_proj.lora_A["default"]
+    layer.weight = nn.Parameter(layer.weight.detach())
+
+
 def merge(decoder):
     decoder.layers[0].mlp.up_proj.merge()
 
 
 @pytest.mark.parametrize(
-    "change", [scale, replace, switch_off, freeze, move, merge, drop_less, drop_nothing, drop_attention]
+    "change",
+    [
+        *(scale, replace, replace_over_the_same_memory, switch_off, freeze, move, merge),
+        *(drop_less, drop_nothing, drop_attention),
+    ],
 )
 def test_what_a_graph_takes_for_granted_is_looked_at(change):
     decoder = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5}).get_base_model().model
@@ -453,7 +463,7 @@ def test_adapters_of_other_kinds_are_looked_at_too():
     assert not state.matches(decoder)
 
 
-def test_graphs_outlive_evaluation_and_probes(monkeypatch):
+def test_graphs_outlive_evaluation_and_probes(held_up, monkeypatch):
     captures = []
 
     def capture_anew(*_):
@@ -491,10 +501,10 @@ def test_graphs_outlive_evaluation_and_probes(monkeypatch):
 def test_no_hook_is_passed_over(register):
     model = tiny_model("llama", device="cpu")
     patch_model(model)
-    decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
-    assert DecoderState(decoder).why_not_captured(row) is None
+    decoder = model.get_base_model().model
+    assert DecoderState(decoder).why_not_captured() is None
     getattr(decoder.layers[0].mlp, register)(lambda *_: None)
-    assert DecoderState(decoder).why_not_captured(row) == "modules have hooks"
+    assert DecoderState(decoder).why_not_captured() == "modules have hooks"
 
 
 def without_kernels(memory, weight):
@@ -507,26 +517,26 @@ def without_kernels(memory, weight):
         hidden=torch.ones(1, 4, 2),
         grad=torch.ones(1, 4, 2),
     )
-    form.gradients = lambda: [torch.ones_like(weight)]
+    form.gradients = SimpleNamespace(copies=lambda: (torch.ones_like(weight),))
     return form
 
 
 def test_activations_are_used_once_and_by_their_own_row():
     weight, memory = nn.Parameter(torch.ones(2)), GraphMemory()
     forms = [without_kernels(memory, weight) for _ in range(2)]
-    first = _Replay.apply(forms[0], 3, weight).sum()
+    first = _Replayed.apply(forms[0], 3, weight).sum()
     assert memory.is_awaited
     first.backward(retain_graph=True)
     assert not memory.is_awaited
     with pytest.raises(RuntimeError, match="once"):
         first.backward()
-    second = _Replay.apply(forms[1], 4, weight).sum()
+    second = _Replayed.apply(forms[1], 4, weight).sum()
     with pytest.raises(RuntimeError, match="once"):
         first.backward()
     assert memory.is_awaited
     second.backward()
     assert weight.grad.tolist() == [2, 2]
-    third = _Replay.apply(forms[0], 4, weight).sum()
+    third = _Replayed.apply(forms[0], 4, weight).sum()
     del third
     assert not memory.is_awaited
 
@@ -536,14 +546,14 @@ def test_a_replay_gives_what_the_next_does_not_overwrite_and_no_gradient_to_the_
     form = without_kernels(GraphMemory(), weight)
     form.backward_graph = SimpleNamespace(replay=lambda: read.append(form.grad.tolist()))
     form.grad.fill_(5)  # as a longer row has left it
-    hidden = _Replay.apply(form, 3, weight)
+    hidden = _Replayed.apply(form, 3, weight)
     form.hidden.fill_(7)
     assert hidden.tolist() == [[1, 1]] * 3
     hidden.sum().backward()
     assert read == [[[[1, 1]] * 3 + [[0, 0]]]]
 
 
-def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
+def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(held_up, monkeypatch):
     captured = SimpleNamespace(replay=lambda *_: "replayed")
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
@@ -551,7 +561,7 @@ def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(monkeypatch):
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, weight = StepGraphs(None), nn.Parameter(torch.ones(2))
     graphs._rows_seen[RowForm.of(row)] = 2
-    loss = _Replay.apply(without_kernels(graphs._memory, weight), 3, weight).sum()
+    loss = _Replayed.apply(without_kernels(graphs._memory, weight), 3, weight).sum()
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
     assert "backward pass yet" in graphs.why_not
     loss.backward()
@@ -676,10 +686,13 @@ def test_another_decoder_is_captured_and_replayed(allocations, monkeypatch):
     decoder, graphs = TinyDecoder(), StepGraphs(None)
     assert isinstance(decoder, CapturableDecoder)
     row, ids = PackedRow.of_lengths([9, 3], CPU), torch.arange(12)[None] % 8
-    assert [graphs.run(decoder, row, ids) for _ in range(2)] == [None, None]
+    for _ in range(2):
+        assert graphs.run(decoder, row, ids) is None
+        with graphs.tried(row):
+            decoder._packed_forward(row, ids, None)
     hidden = graphs.run(decoder, row, ids)
     assert hidden.shape == (1, 12, 4)
-    assert str(graphs) == "captured for 1 forms of rows, of 64 tokens"
+    assert str(graphs).startswith("captured for 1 forms of rows, of 64 tokens; the GPU computes ")
     (weight,) = decoder.parameters()
     assert torch.equal(hidden[0], weight[ids[0]])
     of_hidden = torch.randn(hidden.shape)
@@ -696,7 +709,7 @@ def test_a_capture_restricts_no_other_thread(allocations):
     captured = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
     captures = [asked for asked in allocations if asked[0] == "capture"]
     assert [mode for *_, mode in captures] == ["thread_local"] * 3
-    assert captured.grad_shapes == [(8, 4)]
+    assert [grad.shape for grad in captured.gradients.copies()] == [(8, 4)]
 
 
 def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocations):
@@ -755,7 +768,8 @@ def test_a_memory_whose_making_was_interrupted_is_made_again(allocations, monkey
         broken.setattr(torch.cuda, "graph", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             capture_form(decoder, form, CPU, memory)
-    assert capture_form(decoder, form, CPU, memory).grad_shapes == [(8, 4)]
+    captured = capture_form(decoder, form, CPU, memory)
+    assert [grad.shape for grad in captured.gradients.copies()] == [(8, 4)]
 
 
 def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
@@ -792,13 +806,42 @@ def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
     assert [x.shape for x in living() if id(x) not in known] == []
 
 
+@pytest.mark.parametrize("shapes", [[(4, 2), (3,), (2, 4), (4, 2), (), (3,), (0, 5)], [(2, 3)]])
+@pytest.mark.parametrize("reached", ["all", "not the first"])
+def test_every_parameter_gets_its_own_gradient(shapes, reached):
+    """Whatever shapes they have, and where no gradient reaches a parameter. The next replay changes none."""
+    expected = [torch.randn(shape) for shape in shapes]
+    if reached != "all":
+        expected.insert(0, None)
+    gradients = FlatGradients(expected, torch.float32)
+    found = gradients.copies()
+    gradients._flat.zero_()  # as the next replay does, in its way
+    for grad, own in zip(found, expected, strict=True):
+        assert grad is None if own is None else torch.equal(grad, own)
+
+
 def test_gradients_of_several_dtypes_are_not_rounded():
-    parameters = [torch.zeros(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    flat = torch.tensor([1, 2, 1 + 2**-20, 4])
-    form = SimpleNamespace(flat_grads=flat, parameters=parameters, grad_shapes=[torch.Size([2])] * 2)
-    gradients, expected = CapturedForm.gradients(form), flat.clone()
-    flat.zero_()  # as the next replay does, in its way
-    assert torch.equal(torch.cat(gradients), expected)
+    grads = [torch.tensor([1, 2], dtype=torch.bfloat16), torch.tensor([1 + 2**-20, 4])]
+    found = FlatGradients(grads, torch.float32).copies()
+    assert all(torch.equal(grad, own) for grad, own in zip(found, grads, strict=True))
+    rounded = FlatGradients([torch.tensor([1.0, 3.0])], torch.bfloat16).copies()
+    assert rounded[0].dtype == torch.bfloat16
+
+
+def test_gradients_are_handed_to_parameters_without_another_copy():
+    parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(3)]
+
+    class HandOut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *parameters):
+            return torch.ones(1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return FlatGradients([torch.ones(2, 3)] * 3, torch.float32).copies()
+
+    HandOut.apply(*parameters).sum().backward()
+    assert len({p.grad.untyped_storage().data_ptr() for p in parameters}) == 1
 
 
 # On a GPU

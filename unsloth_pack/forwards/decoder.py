@@ -182,7 +182,8 @@ class FastDecoder(nn.Module):
                     return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)
             plan = self.recompute_plan if self.training and torch.is_grad_enabled() else None
             try:
-                outputs = self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
+                with self.step_graphs.tried(row):
+                    outputs = self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
                 if plan is None or plan.leaves_room(row.device) or not plan.lower():
                     return outputs
                 del outputs

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unsloth_pack.graphs.free_memory import free_bytes
+from unsloth_pack.graphs.gauge import free_bytes
 
 _SHARE = 0.25  # of the free memory may hold gate and up; the rest of a step needs about as much again
 _MANY_BYTES = 2**27  # of gate and up in a layer; below it they are always kept

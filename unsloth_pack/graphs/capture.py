@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.memory import GraphMemory, Token
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
@@ -24,14 +25,13 @@ class CapturedForm:
     Args:
         memory: what the graphs compute lies there.
         forward_graph: reads `row`, `input_ids` and the parameters, writes `hidden`.
-        backward_graph: reads `grad` and what the forward graph has left, writes `flat_grads`.
+        backward_graph: reads `grad` and what the forward graph has left, writes `gradients`.
         row: a static row of the form's sizes.
         input_ids: `[1, tokens]` int64.
         hidden: `[1, tokens, C]`, the last hidden state.
         grad: `[1, tokens, C]`, the gradient of `hidden`.
         parameters: the trained ones.
-        flat_grads: the gradients of the parameters one after the other, in one dimension.
-        grad_shapes: of every parameter's gradient; None where none reaches the parameter.
+        gradients: of the parameters.
         kept_alive: owns memory that the graphs read and that nothing else here owns.
     """
 
@@ -43,8 +43,7 @@ class CapturedForm:
     hidden: Tensor
     grad: Tensor
     parameters: list[nn.Parameter]
-    flat_grads: Tensor
-    grad_shapes: list[torch.Size | None]
+    gradients: FlatGradients
     kept_alive: tuple[object, ...]
 
     def replay(self, row: PackedRow, input_ids: Tensor) -> Tensor:
@@ -56,20 +55,15 @@ class CapturedForm:
         n_tokens = row.n_tokens
         self.input_ids[0, :n_tokens].copy_(input_ids.reshape(-1))
         self.row.fill(row)
-        return _Replay.apply(self, n_tokens, *self.parameters).view(*row.shape, -1)
-
-    def gradients(self) -> list[Tensor | None]:
-        """A copy of every parameter's gradient: the next replay overwrites the originals."""
-        dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters))
-        sizes = [shape.numel() for shape in self.grad_shapes if shape is not None]
-        parts = iter(self.flat_grads.to(dtype, copy=True).split(sizes))
-        return [None if shape is None else next(parts).view(shape) for shape in self.grad_shapes]
+        self.forward_graph.replay()  # first of all: autograd looks at every parameter for its node
+        return _Replayed.apply(self, n_tokens, *self.parameters).view(*row.shape, -1)
 
 
-class _Replay(torch.autograd.Function):
+class _Replayed(torch.autograd.Function):
+    """The last hidden state that the forward graph has left, `[tokens, C]`."""
+
     @staticmethod
     def forward(ctx: Any, captured: CapturedForm, n_tokens: int, *parameters: nn.Parameter) -> Tensor:
-        captured.forward_graph.replay()
         ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, Token()
         captured.memory.fill(ctx.token)
         return captured.hidden[0, :n_tokens].clone()
@@ -82,7 +76,7 @@ class _Replay(torch.autograd.Function):
         captured.grad[0, : ctx.n_tokens].copy_(grad)
         captured.grad[0, ctx.n_tokens :].zero_()
         captured.backward_graph.replay()
-        return None, None, *captured.gradients()
+        return None, None, *captured.gradients.copies()
 
 
 def capture_form(
@@ -102,7 +96,7 @@ def capture_form(
     grad = _warm_up(step, memory)
     forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     hidden = _capture_forward(step, forward_graph, memory)
-    flat_grads, grad_shapes = _capture_backward(step, hidden, grad, backward_graph, memory)
+    gradients = _capture_backward(step, hidden, grad, backward_graph, memory)
     return CapturedForm(
         memory=memory,
         forward_graph=forward_graph,
@@ -112,8 +106,7 @@ def capture_form(
         hidden=hidden.detach(),
         grad=grad,
         parameters=step.parameters,
-        flat_grads=flat_grads,
-        grad_shapes=grad_shapes,
+        gradients=gradients,
         kept_alive=(step.stand_ins, tables),
     )
 
@@ -170,9 +163,7 @@ def _capture_forward(step: _StaticStep, graph: torch.cuda.CUDAGraph, memory: Gra
 
 def _capture_backward(
     step: _StaticStep, hidden: Tensor, grad: Tensor, graph: torch.cuda.CUDAGraph, memory: GraphMemory
-) -> tuple[Tensor, list[torch.Size | None]]:
-    """The gradients of all parameters in one tensor, and the shape of each."""
+) -> FlatGradients:
+    dtype = reduce(torch.promote_types, (p.dtype for p in step.parameters))
     with memory.capturing(graph):
-        grads = step.backward(hidden, grad)
-        flat_grads = torch.cat([g.reshape(-1) for g in grads if g is not None])
-    return flat_grads, [None if g is None else g.shape for g in grads]
+        return FlatGradients(step.backward(hidden, grad), dtype)

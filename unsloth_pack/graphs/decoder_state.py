@@ -1,15 +1,16 @@
 """What a graph takes for granted of a decoder: where its parameters lie and what its modules do."""
 
 from itertools import chain
+from operator import attrgetter
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
 
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.modules.hooks import HOOKS
-from unsloth_pack.row.packed_row import PackedRow
 
-_PAYS_BELOW = 5e11  # tokens x parameters of a layer: above, the GPU computes longer than Python launches
 _MOST_TRAINED = 200_000_000  # parameters: graphs hold their gradients a second time
+_IS_TRAINED = attrgetter("requires_grad")
 _DROPOUTS = ("p", "attention_dropout")  # attributes of modules that hold a dropout probability
 
 
@@ -21,46 +22,55 @@ class DecoderState:
         self._decoder = decoder
         self._hooks = [getattr(m, name) for m in modules for name in HOOKS]
         self._children = [m._modules for m in modules if m._modules]
-        self._parameters = [(m._parameters, name) for m in modules for name in m._parameters]
+        self._children_seen = [dict(held) for held in self._children]
+        self._holders = [m._parameters for m in modules if m._parameters]
+        self._kept_alive = self._parameters()  # so that no other parameter gets the id of one of these
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
         scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
         self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]
         self._dropouts = [(vars(m), name) for m in modules for name in _DROPOUTS if name in vars(m)]
-        self._layer_size = sum(p.numel() for p in decoder.layers[0].parameters())
         self._n_trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
         self._seen, self._dropouts_seen = self._look(), self._look_at_dropouts()
 
     def matches(self, decoder: CapturableDecoder) -> bool:
         """Whether nothing but dropout has changed. Called every step, so it compares little of a module."""
-        return self._decoder is decoder and self._look() == self._seen
+        return (
+            self._decoder is decoder and self._children == self._children_seen and self._look() == self._seen
+        )
 
     def dropout_matches(self) -> bool:
         """Whether every dropout has the same probability, and is on or off as it was."""
         return self._look_at_dropouts() == self._dropouts_seen
 
-    def why_not_captured(self, row: PackedRow) -> str | None:
-        """Why this row runs uncaptured, or None."""
+    def why_not_captured(self) -> str | None:
+        """Why no row of this step is captured, or None."""
         if not self._decoder.training:
             return "the model is not training"
         plan = self._decoder.recompute_plan
         checkpointed = getattr(self._decoder.layers[0], "gradient_checkpointing", False)
         if checkpointed and (plan is None or plan.n_recomputed):
             return "gradient checkpointing"
-        if row.n_tokens * self._layer_size > _PAYS_BELOW:
-            return "the GPU computes longer than Python launches"
         if self._n_trained > _MOST_TRAINED:
             return f"{self._n_trained:,} parameters are trained"
         if any(self._hooks):
             return "modules have hooks"
         return None
 
-    def _look(self) -> list[object]:
-        parameters = [held[name] for held, name in self._parameters]
-        memory = [(p.data_ptr(), p.requires_grad) for p in parameters if p is not None]
+    def _parameters(self) -> list[Tensor]:
+        held = chain.from_iterable(map(dict.values, self._holders))
+        return [p for p in held if p is not None]
+
+    def _look(self) -> list[list[object]]:
+        """Of parameters and adapters, mostly in C: it reads thousands of objects."""
+        parameters = self._parameters()
         adapters = [(m._disable_adapters, m._active_adapter, *m.merged_adapters) for m in self._adapted]
-        scalings = list(chain.from_iterable(scaling.values() for scaling in self._scalings))
-        children = list(chain.from_iterable(map(dict.values, self._children)))
-        return [memory, adapters, scalings, children]
+        return [
+            list(map(id, parameters)),
+            list(map(Tensor.data_ptr, parameters)),
+            list(map(_IS_TRAINED, parameters)),
+            adapters,
+            list(chain.from_iterable(map(dict.values, self._scalings))),
+        ]
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:
         return [(held[name], held["training"]) for held, name in self._dropouts]

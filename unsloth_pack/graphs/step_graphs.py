@@ -2,15 +2,18 @@
 
 On a small model a step waits for Python and for thousands of kernel launches. A graph launches all of its
 kernels at once. The graphs live inside the decoder, so every trainer gets them: the first rows of a form run
-as usual, the next one is captured, and later rows are copied into the static buffers and replayed.
+as usual and are timed. Where launching holds the GPU up, the next one is captured, and later rows are copied
+into the static buffers and replayed.
 
 A form is the number of tokens, the number of documents and the length of the longest, each rounded up. The
 row is padded with a document of its own that no gradient reaches, `cu_seqlens` with empty documents. A step
-that cannot be captured runs as usual, and `StepGraphs.why_not` says why.
+that is not captured runs as usual, and `StepGraphs.why_not` says why.
 """
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
+from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.row.packed_row import PackedRow
 
 _ROWS_BEFORE_CAPTURE = 2  # of a form: they compile the kernels, and a form that comes once costs nothing
@@ -44,6 +48,9 @@ class StepGraphs:
         self._graphs: dict[RowForm, CapturedForm] = {}
         self._state: DecoderState | None = None
         self._memory = GraphMemory()
+        self._trials = Trials()
+        self._on_trial: RowForm | None = None  # of the row that runs next
+        self._too_large: dict[int, str | None] = {}  # by tokens: why graphs would leave too little memory
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[str | None]]:
         return StepGraphs, (self._why_never,)
@@ -51,7 +58,11 @@ class StepGraphs:
     def __str__(self) -> str:
         if self._graphs:
             sizes = sorted({form.tokens for form in self._graphs})
-            return f"captured for {len(self._graphs)} forms of rows, of {', '.join(map(str, sizes))} tokens"
+            said = f"captured for {len(self._graphs)} forms of rows, of {', '.join(map(str, sizes))} tokens"
+            times = self._trials.times(sizes[-1])
+            if times is not None:
+                said += f"; the GPU computes {times.device}, Python launches {times.host}"
+            return said
         return f"not captured: {self.why_not or 'no form of row has come often enough yet'}"
 
     def run(self, decoder: CapturableDecoder, row: PackedRow, input_ids: Tensor | None) -> Tensor | None:
@@ -61,12 +72,13 @@ class StepGraphs:
             row: on a CUDA device.
             input_ids: `[B, T]`, or None where embeddings came in.
         """
+        self._on_trial = None
         if self._why_never is not None or input_ids is None or not torch.is_grad_enabled():
             return None
         state = self._state
         if state is None or not state.matches(decoder):
             state = self._drop_graphs_and_look_at(decoder)
-        self.why_not = state.why_not_captured(row)
+        self.why_not = state.why_not_captured()
         if self.why_not is not None:
             return None
         if not state.dropout_matches():  # compared only now: evaluation and probes turn it off for a while
@@ -75,44 +87,76 @@ class StepGraphs:
             self.why_not = "the row before has not been through its backward pass yet"
             return None
         with torch.cuda.device_of(input_ids):  # a capture is of the current device, which may be another
-            captured = self._graphs_for(decoder, row)
-        return None if captured is None else captured.replay(row, input_ids)
+            form = self._form_for(decoder, row)
+            if form is None:
+                return None
+            with self._trials.replay(form.tokens, row.device):
+                return self._graphs[form].replay(row, input_ids)
+
+    @contextmanager
+    def tried(self, row: PackedRow) -> Iterator[None]:
+        """Goes around the forward pass of a row for which `run` has returned None: it may be measured."""
+        form, self._on_trial = self._on_trial, None
+        if form is None:
+            yield
+            return
+        with self._trials.trial(form.tokens, row.device):
+            yield
 
     def _drop_graphs_and_look_at(self, decoder: CapturableDecoder) -> DecoderState:
         self._graphs.clear()
+        self._too_large.clear()
         self._state = DecoderState(decoder)
         return self._state
 
-    def _graphs_for(self, decoder: CapturableDecoder, row: PackedRow) -> CapturedForm | None:
-        """Graphs of the row's own form, else of any that holds it: waste costs less than launches."""
+    def _form_for(self, decoder: CapturableDecoder, row: PackedRow) -> RowForm | None:
+        """The row's own form, else any captured one that holds it: waste costs less than launches."""
         form = RowForm.of(row)
         self._rows_seen[form] += 1
         holding = [other for other in self._graphs if other.holds(row)]
         nearest = min(holding, key=lambda other: (other.tokens, other.longest, other.segments), default=None)
-        has_room = len(self._graphs) < _MOST_FORMS
         is_common = self._rows_seen[form] > _ROWS_BEFORE_CAPTURE
         if nearest is None:
-            worth_it = is_common or bool(self._graphs)  # once anything is captured, all kernels are compiled
+            self._on_trial = form
+            wanted = is_common or bool(self._graphs)  # once anything is captured, all kernels are compiled
         else:
-            worth_it = is_common and nearest.tokens > _WASTE_ALLOWED * form.tokens
-        if has_room and worth_it:
-            return self._capture(decoder, form, row.device)
-        return None if nearest is None else self._graphs[nearest]
+            wanted = is_common and nearest.tokens > _WASTE_ALLOWED * form.tokens
+        wanted = wanted and len(self._graphs) < _MOST_FORMS
+        is_worth_it = self._is_worth_it(form, row.device) if wanted or nearest is None else False
+        if wanted and is_worth_it:
+            self._on_trial = None
+            return form if self._capture(decoder, form, row.device) else None
+        if nearest is not None:
+            self.why_not = None
+        return nearest
 
-    def _capture(
-        self, decoder: CapturableDecoder, form: RowForm, device: torch.device
-    ) -> CapturedForm | None:
+    def _is_worth_it(self, form: RowForm, device: torch.device) -> bool:
+        """Whether replaying is known to save time and leaves enough memory; if not, `why_not` says why."""
+        is_held_up = self._trials.is_held_up(form.tokens)
+        if is_held_up and form.tokens not in self._too_large:
+            self._too_large[form.tokens] = self._trials.why_too_large(form.tokens, device)
+        if is_held_up:
+            self.why_not = self._too_large[form.tokens]
+            return self.why_not is None
+        if is_held_up is False and (times := self._trials.times(form.tokens)) is not None:
+            self.why_not = (
+                f"the GPU computes longer than Python launches: {times.device} against {times.host}"
+            )
+        return False
+
+    def _capture(self, decoder: CapturableDecoder, form: RowForm, device: torch.device) -> bool:
+        """Whether the form could be captured."""
         try:
             captured = capture_form(decoder, form, device, self._memory)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             cause = _first_cause(error)
         else:
             self._graphs[form] = captured
-            return captured
+            return True
         self._recover_from_broken_capture(device)  # only now: the error held what was computed until then
         self._why_never = self.why_not = f"capture failed ({cause})"
         logger.warning("the step is not captured in CUDA graphs: %s", self._why_never)
-        return None
+        return False
 
     def _recover_from_broken_capture(self, device: torch.device) -> None:
         self._graphs.clear()

@@ -7,6 +7,7 @@ of a captured step.
 
 from collections.abc import Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
         def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int: ...
 else:
     _TransformersModel = nn.Module  # the transformers class comes behind, when a model is patched
+
+_MODE = attrgetter("training")
 
 
 class Walkable(Protocol):
@@ -30,42 +33,62 @@ class Walkable(Protocol):
 
 
 class ModuleWalk:
-    """All that lies below one module, as long as no module or parameter is added, removed or renamed."""
+    """All that lies below one module, as long as no module or parameter is added, removed or renamed.
+
+    Whether the lists are still right is asked several times a step. So they are compared in C, and of dicts
+    that are empty, as most are, only that they still are.
+    """
 
     def __init__(self) -> None:
         self.modules: list[tuple[str, nn.Module]] = []  # by path; a module at two paths is listed twice
+        self.each: list[nn.Module] = []  # likewise, without the path
         # By path; each is read from the dict of its module, under its name there
         self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []
         self.n_parameters: dict[bool, int] = {}  # as counted without embeddings, or with them
-        self._inner: list[dict[str, nn.Module | None]] = []
-        self._leaves: list[dict[str, nn.Module | None]] = []
-        self._holders: list[dict[str, nn.Parameter | None]] = []
-        self._look: tuple[list[Any], ...] = ()
+        self._empty: list[dict[str, Any]] = []  # what holds no module or no parameter
+        self._inner: list[dict[str, nn.Module | None]] = []  # what holds modules
+        self._children: list[dict[str, nn.Module | None]] = []  # copies of these
+        self._holders: list[dict[str, nn.Parameter | None]] = []  # what holds parameters
+        self._keys: list[str] = []  # of these
+        self._once: list[nn.Parameter] = []
+        self._ids: list[int] = []  # of all that modules held then, None among them
 
     def is_current(self, root: nn.Module) -> bool:
-        """Whether the lists are still right. They are compared in C, which is far cheaper than a walk."""
-        if not self.modules or self.modules[0][1] is not root or any(self._leaves):
-            return False
-        return self._take_look() == self._look
+        """Whether the lists are still right, but for the order in which one module holds others."""
+        return (
+            bool(self.modules)
+            and self.modules[0][1] is root
+            and not any(self._empty)
+            and self._inner == self._children  # modules are compared by identity
+            and list(chain.from_iterable(self._holders)) == self._keys
+        )
 
     def renew(self, modules: list[tuple[str, nn.Module]]) -> None:
         """List these modules, by path, the module itself first, and their parameters."""
         self.modules = modules
+        self.each = [module for _, module in modules]
         self.parameters = [
             (f"{name}.{key}" if name else key, module._parameters, key)
             for name, module in modules
             for key in module._parameters
         ]
         self.n_parameters.clear()
-        children = [module._modules for _, module in modules]
+        children = [module._modules for module in self.each]
+        holders = [module._parameters for module in self.each]
+        self._empty = [*(held for held in children if not held), *(held for held in holders if not held)]
         self._inner = [held for held in children if held]
-        self._leaves = [held for held in children if not held]
-        self._holders = [module._parameters for _, module in modules]
-        self._look = self._take_look()
+        self._children = [dict(held) for held in self._inner]
+        self._holders = [held for held in holders if held]
+        self._keys = list(chain.from_iterable(self._holders))
 
-    def _take_look(self) -> tuple[list[Any], ...]:
-        children = list(chain.from_iterable(map(dict.values, self._inner)))
-        return children, list(chain.from_iterable(self._inner)), list(chain.from_iterable(self._holders))
+    def parameters_once(self) -> list[nn.Parameter]:
+        """The parameters that the modules hold now, each once."""
+        held_now = list(chain.from_iterable(map(dict.values, self._holders)))
+        ids = list(map(id, held_now))  # `==` of parameters would compare their numbers
+        if ids != self._ids:
+            by_id = {id(parameter): parameter for parameter in held_now if parameter is not None}
+            self._ids, self._once = ids, list(by_id.values())
+        return self._once
 
 
 class ListedModules(nn.Module):
@@ -106,9 +129,14 @@ class ListedModules(nn.Module):
                 seen.add(id(parameter))
             yield f"{prefix}.{name}" if prefix else name, parameter
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As `torch.nn.Module.parameters`."""
+        return iter(self._walk().parameters_once()) if recurse else super().parameters(recurse)
+
     def train(self, mode: bool = True) -> Any:
         """As `torch.nn.Module.train`; sets nothing where all modules are in this mode already."""
-        if all(module.training is mode for _, module in self._walk().modules):
+        modes = map(_MODE, self._walk().each)
+        if (mode is True and all(modes)) or (mode is False and not any(modes)):
             return self
         return super().train(mode)
 

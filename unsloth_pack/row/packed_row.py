@@ -56,18 +56,24 @@ class PackedRow:
         """
         positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
         row = cls((longest, *[0] * (n_segments - 1)), (False,) * n_segments, positions, (1, n_tokens), device)
-        row.__dict__["cu_seqlens"] = torch.full((n_segments + 1,), n_tokens, dtype=torch.int32, device=device)
-        row.__dict__["position_ids"] = torch.zeros(n_tokens, dtype=torch.int64, device=device)
+        # One tensor, so that one transfer fills both
+        numbers = torch.zeros(n_tokens + n_segments // 2 + 1, dtype=torch.int64, device=device)
+        row._built["static"], row.__dict__["position_ids"] = numbers, numbers[:n_tokens]
+        row.__dict__["cu_seqlens"] = numbers[n_tokens:].view(torch.int32)[: n_segments + 1]
+        row.cu_seqlens.fill_(n_tokens)
         return row
 
     def fill(self, row: "PackedRow") -> None:
         """Make this static row describe `row`, followed by padding and empty segments."""
-        tail = np.arange(self.n_tokens - row.n_tokens) % self.longest
+        n_tokens = self.n_tokens
+        tail = np.arange(n_tokens - row.n_tokens) % self.longest
         ends = [*np.cumsum(row.lengths), *(row.n_tokens + np.flatnonzero(tail == 0)[1:])]
-        cu_seqlens = np.full(len(self.lengths) + 1, self.n_tokens, dtype=np.int32)
-        cu_seqlens[: len(ends) + 1] = [0, *ends]
-        self.cu_seqlens.copy_(self.upload(cu_seqlens))
-        self.position_ids.copy_(self.upload(np.concatenate([row.positions, tail])))
+        static: Tensor = self._built["static"]
+        numbers = np.empty(len(static), dtype=np.int64)
+        numbers[: row.n_tokens], numbers[row.n_tokens : n_tokens] = row.positions, tail
+        cu_seqlens = numbers[n_tokens:].view(np.int32)
+        cu_seqlens[: len(ends) + 1], cu_seqlens[len(ends) + 1 :] = [0, *ends], n_tokens
+        static.copy_(self._pinned(numbers), non_blocking=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What describes the row, for pickles: a loader's worker makes rows for another process."""
@@ -184,7 +190,9 @@ class PackedRow:
 
     def upload(self, array: np.ndarray) -> Tensor:
         """`array` on the row's device, without waiting for it."""
+        return self._pinned(array).to(self.device, non_blocking=True)
+
+    def _pinned(self, array: np.ndarray) -> Tensor:
+        """`array` where the row's device can fetch it: a copy from other memory would wait for the device."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()  # a copy from pageable memory would synchronise
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor

@@ -1,0 +1,342 @@
+"""A step is captured where launching was measured to hold the device up, and where memory allows it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import random_documents, tiny_model
+
+from unsloth_pack import patch_model
+from unsloth_pack.graphs.gauge import Gauge, free_bytes
+from unsloth_pack.graphs.step_graphs import StepGraphs
+from unsloth_pack.graphs.trials import Trials
+from unsloth_pack.row.packed_row import PackedRow
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+class Machine:
+    """A host and a device with clocks of their own; takes the place of a `Gauge`.
+
+    A mark is the moment in which the device reaches it.
+    """
+
+    def __init__(self, free=80.0):
+        self.host = self.done = 0.0  # seconds: now, and when the device will have done its work
+        self.bytes_held = self.bytes_most = 0
+        self.bytes_in_all = int(free * GIB)
+        self.n_waits = self.n_marks = 0
+
+    def runs(self, host, device, keeps=0.0):
+        """A forward pass: the device starts at once, and ends no earlier than its last launch."""
+        self.done = max(max(self.host, self.done) + device, self.host + host)
+        self.host += host
+        self.takes(keeps)
+
+    def takes(self, gib):
+        self.bytes_held += int(gib * GIB)
+        self.bytes_most = max(self.bytes_most, self.bytes_held)
+
+    def wait(self):
+        self.n_waits += 1
+        self.host = max(self.host, self.done)
+
+    def now(self):
+        return self.host
+
+    def mark(self):
+        self.n_marks += 1
+        return max(self.host, self.done)
+
+    def has_passed(self, mark):
+        return self.host >= mark
+
+    def between(self, start, end):
+        return end - start
+
+    def allocated(self):
+        return self.bytes_held
+
+    def peak(self):
+        return self.bytes_most
+
+    def free(self):
+        return self.bytes_in_all - self.bytes_held
+
+
+def trials_on(machine):
+    return Trials(lambda device: machine)
+
+
+def try_rows(trials, machine, *rows, tokens=1024, pause=1.0):
+    for host, device in rows:
+        with trials.trial(tokens, CPU):
+            machine.runs(host, device)
+        machine.host += pause  # the rest of the step
+
+
+def as_gib(text):
+    return [float(word) for word in text.split() if word.replace(".", "").isdigit()]
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "is_held_up"),
+    [(0.020, 0.005, True), (0.071, 0.100, True), (0.069, 0.100, False), (0.012, 0.045, False)],
+)
+def test_launching_holds_the_device_up_from_a_share_of_its_time_on(host, device, is_held_up):
+    machine = Machine()
+    trials = trials_on(machine)
+    assert trials.is_held_up(1024) is None
+    assert trials.times(1024) is None
+    try_rows(trials, machine, (host, device))
+    assert trials.is_held_up(1024) is None  # the first row compiles: one is not enough
+    try_rows(trials, machine, (host, device))
+    assert trials.is_held_up(1024) is is_held_up
+    assert trials.times(1024) == (f"{1e3 * max(host, device):.1f} ms", f"{1e3 * host:.1f} ms")
+
+
+def test_what_compiles_and_what_is_slow_once_does_not_count():
+    machine = Machine()
+    trials = trials_on(machine)
+    try_rows(trials, machine, (3.0, 0.045), (0.012, 0.045))
+    assert trials.is_held_up(1024) is False
+    trials = trials_on(machine)
+    try_rows(trials, machine, (0.020, 0.005), (0.020, 0.900))  # another process has the device meanwhile
+    assert trials.is_held_up(1024) is True
+
+
+def test_a_judgement_is_corrected_by_later_rows():
+    machine = Machine()
+    trials = trials_on(machine)
+    try_rows(trials, machine, (3.0, 0.005), (0.020, 0.9))
+    trials._device[1024] = 0.9  # the device was slow in both
+    assert trials.is_held_up(1024) is False
+    try_rows(trials, machine, (0.020, 0.005))
+    assert trials.is_held_up(1024) is True
+
+
+def test_times_are_read_when_the_device_has_got_there_and_not_waited_for():
+    machine = Machine()
+    trials = trials_on(machine)
+    try_rows(trials, machine, (0.01, 0.5), (0.01, 0.5), pause=0.0)
+    n_waits, now = machine.n_waits, machine.host
+    assert trials.is_held_up(1024) is None  # the device is in the second row
+    assert (machine.n_waits, machine.host) == (n_waits, now)
+    machine.host += 1
+    assert trials.is_held_up(1024) is False
+
+
+def test_what_the_device_had_to_do_before_is_not_counted():
+    """A backward pass may still run: launches that fit into it would look free, or the pass slow."""
+    machine = Machine()
+    trials = trials_on(machine)
+    for _ in range(2):
+        machine.runs(0.001, 7.0)
+        try_rows(trials, machine, (0.020, 0.005))
+    assert trials.is_held_up(1024) is True
+    assert trials.times(1024).device == "20.0 ms"
+
+
+def test_few_rows_of_a_size_are_measured():
+    machine = Machine()
+    trials = trials_on(machine)
+    try_rows(trials, machine, *[(0.012, 0.045)] * 9)
+    assert machine.n_waits == 4
+    assert machine.n_marks == 8
+    for _ in range(9):
+        with trials.replay(1024, CPU):
+            machine.runs(0.001, 0.040)
+    assert machine.n_waits == 4  # replays are not waited for
+    assert machine.n_marks == 16
+
+
+def test_a_pass_that_breaks_is_not_measured():
+    machine = Machine()
+    trials = trials_on(machine)
+
+    def break_down(*_):
+        raise torch.OutOfMemoryError
+
+    runs, machine.runs = machine.runs, break_down
+    with pytest.raises(torch.OutOfMemoryError):
+        try_rows(trials, machine, (5.0, 5.0))
+    machine.runs = runs
+    try_rows(trials, machine, (0.020, 0.005), (0.020, 0.005))
+    assert trials.times(1024) == ("20.0 ms", "20.0 ms")
+
+
+def test_other_sizes_settle_what_they_can():
+    machine = Machine()
+    trials = trials_on(machine)
+    try_rows(trials, machine, *[(0.020, 0.005)] * 2)
+    assert trials.is_held_up(512) is True  # fewer tokens take no longer
+    assert trials.is_held_up(1280) is True  # 25 ms at most
+    assert trials.is_held_up(4096) is None  # 80 ms at most, for all that is known
+    with trials.replay(1024, CPU):
+        machine.runs(0.0, 0.005)
+    machine.host += 1
+    assert trials.is_held_up(4096) is True  # 20 ms, since nothing holds a replay up
+    assert trials.is_held_up(8192) is None
+    try_rows(trials, machine, *[(0.020, 0.044)] * 2, tokens=8192)
+    assert trials.is_held_up(8192) is False
+    assert trials.is_held_up(16384) is False  # not tried, but no shorter
+
+
+def test_graphs_leave_room_for_a_step():
+    for free, is_held in ((20.1, True), (19.9, False)):
+        machine = Machine(free)
+        trials = trials_on(machine)
+        with trials.trial(1024, CPU):
+            machine.runs(0.02, 0.005, keeps=10)
+        machine.takes(-10)
+        why = trials.why_too_large(1024, CPU)
+        assert (why is None) == is_held
+        assert is_held or as_gib(why) == [10, 10, 19.9]
+        assert trials.why_too_large(512, CPU) is None
+        assert as_gib(trials.why_too_large(2048, CPU))[0] == 20
+
+
+def test_a_backward_pass_that_takes_more_counts():
+    machine = Machine(30)
+    trials = trials_on(machine)
+    machine.takes(25)  # as the weights were loaded: a peak that no step has set
+    machine.takes(-20)
+    with trials.trial(1024, CPU):
+        machine.runs(0.02, 0.005, keeps=4)
+    machine.takes(-4)
+    assert trials.why_too_large(1024, CPU) is None
+    with trials.trial(1024, CPU):
+        machine.runs(0.02, 0.005, keeps=4)
+    machine.takes(20)
+    machine.takes(-24)
+    assert as_gib(trials.why_too_large(1024, CPU)) == [24, 24, 25]
+    machine.takes(25)  # what a capture takes is no step's
+    machine.takes(-25)
+    assert as_gib(trials.why_too_large(1024, CPU)) == [24, 24, 25]
+
+
+# In a decoder's graphs
+
+
+@pytest.fixture
+def decoder(monkeypatch):
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: CAPTURED)
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    return model.get_decoder()
+
+
+CAPTURED = SimpleNamespace(replay=lambda *_: "replayed")
+IDS = torch.zeros(1, 64, dtype=torch.int64)
+
+
+def steps(graphs, decoder, machine, n, host, device, keeps=0.0):
+    """What is returned for rows of one form, which run uncaptured where it is nothing."""
+    row, found = PackedRow.of_lengths([64], CPU), []
+    for _ in range(n):
+        found.append(graphs.run(decoder, row, IDS))
+        if found[-1] is None:
+            with graphs.tried(row):
+                machine.runs(host, device, keeps)
+            machine.takes(-keeps)
+        machine.host += 1
+    return found
+
+
+def graphs_on(machine):
+    graphs = StepGraphs(None)
+    graphs._trials = trials_on(machine)
+    return graphs
+
+
+def test_a_step_that_waits_for_python_is_captured(decoder):
+    machine = Machine()
+    graphs = graphs_on(machine)
+    assert steps(graphs, decoder, machine, 4, 0.0213, 0.005) == [None, None, "replayed", "replayed"]
+    assert graphs.why_not is None
+    said = "captured for 1 forms of rows, of 64 tokens; the GPU computes 0.0 ms, Python launches 21.3 ms"
+    assert str(graphs) == said
+
+
+def test_a_step_that_python_keeps_busy_is_not_captured(decoder):
+    machine = Machine()
+    graphs = graphs_on(machine)
+    assert steps(graphs, decoder, machine, 2, 0.0121, 0.0452) == [None, None]
+    assert graphs.why_not is None
+    assert steps(graphs, decoder, machine, 6, 0.0121, 0.0452) == [None] * 6
+    why = "the GPU computes longer than Python launches: 45.2 ms against 12.1 ms"
+    assert graphs.why_not == why
+    assert str(graphs) == f"not captured: {why}"
+    assert machine.n_waits == 4
+    longer = PackedRow.of_lengths([300], CPU)
+    assert graphs.run(decoder, longer, torch.zeros(1, 300, dtype=torch.int64)) is None
+    assert graphs.why_not == why  # from the first row on
+
+
+def test_graphs_for_which_there_is_no_room_are_not_captured(decoder):
+    machine = Machine(free=15)
+    graphs = graphs_on(machine)
+    assert steps(graphs, decoder, machine, 5, 0.02, 0.005, keeps=8) == [None] * 5
+    why = "graphs would hold 8.0 GiB beside the 8.0 GiB of a step, and 15.0 GiB are free"
+    assert str(graphs) == f"not captured: {why}"
+    machine.bytes_in_all = 80 * GIB  # another process has ended; known once the model changes
+    assert steps(graphs, decoder, machine, 1, 0.02, 0.005, keeps=8) == [None]
+    decoder.layers[0].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
+    assert steps(graphs, decoder, machine, 1, 0.02, 0.005, keeps=8) == ["replayed"]
+    assert graphs.why_not is None
+
+
+def test_a_row_in_graphs_of_another_form_says_no_reason(decoder):
+    """It is captured, though in a form that it does not fill: its own is not known to be worth it."""
+    machine = Machine()
+    graphs = graphs_on(machine)
+    longer, ids = PackedRow.of_lengths([300], CPU), torch.zeros(1, 300, dtype=torch.int64)
+    for _ in range(3):
+        if graphs.run(decoder, longer, ids) is None:
+            with graphs.tried(longer):
+                machine.runs(0.02, 0.005)
+            machine.host += 1
+    graphs._trials.is_held_up = lambda *_: False
+    assert steps(graphs, decoder, machine, 4, 0.02, 0.005) == ["replayed"] * 4
+    assert graphs.why_not is None
+    assert len(graphs._graphs) == 1
+
+
+class Slow(Gauge):
+    """A device that computes ten times as long as it is launched for."""
+
+    def between(self, start, end):
+        return 10 * super().between(start, end)
+
+
+@pytest.mark.parametrize(("gauge", "is_captured"), [(Gauge, True), (Slow, False)])
+def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
+    replayed = []
+    captured = SimpleNamespace(replay=lambda row, ids: replayed.append(row) or torch.randn(*ids.shape, 64))
+    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: captured)
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    graphs = model.get_decoder().step_graphs
+    graphs._why_never, graphs._trials = None, Trials(gauge)
+    ids = torch.cat(random_documents([40, 20]))[None]
+    for _ in range(6):
+        model(input_ids=ids, labels=ids, packed_seq_lengths=[40, 20])
+    assert len(replayed) == 4 * is_captured
+    assert str(graphs).startswith("captured for" if is_captured else "not captured: the GPU computes longer")
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_read():
+    gauge, x = Gauge(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
+    gauge.wait()
+    start, began = gauge.mark(), gauge.now()
+    for _ in range(20):
+        x @ x
+    launched, end = gauge.now() - began, gauge.mark()
+    assert not gauge.has_passed(end)
+    gauge.wait()
+    assert gauge.has_passed(end)
+    assert launched < gauge.between(start, end) < gauge.now() - began
+    assert gauge.peak() >= gauge.allocated() >= x.numel() * x.element_size()
+    assert 0 < gauge.free() == free_bytes(torch.device("cuda")) < torch.cuda.mem_get_info()[1]

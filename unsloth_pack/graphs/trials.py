@@ -1,0 +1,161 @@
+"""Rows that run uncaptured and are measured, to decide whether their step is worth a capture.
+
+Replaying graphs saves the time in which the GPU waits for Python to launch. So the first rows are timed on
+both sides: Python from the beginning to the end of the forward pass, and the GPU between two marks around it.
+Where the GPU waits, the two take equally long. Where it does not, it finishes long after Python.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+
+from unsloth_pack.graphs.gauge import Gauge
+
+# Of the GPU's time: from here on launching holds the GPU up. Below 1, because the GPU waits already while
+# Python catches up, at the first layers and whenever a trainer has read a number; because the time between
+# the passes comes on top; and because a host is slower when its cores are shared. Well above 0, because
+# replaying is no gain where the GPU is the slower one: padding makes the step 1 to 2% longer. Even where
+# launches queue up until the GPU takes no more, some 1,000, it finishes so much later that this tells.
+_HELD_UP_FROM = 0.7
+_ROWS_TO_JUDGE = 2  # of a size: the first compiles kernels and allocates memory
+_MOST_TRIALS = 4  # of a size: until then a slow moment of the host or the GPU may be corrected
+_GIB = 2**30
+
+
+class Times(NamedTuple):
+    """How long the device computes a forward pass, and how long Python launches it."""
+
+    device: str
+    host: str
+
+
+@dataclass
+class _Lap:
+    """A forward pass that the device may not have done yet.
+
+    Args:
+        gauge: of the device.
+        tokens: of the row, rounded up.
+        start: the mark before it.
+        end: the mark after it.
+        host: the seconds in which Python has launched it; None of a replay.
+    """
+
+    gauge: Any
+    tokens: int
+    start: Any
+    end: Any
+    host: float | None
+
+
+class Trials:
+    """What was measured, by the tokens of a row as its form rounds them up.
+
+    Args:
+        gauge_of: makes the gauge of a device.
+    """
+
+    def __init__(self, gauge_of: Callable[[torch.device], Any] = Gauge):
+        self._gauge_of = gauge_of
+        self._laps: list[_Lap] = []  # not read yet
+        self._host = inf  # seconds that Python launches: as many for every row
+        self._device: dict[int, float] = {}  # seconds that the device computes, or a little more
+        self._n_trials: Counter[int] = Counter()
+        self._n_replays: Counter[int] = Counter()
+        self._n_read: Counter[int] = Counter()  # of the trials
+        self._taken: dict[int, int] = {}  # bytes that a step allocates
+        self._before: tuple[int, int, int] | None = None  # the last trial's tokens, bytes at rest, peak
+
+    @contextmanager
+    def trial(self, tokens: int, device: torch.device) -> Iterator[None]:
+        """Measure the forward pass inside, if more has to be known of rows of this size."""
+        if self._n_trials[tokens] >= _MOST_TRIALS:
+            yield
+            return
+        gauge = self._gauge_of(device)
+        gauge.wait()  # what the step before has left to do would count as this one's
+        at_rest, peak = gauge.allocated(), gauge.peak()
+        start, began = gauge.mark(), gauge.now()
+        yield
+        host = gauge.now() - began
+        self._laps.append(_Lap(gauge, tokens, start, gauge.mark(), host))
+        self._n_trials[tokens] += 1
+        self._note_memory(tokens, gauge.allocated() - at_rest)
+        self._before = tokens, at_rest, peak
+
+    @contextmanager
+    def replay(self, tokens: int, device: torch.device) -> Iterator[None]:
+        """Measure the replay inside: how long the device computes where nothing holds it up."""
+        if self._n_replays[tokens] >= _MOST_TRIALS:
+            yield
+            return
+        gauge = self._gauge_of(device)
+        start = gauge.mark()
+        yield
+        self._laps.append(_Lap(gauge, tokens, start, gauge.mark(), None))
+        self._n_replays[tokens] += 1
+
+    def is_held_up(self, tokens: int) -> bool | None:
+        """Whether the device waits for launches in rows of this size; None where it is not known yet.
+
+        More tokens take at least as long, and in proportion at most: other sizes may settle it.
+        """
+        self._read()
+        if sum(self._n_read.values()) < _ROWS_TO_JUDGE:
+            return None
+        at_most = min((seconds * max(1, tokens / n) for n, seconds in self._device.items()), default=inf)
+        if self._host >= _HELD_UP_FROM * at_most:
+            return True
+        judged = (n for n in self._device if n <= tokens and self._n_read[n] >= _ROWS_TO_JUDGE)
+        at_least = max((self._device[n] for n in judged), default=0)
+        return False if self._host < _HELD_UP_FROM * at_least else None
+
+    def why_too_large(self, tokens: int, device: torch.device) -> str | None:
+        """Why graphs for rows of this size would leave too little memory, or None.
+
+        They hold what a step allocates, and rows that no graph holds take as much again beside them.
+        """
+        gauge = self._gauge_of(device)
+        self._learn_peak(gauge)
+        needed = max((taken * tokens / n for n, taken in self._taken.items()), default=0)
+        free = gauge.free()
+        if free >= 2 * needed:
+            return None
+        return (
+            f"graphs would hold {needed / _GIB:.1f} GiB beside the {needed / _GIB:.1f} GiB of a step, and "
+            f"{free / _GIB:.1f} GiB are free"
+        )
+
+    def times(self, tokens: int) -> Times | None:
+        """Of a forward pass in the size next to this one that was measured; None before."""
+        self._read()
+        if not self._device:
+            return None
+        nearest = min(self._device, key=lambda n: abs(n - tokens))
+        return Times(f"{1e3 * self._device[nearest]:.1f} ms", f"{1e3 * self._host:.1f} ms")
+
+    def _read(self) -> None:
+        """Take over the times of passes that the device has done. It is not waited for."""
+        while self._laps and self._laps[0].gauge.has_passed(self._laps[0].end):
+            lap = self._laps.pop(0)
+            seconds = lap.gauge.between(lap.start, lap.end)
+            self._device[lap.tokens] = min(seconds, self._device.get(lap.tokens, inf))
+            if lap.host is not None:
+                self._host = min(lap.host, self._host)
+                self._n_read[lap.tokens] += 1
+
+    def _note_memory(self, tokens: int, taken: int) -> None:
+        self._taken[tokens] = max(taken, self._taken.get(tokens, 0))
+
+    def _learn_peak(self, gauge: Any) -> None:
+        """What the step of the last trial has allocated with its backward pass, if that was a new peak."""
+        if self._before is not None:
+            tokens, at_rest, peak = self._before
+            if gauge.peak() > peak:
+                self._note_memory(tokens, gauge.peak() - at_rest)
+            self._before = None  # what comes now, as a capture does, is no step of that size
