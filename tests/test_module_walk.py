@@ -8,6 +8,7 @@ from tiny import tiny_model
 from torch import nn
 
 from unsloth_pack import patch_model
+from unsloth_pack.modules.walk import ModuleWalk
 
 
 def names(model, **options):
@@ -61,6 +62,24 @@ def test_a_change_is_seen_at_once():
     del base.model.layers[0].other
     assert len(names(base)) == n_modules
     assert base.num_parameters() == n_parameters
+
+
+def test_the_first_parameter_alone_lists_nothing(monkeypatch):
+    """PEFT asks for it once for each layer that it adapts, and each one changes the model."""
+    model = tiny_model("llama")
+    patch_model(model)
+    base, renewals, renew = model.get_base_model(), [], ModuleWalk.renew
+    monkeypatch.setattr(ModuleWalk, "renew", lambda *args: (renewals.append(args), renew(*args)))
+    for number in range(5):
+        base.model.layers[0].add_module(f"extra{number}", nn.Linear(3, 5))
+        assert next(base.parameters()) is base.model.embed_tokens.weight
+        assert next(iter(base.modules())) is base
+    assert not renewals
+    names(base)
+    assert renewals
+    renewals.clear()
+    names(base)
+    assert not renewals
 
 
 def test_the_mode_reaches_every_module():

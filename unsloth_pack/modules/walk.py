@@ -83,6 +83,11 @@ class ListedModules(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """As `torch.nn.Module.named_modules`."""
         memo = set() if memo is None else memo
+        if not self.module_walk.is_current(self):
+            # One by one, as most ask for the first alone while modules are added: PEFT does for each layer.
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            self._walk()
+            return
         for name, module in self._walk().modules:
             if module in memo:
                 continue
@@ -94,7 +99,7 @@ class ListedModules(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As `torch.nn.Module.named_parameters`."""
-        if not recurse:
+        if not recurse or not self.module_walk.is_current(self):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         seen = set()
