@@ -1,11 +1,16 @@
 """The shapes that the benchmarks run on, as models with random weights, which are as fast as trained ones.
 
-All have 2**20 positions, so that only memory limits a context.
+`SHAPES` have 2**20 positions, so that only memory limits a context. `PUBLISHED` are the shapes of published
+models, with the positions of those models.
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -13,7 +18,10 @@ class Shape:
     """A decoder's sizes.
 
     Args:
+        theta: the base of the rotary frequencies; a model with two kinds of layers has one for each kind.
         tokens: of a packed row in the benchmarks.
+        others: what else differs from the defaults of the config.
+        projections: what LoRA adapts.
     """
 
     model_type: str
@@ -25,17 +33,23 @@ class Shape:
     kv_heads: int
     positions: int
     tied: bool
-    theta: float
+    theta: float | Mapping[str, float]
     tokens: int
+    others: Mapping[str, Any] = field(default_factory=dict)
+    projections: tuple[str, ...] = SEVEN
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.others.get("head_dim", self.hidden // self.heads)
 
     def config(self, **overrides):
         """The transformers config."""
         from transformers import AutoConfig
 
+        def rope(theta):
+            return {"rope_type": "default", "rope_theta": theta}
+
+        by_kind = isinstance(self.theta, Mapping)
         sizes = {
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
@@ -45,18 +59,67 @@ class Shape:
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.positions,
             "tie_word_embeddings": self.tied,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.theta},
+            "rope_parameters": (
+                {kind: rope(theta) for kind, theta in self.theta.items()} if by_kind else rope(self.theta)
+            ),
             "bos_token_id": 1,
             "eos_token_id": 2,
             "pad_token_id": 0,
         }
-        return AutoConfig.for_model(self.model_type, **(sizes | overrides))
+        return AutoConfig.for_model(self.model_type, **(sizes | self.others | overrides))
 
 
 SHAPES = {
     "qwen0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 2**20, True, 1e6, tokens=2048),
     "llama8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 2**20, False, 5e5, tokens=8192),
     "tiny": Shape("qwen2", 4096, 128, 256, 2, 4, 2, 2**20, True, 1e4, tokens=512),
+}
+
+_GEMMA2 = {
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3 = {"head_dim": 256, "sliding_window": 512, "query_pre_attn_scalar": 256}
+_GEMMA3_THETAS = {"sliding_attention": 1e4, "full_attention": 1e6}
+_NORM6 = {"rms_norm_eps": 1e-6}
+_NORM5 = {"rms_norm_eps": 1e-5}
+_PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+PUBLISHED = {
+    "qwen2.5-0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 32768, True, 1e6, 2048, _NORM6),
+    "gemma3-1b": Shape(
+        "gemma3_text", 262144, 1152, 6912, 26, 4, 1, 32768, True, _GEMMA3_THETAS, 4096, _GEMMA3 | _NORM6
+    ),
+    "llama3.2-1b": Shape("llama", 128256, 2048, 8192, 16, 32, 8, 131072, True, 5e5, 4096, _NORM5),
+    "qwen3-1.7b": Shape(
+        "qwen3", 151936, 2048, 6144, 28, 16, 8, 40960, True, 1e6, 4096, {"head_dim": 128} | _NORM6
+    ),
+    "gemma2-2b": Shape("gemma2", 256000, 2304, 9216, 26, 8, 4, 8192, True, 1e4, 4096, _GEMMA2 | _NORM6),
+    "llama3.2-3b": Shape("llama", 128256, 3072, 8192, 28, 24, 8, 131072, True, 5e5, 8192, _NORM5),
+    "phi3-mini": Shape(
+        "phi3",
+        32064,
+        3072,
+        8192,
+        32,
+        32,
+        32,
+        4096,
+        False,
+        1e4,
+        4096,
+        {"sliding_window": 2047} | _NORM5,
+        _PHI3,
+    ),
+    "qwen3-4b": Shape(
+        "qwen3", 151936, 2560, 9728, 36, 32, 8, 40960, True, 1e6, 8192, {"head_dim": 128} | _NORM6
+    ),
+    "mistral-7b": Shape(
+        "mistral", 32768, 4096, 14336, 32, 32, 8, 32768, False, 1e6, 8192, {"sliding_window": None} | _NORM5
+    ),
+    "llama3.1-8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 131072, False, 5e5, 8192, _NORM5),
 }
 
 
@@ -71,7 +134,7 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    shape = SHAPES[name]
+    shape = (SHAPES | PUBLISHED)[name]
     overrides = {} if layers is None else {"num_hidden_layers": layers}
     folder = work / (name if layers is None else f"{name}-of-{layers}-layers")
     if (folder / "tokenizer.json").exists():

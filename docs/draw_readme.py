@@ -3,7 +3,8 @@
     python docs/draw_readme.py --dataset alpaca_en_demo.json
 
 Left: eight documents of the data set as a padded batch and as packed rows. Right: tokens per second of the
-committed comparison, the 8B shape where Unsloth leads among them; a peer without a bar did not run that case.
+committed comparison, the 8B shape where Unsloth leads among them. A bar is the median of the rounds, and a
+line on it reaches from the slowest to the fastest of them. A peer without a bar did not finish that case.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from unsloth_pack.packing import plan_packs
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
-from comparison import NEWEST, read_pairs  # noqa: E402
+from comparison import NEWEST, Comparison  # noqa: E402
 
 CAPACITY = 1024
 CASES = {  # from the bottom up
@@ -30,8 +31,8 @@ CASES = {  # from the bottom up
     "pr-16k": "Qwen2.5-0.5B shape, rows of 16,384",
     "pr": "Qwen2.5-0.5B shape, rows of 2,048",
 }
-NAMES = {"ours": "unsloth_pack", "trl": "TRL, FlashAttention 2", "unsloth": "Unsloth 2026.10.9"}
-COLOURS = {"ours": "#2a6f97", "trl": "#a9b4c2", "unsloth": "#d5bdaf"}
+NAMES = {"ours": "unsloth_pack", "trl": "TRL, FlashAttention 2", "trl+liger": "TRL with Liger kernels"}
+COLOURS = {"ours": "#2a6f97", "trl": "#a9b4c2", "trl+liger": "#8d99ae", "unsloth": "#d5bdaf"}
 
 
 def document_lengths(dataset, n):
@@ -70,7 +71,9 @@ def main():
     draw_rows(figure.add_subplot(grid[0, 0]), padded, max(lengths), "one document a row")
     draw_rows(figure.add_subplot(grid[1, 0]), packed, CAPACITY, f"packed rows of {CAPACITY:,}")
 
-    pairs = read_pairs()
+    comparison = Comparison()
+    pairs = comparison.pairs()
+    names = NAMES | {"unsloth": f"Unsloth {comparison.version('unsloth')}"}
     axis = figure.add_subplot(grid[:, 1])
     place = 0
     for case, title in CASES.items():
@@ -78,7 +81,10 @@ def main():
         speeds["ours"] = next(pair.ours["tok_s"] for pair in pairs if pair.case == case)
         for peer, speed in sorted(speeds.items(), key=lambda item: item[1]):
             axis.barh(place, speed / 1000, color=COLOURS[peer])
-            axis.text(speed / 1000, place, f" {speed / 1000:.0f}k  {NAMES[peer]}", va="center", fontsize=8)
+            slowest, fastest = comparison.reach(case, peer)
+            if slowest < fastest:
+                axis.plot([slowest / 1000, fastest / 1000], [place, place], color="black", linewidth=1)
+            axis.text(speed / 1000, place, f" {speed / 1000:.0f}k  {names[peer]}", va="center", fontsize=8)
             place += 1
         axis.text(0, place - 0.35, title, fontsize=9, va="bottom", weight="bold")
         place += 1

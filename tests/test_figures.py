@@ -184,7 +184,8 @@ def _speeds_of_all_rounds(case):
     for path in COMPARISONS:
         found = json.loads(path.read_text())
         if "wrong" not in found:
-            speeds += [p.speed for p in read_pairs(path) if (p.case, p.peer) == (case, "unsloth")]
+            pairs = [p for p in read_pairs(path) if (p.case, p.peer) == (case, "unsloth")]
+            speeds += [speed for pair in pairs for speed in pair.speeds]
             continue
         for run in found["runs"]:
             results = [result for result in run["results"] if result["case"] == case]

@@ -67,7 +67,7 @@ def _check(x: Tensor, seed: Tensor, p: float, add_to: Tensor | None) -> None:
         raise ValueError("add_to is not contiguous: its rows are written one after the other")
 
 
-@jit
+@jit(do_not_specialize=["first_row"])
 def _dropout_kernel(x, seed, add_to, out, C, RUN, x_sr, first_row, threshold, scale, BLOCK: tl.constexpr):
     """out `[N, C]`: x where it is kept, times scale, plus add_to where not None.
 

@@ -100,9 +100,10 @@ def _turn(q, k, cos, sin, position_ids, q_weight=None, k_weight=None, norm=None,
     blocks = _blocks(HQ, HK, D, 1)
     with torch.cuda.device_of(q):
         _turn_kernel[(-(-N // blocks["BLOCK_T"]),)](
-            q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight, eps, offset,
+            q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight,
+            eps, offset, -1.0 if inverse else 1.0,
             N, T, *_strides(q), *_strides(k), *_table_strides(cos, position_ids),
-            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INVERSE=inverse, FLAT=flat, **blocks,
+            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], FLAT=flat, **blocks,
         )  # fmt: skip
     return q_out, k_out
 
@@ -250,14 +251,16 @@ _jit = jit(do_not_specialize=["N", "T"])  # one compilation serves all row lengt
 @_jit
 def _turn_kernel(
     q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight,
-    eps, offset,
+    eps, offset, direction,
     N, T, q_sb, q_st, q_sh, q_sd, k_sb, k_st, k_sh, k_sd,
     lookup_sb, lookup_st, table_sr, table_sc,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    INVERSE: tl.constexpr, FLAT: tl.constexpr,
+    FLAT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """q_out, k_out `[N, H, D]`: q, k normed, unless the weights are None, and turned by θ, or -θ if INVERSE.
+    """q_out, k_out `[N, H, D]`: q, k normed, unless the weights are None, and turned by θ times direction.
+
+    The direction, 1.0 or -1.0, is no constant: one compilation serves the forward and the backward pass.
 
     Grid: blocks of BLOCK_T tokens.
     """
@@ -268,8 +271,7 @@ def _turn_kernel(
     q1, q2 = _load_pairs(q, dims1, dims2, mask_P, token_T, N, T, q_sb, q_st, q_sh, q_sd, HQ, BLOCK_HQ)
     k1, k2 = _load_pairs(k, dims1, dims2, mask_P, token_T, N, T, k_sb, k_st, k_sh, k_sd, HK, BLOCK_HK)
     cos_TP, sin_TP = _load_angles(cos, sin, row_T, token_T, N, table_sc, R, BLOCK_P)
-    if INVERSE:
-        sin_TP = -sin_TP
+    sin_TP *= direction
     if q_weight is not None:
         wq1, wq2 = _load_weight(q_weight, offset, dims1, dims2, mask_P, HQ, D, FLAT, BLOCK_HQ)
         wk1, wk2 = _load_weight(k_weight, offset, dims1, dims2, mask_P, HK, D, FLAT, BLOCK_HK)

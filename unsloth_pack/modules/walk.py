@@ -106,7 +106,12 @@ class ListedModules(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """As `torch.nn.Module.named_modules`."""
         memo = set() if memo is None else memo
-        for name, module in self._walk().modules:
+        if not self.module_walk.is_current(self):
+            # One by one, as most ask for the first alone while modules are added: PEFT does for each layer.
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            self._walk()
+            return
+        for name, module in self.module_walk.modules:
             if module in memo:
                 continue
             if remove_duplicate:
@@ -117,11 +122,11 @@ class ListedModules(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As `torch.nn.Module.named_parameters`."""
-        if not recurse:
+        if not recurse or not self.module_walk.is_current(self):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         seen = set()
-        for name, held, key in self._walk().parameters:
+        for name, held, key in self.module_walk.parameters:
             parameter = held[key]
             if parameter is None or id(parameter) in seen:
                 continue
@@ -131,7 +136,9 @@ class ListedModules(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As `torch.nn.Module.parameters`."""
-        return iter(self._walk().parameters_once()) if recurse else super().parameters(recurse)
+        if not recurse or not self.module_walk.is_current(self):
+            return super().parameters(recurse)
+        return iter(self.module_walk.parameters_once())
 
     def train(self, mode: bool = True) -> Any:
         """As `torch.nn.Module.train`; sets nothing where all modules are in this mode already."""
