@@ -392,7 +392,7 @@ def test_an_unknown_backend_is_refused(monkeypatch):
     from unsloth_pack.attention.backends import requested_backend
 
     with pytest.raises(
-        InputError, match=r"attn_backend is 'fast'; choose one of auto, flash, xformers, sdpa"
+        InputError, match=r"attn_backend is 'fast'; choose one of auto, flash, xformers, triton, sdpa"
     ):
         requested_backend("fast")
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")

@@ -1,6 +1,6 @@
-import numpy as np
 import pytest
 import torch
+from interpreter import compute_as_hardware
 
 
 @pytest.fixture(autouse=True)
@@ -19,30 +19,10 @@ def poisoned_memory():
 
 
 @pytest.fixture(autouse=True)
-def round_as_hardware_does(monkeypatch):
-    """To nearest even: Triton's interpreter truncates to bfloat16, and to e4m3 it loses the carry."""
-    if torch.cuda.is_available():
-        return
-    tl = pytest.importorskip("triton.language")
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    right = {
-        tl.bfloat16: (torch.bfloat16, torch.int16, np.uint16),
-        tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8, np.uint8),
-    }
-
-    def rounding(wrong):
-        def cast(self, src, dst_type, *how):
-            if src.dtype.scalar != tl.float32 or dst_type.scalar not in right:
-                return wrong(self, src, dst_type, *how)
-            dtype, bits, stored = right[dst_type.scalar]
-            rounded = torch.from_numpy(np.ascontiguousarray(src.data)).to(dtype)
-            return TensorHandle(rounded.view(bits).numpy().view(stored), dst_type.scalar)
-
-        return cast
-
-    for name in ("cast_impl", "create_fp_to_fp"):
-        monkeypatch.setattr(InterpreterBuilder, name, rounding(getattr(InterpreterBuilder, name)))
+def as_hardware(monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.importorskip("triton")
+        compute_as_hardware(monkeypatch)
 
 
 @pytest.fixture(params=["kernel", "plain torch"])

@@ -161,8 +161,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto") -> Patch:
 
     Args:
         model: a supported transformers model, or a PEFT model around one, before or after training.
-        attn_backend: "auto" (the fastest that can run), "flash", "xformers" or "sdpa"; the environment
-            variable `UNSLOTH_PACK_ATTN` overrides it.
+        attn_backend: "auto" (the fastest that can run), "flash", "xformers", "triton" or "sdpa"; the
+            environment variable `UNSLOTH_PACK_ATTN` overrides it.
 
     Returns:
         The patch, with its `report` and `undo()`. A model that is patched already is patched anew.
