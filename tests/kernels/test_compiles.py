@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU and fit into it. The interpreter does not tell: it knows no types of variables."""
+"""Kernels compile for a GPU, and fit. The interpreter does not tell: it knows no types of variables."""
 
 import os
 import subprocess
