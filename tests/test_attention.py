@@ -16,8 +16,10 @@ from unsloth_pack.attention import (
     AttentionNeed,
     AttentionOptions,
     attend,
+    backends,
     choose_backend,
     flash,
+    triton_varlen,
     why_unavailable,
     xformers,
 )
@@ -105,6 +107,91 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
         )
         for what, g, p, t in zip(["out", "q", "k", "v"], got, plain, truth, strict=True):
             assert error(g, t) <= 1.5 * error(p, t), (name, what)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Without a GPU, Triton's kernels run under its interpreter; caches of what can run are cleared."""
+    pytest.importorskip("triton")
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
+    if DEVICE == "cpu":
+        monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", True)
+    yield
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_triton_computes_attention_by_its_definition(options, interpreted):
+    """In float32, where it rounds logits once more than plain attention, into units of ln 2."""
+    torch.manual_seed(0)
+    lengths = (1, 2, 33, 129)
+    tensors = [torch.randn(sum(lengths), heads, 32) for heads in (2, 1, 1)]
+    grad = torch.randn(sum(lengths), 2, 32)
+    truth = output_and_gradients(
+        lambda *x: written_out(*x, lengths, options), [x.double() for x in tensors], grad.double()
+    )
+    on_device, grad = [x.to(DEVICE) for x in tensors], grad.to(DEVICE)
+    plain = output_and_gradients(lambda *x: as_transformers(*x, lengths, options), on_device, grad)
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+    got = output_and_gradients(lambda *x: attend(*x, row, options, "triton"), on_device, grad)
+    for what, g, p, t in zip(["out", "q", "k", "v"], got, plain, truth, strict=True):
+        assert error(g, t) <= 2 * error(p, t), what
+
+
+def test_triton_fills_a_static_row(interpreted):
+    """It reads nothing of the row that a captured step does not have."""
+    torch.manual_seed(0)
+    options, lengths = AttentionOptions(scale=0.2, softcap=2.0, window=20), (5, 33)
+    static = PackedRow.static(64, 8, 64, torch.device(DEVICE))
+    static.fill(PackedRow.of_lengths(lengths, torch.device(DEVICE)))
+    tensors = [torch.randn(64, heads, 32).to(DEVICE) for heads in (4, 2, 2)]
+    out = attend(*tensors, static, options, "triton")
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+    assert torch.equal(out[:38], attend(*(x[:38] for x in tensors), row, options, "triton"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "options", "why"),
+    [
+        (torch.float64, 64, {}, "float16, bfloat16 and float32, not torch.float64"),
+        (torch.bfloat16, 264, {}, "at most 256, not 264"),
+        (torch.bfloat16, 64, {"dropout": 0.1}, "no attention dropout"),
+        (torch.bfloat16, 256, {"softcap": 2.0}, None),
+    ],
+)
+def test_triton_says_what_it_cannot_serve(dtype, head_dim, options, why, monkeypatch):
+    capability = [(8, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[0])
+    need = AttentionNeed("cuda", dtype, head_dim, AttentionOptions(0.1, **options))
+    found = triton_varlen.why_unavailable(need)
+    assert found is None if why is None else why in found
+    capability[0] = (7, 5)
+    assert why or "needs compute capability 8.0" in triton_varlen.why_unavailable(need)
+    monkeypatch.setattr("unsloth_pack.kernels.launch.triton", None)
+    assert "pip install triton" in triton_varlen.why_unavailable(need)
+
+
+def test_auto_takes_triton_for_a_softcap_that_flash_lacks_and_tries_it_nowhere_else(kernels, monkeypatch):
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
+    tried = []
+    monkeypatch.setattr(backends, "_error_of_a_tiny_step", lambda backend, need: tried.append(backend))
+    monkeypatch.setitem(sys.modules, "xformers", None)
+
+    def chosen(dtype, **options):
+        return choose_backend("auto", AttentionNeed("cuda", dtype, 256, AttentionOptions(0.1, **options)))
+
+    assert chosen(torch.bfloat16, softcap=50.0)[0] == "flash"  # of flash-attn 2
+    assert chosen(torch.float32)[0] == "sdpa"
+    assert BACKENDS["triton"] not in tried
+    name, why = chosen(torch.float32, softcap=50.0)
+    assert name == "triton"
+    assert "flash: it computes in float16 and bfloat16" in why
+    assert chosen(torch.float32, softcap=50.0, dropout=0.1)[0] == "sdpa"
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
 
 
 @pytest.mark.gpu
@@ -392,7 +479,7 @@ def test_an_unknown_backend_is_refused(monkeypatch):
     from unsloth_pack.attention.backends import requested_backend
 
     with pytest.raises(
-        InputError, match=r"attn_backend is 'fast'; choose one of auto, flash, xformers, sdpa"
+        InputError, match=r"attn_backend is 'fast'; choose one of auto, flash, xformers, triton, sdpa"
     ):
         requested_backend("fast")
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")

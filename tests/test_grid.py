@@ -267,4 +267,4 @@ def test_rows_come_from_processes_and_a_run_that_is_cut_says_so(capsys, tmp_path
     monkeypatch.setattr("sys.argv", [*sys.argv, "--minutes", "0"])
     assert grid.main() == 1
     assert not json.loads(path.read_text())["complete"]
-    assert "**Partial**: 0 of 6 rows" in capsys.readouterr().out
+    assert f"**Partial**: 0 of {2 * len(BACKENDS)} rows" in capsys.readouterr().out

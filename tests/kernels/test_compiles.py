@@ -1,4 +1,4 @@
-"""The head's kernels compile for a GPU. The interpreter does not tell: it knows no types of variables."""
+"""Kernels compile for a GPU, and fit. The interpreter does not tell: it knows no types of variables."""
 
 import os
 import subprocess
@@ -33,11 +33,75 @@ for kernel in (scores._score_kernel, scores._gradient_kernel, loss._cross_entrop
 """
 
 
-def test_the_kernels_of_the_head_compile_for_hopper(tmp_path):
+def compiled(code, tmp_path, *arguments):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}  # what was compiled before proves nothing
     done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=540, env=environment
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=540, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("compiled") == 8 + 8 + 4
+    return done.stdout
+
+
+def test_the_kernels_of_the_head_compile_for_hopper(tmp_path):
+    assert compiled(CODE, tmp_path).count("compiled") == 8 + 8 + 4
+
+
+ATTENTION = """
+import sys
+from importlib import import_module
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+host = import_module("unsloth_pack.kernels.varlen_attention")
+kernels = host.kernels
+CAPABILITY = {193: 90, 96: 89}  # by the KiB of shared memory
+NO_POINTERS = dict.fromkeys(("n_segments", "window"), "i32") | dict.fromkeys(("scale", "softcap"), "fp32")
+EXACT = {"lse": "*fp32", "delta": "*fp32", "cu_seqlens": "*i32"}
+
+
+def compile(kernel, tile, size, head_dim, memory, flags, none=()):
+    element = {2: "*bf16", 4: "*fp32"}[size]
+    signature = {}
+    for name in kernel.arg_names:
+        of_stride = "i32" if name.endswith(("_sn", "_sh")) else element
+        signature[name] = (NO_POINTERS | EXACT).get(name, "constexpr" if name.isupper() else of_stride)
+    capped, windowed, group = flags
+    constants = dict(K=2, G=group, D=head_dim, CAPPED=capped, WINDOWED=windowed, BLOCK_D=head_dim)
+    constants |= dict(BLOCK_Q=tile.queries, BLOCK_J=tile.keys) | dict.fromkeys(none)
+    signature |= dict.fromkeys(none, "constexpr")
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", CAPABILITY[memory], 32)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    needed = triton.compile(source, target=target, options=options).metadata.shared
+    assert needed <= memory * 1024, (kernel.__name__, size, head_dim, memory, needed)
+    print("compiled", kernel.__name__, size, head_dim, memory, flags, none)
+
+
+for (size, head_dim), by_memory in host.TILES.items():
+    for memory, tiles in by_memory.items():
+        if (memory == 193) != (sys.argv[1] == "Hopper"):
+            continue
+        some = [(True, True, 2)]
+        if (size, head_dim, memory) == (2, 64, 193):
+            some += [(False, False, 7), (True, False, 2), (False, True, 1)]
+        for flags in some:
+            compile(kernels.forward_kernel, tiles.forward, size, head_dim, memory, flags)
+            compile(kernels.q_gradient_kernel, tiles.q_gradient, size, head_dim, memory, flags)
+            parts = [(tiles.kv_gradient, ())]
+            if tiles.v_gradient is not None:
+                parts = [(tiles.kv_gradient, ("gv",)), (tiles.v_gradient, ("gk",))]
+            for tile, none in parts:
+                compile(kernels.kv_gradient_kernel, tile, size, head_dim, memory, flags, none)
+"""
+
+
+def test_the_kernels_of_attention_compile_for_hopper(tmp_path):
+    assert compiled(ATTENTION, tmp_path, "Hopper").count("compiled") == 3 * (3 + 3) + 1
+
+
+@pytest.mark.nightly
+def test_the_kernels_of_attention_compile_for_less_shared_memory(tmp_path):
+    assert compiled(ATTENTION, tmp_path, "Ada").count("compiled") == 3 * 6

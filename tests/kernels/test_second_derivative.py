@@ -12,6 +12,7 @@ from unsloth_pack.kernels import (
     rms_norm,
     rope_qk,
     token_scores,
+    varlen_attention,
 )
 
 
@@ -35,6 +36,7 @@ CALLS = {
     "rope_qk with a norm": lambda x: rope_qk(x, x, *tables(), qk_norm=qk_norm())[0],
     "linear_cross_entropy": lambda x: linear_cross_entropy(*head(x)),
     "token_scores": lambda x: token_scores(*head(x)).log_prob,
+    "varlen_attention": lambda x: varlen_attention(x, x, x, torch.tensor([0, 3]).int(), scale=0.3),
 }
 
 

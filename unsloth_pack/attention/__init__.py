@@ -4,7 +4,7 @@ All backends mean the same: causal within each document, at most `window` keys b
 included, as transformers counts), logits softcapped, heads grouped, scaled by `scale`.
 """
 
-from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
+from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_passed_over, why_unavailable
 from unsloth_pack.attention.dense import attend_dense
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.attention.packed import attend
@@ -16,5 +16,6 @@ __all__ = [
     "attend",
     "attend_dense",
     "choose_backend",
+    "why_passed_over",
     "why_unavailable",
 ]

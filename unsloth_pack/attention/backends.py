@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from unsloth_pack.attention import flash, sdpa, xformers
+from unsloth_pack.attention import flash, sdpa, triton_varlen, xformers
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.errors import BackendUnavailable, InputError, first_line
 from unsloth_pack.row.packed_row import PackedRow
@@ -26,17 +26,25 @@ class Backend:
         attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row and the options.
         name_of_kernel: which of its kernels serves a need, where it has several.
         can_be_captured: whether CUDA graphs can hold it: it reads nothing of the row on the host.
+        why_not_by_default: one clause that says why `auto` passes it over even where it can run, or None.
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
     attend: Callable[[Tensor, Tensor, Tensor, PackedRow, AttentionOptions], Tensor]
     name_of_kernel: Callable[[AttentionNeed], str | None] = lambda need: None
     can_be_captured: bool = False
+    why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
 
 
 BACKENDS = {  # fastest first
     "flash": Backend(flash.why_unavailable, flash.attend, flash.name_of_kernel, can_be_captured=True),
     "xformers": Backend(xformers.why_unavailable, xformers.attend),
+    "triton": Backend(
+        triton_varlen.why_unavailable,
+        triton_varlen.attend,
+        can_be_captured=True,
+        why_not_by_default=triton_varlen.why_not_by_default,
+    ),
     "sdpa": Backend(sdpa.why_unavailable, sdpa.attend),
 }
 
@@ -64,6 +72,11 @@ def why_unavailable(name: str, need: AttentionNeed) -> str | None:
     return BACKENDS[name].why_unavailable(need) or _error_of_a_tiny_step(BACKENDS[name], need)
 
 
+def why_passed_over(name: str, need: AttentionNeed) -> str | None:
+    """Why `auto` does not take the backend for `need`, or None. What it never takes is not tried."""
+    return BACKENDS[name].why_not_by_default(need) or why_unavailable(name, need)
+
+
 @lru_cache(maxsize=256)
 def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend") -> tuple[str, str]:
     """The backend that serves `need`, and why it was chosen.
@@ -75,20 +88,28 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
     Raises:
         BackendUnavailable: the backend that was asked for cannot run. Says why, and which ones can.
     """
-    reasons = {candidate: why_unavailable(candidate, need) for candidate in BACKENDS}
-    able = [candidate for candidate, reason in reasons.items() if reason is None]
     if name == "auto":
-        chosen = able[0]
-        passed_over = "; ".join(f"{n}: {reasons[n]}" for n in list(BACKENDS)[: list(BACKENDS).index(chosen)])
-        why = f"fastest that can run here ({passed_over})" if passed_over else "fastest of all"
-    elif name in able:
-        chosen, why = name, f"asked for by {source}"
-    else:
+        chosen, why = _first_that_can(need)
+    elif reason := why_unavailable(name, need):
+        able = [candidate for candidate in BACKENDS if why_unavailable(candidate, need) is None]
         raise BackendUnavailable(
-            f"{source} {name!r} cannot run: {reasons[name]}; use 'auto' or one of {', '.join(able)}"
+            f"{source} {name!r} cannot run: {reason}; use 'auto' or one of {', '.join(able)}"
         )
+    else:
+        chosen, why = name, f"asked for by {source}"
     kernel = BACKENDS[chosen].name_of_kernel(need)
     return chosen, f"{why}, through {kernel}" if kernel else why
+
+
+def _first_that_can(need: AttentionNeed) -> tuple[str, str]:
+    """The first backend that `auto` may take, and why. Those after it are not tried: some compile."""
+    passed_over = []
+    for name in BACKENDS:
+        reason = why_passed_over(name, need)
+        if reason is None:
+            break
+        passed_over.append(f"{name}: {reason}")
+    return name, f"fastest that can run here ({'; '.join(passed_over)})" if passed_over else "fastest of all"
 
 
 def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:

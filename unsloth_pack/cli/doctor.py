@@ -134,13 +134,14 @@ def _devices(device_type: str) -> Iterator[Line]:
 
 
 def _attention(device_type: str) -> Iterator[Line]:
-    """Every backend runs one tiny forward and backward for each dtype and head size."""
-    from unsloth_pack.attention import BACKENDS, choose_backend, why_unavailable
+    """Every backend that `auto` may take runs one tiny forward and backward for each kind of layer."""
+    from unsloth_pack.attention import BACKENDS, choose_backend, why_passed_over
 
     for need in _needs(device_type):
-        title = f"{str(need.dtype).removeprefix('torch.')}, {need.head_dim}"
+        softcap = "" if need.options.softcap is None else ", softcap"
+        title = f"{str(need.dtype).removeprefix('torch.')}, {need.head_dim}{softcap}"
         for name in BACKENDS:
-            why = why_unavailable(name, need)
+            why = why_passed_over(name, need)
             yield Line("attention", f"{title}: {name}", why or "runs", _remedy(name, why))
         chosen, why = choose_backend("auto", need)
         yield Line("attention", f"{title}: auto", f"{chosen}: {why}")
@@ -155,6 +156,8 @@ def _needs(device_type: str) -> Iterator["AttentionNeed"]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for head_dim in (64, 128):
             yield AttentionNeed(device_type, dtype, head_dim, AttentionOptions(scale=head_dim**-0.5))
+    of_gemma2 = AttentionOptions(scale=1 / 16, softcap=50.0)
+    yield AttentionNeed(device_type, torch.bfloat16, 256, of_gemma2)
 
 
 def _remedy(backend: str, why: str | None) -> str:
@@ -162,6 +165,7 @@ def _remedy(backend: str, why: str | None) -> str:
     package = {
         "flash": "flash-attn-4" if _installed("flash-attn-4") else "flash-attn",
         "xformers": "xformers",
+        "triton": "triton",
     }.get(backend, "torch")
     is_broken = why is not None and ("failed" in why or ("not import" in why and _installed(package)))
     if not is_broken:

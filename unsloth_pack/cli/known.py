@@ -14,10 +14,10 @@ TESTED = {
 }
 # Optional package -> what uses it, and whether every machine with CUDA should have it.
 OPTIONAL = {
-    "triton": ("fused kernels on CUDA", True),
+    "triton": ("fused kernels on CUDA, among them softcapped attention", True),
     "bitsandbytes": ("load_in_4bit, load_in_8bit and 8-bit optimizers", False),
     "xformers": ("the xformers attention backend", False),
-    "flash-attn": ("flash attention with softcap; torch brings the rest", False),
+    "flash-attn": ("flash attention with attention dropout; torch and triton bring the rest", False),
     "flash-attn-4": ("attention about twice as fast for long documents on Hopper GPUs", False),
 }
 

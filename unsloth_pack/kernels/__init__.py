@@ -15,6 +15,7 @@ from .norm import rms_norm
 from .reference import LowRank, QKNorm
 from .rope import rope_qk
 from .token_scores import TokenScores, token_scores
+from .varlen_attention import varlen_attention
 
 __all__ = [
     "Fp8Rows",
@@ -33,4 +34,5 @@ __all__ = [
     "rms_norm",
     "rope_qk",
     "token_scores",
+    "varlen_attention",
 ]

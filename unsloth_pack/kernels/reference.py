@@ -188,6 +188,38 @@ def _sum(x: Tensor, part: LowRank | None) -> Tensor:
     return wide.addmm_(left, right.t(), alpha=part.scale)
 
 
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention in which a token sees itself and the tokens before it in its segment.
+
+    The contract is `unsloth_pack.kernels.varlen_attention`'s. Computes in float32, or float64 for float64
+    inputs, and rounds once.
+    """
+    lengths = cu_seqlens.diff().tolist()
+    group = q.shape[1] // k.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outs = []
+    for q_LHD, k_LKD, v_LKD in zip(*(x.to(wide).split(lengths) for x in (q, k, v)), strict=True):
+        k_LHD, v_LHD = (x.repeat_interleave(group, dim=1) for x in (k_LKD, v_LKD))
+        z_HLL = scale * torch.einsum("qhd,khd->hqk", q_LHD, k_LHD)
+        if softcap is not None:
+            z_HLL = softcap * torch.tanh(z_HLL / softcap)
+        tokens = torch.arange(len(q_LHD), device=q.device)
+        age = tokens[:, None] - tokens[None, :]
+        is_seen = (age >= 0) if window is None else (age >= 0) & (age < window)
+        weights = z_HLL.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v_LHD))
+    return torch.cat(outs).to(q.dtype)
+
+
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float
 ) -> Tensor:

@@ -181,8 +181,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
 
     Args:
         model: a supported transformers model, or a PEFT model around one, before or after training.
-        attn_backend: "auto" (the fastest that can run), "flash", "xformers" or "sdpa"; the environment
-            variable `UNSLOTH_PACK_ATTN` overrides it.
+        attn_backend: "auto" (the fastest that can run), "flash", "xformers", "triton" or "sdpa"; the
+            environment variable `UNSLOTH_PACK_ATTN` overrides it.
         unpad: run a padded batch as one packed row, without its padding, in training and where no cache is
             made.
 

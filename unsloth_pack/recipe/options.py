@@ -34,7 +34,8 @@ class ModelOptions:
     attn_backend: str = option(
         "auto",
         text,
-        "what computes attention: auto, flash, xformers or sdpa; `unsloth-pack doctor` shows which can run",
+        "what computes attention: auto, flash, xformers, triton or sdpa; `unsloth-pack doctor` shows which "
+        "can run",
         "BACKEND",
     )
 

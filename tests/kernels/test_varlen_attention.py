@@ -1,0 +1,362 @@
+"""varlen_attention against float64 truth, under Triton's interpreter without a GPU and on the GPU with one.
+
+The yardstick is every document alone, as transformers computes it eagerly in the inputs' dtype. In 16 bits
+the norm of the kernel's error may not exceed that of eager attention. In float32 it may be twice as large:
+the kernel rounds logits once more, into units of ln 2. In any dtype it may differ by what float32 loses in
+out · g_out - g_out · v, where eager attention loses nothing if a query sees one key.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from importlib import import_module
+
+import pytest
+import torch
+from exactness import DEVICE, assert_cpu_takes_the_reference, large_buffer, saved_by
+from torch import Tensor
+
+from unsloth_pack.kernels import reference, varlen_attention
+
+pytest.importorskip("triton")
+host = import_module("unsloth_pack.kernels.varlen_attention")  # whose name the function has taken
+TILES, Tile, Tiles = host.TILES, host.Tile, host.Tiles
+SMALL = Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))  # many tiles of few tokens
+RAGGED = (1, 2, 0, 15, 16, 17, 0, 0, 33, 3, 0)
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "window": {"window": 7},
+    "softcap and window": {"softcap": 2.0, "window": 7},
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g_out: Tensor
+    lengths: tuple[int, ...]
+    options: dict
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor([0, *self.lengths]).cumsum(0).to(DEVICE, torch.int32)
+
+    def of(self, document: slice, lengths: tuple[int, ...]) -> "Inputs":
+        q, k, v, g_out = (x.detach()[document].clone() for x in (self.q, self.k, self.v, self.g_out))
+        return Inputs(q, k, v, g_out, lengths, self.options)
+
+
+def make(lengths, HQ=4, HK=2, D=16, dtype=torch.float32, scale=0.4, **options) -> Inputs:
+    q, k, v, g_out = (torch.randn(sum(lengths), H, D).to(DEVICE, dtype) for H in (HQ, HK, HK, HQ))
+    return Inputs(q, k, v, g_out, tuple(lengths), {"scale": scale} | options)
+
+
+def run(inputs: Inputs, function=varlen_attention, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """out, gq, gk, gv."""
+    leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = function(*leaves, inputs.cu_seqlens, **inputs.options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs.g_out.to(out.dtype))]
+
+
+def eager(q, k, v, cu_seqlens, *, scale, window=None, softcap=None):
+    """transformers' eager attention, of each document alone: all but the softmax in the inputs' dtype."""
+    group, lengths, outs = q.shape[1] // k.shape[1], cu_seqlens.diff().tolist(), []
+    for q_, k_, v_ in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        q_, k_, v_ = q_.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_, v_))
+        z = q_ @ k_.transpose(1, 2) * scale
+        if softcap is not None:
+            z = torch.tanh(z / softcap) * softcap
+        tokens = torch.arange(z.shape[-1], device=z.device)
+        age = tokens[:, None] - tokens[None, :]
+        z = z.masked_fill((age < 0) | (age >= (window or math.inf)), torch.finfo(z.dtype).min)
+        weights = z.softmax(-1, dtype=torch.promote_types(z.dtype, torch.float32)).to(z.dtype)
+        outs.append((weights @ v_).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def assert_no_worse_than_eager(inputs: Inputs) -> None:
+    ours = run(inputs)
+    assert [x.dtype for x in ours] == [inputs.q.dtype] * 4
+    truth, theirs = run(inputs, eager, torch.float64), run(inputs, eager)
+    assert [x.shape for x in ours] == [x.shape for x in truth]
+    slack = 2.0 if inputs.q.dtype == torch.float32 else 1.0
+    lost = 2 * torch.finfo(torch.float32).eps * size_of_g_product(inputs)
+    for name, x, y, t in zip(("out", "gq", "gk", "gv"), ours, theirs, truth, strict=True):
+        error, yardstick = ((r.double() - t).norm().item() for r in (x, y))
+        assert error <= slack * yardstick + lost, f"{name}: {error:.3e} against {yardstick:.3e} of eager"
+
+
+def size_of_g_product(inputs: Inputs) -> float:
+    """About the norm of what the gradients of q and k are sums of: scale * (g_out · v) k."""
+    v, k = (x.norm(dim=-1).mean().item() for x in (inputs.v, inputs.k))
+    return inputs.options["scale"] * inputs.g_out.norm().item() * v * k / inputs.q.shape[-1] ** 0.5
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(host, "_tiles", lambda q: SMALL)
+
+
+# Numerics
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_less_exact_than_eager(dtype, options, small_tiles):
+    assert_no_worse_than_eager(make(RAGGED, dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129])
+def test_one_document(length):
+    assert_no_worse_than_eager(make((length,), 2, 1, D=32, softcap=2.0))
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 49, 50, 1000])
+def test_a_window_holds_so_many_keys_with_the_querys_own(window, small_tiles):
+    assert_no_worse_than_eager(make((50, 1, 16), 2, 1, window=window))
+
+
+@pytest.mark.parametrize(("HQ", "HK"), [(1, 1), (3, 3), (3, 1), (5, 1), (7, 1), (14, 2), (8, 1), (20, 1)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window": 7}], ids=["plain", "softcap and window"])
+def test_groups_of_heads(HQ, HK, options, small_tiles):
+    """A group of 5 or 7 does not fill a tile, one of 20 is larger than the tile would be."""
+    assert_no_worse_than_eager(make((1, 18, 35), HQ, HK, **options))
+
+
+@pytest.mark.parametrize("D", [1, 8, 24, 64, 80, 96, 128, 160, 256])
+def test_head_dims(D):
+    assert_no_worse_than_eager(make((3, 0, 37), 2, 1, D=D, scale=D**-0.5, softcap=2.0))
+
+
+@pytest.mark.parametrize(("key", "memory"), [(key, memory) for key in TILES for memory in TILES[key]])
+def test_all_tiles(key, memory, monkeypatch):
+    tiles = TILES[key][memory]
+    if DEVICE == "cuda" and memory == 193 and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("the GPU has no memory for them")
+    monkeypatch.setattr(host, "_tiles", lambda q: tiles)
+    size, D = key
+    dtype = torch.float32 if size == 4 else torch.bfloat16
+    options = {"scale": D**-0.5, "softcap": 2.0, "window": 67}
+    assert_no_worse_than_eager(make((130, 3, 65), 2, 1, D=D, dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("size", [1e-3, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_far_below_and_far_above_the_softcap(size, dtype, small_tiles):
+    inputs = make((20, 30), dtype=dtype, softcap=3.0)
+    assert_no_worse_than_eager(replace(inputs, q=inputs.q * size))
+
+
+def test_logits_past_the_range_of_exp(small_tiles):
+    inputs = make((20, 30))
+    inputs = replace(inputs, q=inputs.q * 300)
+    assert all(x.isfinite().all() for x in run(inputs))
+    assert_no_worse_than_eager(inputs)
+
+
+# Documents
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_document_of_a_row_is_what_it_is_alone_and_its_neighbours_change_no_bit(options, small_tiles):
+    inputs = make((5, 19, 0, 18, 3), 2, 1, **options)
+    packed, own = run(inputs), slice(5, 24)
+    assert_same([x[own] for x in packed], run(inputs.of(own, (19,))))
+    poisoned = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.g_out)]
+    for x in poisoned:
+        x[24:42] = torch.nan
+    q, k, v, g_out = poisoned
+    found = run(replace(inputs, q=q, k=k, v=v, g_out=g_out))
+    assert_same([x[:24] for x in found], [x[:24] for x in packed])
+    assert_same([x[42:] for x in found], [x[42:] for x in packed])
+    assert all(x[24:42].isnan().all() for x in found)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_empty_segments_change_no_bit(window, small_tiles):
+    """As a captured row has them at its end."""
+    inputs = make((5, 33, 20), window=window)
+    expected = run(inputs)
+    for lengths in ((5, 33, 20, *[0] * 40), (0, 0, 5, 0, 33, 0, 0, 20)):
+        assert_same(run(replace(inputs, lengths=lengths)), expected)
+
+
+def test_many_short_documents(small_tiles):
+    inputs = make([1 + i % 3 for i in range(40)], 2, 1, softcap=2.0)
+    assert_no_worse_than_eager(inputs)
+
+
+def test_no_tokens():
+    for lengths in ((), (0,), (0, 0)):
+        assert [x.shape for x in run(make(lengths))] == [(0, 4, 16), (0, 4, 16), (0, 2, 16), (0, 2, 16)]
+
+
+def test_the_same_bits_again(small_tiles):
+    inputs = make((5, 20), dtype=torch.bfloat16, softcap=2.0)
+    assert_same(run(inputs), run(inputs))
+
+
+# Layouts
+
+
+def test_any_strides(small_tiles):
+    inputs = make((5, 20, 9), softcap=2.0)
+    expected = run(inputs)
+    HQ, HK = inputs.q.shape[1], inputs.k.shape[1]
+    nan = torch.full_like(inputs.k, torch.nan)
+    fused = torch.cat([nan, inputs.q, inputs.k, inputs.v, nan], 1)
+    q, k, v = fused.narrow(1, HK, HQ + 2 * HK).split([HQ, HK, HK], 1)
+    assert_same(run(replace(inputs, q=q, k=k, v=v)), expected)
+
+    def inside_out(x):
+        return x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+    tensors = {name: inside_out(getattr(inputs, name)) for name in ("q", "k", "v", "g_out")}
+    before = {name: x.clone() for name, x in tensors.items()}
+    assert_same(run(replace(inputs, **tensors)), expected)
+    assert all(torch.equal(x, before[name]) for name, x in tensors.items()), "an input was written to"
+
+
+def test_the_gradient_of_a_sum(small_tiles):
+    """`.sum().backward()` hands over one number with stride 0."""
+    inputs = make((5, 20))
+    ones = torch.ones((), device=DEVICE).expand_as(inputs.q)
+    assert_same(run(replace(inputs, g_out=ones)), run(replace(inputs, g_out=torch.ones_like(inputs.q))))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_strides_past_two_to_the_31(axis, small_tiles):
+    inputs = make((1, 2), 3, 3, dtype=torch.bfloat16)
+    expected = run(inputs)
+    far = 2**31 // (inputs.q.shape[axis] - 1) + 8
+    strides = [64, 16, 1]
+    strides[axis] = far
+    q = large_buffer(far * 2 + 1024, torch.bfloat16).as_strided(inputs.q.shape, strides, 0)
+    q.copy_(inputs.q)
+    assert_same(run(replace(inputs, q=q)), expected)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    length = 128
+    n_documents = 2**31 // (length * 8 * 128) + 2
+    inputs = make((length,) * n_documents, 8, 2, D=128, dtype=torch.bfloat16, softcap=5.0)
+    tail = slice((n_documents - 1) * length, None)
+    assert_same([x[tail] for x in run(inputs)], run(inputs.of(tail, (length,))))
+
+
+# Autograd
+
+
+def test_what_is_saved():
+    inputs = make((5, 4))
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    cu_seqlens, outs = inputs.cu_seqlens, []
+    saved = saved_by(lambda: outs.append(varlen_attention(*leaves, cu_seqlens, **inputs.options)))
+    known = {x.data_ptr() for x in (*leaves, cu_seqlens, outs[0])}
+    assert known < saved
+    assert len(saved - known) == 1  # the log-sum-exps
+
+
+def test_only_v_is_trained(small_tiles):
+    inputs = make((5, 20))
+    v = inputs.v.clone().requires_grad_()
+    out = varlen_attention(inputs.q, inputs.k, v, inputs.cu_seqlens, **inputs.options)
+    assert torch.equal(torch.autograd.grad(out, v, inputs.g_out)[0], run(inputs)[3])
+
+
+def test_gradcheck_of_the_reference():
+    inputs = make((1, 4, 3), 2, 1, D=3, dtype=torch.float64, softcap=1.0, window=2)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    assert torch.autograd.gradcheck(
+        lambda *x: reference.varlen_attention(*x, inputs.cu_seqlens, **inputs.options), leaves
+    )
+
+
+def test_the_reference_is_eager_in_float64():
+    for options in OPTIONS.values():
+        inputs = make(RAGGED, dtype=torch.float64, **options)
+        for x, y in zip(run(inputs), run(inputs, eager), strict=True):
+            assert torch.allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
+# Dispatch and errors
+
+
+@pytest.mark.gpu
+def test_never_synchronises_and_is_captured_for_other_documents():
+    inputs = make((100, 28, 200), D=64, dtype=torch.bfloat16, softcap=5.0, window=50)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    cu_seqlens = torch.zeros(9, dtype=torch.int32, device=DEVICE)
+
+    def step():
+        out = varlen_attention(*leaves, cu_seqlens, **inputs.options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs.g_out)]
+
+    cu_seqlens.fill_(328)[0] = 0
+    run(inputs)  # compiles
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for lengths in ((100, 28, 200, 0, 0, 0, 0, 0), (1, 2, 3, 4, 5, 6, 7, 300), (328, *[0] * 7)):
+        cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
+        graph.replay()
+        assert_same(results, run(replace(inputs, lengths=lengths)))
+
+
+def test_cpu_takes_the_reference():
+    q, kv = "torch.randn(5, 4, 8)", "torch.randn(5, 2, 8)"
+    assert_cpu_takes_the_reference(
+        "varlen_attention", f"({q}, {kv}, {kv}, torch.tensor([0, 2, 5]).int(), 0.3)"
+    )
+
+
+GOOD = {
+    "q": torch.zeros(5, 4, 8, device=DEVICE),
+    "k": torch.zeros(5, 2, 8, device=DEVICE),
+    "v": torch.zeros(5, 2, 8, device=DEVICE),
+    "cu_seqlens": torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE),
+    "scale": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(5, 8)}, r"q \[5, 8\], .*: pass \[N, H, D\]"),
+        ({"v": torch.zeros(5, 1, 8)}, r"v \[5, 1, 8\]: pass"),
+        ({"q": torch.zeros(6, 4, 8)}, "may differ in heads"),
+        ({"q": torch.zeros(5, 4, 16)}, "may differ in heads"),
+        ({"q": torch.zeros(5, 3, 8)}, "those of k dividing those of q"),
+        ({name: torch.zeros(5, 2, 257) for name in "qkv"}, "head dim 257: pass one from 1 to 256"),
+        ({"k": GOOD["k"].bfloat16()}, "k torch.bfloat16 and v torch.float32: cast all"),
+        ({name: GOOD[name].long() for name in "qkv"}, "cast all to one floating dtype"),
+        ({"cu_seqlens": GOOD["cu_seqlens"].long()}, r"cu_seqlens is \[3\] of torch.int64: pass"),
+        ({"cu_seqlens": GOOD["cu_seqlens"][:0]}, r"cu_seqlens is \[0\]"),
+        ({"cu_seqlens": GOOD["cu_seqlens"].to("meta")}, "cu_seqlens on meta: move it there"),
+        ({"scale": math.inf}, "scale is inf"),
+        ({"window": 0}, "window is 0: pass at least 1"),
+        ({"softcap": 0.0}, "softcap is 0.0"),
+        ({"softcap": math.nan}, "softcap is nan"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        varlen_attention(**(GOOD | changes))
+    assert "\n" not in str(error.value)
+    varlen_attention(**GOOD)

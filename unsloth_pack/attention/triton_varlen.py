@@ -1,0 +1,43 @@
+"""Packed attention through the package's own Triton kernels, which take a softcap."""
+
+import torch
+from torch import Tensor
+
+from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
+from unsloth_pack.kernels import launch, varlen_attention
+from unsloth_pack.kernels.varlen_attention import MAX_HEAD_DIM
+from unsloth_pack.row.packed_row import PackedRow
+
+
+def why_unavailable(need: AttentionNeed) -> str | None:
+    if launch.triton is None:
+        return "triton does not import; pip install triton"
+    if need.device_type != "cuda" and not launch.INTERPRETED:
+        return f"it needs CUDA, the model is on {need.device_type}"
+    if need.dtype not in launch.FUSED_DTYPES:
+        return f"it computes in float16, bfloat16 and float32, not {need.dtype}"
+    if need.head_dim > MAX_HEAD_DIM:
+        return f"its head size is at most {MAX_HEAD_DIM}, not {need.head_dim}"
+    if need.options.dropout > 0:
+        return "it has no attention dropout"
+    if need.device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        return f"it needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}"
+    if need.device_type != "cuda" and need.dtype == torch.bfloat16:
+        return "Triton's interpreter cannot multiply bfloat16"
+    return None
+
+
+def why_not_by_default(need: AttentionNeed) -> str | None:
+    if need.options.softcap is None:
+        return "`auto` takes it for softcapped attention only"
+    if need.device_type != "cuda":
+        return "`auto` takes it on CUDA only: the interpreter is slow"
+    return None
+
+
+def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions) -> Tensor:
+    # One compilation then serves layers with and without a window
+    window = None if options.window is None or options.window >= row.longest else options.window
+    return varlen_attention(
+        q_NHD, k_NKD, v_NKD, row.cu_seqlens, options.scale, window=window, softcap=options.softcap
+    )

@@ -1,0 +1,258 @@
+"""The Triton kernels of `varlen_attention`: what one program computes.
+
+K key heads, G query heads for each of them (a group), D head dim. A program owns one key head and a tile of
+one segment: a run of tokens, counted from the segment's first. A tile of queries has BLOCK_Q of them (Q), G
+for each of its TOKENS = BLOCK_Q // G tokens; a tile of keys has BLOCK_J (J). So the heads of a group share
+the keys that a program reads, and the sum of their gradients is one loop in one order.
+
+A loop over tiles passes over the tiles of which nothing is seen. Nothing of another segment is read. One loop
+masks every tile: of a second one, without masks, ptxas serialises the matrix products (triton 3.6, sm_90).
+
+Logits are in units of ln 2, so that `exp2` is the exponential.
+"""
+
+from __future__ import annotations
+
+from .chunked_head import logit_and_slope
+from .launch import jit, tl
+
+_jit = jit(do_not_specialize=["n_segments", "window"])  # one compilation serves all rows and windows
+
+
+@_jit
+def forward_kernel(
+    q, k, v, out, lse, cu_seqlens, n_segments, scale, softcap, window,
+    q_sn, q_sh, k_sn, k_sh, v_sn, v_sh,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out `[N, K * G, D]`, and lse `[N, K * G]`: the log-sum-exp of every query's logits, in units of ln 2.
+
+    Grid: key heads, tiles of queries. The last tiles, which see most keys, come first.
+    """
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
+    if first >= length:
+        return
+    token_Q, member_Q, is_query_Q = _queries(length - first, G, BLOCK_Q)
+    q += (start + first) * q_sn + head * G * q_sh
+    q_QD = _load(q, token_Q * q_sn + member_Q * q_sh, is_query_Q, D, BLOCK_D)
+    k += head * k_sh
+    v += head * v_sh
+
+    max_Q = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    sum_Q = tl.zeros([BLOCK_Q], tl.float32)
+    out_QD = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    begin, end = _keys_of_queries(first, length, window, WINDOWED, BLOCK_Q // G, BLOCK_J)
+    for key in range(begin, end, BLOCK_J):
+        k_JD = _load_run(k, start + key, length - key, k_sn, D, BLOCK_J, BLOCK_D)
+        z_QJ, _slope = _logit_and_slope(_dot(q_QD, k_JD.T), scale, softcap, CAPPED, k_JD.dtype)
+        key_J = key + tl.arange(0, BLOCK_J)
+        z_QJ = _hide(z_QJ, -float("inf"), first + token_Q[:, None], key_J[None, :], window, WINDOWED)
+        new_max_Q = tl.maximum(max_Q, tl.max(z_QJ, 1))
+        shift_Q = new_max_Q
+        if WINDOWED:  # a query may have seen no key yet
+            shift_Q = tl.where(new_max_Q == -float("inf"), 0.0, new_max_Q)
+        weight_QJ = tl.exp2(z_QJ - shift_Q[:, None])
+        decay_Q = tl.exp2(max_Q - shift_Q)
+        sum_Q = sum_Q * decay_Q + tl.sum(weight_QJ, 1)
+        max_Q = new_max_Q
+        v_JD = _load_run(v, start + key, length - key, v_sn, D, BLOCK_J, BLOCK_D)
+        out_QD = _dot(weight_QJ.to(v_JD.dtype), v_JD, out_QD * decay_Q[:, None])
+
+    place = (start + first) * (K * G) + head * G
+    place_Q = token_Q * (K * G) + member_Q
+    tl.store(lse + place + place_Q, max_Q + tl.log2(sum_Q), mask=is_query_Q)
+    _store(out + place * D, place_Q * D, out_QD / sum_Q[:, None], is_query_Q, D, BLOCK_D)
+
+
+@_jit
+def q_gradient_kernel(
+    q, k, v, out, lse, g_out, gq, delta, cu_seqlens, n_segments, scale, softcap, window,
+    q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """gq `[N, K * G, D]`, and delta `[N, K * G]`: out · g_out of every query.
+
+    Grid: as of `forward_kernel`.
+    """
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
+    if first >= length:
+        return
+    token_Q, member_Q, is_query_Q = _queries(length - first, G, BLOCK_Q)
+    place = (start + first) * (K * G) + head * G
+    place_Q = token_Q * (K * G) + member_Q
+    g_out += (start + first) * g_sn + head * G * g_sh
+    g_QD = _load(g_out, token_Q * g_sn + member_Q * g_sh, is_query_Q, D, BLOCK_D)
+    out_QD = _load(out + place * D, place_Q * D, is_query_Q, D, BLOCK_D)
+    delta_Q = tl.sum(out_QD.to(tl.float32) * g_QD.to(tl.float32), 1)
+    tl.store(delta + place + place_Q, delta_Q, mask=is_query_Q)
+    lse_Q = tl.load(lse + place + place_Q, mask=is_query_Q, other=0.0)
+    q += (start + first) * q_sn + head * G * q_sh
+    q_QD = _load(q, token_Q * q_sn + member_Q * q_sh, is_query_Q, D, BLOCK_D)
+    k += head * k_sh
+    v += head * v_sh
+
+    gq_QD = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    begin, end = _keys_of_queries(first, length, window, WINDOWED, BLOCK_Q // G, BLOCK_J)
+    for key in range(begin, end, BLOCK_J):
+        k_JD = _load_run(k, start + key, length - key, k_sn, D, BLOCK_J, BLOCK_D)
+        v_JD = _load_run(v, start + key, length - key, v_sn, D, BLOCK_J, BLOCK_D)
+        z_QJ, slope_QJ = _logit_and_slope(_dot(q_QD, k_JD.T), scale, softcap, CAPPED, k_JD.dtype)
+        weight_QJ = tl.exp2(z_QJ - lse_Q[:, None])
+        key_J = key + tl.arange(0, BLOCK_J)
+        weight_QJ = _hide(weight_QJ, 0.0, first + token_Q[:, None], key_J[None, :], window, WINDOWED)
+        g_product_QJ = weight_QJ * (_dot(g_QD, v_JD.T) - delta_Q[:, None]) * slope_QJ
+        gq_QD = _dot(g_product_QJ.to(k_JD.dtype), k_JD, gq_QD)
+    _store(gq + place * D, place_Q * D, gq_QD * scale, is_query_Q, D, BLOCK_D)
+
+
+@_jit
+def kv_gradient_kernel(
+    q, k, v, lse, g_out, delta, gk, gv, cu_seqlens, n_segments, scale, softcap, window,
+    q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """gk, gv `[N, K, D]`, of delta from `q_gradient_kernel`. Either may be None: not wanted of this launch.
+
+    Grid: key heads, tiles of keys. The first tiles of a segment, which most queries see, come first.
+    """
+    head = tl.program_id(0)
+    start, length, first = _segment_of_tile(cu_seqlens, n_segments, tl.program_id(1), BLOCK_J)
+    if first >= length:
+        return
+    k_JD = _load_run(k + head * k_sh, start + first, length - first, k_sn, D, BLOCK_J, BLOCK_D)
+    v_JD = _load_run(v + head * v_sh, start + first, length - first, v_sn, D, BLOCK_J, BLOCK_D)
+    q += head * G * q_sh
+    g_out += head * G * g_sh
+
+    gk_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
+    gv_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
+    key_J = tl.arange(0, BLOCK_J)
+    end = length
+    if WINDOWED:
+        end = tl.minimum(first + BLOCK_J - 1 + window, length)
+    for token in range(first, end, BLOCK_Q // G):
+        token_Q, member_Q, is_query_Q = _queries(length - token, G, BLOCK_Q)
+        here = start + token
+        q_QD = _load(q + here * q_sn, token_Q * q_sn + member_Q * q_sh, is_query_Q, D, BLOCK_D)
+        g_QD = _load(g_out + here * g_sn, token_Q * g_sn + member_Q * g_sh, is_query_Q, D, BLOCK_D)
+        place_Q = here * (K * G) + head * G + token_Q * (K * G) + member_Q
+        lse_Q = tl.load(lse + place_Q, mask=is_query_Q, other=0.0)
+        z_JQ, slope_JQ = _logit_and_slope(_dot(k_JD, q_QD.T), scale, softcap, CAPPED, k_JD.dtype)
+        weight_JQ = tl.exp2(z_JQ - lse_Q[None, :])
+        weight_JQ = _hide(weight_JQ, 0.0, token + token_Q[None, :], first + key_J[:, None], window, WINDOWED)
+        if gv is not None:
+            gv_JD = _dot(weight_JQ.to(g_QD.dtype), g_QD, gv_JD)
+        if gk is not None:
+            delta_Q = tl.load(delta + place_Q, mask=is_query_Q, other=0.0)
+            g_product_JQ = weight_JQ * (_dot(v_JD, g_QD.T) - delta_Q[None, :]) * slope_JQ
+            gk_JD = _dot(g_product_JQ.to(q_QD.dtype), q_QD, gk_JD)
+
+    place = ((start + first) * K + head) * D
+    if gk is not None:
+        _store(gk + place, key_J * (K * D), gk_JD * scale, first + key_J < length, D, BLOCK_D)
+    if gv is not None:
+        _store(gv + place, key_J * (K * D), gv_JD, first + key_J < length, D, BLOCK_D)
+
+
+@_jit
+def _segment_of_tile(cu_seqlens, n_segments, tile, TOKENS: tl.constexpr):
+    """The segment in which a tile of so many tokens lies.
+
+    Segment s has the tiles from `cu_seqlens[s] // TOKENS + s` on. That leaves room for all of them, whatever
+    the lengths, so the number of tiles depends on no length. A few of them are empty.
+
+    Returns:
+        The segment's first token as int64, its tokens, and the tile's first token in it, which is past the
+        last one where the tile is empty.
+    """
+    low = tile * 0
+    high = low + n_segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        starts_by = tl.load(cu_seqlens + middle) // TOKENS + middle <= tile
+        low = tl.where(starts_by, middle, low)
+        high = tl.where(starts_by, high, middle)
+    start = tl.load(cu_seqlens + low)
+    length = tl.load(cu_seqlens + low + 1) - start
+    return start.to(tl.int64), length, (tile - low - start // TOKENS) * TOKENS
+
+
+@_jit
+def _queries(n_tokens, G: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """The token (of the tile) and the member (of the group) of every query of a tile, and whether there is
+    such a query, where the segment has `n_tokens` from the tile's first on."""
+    query_Q = tl.arange(0, BLOCK_Q)
+    token_Q, member_Q = query_Q // G, query_Q % G
+    is_query_Q = token_Q < n_tokens
+    if BLOCK_Q % G != 0:
+        is_query_Q = is_query_Q & (token_Q < BLOCK_Q // G)
+    return token_Q, member_Q, is_query_Q
+
+
+@_jit
+def _keys_of_queries(
+    first, length, window, WINDOWED: tl.constexpr, TOKENS: tl.constexpr, BLOCK_J: tl.constexpr
+):
+    """begin, end: all keys that the tile's queries see lie in [begin, end)."""
+    begin = first * 0
+    if WINDOWED:
+        begin = tl.maximum(first - window + 1, 0) // BLOCK_J * BLOCK_J
+    return begin, tl.minimum(first + TOKENS, length)
+
+
+@_jit
+def _hide(x, hidden, token, key, window, WINDOWED: tl.constexpr):
+    """x, and `hidden` where the token does not see the key."""
+    x = tl.where(key <= token, x, hidden)
+    if WINDOWED:
+        x = tl.where(token < key + window, x, hidden)
+    return x
+
+
+@_jit
+def _logit_and_slope(product, scale, softcap, CAPPED: tl.constexpr, dtype: tl.constexpr):
+    """The logits of q · k in units of ln 2, and their slope: 1 - tanh(u)² of softcap * tanh(u)."""
+    log2_e: tl.constexpr = 1.4426950408889634
+    if not CAPPED:
+        return product * (scale * log2_e), 1.0
+    elif dtype == tl.float32:
+        z, slope = logit_and_slope(product, scale, softcap, CAPPED)
+        return z * log2_e, slope / scale
+    else:  # an absolute error of about softcap * 1e-7 matters in float32 only
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(product * (scale / softcap * (2 * log2_e))))
+        return tanh * (softcap * log2_e), 1.0 - tanh * tanh
+
+
+@_jit
+def _dot(x, y, total=None):
+    """total + x y; of float32 in three products of TF32, which are as exact."""
+    return tl.dot(x, y, total, input_precision="tf32x3")
+
+
+@_jit
+def _load_run(x, first, n_rows, stride, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`[BLOCK_J, BLOCK_D]`: the rows from `first` on, an int64; 0 past `n_rows` of them."""
+    row_J = tl.arange(0, BLOCK_J)
+    return _load(x + first * stride, row_J * stride, row_J < n_rows, D, BLOCK_D)
+
+
+@_jit
+def _load(x, where_R, is_row_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The rows at `where_R` as `[R, BLOCK_D]`; 0 past D and where there is no row."""
+    dim_D = tl.arange(0, BLOCK_D)
+    mask_RD = is_row_R[:, None] & (dim_D < D)[None, :]
+    return tl.load(x + where_R[:, None] + dim_D[None, :], mask=mask_RD, other=0.0)
+
+
+@_jit
+def _store(x, where_R, x_RD, is_row_R, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    dim_D = tl.arange(0, BLOCK_D)
+    mask_RD = is_row_R[:, None] & (dim_D < D)[None, :]
+    tl.store(x + where_R[:, None] + dim_D[None, :], x_RD.to(x.dtype.element_ty), mask=mask_RD)
