@@ -34,17 +34,15 @@ def train(model, folder, is_on):
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-@pytest.mark.parametrize("where", ["patched on a GPU", "patched on a CPU", "not patched"])
-def test_for_patched_models_on_a_gpu_alone(where, is_on, tmp_path, monkeypatch):
+@pytest.mark.parametrize("patched", [True, False])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_for_patched_models_on_a_gpu_alone(patched, on_gpu, is_on, tmp_path, monkeypatch):
     patch_model(tiny_model("llama"))  # every trainer from now on
     model = tiny_model("llama")
-    if where != "not patched":
+    if patched:
         patch_model(model)
-    if where == "patched on a GPU":
-        monkeypatch.setattr(loss_filter, "_is_patched_on_gpu", lambda module: True)
-    elif where == "patched on a CPU":
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert train(model, tmp_path, is_on) == (is_on and where != "patched on a GPU")
+    monkeypatch.setattr(loss_filter, "_is_on_gpu", lambda decoder: on_gpu)
+    assert train(model, tmp_path, is_on) == (is_on and not (patched and on_gpu))
     assert DEFAULT_CALLBACKS.count(loss_filter.LogsEveryLoss) == 1
 
 

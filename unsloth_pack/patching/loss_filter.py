@@ -28,7 +28,8 @@ class LogsEveryLoss(TrainerCallback):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        if model is not None and any(_is_patched_on_gpu(module) for module in model.modules()):
+        decoders = [] if model is None else [m for m in model.modules() if isinstance(m, FastDecoder)]
+        if any(map(_is_on_gpu, decoders)):
             self._was_on, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
 
     def on_train_end(
@@ -38,5 +39,5 @@ class LogsEveryLoss(TrainerCallback):
             self._was_on, args.logging_nan_inf_filter = False, True
 
 
-def _is_patched_on_gpu(module: nn.Module) -> bool:
-    return isinstance(module, FastDecoder) and any(p.is_cuda for p in module.parameters())
+def _is_on_gpu(decoder: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in decoder.parameters())
