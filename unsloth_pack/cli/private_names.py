@@ -229,6 +229,12 @@ PRIVATE_NAMES = (
         )
         for name in ("get_training_chat_template", "has_generation_markers")
     ),
+    PrivateName(
+        "datasets.arrow_dataset",
+        "_fingerprint",
+        "to find the tokens of the same data in the cache",
+        ("data/tokenize.py",),
+    ),
     *(
         PrivateName("datasets.iterable_dataset", name, _STREAMS, ("packing/iterable.py",))
         for name in (
