@@ -215,7 +215,7 @@ def test_a_second_run_reads_and_tokenises_nothing(large, tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
     large()
     first = told(documents(path))
-    pack_documents(documents(path), 64)
+    pack_documents(documents(path), 128)
 
     def never(*args, **kwargs):
         raise AssertionError("it is done already")
@@ -226,7 +226,7 @@ def test_a_second_run_reads_and_tokenises_nothing(large, tmp_path, monkeypatch):
     assert told(documents(path, num_proc=3)) == first
     copied = write(tmp_path / "copy.jsonl", path.read_bytes())
     assert told(documents(copied)) == first
-    pack_documents(documents(path), 64)
+    pack_documents(documents(path), 128)
 
 
 def test_another_file_tokenizer_template_or_length_makes_other_documents(large, tmp_path):
@@ -245,7 +245,7 @@ def test_another_file_tokenizer_template_or_length_makes_other_documents(large, 
     ended.eos_token = "<pad>"
     for tokenizer in (ended, other, byte_tokenizer(None)):
         seen.append(documents(path, tokenizer=tokenizer).fingerprint)
-    seen.append(documents(path, max_length=20).fingerprint)
+    seen.append(documents(path, max_length=48).fingerprint)
     assert len(set(seen)) == len(seen)
 
 
