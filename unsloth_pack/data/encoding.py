@@ -92,6 +92,7 @@ class Encoder:
             raise InputError(
                 "train_on_responses_only is set but the rows are plain text; give conversations, or drop it"
             )
+        self._has_plain_backend = _has_plain_backend(tokenizer)
         only_responses = responses_only and is_chat
         is_marked = only_responses and _GENERATION_MARKER.search(tokenizer.get_chat_template(chat_template))
         self._marks_assistant = bool(is_marked)
@@ -155,7 +156,13 @@ class Encoder:
         return text if text.endswith(end) else text + end
 
     def _plain(self, texts: list[str]) -> Ids:
-        return self.tokenizer(texts, verbose=False)["input_ids"]
+        if not self._has_plain_backend:
+            return self.tokenizer(texts, verbose=False)["input_ids"]
+        backend = self.tokenizer.backend_tokenizer  # as a call would use it, but without places and masks
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts)]
 
     def _chat(
         self, conversations: list[Any], batch: Columns, numbers: range, marked: bool, **options: Any
@@ -205,6 +212,15 @@ class Encoder:
                         f"row {number}: the chat template refuses it ({error}); correct or remove it"
                     ) from None
             raise
+
+
+def _has_plain_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether calling the tokenizer does nothing but encode with its backend."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    names = ("__call__", "_encode_plus")
+    return issubclass(kind, plain) and all(getattr(kind, name) is getattr(plain, name) for name in names)
 
 
 def _refuse_unmarked() -> None:

@@ -36,6 +36,8 @@ def parquet_schema(files: Sequence[Path]) -> pa.Schema:
             raise InputError(f"{file}: a column is repeated in {schema.names}; rename it")
         schemas.append(schema)
     check_same_columns(files, [schema.names for schema in schemas])
+    if all(schema == schemas[0] for schema in schemas):
+        return schemas[0]
     try:
         joined = pa.unify_schemas(schemas, promote_options="permissive").with_metadata(schemas[0].metadata)
     except (pa.ArrowException, NotImplementedError, ValueError) as error:
@@ -65,9 +67,10 @@ def read_parquet(file: Path, schema: pa.Schema) -> Iterator[pa.Table]:
     try:
         for batch in parquet.iter_batches(rows, use_threads=False):
             batch.validate(full=True)
-            yield pa.concat_tables(
-                [schema.empty_table(), pa.Table.from_batches([batch])], promote_options="permissive"
-            )
+            table = pa.Table.from_batches([batch])
+            if table.schema != schema:
+                table = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
+            yield table.replace_schema_metadata(schema.metadata)
     except (NotImplementedError, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
         raise unusable(file, error) from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -147,7 +147,7 @@ def _parquet_file(task: tuple[int, Path], schema: pa.Schema, folder: Path | None
     number, file = task
     tables = read_parquet(file, schema)
     if folder is None:
-        return pa.concat_tables([schema.empty_table(), *tables])
+        return pa.Table.from_batches([batch for table in tables for batch in table.to_batches()], schema)
     with arrow_file(folder / f"{number}.arrow", schema) as stream:
         for table in tables:
             stream.write_table(table)
