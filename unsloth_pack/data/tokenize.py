@@ -20,7 +20,7 @@ import numpy as np
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder
 from unsloth_pack.data.kept import Notes, arrow_file, digest, is_kept, kept, open_kept
 from unsloth_pack.data.ledger import TokenLedger
-from unsloth_pack.data.mapped import scan
+from unsloth_pack.data.mapped import release, scan
 from unsloth_pack.data.spans import in_order, spans_of
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.errors import InputError
@@ -235,6 +235,7 @@ class _DocumentMaker:
             for encoded in self.encoded(first, end):
                 tally += Tally.of(encoded)
                 stream.write_table(_table(encoded))
+        release(self._dataset)
         return tally
 
 
