@@ -159,7 +159,7 @@ def test_one_letter_left_out_doubled_or_swapped_leads_to_the_flag(flag):
 
 # Of TRL, transformers, PEFT, Axolotl, LLaMA-Factory and ms-swift: what there is no flag for, nor a word about
 NO_FLAGS_OF_OURS = """
-    ddp_backend data_seed dataset_kwargs dataset_num_proc eval_accumulation_steps eval_delay eval_on_start
+    ddp_backend data_seed dataset_kwargs eval_accumulation_steps eval_delay eval_on_start
     eval_steps eval_strategy eva_config fsdp_config group_by_length label_names logging_first_step
     logging_strategy lora_bias lora_on_cpu max_samples model_type neftune_noise_alpha nproc optim_args
     output_type packing_strategy pad_token precompute_ref_batch_size prediction_loss_only rope_scaling

@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.data import load_rows, tokenizer_hash
     from unsloth_pack.files.loading import load_config, resolve
     from unsloth_pack.packing import write_packs
-    from unsloth_pack.recipe.documents import load_tokenizer, to_documents
+    from unsloth_pack.recipe.documents import load_tokenizer, prepare_documents
     from unsloth_pack.report.console import LastingConsole
     from unsloth_pack.report.tables import print_packs
 
@@ -40,18 +40,19 @@ def run(arguments: Sequence[str]) -> int:
     model_name, capacity = given.get("model_name", "demo"), given.get("max_seq_length", 2048)
     check_positions(capacity, model_name, load_config(resolve(model_name)[0]).get_text_config())
     only_responses = given.get("train_on_responses_only", False)
-    rows = load_rows(given.get("dataset", "demo"))
+    num_proc = given.get("num_proc")
+    rows = load_rows(given.get("dataset", "demo"), num_proc=num_proc)
     tokenizer = load_tokenizer(model_name)
-    documents, ledger = to_documents(rows, tokenizer, capacity, only_responses)
+    documents = prepare_documents(rows, tokenizer, capacity, only_responses, num_proc)
     optional: dict[str, Any] = {
         name: given[name] for name in ("strategy", "seed", "rows_per_shard") if name in given
     }
     manifest = write_packs(
-        documents,
+        documents.rows,
         out,
         capacity,
         tokenizer_hash=tokenizer_hash(tokenizer),
-        ledger=ledger,
+        ledger=documents.ledger,
         train_on_responses_only=only_responses,
         model_name=model_name,
         **optional,
@@ -79,6 +80,7 @@ def _parser() -> Parser:
         help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)",
     )
     add("--max_seq_length", type=whole(1), metavar="TOKENS", help="length of a packed row (default: 2048)")
+    parser.add_num_proc()
     add("--out", type=path, metavar="DIR", help="to write the packs to; new, or empty; has to be given")
     parser.add_choice("--strategy", STRATEGIES, "which documents share a row (default: bfd)")
     parser.add_switch("--train_on_responses_only", "in conversations, train on what the assistant says only")

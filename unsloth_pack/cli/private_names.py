@@ -229,6 +229,18 @@ PRIVATE_NAMES = (
         )
         for name in ("get_training_chat_template", "has_generation_markers")
     ),
+    PrivateName(
+        "transformers.tokenization_utils_tokenizers",
+        "_encode_plus",
+        "to see whether a tokenizer does more than its fast backend",
+        ("data/encoding.py",),
+    ),
+    PrivateName(
+        "datasets.arrow_dataset",
+        "_fingerprint",
+        "to find the tokens of the same data in the cache",
+        ("data/tokenize.py",),
+    ),
     *(
         PrivateName("datasets.iterable_dataset", name, _STREAMS, ("packing/iterable.py",))
         for name in (

@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
 
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)
-    lengths = _lengths(given.get("dataset", "demo"), given.get("model_name", "demo"))
+    lengths = _lengths(given.get("dataset", "demo"), given.get("model_name", "demo"), given.get("num_proc"))
     lengths += _image_tokens(given)
     report = length_report(
         lengths,
@@ -75,6 +75,7 @@ def _parser() -> Parser:
         type=path,
         help="whose tokenizer is used: demo, a folder, or a hub name (default: demo)",
     )
+    parser.add_num_proc()
     add("--binsize", type=whole(1), metavar="TOKENS", help="width of a bar of the histogram (default: 512)")
     add(
         *("--pack_lengths", "--pack-lengths"),
@@ -141,16 +142,16 @@ def _image_tokens(given: dict[str, Any]) -> int:
     return sum(vision_tokens(height, width, patch, merge) for height, width in sizes)
 
 
-def _lengths(dataset: str, model_name: str) -> np.ndarray:
+def _lengths(dataset: str, model_name: str, num_proc: int | None) -> np.ndarray:
     from unsloth_pack.data import load_rows
-    from unsloth_pack.recipe.documents import load_tokenizer, to_documents
+    from unsloth_pack.recipe.documents import load_tokenizer, prepare_documents
     from unsloth_pack.report.fill import row_lengths
 
-    rows = load_rows(dataset)
+    rows = load_rows(dataset, num_proc=num_proc)
     tokenizer = load_tokenizer(model_name)
     if getattr(tokenizer, "eos_token_id", None) is None:
         raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
-    return row_lengths(to_documents(rows, tokenizer, _UNCUT)[0])
+    return row_lengths(prepare_documents(rows, tokenizer, _UNCUT, num_proc=num_proc).rows)
 
 
 def _print(console: "Console", report: "LengthReport") -> None:

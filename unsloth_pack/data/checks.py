@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from unsloth_pack.data.mapped import scan
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def check_token_ids(dataset: datasets.Dataset, vocab_size: int) -> None:
             f"no column 'input_ids' among {', '.join(dataset.column_names)}; tokenise the dataset first"
         )
     start = 0
-    for table in dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=256):
+    for table in scan(dataset, ["input_ids"], batch_size=256):
         column = table["input_ids"].combine_chunks()
         is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
         if not is_list or not pa.types.is_integer(column.type.value_type):

@@ -7,6 +7,7 @@ back. Only turns of two strings, which most conversations consist of, are stored
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +35,51 @@ def to_dataset(rows: list[dict[str, Any]]) -> datasets.Dataset:
     Raises:
         UnicodeEncodeError: a string holds half of a surrogate pair.
     """
+    return read_exactly(datasets.Dataset(exact_table(rows)))
+
+
+def exact_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """The rows as Arrow holds them exactly, see `to_dataset`."""
     names = dict.fromkeys(name for row in rows for name in row)
-    table = pa.table({name: _exact_array([row.get(name) for row in rows]) for name in names})
-    return read_exactly(datasets.Dataset(table))
+    return pa.table({name: _exact_array([row.get(name) for row in rows]) for name in names})
+
+
+def joined_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The types that hold the rows of several exact tables: JSON texts where their own types differ."""
+    kinds: dict[str, pa.DataType | None] = {}
+    for field in (field for schema in schemas for field in schema):
+        kinds[field.name] = _joined(kinds.get(field.name, pa.null()), field.type)
+    return pa.schema({name: pa.json_() if kind is None else kind for name, kind in kinds.items()})
+
+
+def with_types(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """An exact table with the types of `joined_schema`; columns that it lacks are null."""
+    columns = []
+    for field in schema:
+        here = table[field.name] if field.name in table.column_names else pa.nulls(len(table))
+        if here.type == field.type:
+            columns.append(here)
+        elif isinstance(field.type, pa.JsonType):
+            columns.append(json_array([_as_json(value) for value in here.to_pylist()]))
+        else:
+            columns.append(here.cast(field.type))
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _joined(one: pa.DataType | None, other: pa.DataType | None) -> pa.DataType | None:
+    """The type that holds the values of both exactly, or None where that is no type but JSON."""
+    if one is None or other is None or one == other or pa.types.is_null(other):
+        return one if one is None or other is not None else None
+    if pa.types.is_null(one):
+        return other
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        inner = _joined(one.value_type, other.value_type)
+        return None if inner is None else pa.list_(inner)
+    return None
+
+
+def _as_json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def read_exactly(dataset: datasets.Dataset) -> datasets.Dataset:
@@ -68,7 +111,7 @@ def _exact_array(values: list[Any]) -> pa.Array:
             return array
     except (pa.ArrowException, OverflowError):  # strings among numbers, integers past 64 bits, ...
         pass
-    return json_array([None if value is None else json.dumps(value, ensure_ascii=False) for value in values])
+    return json_array([_as_json(value) for value in values])
 
 
 def _holds_no_objects(kind: pa.DataType) -> bool:

@@ -10,6 +10,7 @@ Conversations keep the columns `tools` and `chat_template_kwargs`, which the cha
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -24,6 +25,7 @@ from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
 
 KNOWN_COLUMNS = {
     *("messages", "conversations", "tools", "chat_template_kwargs"),
@@ -144,45 +146,108 @@ def to_trl(
             turn, the same role twice in a row (but tool results may follow each other), and what only other
             tools can train on: images, replies labelled bad, weights, turns marked otherwise.
     """
-    from datasets import Features, Value
+    import datasets
+    import pyarrow as pa
 
-    from unsloth_pack.data.exact import ExactJson
+    conversion = Conversion(dataset, chat_template=chat_template, responses_only=responses_only)
+    batches = conversion.batches(dataset, 0, len(dataset), batch_size=1000)
+    info = datasets.DatasetInfo(features=conversion.features)
+    return datasets.Dataset(pa.concat_tables(map(conversion.table, batches)), info=info)
 
-    if not len(dataset):
-        raise InputError("the dataset has 0 rows; give one with at least one")
-    refuse_media(dataset)
-    first_rows = [dataset[i] for i in range(min(8, len(dataset)))]
-    data_format = detect_format(dataset.column_names, first_rows)
-    rows = dataset.select_columns([name for name in dataset.column_names if name in KNOWN_COLUMNS])
 
-    convert: Callable[[int, Row], Row]
-    features: dict[str, Any] = {"prompt": Value("string"), "completion": Value("string")}
-    unused: tuple[str, ...] = ()
-    match data_format:
-        case DataFormat.TEXT:
-            refuse_acting_columns(dataset, are_text=True)
-            for _ in _converted(rows, _text):
-                pass
-            return rows.select_columns("text")
-        case DataFormat.ALPACA if chat_template:
-            convert, features = _alpaca_messages, dict.fromkeys(features, _messages_type())
-        case DataFormat.ALPACA:
-            convert, unused = _alpaca_strings, ("tools", "chat_template_kwargs")
-        case DataFormat.PROMPT_COMPLETION if not isinstance(first_rows[0]["prompt"], list):
-            convert, unused = _prompt_strings, ("tools", "chat_template_kwargs", "system")
-        case DataFormat.PROMPT_COMPLETION:
-            convert = partial(_prompt_messages, learned=_learned(responses_only))
-            sources = {"prompt": "prompt", "completion": _answer_column(rows.column_names)}
-            features = _conversation_features(rows, sources, chat_template)
-        case DataFormat.MESSAGES | DataFormat.SHAREGPT:
-            column = "messages" if data_format is DataFormat.MESSAGES else "conversations"
-            convert = partial(_messages, column=column, learned=_learned(responses_only))
-            features = _conversation_features(rows, {"messages": column}, chat_template)
-    refuse_acting_columns(dataset, are_text=False, unused=unused)
-    if not unused:
-        of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
-        features |= {name: kind for name, kind in of_template.items() if name in rows.column_names}
-    return _build(_converted(rows, convert), Features(features))
+class Conversion:
+    """How the rows of one data set become TRL's columns, see `to_trl`; it holds none of them.
+
+    Args: as `to_trl`.
+
+    Raises:
+        InputError: the format is unknown, there is a row with an image, or conversations come without a chat
+            template.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, *, chat_template: bool, responses_only: bool | None = None):
+        from datasets import Features, Value
+
+        from unsloth_pack.data.exact import ExactJson
+
+        if not len(dataset):
+            raise InputError("the dataset has 0 rows; give one with at least one")
+        refuse_media(dataset)
+        first_rows = [dataset[i] for i in range(min(8, len(dataset)))]
+        data_format = detect_format(dataset.column_names, first_rows)
+        self.key = ["to_trl", chat_template, responses_only]  # all that it depends on beside the data set
+        self._columns = [name for name in dataset.column_names if name in KNOWN_COLUMNS]
+        learned = _learned(responses_only)
+        features: dict[str, Any] = {"prompt": Value("string"), "completion": Value("string")}
+        self._unused: tuple[str, ...] = ()
+        self._are_text = data_format is DataFormat.TEXT
+        self._convert: Callable[[int, Row], Row]
+        match data_format:
+            case DataFormat.TEXT:
+                self._convert, features = _text, {"text": Value("string")}
+            case DataFormat.ALPACA if chat_template:
+                self._convert, features = _alpaca_messages, dict.fromkeys(features, _messages_type())
+            case DataFormat.ALPACA:
+                self._convert, self._unused = _alpaca_strings, ("tools", "chat_template_kwargs")
+            case DataFormat.PROMPT_COMPLETION if not isinstance(first_rows[0]["prompt"], list):
+                self._convert, self._unused = _prompt_strings, ("tools", "chat_template_kwargs", "system")
+            case DataFormat.PROMPT_COMPLETION:
+                self._convert = partial(_prompt_messages, learned=learned)
+                sources = {"prompt": "prompt", "completion": _answer_column(self._columns)}
+                features = _conversation_features(dataset, sources, chat_template)
+            case DataFormat.MESSAGES | DataFormat.SHAREGPT:
+                column = "messages" if data_format is DataFormat.MESSAGES else "conversations"
+                self._convert = partial(_messages, column=column, learned=learned)
+                features = _conversation_features(dataset, {"messages": column}, chat_template)
+        if not self._unused and not self._are_text:
+            of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
+            features |= {name: kind for name, kind in of_template.items() if name in self._columns}
+        self.features = Features(features)
+        self._json_columns = [name for name, kind in features.items() if isinstance(kind, ExactJson)]
+
+    def batches(
+        self, dataset: datasets.Dataset, first: int, end: int, batch_size: int
+    ) -> Iterator[dict[str, list[Any]]]:
+        """The converted columns of the rows `first` to `end - 1`, a batch at a time.
+
+        Raises:
+            InputError: a row cannot be trained on.
+        """
+        rows = dataset.select(range(first, end))
+        refuse_acting_columns(rows, first, are_text=self._are_text, unused=self._unused)
+        rows = rows.select_columns(self._columns)
+        filled = {name: kind for name, kind in rows.features.items() if _may_have_filler(kind)}
+        for batch in rows.iter(batch_size=batch_size):
+            for name, kind in filled.items():
+                values = enumerate(batch[name], first)
+                batch[name] = [without_absent_keys(index, name, kind, value) for index, value in values]
+            cells = zip(*batch.values(), strict=True)
+            converted = [
+                self._convert(index, dict(zip(batch, row, strict=True)))
+                for index, row in enumerate(cells, first)
+            ]
+            columns = {name: [row[name] for row in converted] for name in self.features}
+            for name in self._json_columns:  # as a column of JSON texts would give them back
+                texts = (fields.json_text(index, name, x) for index, x in enumerate(columns[name], first))
+                columns[name] = list(map(json.loads, texts))
+            yield columns
+            first += len(converted)
+
+    def table(self, batch: Mapping[str, list[Any]]) -> pa.Table:
+        """A converted batch as Arrow holds it."""
+        import pyarrow as pa
+
+        from unsloth_pack.data.exact import json_array
+
+        schema = self.features.arrow_schema
+        return pa.table(
+            {
+                name: json_array([json.dumps(value, ensure_ascii=False) for value in values])
+                if name in self._json_columns
+                else pa.array(values, schema.field(name).type)
+                for name, values in batch.items()
+            }
+        )
 
 
 def _learned(responses_only: bool | None) -> dict[str, bool]:
@@ -190,44 +255,6 @@ def _learned(responses_only: bool | None) -> dict[str, bool]:
     if responses_only is None:
         return {"assistant": True}
     return {role: role == "assistant" or not responses_only for role in fields.ROLES}
-
-
-def _converted(rows: datasets.Dataset, convert: Callable[[int, Row], Row]) -> Iterator[list[Row]]:
-    """Batches of converted rows."""
-    filled = {name: kind for name, kind in rows.features.items() if _may_have_filler(kind)}
-    start = 0
-    for batch in rows.iter(batch_size=1000):
-        for name, kind in filled.items():
-            values = enumerate(batch[name], start)
-            batch[name] = [without_absent_keys(index, name, kind, value) for index, value in values]
-        cells = zip(*batch.values(), strict=True)
-        converted = [convert(i, dict(zip(batch, row, strict=True))) for i, row in enumerate(cells, start)]
-        start += len(converted)
-        yield converted
-
-
-def _build(batches: Iterator[list[Row]], features: datasets.Features) -> datasets.Dataset:
-    import datasets
-    import pyarrow as pa
-
-    from unsloth_pack.data.exact import ExactJson, json_array
-
-    tables: list[pa.Table] = []
-    start = 0
-    for batch in batches:
-        columns = {}
-        for name, kind in features.items():
-            values = [row[name] for row in batch]
-            if isinstance(kind, ExactJson):
-                numbered = enumerate(values, start)
-                columns[name] = json_array(
-                    [fields.json_text(index, name, value) for index, value in numbered]
-                )
-            else:
-                columns[name] = pa.array(values, features.arrow_schema.field(name).type)
-        tables.append(pa.table(columns))
-        start += len(batch)
-    return datasets.Dataset(pa.concat_tables(tables), info=datasets.DatasetInfo(features=features))
 
 
 def _text(index: int, row: Row) -> Row:

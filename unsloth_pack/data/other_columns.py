@@ -120,26 +120,29 @@ def refuse_media(dataset: datasets.Dataset) -> None:
     _refuse(dataset, dict.fromkeys((*MEDIA, *stored), _MEDIA))
 
 
-def refuse_acting_columns(dataset: datasets.Dataset, *, are_text: bool, unused: Collection[str] = ()) -> None:
+def refuse_acting_columns(
+    dataset: datasets.Dataset, first: int, *, are_text: bool, unused: Collection[str] = ()
+) -> None:
     """Refuse the first value that would change the training in the tool it was made for.
 
     Args:
+        first: number of the first row, to name the others.
         are_text: whether the rows are plain text.
         unused: columns that act beside conversations, but not beside these rows.
 
     Raises:
         InputError: it names row, column and value.
     """
-    _refuse(dataset, _ACTING_ON_TEXT)
+    _refuse(dataset, _ACTING_ON_TEXT, first)
     if not are_text:
-        _refuse(dataset, _ACTING)
-    _refuse(dataset, dict.fromkeys(unused, _OF_CONVERSATIONS))
+        _refuse(dataset, _ACTING, first)
+    _refuse(dataset, dict.fromkeys(unused, _OF_CONVERSATIONS), first)
 
 
-def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting]) -> None:
+def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], first: int = 0) -> None:
     for name in dataset.column_names:
         if rule := rules.get(name):
-            for index, value in enumerate(_values(dataset, name)):
+            for index, value in enumerate(_values(dataset, name), first):
                 if not rule.is_harmless(value):
                     fail(index, name, rule.problem, value, rule.remedy)
 

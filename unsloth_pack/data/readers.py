@@ -2,188 +2,100 @@
 
 Values stay as they are in the file: no string is parsed into a number, a date or JSON, and no whole number
 becomes a fraction. No object of a json file gets another order of keys, or nulls for keys of other rows.
+
+The rows of small files are held in memory, those of large ones in the data set cache.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import re
+import os
 import reprlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.data.formats import KNOWN_COLUMNS
+from unsloth_pack.data.kept import Notes, arrow_file, digest, kept, open_kept
+from unsloth_pack.data.parquet_files import parquet_schema, read_parquet, unusable
+from unsloth_pack.data.spans import in_order
+from unsloth_pack.data.text_files import (
+    TEXT_READERS,
+    FilePart,
+    Row,
+    check_ordinary,
+    check_same_columns,
+    check_text,
+    parts_of,
+)
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-Row = dict[str, Any]
-
 SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "txt"}
-_MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is too short for many documents
+_SMALL = 4 << 20  # bytes of files whose rows are held in memory
+_CHUNKS_A_PART = 1_000_000  # at most
 
 
-def read_files(files: Sequence[Path]) -> datasets.Dataset:
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of a file.
+
+    Args:
+        schema, rows: their types, and how many there are.
+        held: the rows, or the Arrow file that they were written to.
+    """
+
+    schema: pa.Schema
+    rows: int
+    held: pa.Table | Path
+
+
+class _HalfCharacter(Exception):
+    """A row holds half of a surrogate pair.
+
+    Args:
+        index: of the row, in its part of a file.
+        column, value: where it is.
+    """
+
+    def __init__(self, index: int, column: str, value: Any):
+        super().__init__(index, column, value)
+        self.index, self.column, self.value = index, column, value
+
+
+def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.Dataset:
     """Read files of one format and with the same columns, in the order given.
+
+    Args:
+        num_proc: processes that share out large files; None for as many as there are cores.
 
     Raises:
         InputError: a suffix is unknown, formats or columns differ between files, or a file is empty or not
             what its suffix says.
     """
+    import datasets
+
     kinds = {_kind(file): file for file in files}
     if len(kinds) > 1:
         names = ", ".join(file.name for file in kinds.values())
         raise InputError(f"{files[0].parent}: files of several formats ({names}); keep one format a folder")
-    if "parquet" in kinds:
-        return _read_parquet(files)
     (kind,) = kinds
-    parts = [_READERS[kind](file) for file in files]
-    for file, part in zip(files, parts, strict=True):
-        if not part:
-            raise InputError(f"{file}: 0 rows; give a file with at least one")
-    _check_same_columns(files, [dict.fromkeys(name for row in part for name in row) for part in parts])
-    return _to_dataset([row for part in parts for row in part], files)
-
-
-def read_json(path: Path) -> list[Row]:
-    """Rows of a `.json` or `.jsonl` file: a list of objects, one object per line, or an object around a list.
-
-    The content decides which, because people use both suffixes for all of these. An object around a list may
-    have other keys too, but only one with a list of objects. An object with a column of a known format is
-    itself a row.
-
-    Raises:
-        InputError: malformed JSON, or something other than objects.
-    """
-    text = _read_text(path)
-    if _is_json_lines(text, path):
-        lines = enumerate(text.split("\n"), start=1)  # not splitlines(): U+2028 may stand inside a string
-        numbered = [(number, _parse_json(line, path, number)) for number, line in lines if line.strip()]
-        for number, row in numbered:
-            if not isinstance(row, dict):
-                raise InputError(
-                    f"{path} line {number}: expected an object, got {reprlib.repr(row)}; "
-                    "write one {...} a line"
-                )
-        return [row for _, row in numbered]
-
-    document = _parse_json(text, path, 1)
-    rows = _unwrap(document, path) if isinstance(document, dict) else document
-    if not isinstance(rows, list):
-        raise InputError(
-            f"{path}: expected a list of objects, got {reprlib.repr(rows)}; write [{{...}}, ...]"
-        )
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise InputError(
-                f"{path}: expected a list of objects, got {reprlib.repr(row)} as item {index}; "
-                "write [{...}, ...]"
-            )
-    return rows
-
-
-def read_csv(path: Path) -> list[Row]:
-    """Rows of a comma-separated file with a header line. Every cell is a string; an empty cell is "".
-
-    Raises:
-        InputError: a row with more or fewer cells than the header, a repeated column, or broken quotes.
-    """
-    reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
-    limit = csv.field_size_limit(_MAX_CSV_FIELD)
-    rows = []
-    try:
-        header = next(cells for cells in reader if cells)
-        if len(set(header)) < len(header):
-            raise InputError(f"{path} line {reader.line_num}: a column is repeated in {header}; rename it")
-        for cells in reader:
-            if not cells:  # a blank line
-                continue
-            if len(cells) != len(header):
-                raise InputError(
-                    f"{path} line {reader.line_num}: {len(cells)} cells under {len(header)} columns, "
-                    f"{reprlib.repr(cells)}; quote cells that hold commas or line breaks"
-                )
-            rows.append(dict(zip(header, cells, strict=True)))
-    except csv.Error as error:
-        raise InputError(
-            f"{path} line {reader.line_num}: not valid CSV ({error}); check its quotes"
-        ) from None
-    finally:
-        csv.field_size_limit(limit)
-    return rows
-
-
-def read_txt(path: Path) -> list[Row]:
-    """Documents of a plain text file, as rows with the one column `text`.
-
-    Blank lines separate documents. In a file without blank lines, every line is a document.
-    """
-    text = _read_text(path).replace("\r\n", "\n").strip("\n")
-    blank_lines = re.compile(r"\n(?:[^\S\n]*\n)+")
-    documents = blank_lines.split(text) if blank_lines.search(text) else text.split("\n")
-    return [{"text": document} for document in documents if document.strip()]
-
-
-_READERS: dict[str, Callable[[Path], list[Row]]] = {"json": read_json, "csv": read_csv, "txt": read_txt}
-
-
-def _read_parquet(files: Sequence[Path]) -> datasets.Dataset:
-    import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from unsloth_pack.data.exact import read_exactly
-
-    tables = []
     for file in files:
-        _check_ordinary(file)
-        try:
-            table = pq.ParquetFile(file).read()
-            table.validate(full=True)
-            names = table.column_names
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
-            raise InputError(
-                f"{file}: not a complete parquet file ({reason}); download or write it again"
-            ) from None
-        if len(set(names)) < len(names):
-            raise InputError(f"{file}: a column is repeated in {names}; rename it")
-        tables.append(table)
-    _check_same_columns(files, [table.column_names for table in tables])
-    try:
-        table = pa.concat_tables(tables, promote_options="permissive")
-        for file, part in zip(files, tables, strict=True):
-            _check_numbers_stay(file, part.schema, table.schema)
-        return read_exactly(datasets.Dataset(table))
-    except (pa.ArrowException, NotImplementedError, ValueError) as error:
-        raise InputError(
-            f"{files[0]}: column types that cannot be used ({error}); write strings, or lists of objects"
-        ) from None
+        check_ordinary(file)
+    read = _read_parquet if kind == "parquet" else partial(_read_text, kind=kind)
+    if sum(file.stat().st_size for file in files) <= _SMALL:
+        return _exactly(lambda: datasets.Dataset(read(files, None, 1)), files)
+    key = [[file.suffix.lower(), _digest(file)] for file in files]
 
+    def write(folder: Path) -> Notes:
+        read(files, folder, num_proc)
+        return {}
 
-def _check_numbers_stay(file: Path, schema: pa.Schema, joined: pa.Schema) -> None:
-    """Refuse whole numbers that became fractions because another file has fractions in their place."""
-    for field in schema:
-        if _makes_fractions(field.type, joined.field(field.name).type):
-            raise InputError(
-                f"{file}: column {field.name!r} holds whole numbers where another file has fractions "
-                f"({field.type}); write both files with the same types"
-            )
-
-
-def _makes_fractions(before: pa.DataType, after: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    if pa.types.is_struct(before) and pa.types.is_struct(after):
-        return any(_makes_fractions(field.type, after.field(field.name).type) for field in before)
-    if hasattr(before, "value_type") and hasattr(after, "value_type"):  # lists
-        return _makes_fractions(before.value_type, after.value_type)
-    return pa.types.is_integer(before) and pa.types.is_floating(after)
+    return _exactly(lambda: open_kept(kept("rows", key, write)[0]), files)
 
 
 def _kind(path: Path) -> str:
@@ -196,124 +108,130 @@ def _kind(path: Path) -> str:
     return kind
 
 
-def _check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]]) -> None:
-    if not columns[0]:
-        raise InputError(f"{files[0]}: its rows have no columns; give each row its text in a named column")
-    for file, names in zip(files, columns, strict=True):
-        if set(names) != set(columns[0]):
-            raise InputError(
-                f"{file}: columns {', '.join(names)} where {files[0].name} has {', '.join(columns[0])}; "
-                "keep files of different columns in different folders"
-            )
-
-
-def _check_ordinary(path: Path) -> None:
-    """Refuse devices and pipes, because reading them may never end."""
-    if not path.is_file():
-        raise InputError(f"{path}: not an ordinary file; write its content to one")
-
-
-def _read_text(path: Path) -> str:
-    _check_ordinary(path)
+def _digest(path: Path) -> str:
     try:
-        data = path.read_bytes()
+        return digest(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path} line {line}: byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8; "
-            "save the file as UTF-8"
-        ) from None
-    if (zero := text.find("\0")) >= 0:
-        line = text.count("\n", 0, zero) + 1
-        raise InputError(
-            f"{path} line {line}: a zero byte, as in UTF-16 but not in text; save the file as UTF-8"
-        )
-    text = text.removeprefix("\ufeff")  # the byte order mark that some editors put first
-    if not text.strip():
-        raise InputError(f"{path}: the file is empty; give one with at least one row")
-    return text
 
 
-def _is_json_lines(text: str, path: Path) -> bool:
-    if text.lstrip().startswith("["):
-        return False
-    if path.suffix.lower() == ".jsonl":
-        return True
-    first, _, others = text.strip().partition("\n")
-    try:
-        return bool(others) and isinstance(json.loads(first), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _parse_json(text: str, path: Path, line: int) -> Any:
-    """Parse `text`, which starts at this line of the file."""
-    try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
-    except json.JSONDecodeError as error:
-        where = f"{path} line {line + error.lineno - 1}, column {error.colno}"
-        near = text[max(0, error.pos - 10) : error.pos + 20]
-        raise InputError(
-            f"{where}: not valid JSON ({error.msg}) near {near!r}; correct or remove it"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} line {line}: not valid JSON ({error}); correct or remove it") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return row
-
-
-def _unwrap(document: Row, path: Path) -> list[Row]:
-    if KNOWN_COLUMNS & document.keys():
-        return [document]
-    lists = [
-        key
-        for key, value in document.items()
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
-    ]
-    if len(lists) != 1:
-        raise InputError(
-            f"{path}: an object in which {len(lists)} of the keys {reprlib.repr(list(document))} hold a list "
-            "of objects; write a list of objects, or an object with one such list"
-        )
-    return document[lists[0]]
-
-
-def _to_dataset(rows: list[Row], files: Sequence[Path]) -> datasets.Dataset:
+def _exactly(opened: Callable[[], datasets.Dataset], files: Sequence[Path]) -> datasets.Dataset:
+    """What `opened` gives, with objects as Python's own JSON module reads them."""
     import pyarrow as pa
 
-    from unsloth_pack.data.exact import to_dataset
+    from unsloth_pack.data.exact import read_exactly
 
     try:
-        return to_dataset(rows)
-    except (RecursionError, pa.ArrowException):
+        return read_exactly(opened())
+    except InputError:
+        raise
+    except RecursionError:
+        raise _too_deep(files[0]) from None
+    except (pa.ArrowException, NotImplementedError, ValueError) as error:
+        raise unusable(files[0], error) from None
+
+
+def _read_parquet(files: Sequence[Path], folder: Path | None, num_proc: int | None) -> pa.Table | None:
+    """The rows of parquet files, or None if they were written into `folder`."""
+    import pyarrow as pa
+
+    schema = parquet_schema(files)
+    work = partial(_parquet_file, schema=schema, folder=folder)
+    tables = list(in_order(work, list(enumerate(files)), num_proc))
+    return None if folder else pa.concat_tables(table for table in tables if table is not None)
+
+
+def _parquet_file(task: tuple[int, Path], schema: pa.Schema, folder: Path | None) -> pa.Table | None:
+    import pyarrow as pa
+
+    number, file = task
+    tables = read_parquet(file, schema)
+    if folder is None:
+        return pa.Table.from_batches([batch for table in tables for batch in table.to_batches()], schema)
+    with arrow_file(folder / f"{number}.arrow", schema) as stream:
+        for table in tables:
+            stream.write_table(table)
+    return None
+
+
+def _read_text(
+    files: Sequence[Path], folder: Path | None, num_proc: int | None, kind: str
+) -> pa.Table | None:
+    """The rows of files of JSON, CSV or text, or None if they were written into `folder`."""
+    import pyarrow as pa
+
+    from unsloth_pack.data.exact import joined_schema, with_types
+
+    for file in files:
+        check_text(file)
+    parts = [part for file in files for part in parts_of(file)]
+    work = partial(_text_part, kind=kind, folder=folder)
+    chunks_of: dict[Path, list[_Chunk]] = {file: [] for file in files}
+    rows = 0
+    try:
+        for part, chunks in zip(parts, in_order(work, list(enumerate(parts)), num_proc), strict=True):
+            chunks_of[part.path] += chunks
+            rows += sum(chunk.rows for chunk in chunks)
+    except _HalfCharacter as error:
         raise InputError(
-            f"{files[0]}: lists or objects nested too deeply to be held; leave out what is not trained on"
+            f"{files[0]}: row {rows + error.index}, column {error.column!r}: half of a surrogate pair, which "
+            f"is no character, in {reprlib.repr(error.value)}; write the whole character or remove it"
         ) from None
-    except UnicodeEncodeError:
-        index, name = next(
-            (index, name)
-            for index, row in enumerate(rows)
-            for name in row
-            if not _is_unicode((name, row[name]))
-        )
-        raise InputError(
-            f"{files[0]}: row {index}, column {name!r}: half of a surrogate pair, which is no character, in "
-            f"{reprlib.repr(rows[index][name])}; write the whole character or remove it"
-        ) from None
+    for file, chunks in chunks_of.items():
+        if not sum(chunk.rows for chunk in chunks):
+            raise InputError(f"{file}: 0 rows; give a file with at least one")
+    schemas = [joined_schema([chunk.schema for chunk in chunks]) for chunks in chunks_of.values()]
+    check_same_columns(files, [schema.names for schema in schemas])
+    schema = joined_schema(schemas)
+    every = [chunk for chunks in chunks_of.values() for chunk in chunks]
+    if folder is None:
+        return pa.concat_tables(with_types(chunk.held, schema) for chunk in every)
+    others = [chunk.held for chunk in every if chunk.schema != schema]
+    for _ in in_order(partial(_write_again, schema=schema), others, num_proc):
+        pass
+    return None
+
+
+def _text_part(task: tuple[int, FilePart], kind: str, folder: Path | None) -> list[_Chunk]:
+    number, part = task
+    chunks: list[_Chunk] = []
+    for rows, table in _exact_tables(TEXT_READERS[kind](part), part.path):
+        held: pa.Table | Path = table
+        if folder is not None:
+            held = folder / f"{number * _CHUNKS_A_PART + len(chunks)}.arrow"
+            with arrow_file(held, table.schema) as stream:
+                stream.write_table(table)
+        chunks.append(_Chunk(table.schema, rows, held))
+    return chunks
+
+
+def _exact_tables(lists: Iterator[list[Row]], path: Path) -> Iterator[tuple[int, pa.Table]]:
+    """Lists of rows, counted, and as Arrow tables that hold the same values."""
+    import pyarrow as pa
+
+    from unsloth_pack.data.exact import exact_table
+
+    done = 0
+    for rows in lists:
+        try:
+            yield len(rows), exact_table(rows)
+        except (RecursionError, pa.ArrowException):
+            raise _too_deep(path) from None
+        except UnicodeEncodeError:
+            index, name = next(
+                (index, name)
+                for index, row in enumerate(rows)
+                for name in row
+                if not _is_unicode((name, row[name]))
+            )
+            raise _HalfCharacter(done + index, name, rows[index][name]) from None
+        done += len(rows)
+
+
+def _too_deep(path: Path) -> InputError:
+    return InputError(
+        f"{path}: lists or objects nested too deeply to be held; leave out what is not trained on"
+    )
 
 
 def _is_unicode(value: Any) -> bool:
@@ -322,3 +240,17 @@ def _is_unicode(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _write_again(path: Path, schema: pa.Schema) -> None:
+    """Write an Arrow file anew with other types, which hold the same values."""
+    import pyarrow as pa
+
+    from unsloth_pack.data.exact import with_types
+
+    with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
+        table = stream.read_all()
+    aside = path.with_suffix(".new")
+    with arrow_file(aside, schema) as written:
+        written.write_table(with_types(table, schema))
+    os.replace(aside, path)

@@ -26,7 +26,7 @@ _SPLIT_WORDS = {
 }
 
 
-def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
+def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -> datasets.Dataset:
     """The rows that `dataset` names, with their own columns.
 
     Args:
@@ -35,6 +35,11 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
         split: which part of a folder, the demo ("train" or "test") or a hub dataset. In a folder, a file
             with `train`, `validation`, `test` or the like as a word in its name belongs to that split; any
             other file belongs to "train". A single file is read whole for every split.
+        num_proc: processes that read large files; None for as many as there are cores.
+
+    Returns:
+        The rows. Those of large files lie in the data set cache, where the next call finds them, as long as
+        the files hold the same.
 
     Raises:
         InputError: nothing is there, it cannot be read, it lacks the split, it holds no rows, or it is a
@@ -48,9 +53,9 @@ def load_rows(dataset: str, split: str = "train") -> datasets.Dataset:
     else:
         path = Path(os.path.expanduser(dataset))
     if os.path.isdir(path):  # unlike Path.is_dir, it raises nothing for names too long for a path
-        rows = _load_folder(path, split)
+        rows = _load_folder(path, split, num_proc)
     elif os.path.exists(path):
-        rows = read_files([path])
+        rows = read_files([path], num_proc)
     elif _looks_like_path(dataset):
         raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
     else:
@@ -81,7 +86,7 @@ def _load_hub(name: str, split: str) -> datasets.Dataset:
         ) from None
 
 
-def _load_folder(folder: Path, split: str) -> datasets.Dataset:
+def _load_folder(folder: Path, split: str, num_proc: int | None) -> datasets.Dataset:
     if any((folder / name).exists() for name in PACK_FILES):
         raise InputError(
             f"{folder}: packed rows, but documents are needed here; give the data they were packed from"
@@ -97,7 +102,7 @@ def _load_folder(folder: Path, split: str) -> datasets.Dataset:
     if not files:
         raise InputError(f"{folder}: no {', '.join(SUFFIXES)} file in this folder; give one that has some")
     _check_split(folder, split, list(files))
-    return read_files(files[split])
+    return read_files(files[split], num_proc)
 
 
 def _is_hidden(path: Path) -> bool:

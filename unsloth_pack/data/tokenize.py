@@ -8,19 +8,54 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder
+from unsloth_pack.data.kept import Notes, arrow_file, digest, is_kept, kept, open_kept
 from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.mapped import release, scan
+from unsloth_pack.data.spans import in_order, spans_of
+from unsloth_pack.data.tally import Tally
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-IGNORE_INDEX = -100  # the label of a token without loss, as in torch's cross entropy
-_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+    from unsloth_pack.data.formats import Conversion
+
+__all__ = ["IGNORE_INDEX", "Documents", "documents_of", "rows_hash", "tokenize", "tokenizer_hash"]
+
+# A tokenizer holds about a hundred bytes for each token of a batch
+_ROWS_A_BATCH, _BYTES_A_BATCH = 1000, 1 << 20
+_HASHED = 1000  # rows at a time
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenised rows.
+
+    Args:
+        rows: `input_ids` and `labels`, int32 lists of the same length, without the rows in which no label
+            counts. Those of a large data set lie in the data set cache.
+        ledger: where the tokens of the data went.
+        fingerprint: of the rows, see `rows_hash`.
+        least_id, last_id: the smallest and the largest token id.
+    """
+
+    rows: datasets.Dataset
+    ledger: TokenLedger
+    fingerprint: str
+    least_id: int
+    last_id: int
 
 
 def tokenize(
@@ -30,6 +65,7 @@ def tokenize(
     max_length: int,
     train_on_responses_only: bool = False,
     chat_template: str | None = None,
+    num_proc: int | None = None,
 ) -> tuple[datasets.Dataset, TokenLedger]:
     """Token ids and labels of every row, as TRL's SFTTrainer would make them.
 
@@ -42,6 +78,7 @@ def tokenize(
         max_length: tokens at which a row is cut; its end is lost.
         train_on_responses_only: in conversations, only assistant turns count in the loss.
         chat_template: used instead of the tokenizer's own.
+        num_proc: processes that share out the rows; None for as many as there are cores.
 
     Returns:
         A dataset of `input_ids` and `labels`, int32 lists of the same length, without the rows in which no
@@ -52,59 +89,208 @@ def tokenize(
             template does not mark responses; the template refuses a row; or the tokenizer has no
             end-of-sequence token.
     """
-    import numpy as np
-    from datasets import Features, List, Value
-    from datasets.fingerprint import generate_random_fingerprint
+    documents = documents_of(
+        dataset,
+        tokenizer,
+        max_length=max_length,
+        train_on_responses_only=train_on_responses_only,
+        chat_template=chat_template,
+        num_proc=num_proc,
+    )
+    return documents.rows, documents.ledger
 
-    encoder = _Encoder(dataset, tokenizer, max_length, train_on_responses_only, chat_template)
-    tokens, number = List(Value("int32")), Value("int64")
-    counts = ("read", "kept", "masked", "counted", "rerendered")
-    encoded = dataset.map(
-        encoder,
-        batched=True,
-        with_indices=True,
-        remove_columns=dataset.column_names,
-        features=Features({"input_ids": tokens, "labels": tokens, **dict.fromkeys(counts, number)}),
-        new_fingerprint=generate_random_fingerprint(),  # hashing the tokenizer would take longer
-        desc="Tokenizing",
-    )
-    read, kept, masked, counted, rerendered = (
-        np.array(encoded.with_format("numpy")[name]) for name in counts
-    )
-    stays = counted > 0
-    ledger = TokenLedger(
-        rows_read=len(read),
-        tokens_read=int(read.sum()),
-        rows_truncated=int((kept < read).sum()),
-        tokens_truncated=int((read - kept).sum()),
-        rows_fully_masked=int((~stays).sum()),
-        tokens_dropped=int(kept[~stays].sum()),
-        tokens_masked_by_template=int(masked[stays].sum()),
-        tokens_masked_at_boundaries=int((kept - masked - counted)[stays].sum()),
-        tokens_counted=int(counted.sum()),
-        prompts_rerendered=int(rerendered[stays].sum()),
-        longest=int(read.max(initial=0)),
-        p99=int(np.quantile(read, 0.99, method="higher")) if len(read) else 0,
-    )
-    if not ledger.tokens_counted:
-        raise InputError(
-            f"none of the {ledger.tokens_read} tokens in {ledger.rows_read} rows would count in the loss "
-            f"({ledger.tokens_truncated} lie beyond max_seq_length {max_length}); raise max_seq_length, "
-            "or give data with responses"
+
+def documents_of(
+    dataset: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    train_on_responses_only: bool = False,
+    chat_template: str | None = None,
+    num_proc: int | None = None,
+    conversion: Conversion | None = None,
+) -> Documents:
+    """The tokenised rows of a data set, see `tokenize`.
+
+    A large data set is tokenised over several processes, into the data set cache. The next call with the same
+    data, tokenizer and arguments finds the documents there.
+
+    Args:
+        conversion: makes TRL's columns of the rows, which are converted and tokenised a batch at a time;
+            None if the data set has these columns.
+    """
+    make = _DocumentMaker(dataset, conversion, tokenizer, max_length, train_on_responses_only, chat_template)
+    spans = spans_of(len(dataset), dataset.data.nbytes)
+    if len(spans) > 1:
+        key = make.key()
+        folder, notes = kept("documents", key, partial(make.all_into, spans=spans, num_proc=num_proc))
+        rows = open_kept(folder)
+        found = {name: notes[name] for name in ("fingerprint", "least_id", "last_id")}
+        return Documents(rows, TokenLedger(**notes["ledger"]), **found)
+    import datasets as hf
+    import pyarrow as pa
+
+    tally, tables = Tally(), []
+    for encoded in make.encoded(0, len(dataset)):
+        tally += Tally.of(encoded)
+        tables.append(_table(encoded))
+    make.check(tally)
+    rows = hf.Dataset(pa.concat_tables(tables))
+    return Documents(rows, tally.ledger, rows_hash(rows), tally.least_id, tally.last_id)
+
+
+class _DocumentMaker:
+    """Makes the documents of one data set, one span of its rows after another."""
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        conversion: Conversion | None,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        responses_only: bool,
+        chat_template: str | None,
+    ):
+        import datasets as hf
+
+        self._dataset, self._conversion = dataset, conversion
+        features = dataset.features if conversion is None else conversion.features
+        kind = next(features[name] for name in ("prompt", "messages", "text") if name in features)
+        self._encode = Encoder(
+            tokenizer,
+            list(features),
+            not isinstance(kind, hf.Value),
+            max_length=max_length,
+            responses_only=responses_only,
+            chat_template=chat_template,
         )
-    encoded = encoded.select_columns(["input_ids", "labels"])
-    return encoded if stays.all() else encoded.select(np.flatnonzero(stays)), ledger
+        self._max_length, self._responses_only = max_length, responses_only
+
+    def key(self) -> list[Any] | None:
+        """All that the documents depend on, or None where that cannot be told."""
+        tokenizer = self._encode.tokenizer
+        if not tokenizer.is_fast:  # what a slow one does is written in Python
+            return None
+        import tokenizers
+        import transformers
+
+        kind = type(tokenizer)
+        template = self._encode.chat_template or tokenizer.chat_template
+        return [
+            [self._dataset._fingerprint, *self._digests()],
+            None if self._conversion is None else self._conversion.key,
+            [tokenizer_hash(tokenizer), kind.__module__, kind.__qualname__, tokenizer.split_special_tokens],
+            [self._encode.chat_template, self._max_length, self._responses_only],
+            str(date.today()) if "strftime_now" in str(template) else None,
+            [module.__version__ for module in (transformers, tokenizers)],
+        ]
+
+    def _digests(self) -> list[str]:
+        """SHA-256 of the data set's files, whose fingerprint only tells how it says they were made."""
+        files = [Path(file["filename"]) for file in self._dataset.cache_files]
+        return [digest(file) for file in files if not is_kept(file)]
+
+    def encoded(self, first: int, end: int) -> Iterator[Encoded]:
+        """The documents of the rows `first` to `end - 1`, a batch at a time."""
+        a_row = self._dataset.data.nbytes // len(self._dataset) + 1
+        size = max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // a_row))
+        if self._conversion is None:
+            batches = self._dataset.select(range(first, end)).iter(batch_size=size)
+        else:
+            batches = self._conversion.batches(self._dataset, first, end, size)
+        for number, batch in enumerate(batches):
+            yield self._encode(batch, first + number * size)
+
+    def check(self, tally: Tally) -> None:
+        """Refuse documents of which nothing is learned."""
+        ledger = tally.ledger
+        if not ledger.tokens_counted:
+            raise InputError(
+                f"none of the {ledger.tokens_read} tokens in {ledger.rows_read} rows would count in the loss "
+                f"({ledger.tokens_truncated} lie beyond max_seq_length {self._max_length}); raise "
+                "max_seq_length, or give data with responses"
+            )
+
+    def all_into(self, folder: Path, spans: Sequence[tuple[int, int]], num_proc: int | None) -> Notes:
+        """Write the documents of all spans, a file each, and return what a `Documents` says of them."""
+        from datasets.utils import tqdm
+
+        tally, hashes = Tally(), _RowHashes()
+        tasks = [(folder, number, span) for number, span in enumerate(spans)]
+        with tqdm(total=len(self._dataset), desc="Tokenizing", unit=" rows") as bar:
+            for (_, number, (first, end)), of_span in zip(
+                tasks, in_order(self._one_into, tasks, num_proc), strict=True
+            ):
+                tally += of_span
+                hashes.update_from(folder / f"{number}.arrow")
+                bar.update(end - first)
+        self.check(tally)
+        about = {"least_id": tally.least_id, "last_id": tally.last_id}
+        return {"ledger": asdict(tally.ledger), "fingerprint": hashes.hexdigest(), **about}
+
+    def _one_into(self, task: tuple[Path, int, tuple[int, int]]) -> Tally:
+        folder, number, (first, end) = task
+        tally = Tally()
+        with arrow_file(folder / f"{number}.arrow", _schema()) as stream:
+            for encoded in self.encoded(first, end):
+                tally += Tally.of(encoded)
+                stream.write_table(_table(encoded))
+        release(self._dataset)
+        return tally
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    tokens = pa.list_(pa.int32())
+    return pa.schema({"input_ids": tokens, "labels": tokens})
+
+
+def _table(encoded: Encoded) -> pa.Table:
+    """The documents in which a label counts."""
+    import pyarrow as pa
+
+    stays = encoded.counted > 0
+    ids, labels, lengths = encoded.ids, encoded.labels, encoded.kept
+    if not stays.all():
+        of_tokens = np.repeat(stays, lengths)
+        ids, labels, lengths = ids[of_tokens], labels[of_tokens], lengths[stays]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    columns = [pa.ListArray.from_arrays(offsets, pa.array(tokens)) for tokens in (ids, labels)]
+    return pa.Table.from_arrays(columns, schema=_schema())
+
+
+class _RowHashes:
+    """SHA-256 of rows that come in one batch after another: of their lengths and values, column by column."""
+
+    def __init__(self) -> None:
+        self._hashes = [hashlib.sha256() for _ in range(4)]
+
+    def update(self, table: pa.Table | pa.RecordBatch) -> None:
+        columns = [table[name] for name in ("input_ids", "labels")]
+        arrays = [column.combine_chunks() if hasattr(column, "chunks") else column for column in columns]
+        parts = [part for array in arrays for part in (array.value_lengths(), array.flatten())]
+        for one, part in zip(self._hashes, parts, strict=True):
+            one.update(part.to_numpy())
+
+    def update_from(self, path: Path) -> None:
+        """Add the rows of an Arrow file, which is read without mapping it into memory."""
+        import pyarrow as pa
+
+        with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            for batch in stream:
+                self.update(batch)
+
+    def hexdigest(self) -> str:
+        return hashlib.sha256(b"".join(one.digest() for one in self._hashes)).hexdigest()
 
 
 def rows_hash(rows: datasets.Dataset) -> str:
     """SHA-256 of the rows in their order: every id and label, and where each row ends."""
-    hashes = [hashlib.sha256() for _ in range(4)]
-    for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=1000):
-        columns = [table[name].combine_chunks() for name in ("input_ids", "labels")]
-        parts = [array for column in columns for array in (column.value_lengths(), column.flatten())]
-        for one, part in zip(hashes, parts, strict=True):
-            one.update(part.to_numpy())
-    return hashlib.sha256(b"".join(one.digest() for one in hashes)).hexdigest()
+    hashes = _RowHashes()
+    for table in scan(rows, ["input_ids", "labels"], _HASHED):
+        hashes.update(table)
+    return hashes.hexdigest()
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -122,171 +308,3 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     }
     whole = json.dumps([model, special, tokenizer.chat_template], sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()
-
-
-class _Encoder:
-    """Encodes a batch of rows at a time, because fast tokenizers are fast on batches only."""
-
-    def __init__(
-        self,
-        dataset: datasets.Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int,
-        responses_only: bool,
-        chat_template: str | None,
-    ):
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.chat_template = chat_template
-        column = next(name for name in ("prompt", "messages", "text") if name in dataset.column_names)
-        self.encode = getattr(self, f"_encode_{column}")
-        self.is_chat = not isinstance(dataset[0][column], str)
-        if not self.is_chat and tokenizer.eos_token is None:
-            raise InputError(
-                "the tokenizer has no eos_token, so no answer would ever end; set tokenizer.eos_token"
-            )
-        if responses_only and column == "text":
-            raise InputError(
-                "train_on_responses_only is set but the rows are plain text; give conversations, or drop it"
-            )
-        self.mark_assistant = responses_only and self.is_chat and self._marks_assistant(dataset)
-
-    def _marks_assistant(self, dataset: datasets.Dataset) -> bool:
-        template = self.tokenizer.get_chat_template(self.chat_template)
-        if _GENERATION_MARKER.search(template):
-            return True
-        if "completion" in dataset.column_names and all(len(turns) == 1 for turns in dataset["completion"]):
-            return False  # one assistant turn after the prompt: the completion is the response
-        raise InputError(
-            "train_on_responses_only is set but the chat template does not mark assistant turns with "
-            "{% generation %}; mark them in tokenizer.chat_template, or leave the flag out"
-        )
-
-    def __call__(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> dict[str, list[Any]]:
-        ids, masks, rerendered = self.encode(batch, indices)
-        out: dict[str, list[Any]] = {"input_ids": [], "labels": [], "masked": [], "counted": []}
-        for row_ids, mask in zip(ids, masks, strict=True):
-            row_ids = row_ids[: self.max_length]
-            labels = (
-                row_ids
-                if mask is None
-                else [t if m else IGNORE_INDEX for t, m in zip(row_ids, mask, strict=False)]
-            )
-            out["input_ids"].append(row_ids)
-            out["labels"].append(labels)
-            out["masked"].append(labels.count(IGNORE_INDEX))
-            out["counted"].append(len(labels) - 1 - labels[1:].count(IGNORE_INDEX) if labels else 0)
-        kept = [len(row_ids) for row_ids in out["input_ids"]]
-        return out | {"read": [len(row_ids) for row_ids in ids], "kept": kept, "rerendered": rerendered}
-
-    def _encode_text(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list, list]:
-        ids = self._plain([self._ended(text) for text in batch["text"]])
-        return ids, [None] * len(ids), [0] * len(ids)
-
-    def _encode_messages(
-        self, batch: dict[str, list[Any]], indices: Sequence[int]
-    ) -> tuple[list, list, list]:
-        ids, masks = self._chat(batch["messages"], batch, indices, self.mark_assistant)
-        return ids, masks, [0] * len(ids)
-
-    def _encode_prompt(self, batch: dict[str, list[Any]], indices: Sequence[int]) -> tuple[list, list, list]:
-        pairs = list(zip(batch["prompt"], batch["completion"], strict=True))
-        if self.is_chat:
-            prompts, _ = self._chat(batch["prompt"], batch, indices, False, add_generation_prompt=True)
-            ids, masks = self._chat([p + c for p, c in pairs], batch, indices, self.mark_assistant)
-        else:
-            prompts = self._plain(batch["prompt"])
-            ids = self._plain([prompt + self._ended(completion) for prompt, completion in pairs])
-            masks = [None] * len(ids)
-        starts = [_common_prefix(prompt, row_ids) for prompt, row_ids in zip(prompts, ids, strict=True)]
-        masks = [
-            [0] * start + ([1] * (len(row_ids) - start) if mask is None else mask[start:])
-            for start, row_ids, mask in zip(starts, ids, masks, strict=True)
-        ]
-        return ids, masks, [int(start < len(prompt)) for start, prompt in zip(starts, prompts, strict=True)]
-
-    def _ended(self, text: str) -> str:
-        end = self.tokenizer.eos_token
-        return text if text.endswith(end) else text + end
-
-    def _plain(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, verbose=False)["input_ids"]
-
-    def _chat(
-        self,
-        conversations: list[Any],
-        batch: dict[str, list[Any]],
-        indices: Sequence[int],
-        marked: bool,
-        **options: Any,
-    ) -> tuple[list[list[int]], list[list[int] | None]]:
-        """Ids of every conversation; if `marked`, also masks that are 1 on the tokens of assistant turns."""
-        together: dict[tuple[str | None, str], list[int]] = {}  # rows with equal tools and variables
-        for place, given in enumerate(self._beside(batch, len(conversations))):
-            together.setdefault(given, []).append(place)
-        ids: list[Any] = [None] * len(conversations)
-        masks: list[Any] = [None] * len(conversations)
-        for (tools, kwargs), members in together.items():
-            encoded = self._apply_template(
-                [conversations[i] for i in members],
-                members,
-                indices,
-                marked,
-                options | {"tools": json.loads(tools) if tools else None} | json.loads(kwargs),
-            )
-            for place, number in enumerate(members):
-                ids[number] = encoded["input_ids"][place]
-                masks[number] = encoded["assistant_masks"][place] if marked else None
-        return ids, masks
-
-    def _beside(self, batch: dict[str, list[Any]], n_rows: int) -> Iterator[tuple[str | None, str]]:
-        """What the template reads beside each conversation, as JSON text: its tools and its variables."""
-        kwargs = batch.get("chat_template_kwargs") or [{}] * n_rows
-        tools = batch.get("tools") or [None] * n_rows
-        return zip(tools, map(json.dumps, kwargs), strict=True)
-
-    def _apply_template(
-        self, conversations: list[Any], members: list[int], indices: Sequence[int], marked: bool, options: Any
-    ) -> Any:
-        from jinja2 import TemplateError
-
-        def apply(some: list[Any]) -> Any:
-            return self.tokenizer.apply_chat_template(
-                some,
-                chat_template=self.chat_template,
-                return_dict=True,
-                return_assistant_tokens_mask=marked,
-                tokenizer_kwargs={"verbose": False},
-                **options,
-            )
-
-        # a template is a program, so any of these may come from it
-        refusals = (
-            TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        )
-        try:
-            return apply(conversations)
-        except refusals:
-            for member, conversation in zip(members, conversations, strict=True):
-                try:
-                    apply([conversation])
-                except refusals as error:
-                    raise InputError(
-                        f"row {indices[member]}: the chat template refuses it ({error}); correct or remove it"
-                    ) from None
-            raise
-
-
-def _common_prefix(some: Sequence[int], others: Sequence[int]) -> int:
-    length = 0
-    for one, other in zip(some, others, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unsloth_pack.data.mapped import release, scan
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import WHOLE_COLUMNS
 from unsloth_pack.packing.lengths import check_positive
@@ -141,6 +142,7 @@ class RowBuilder:
             made[name] = pa.ListArray.from_arrays(row_starts, values)
         document_starts = pa.array((places - places[0]).astype(np.int32))
         made["seq_lengths"] = pa.ListArray.from_arrays(document_starts, pa.array(lengths.astype(np.int64)))
+        release(self._documents)
         return pa.table(made)
 
 
@@ -174,10 +176,9 @@ def list_lengths(dataset: datasets.Dataset, column: str) -> np.ndarray:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    batches = dataset.select_columns(column).with_format("arrow").iter(batch_size=DOCUMENTS_A_BATCH)
     parts = [np.zeros(0, np.int64)]
     row = 0
-    for table in batches:
+    for table in scan(dataset, [column], DOCUMENTS_A_BATCH):
         lists = table[column].combine_chunks()  # a shuffled set has one chunk per row, slow to read
         kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
         if not any(is_kind(lists.type) for is_kind in kinds):

@@ -89,6 +89,9 @@ class DataOptions:
         "refuse to train if truncation and dropping discard a greater share of the tokens",
         "SHARE",
     )
+    num_proc: int | None = option(
+        None, whole(1), "processes that read and tokenise the data", "PROCESSES", unset="one for each core"
+    )
     train_on_responses_only: bool = switch(
         False, "in conversations, train on what the assistant says only, not on what the user says"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.kinds import boolean, one_of, switch_or
+from unsloth_pack.recipe.kinds import boolean, one_of, switch_or, whole
 from unsloth_pack.recipe.other_trainers import FLAGS
 
 # How alike (difflib's ratio, 0 to 1, dashes included) a flag has to be to be suggested. One wrong letter in a
@@ -47,6 +47,15 @@ class Parser(argparse.ArgumentParser):
             const=True,
             metavar=metavar,
             help=help,
+        )
+
+    def add_num_proc(self) -> None:
+        """The flag of the processes that prepare data, as `train` has it."""
+        self.add_argument(
+            "--num_proc",
+            type=whole(1),
+            metavar="PROCESSES",
+            help="processes that read and tokenise the data (default: one for each core)",
         )
 
     def error(self, message: str) -> NoReturn:

@@ -9,13 +9,14 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from unsloth_pack.data import check_token_ids, load_rows, rows_hash, tokenizer_hash
+from unsloth_pack.data import check_token_ids, load_rows, tokenizer_hash
 from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
-from unsloth_pack.packing import PackManifest, find_packs, pack_dataset, plan_accumulation, read_packs
+from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
+from unsloth_pack.packing.kept_rows import pack_documents
 from unsloth_pack.recipe import checks
-from unsloth_pack.recipe.documents import load_tokenizer, to_documents
+from unsloth_pack.recipe.documents import check_ids, load_tokenizer, prepare_documents
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.options import TrainOptions
@@ -78,10 +79,10 @@ def prepare(options: TrainOptions) -> Prepared:
     options = with_optimizer(options, device_type())
     checks.check_trainer(options)
     data = options.data
-    source = find_packs(data.dataset) or load_rows(data.dataset)
+    source = find_packs(data.dataset) or load_rows(data.dataset, num_proc=data.num_proc)
     eval_source = None
     if data.eval_dataset is not None:
-        eval_source = find_packs(data.eval_dataset) or load_rows(data.eval_dataset, "test")
+        eval_source = find_packs(data.eval_dataset) or load_rows(data.eval_dataset, "test", data.num_proc)
 
     dtype = weight_dtype(options.model.dtype)
     config = _trl_config(options, dtype)
@@ -167,11 +168,12 @@ def _rows_of(
         check_token_ids(rows, vocab_size)
         check_token_loss(name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True)
         return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
-    documents, ledger = to_documents(source, tokenizer, capacity, options.data.train_on_responses_only)
-    check_token_ids(documents, vocab_size)
-    check_token_loss(name, ledger, most_lost, capacity, n_positions)
-    rows = pack_dataset(documents, capacity) if packing else documents
-    return PreparedRows(rows, ledger, rows_hash(documents))
+    only_responses, num_proc = options.data.train_on_responses_only, options.data.num_proc
+    documents = prepare_documents(source, tokenizer, capacity, only_responses, num_proc)
+    check_ids(documents, vocab_size)
+    check_token_loss(name, documents.ledger, most_lost, capacity, n_positions)
+    rows = pack_documents(documents, capacity, num_proc) if packing else documents.rows
+    return PreparedRows(rows, documents.ledger, documents.fingerprint)
 
 
 def _keep_examples_per_update(config: SFTConfig, rows: Dataset) -> None:

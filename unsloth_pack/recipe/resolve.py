@@ -18,7 +18,7 @@ from unsloth_pack.recipe.options import TrainOptions
 # What a resumed run may change: nothing that alters the order of the data, the steps or the weights.
 FREE_ON_RESUME = {"config", "resume", "output_dir", "logging_steps", "report_to"}
 FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
-FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite"}
+FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc"}
 _SOURCES = ("model_name", "dataset", "eval_dataset")  # what a run reads
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unsloth_pack.data.mapped import scan
 from unsloth_pack.packing.dataset import list_lengths
 from unsloth_pack.packing.lengths import padded_slots
 
@@ -57,7 +58,7 @@ def document_lengths(dataset: datasets.Dataset) -> np.ndarray:
 
     if "seq_lengths" not in dataset.column_names:
         return row_lengths(dataset)
-    batches = dataset.select_columns("seq_lengths").with_format("arrow").iter(batch_size=10_000)
+    batches = scan(dataset, ["seq_lengths"], batch_size=10_000)
     lengths = [pc.list_flatten(table["seq_lengths"]).to_numpy() for table in batches]
     return np.concatenate(lengths).astype(np.int64)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.mapped import scan
 from unsloth_pack.data.tokenize import IGNORE_INDEX
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
 from unsloth_pack.files.whole_folders import holds, write_whole
@@ -123,7 +124,7 @@ def _check_tokens(documents: datasets.Dataset) -> None:
     import pyarrow.compute as pc
 
     row = 0
-    for table in documents.with_format("arrow").iter(batch_size=DOCUMENTS_A_BATCH):
+    for table in scan(documents, ["input_ids", "labels"], DOCUMENTS_A_BATCH):
         ids, labels = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "labels"))
         of_row = pc.list_parent_indices(table["input_ids"].combine_chunks())
         for is_wrong, complaint in (

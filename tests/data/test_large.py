@@ -1,0 +1,343 @@
+"""Data too large to be held: read in parts, tokenised in spans, kept in the cache. The same comes out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from model_folder import byte_tokenizer
+
+from unsloth_pack.data import load_rows, rows_hash
+from unsloth_pack.data.spans import in_order, spans_of
+from unsloth_pack.errors import InputError, RunStopped
+from unsloth_pack.packing import pack_dataset
+from unsloth_pack.packing.kept_rows import pack_documents
+from unsloth_pack.recipe.documents import prepare_documents
+
+WORDS = ["one", "zwei", "drei\nund", "é😀", "five " * 9]
+ALPACA = [{"instruction": WORDS[i % 5], "input": "", "output": f"{i} {WORDS[i % 3]}"} for i in range(40)]
+TURNS = [
+    {
+        "messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": WORDS[i % 5]}],
+        **({"tools": [{"name": "f", "n": i / 3}]} if i > 30 else {}),
+    }
+    for i in range(40)
+]
+MIXED = [
+    {"text": f"{i}", "x": [None, 1, "a", 1.5, [], ["b"], {"k": 0.6}][i % 7 if i > 20 else 0]}
+    for i in range(40)
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    return folder
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Makes everything too large to be held."""
+
+    def make():
+        monkeypatch.setattr("unsloth_pack.data.readers._SMALL", 0)
+        monkeypatch.setattr("unsloth_pack.data.text_files.PART", 100)
+        monkeypatch.setattr("unsloth_pack.data.text_files._BLOCK", 16)
+        monkeypatch.setattr("unsloth_pack.data.spans._ROWS", 3)
+        monkeypatch.setattr("unsloth_pack.data.tokenize._ROWS_A_BATCH", 2)
+
+    return make
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """What `load_rows` gives, or its error, once held in memory and once in parts."""
+
+    def load(path):
+        try:
+            rows = load_rows(str(path))
+        except InputError as error:
+            return str(error)
+        return list(rows), rows.features
+
+    def both(path):
+        held = load(path)
+        with monkeypatch.context() as patch:
+            patch.setattr("unsloth_pack.data.readers._SMALL", 0)
+            patch.setattr("unsloth_pack.data.text_files.PART", 100)
+            patch.setattr("unsloth_pack.data.text_files._BLOCK", 16)
+            in_parts = load(path)
+        return held, in_parts
+
+    return both
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize("rows", [ALPACA, TURNS, MIXED], ids=["alpaca", "turns", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "as_text"),
+    [
+        ("a.jsonl", jsonl),
+        ("a.json", jsonl),
+        ("a.json", json.dumps),
+        ("a.json", lambda rows: "\ufeff " + json.dumps(rows, indent=2, ensure_ascii=False)),
+        ("a.json", lambda rows: json.dumps({"version": 1, "data": rows})),
+    ],
+)
+def test_json_in_parts_holds_the_same_rows(name, as_text, rows, whole, tmp_path):
+    held, in_parts = whole(write(tmp_path / name, as_text(rows)))
+    assert in_parts == held
+    assert [{k: v for k, v in row.items() if v is not None} for row in in_parts[0]] == [
+        {k: v for k, v in row.items() if v is not None} for row in rows
+    ]
+
+
+def test_csv_and_parquet_in_parts_hold_the_same_rows(whole, tmp_path):
+    datasets.Dataset.from_list(ALPACA).to_csv(tmp_path / "a.csv")
+    datasets.Dataset.from_list(ALPACA[:20]).to_parquet(tmp_path / "a" / "a.parquet")
+    datasets.Dataset.from_list(ALPACA[20:]).to_parquet(tmp_path / "a" / "b.parquet", batch_size=3)
+    for path in (tmp_path / "a.csv", tmp_path / "a"):
+        held, in_parts = whole(path)
+        assert in_parts == held
+        assert in_parts[0] == ALPACA
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text("ab \n\r\t\u2028\ufeffé", max_size=60))
+def test_txt_in_parts_holds_the_documents_that_the_rule_says(text, whole, tmp_path):
+    import re
+
+    held, in_parts = whole(write(tmp_path / "a.txt", text))
+    assert in_parts == held
+    plain = text.removeprefix("\ufeff").replace("\r\n", "\n").strip("\n")
+    blank_lines = re.compile(r"\n(?:[^\S\n]*\n)+")
+    documents = blank_lines.split(plain) if blank_lines.search(plain) else plain.split("\n")
+    expected = [document for document in documents if document.strip()]
+    assert expected == ([row["text"] for row in held[0]] if isinstance(held, tuple) else [])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_list_cut_anywhere_or_changed_gives_the_same_error(data, whole, tmp_path):
+    text = json.dumps(TURNS[28:33], indent=1, ensure_ascii=False)
+    at = data.draw(st.integers(0, len(text)))
+    put = data.draw(st.sampled_from(["", "]", "}", ",", "1", '"', "\\", "\n", "{", "NaN", "\0"]))
+    rest = data.draw(st.sampled_from([text[at:], text[at + 1 :], ""]))
+    held, in_parts = whole(write(tmp_path / "a.json", text[:at] + put + rest))
+    assert in_parts == held
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", jsonl(ALPACA) + '{"text" 1}\n', "a.jsonl line 41, column 9: not valid JSON"),
+        ("a.jsonl", jsonl(ALPACA) + "[1]\n", r"line 41: expected an object, got \[1\]"),
+        ("a.jsonl", jsonl(ALPACA).encode() + b"\xe9\n", "line 41: byte 0xe9 at offset 2[0-9]+ is not UTF-8"),
+        ("a.jsonl", jsonl(ALPACA) + "{\0}\n", "line 41: a zero byte"),
+        ("a.jsonl", jsonl(ALPACA) + '{"output": "\\ud83d"}\n', "row 40, column 'output': half of a surr"),
+        ("a.json", json.dumps([*ALPACA, 3]), "expected a list of objects, got 3 as item 40"),
+        ("a.csv", "a,b\n" + "1,2\n" * 60 + "3\n", "a.csv line 62: 1 cells under 2 columns"),
+    ],
+)
+def test_errors_in_a_later_part_name_the_same_place(name, content, says, whole, tmp_path, cache):
+    held, in_parts = whole(write(tmp_path / name, content))
+    assert in_parts == held
+    with pytest.raises(InputError, match=says):
+        raise InputError(in_parts)
+    assert not list(cache.rglob("*.arrow"))
+
+
+# ---- documents
+
+
+def documents(path, num_proc=1, max_length=400, tokenizer=None, **more):
+    rows = load_rows(str(path), num_proc=num_proc)
+    return prepare_documents(rows, tokenizer or byte_tokenizer(), max_length, num_proc=num_proc, **more)
+
+
+def told(made):
+    return made.ledger, made.fingerprint, made.least_id, made.last_id, made.rows.to_list()
+
+
+@pytest.mark.parametrize("rows", [ALPACA, TURNS], ids=["alpaca", "turns"])
+@pytest.mark.parametrize("only_responses", [False, True])
+def test_any_number_of_processes_gives_the_same_documents(rows, only_responses, large, tmp_path, cache):
+    path = write(tmp_path / "a.jsonl", jsonl(rows))
+    held = documents(path, max_length=30, train_on_responses_only=only_responses)
+    assert not held.rows.cache_files
+    assert held.ledger.rows_fully_masked or rows is TURNS
+    assert held.ledger.rows_truncated
+    large()
+    for num_proc in (1, 3):
+        made = documents(path, num_proc, 30, train_on_responses_only=only_responses)
+        assert told(made) == told(held)
+        assert made.rows.cache_files
+        assert made.fingerprint == rows_hash(made.rows)
+        packed = pack_documents(made, 64, num_proc)
+        assert packed.to_list() == pack_dataset(held.rows, 64).to_list()
+        assert packed.cache_files
+        for folder in cache.rglob("*-*"):
+            assert folder.suffix != ".aside"
+        subprocess.run(["rm", "-r", str(cache)], check=True)
+
+
+def test_a_bad_row_is_named_by_its_number_in_the_data(large, tmp_path, cache):
+    """The first of two, though a process may come upon the other one earlier."""
+    rows = [dict(row) for row in ALPACA]
+    rows[17]["output"] = rows[38]["output"] = " "
+    large()
+    with pytest.raises(InputError, match="row 17, column 'output': expected some text"):
+        documents(write(tmp_path / "a.jsonl", jsonl(rows)), 3)
+    weighted = [row | {"weight": 1 if i < 23 else 0.5} for i, row in enumerate(ALPACA)]
+    with pytest.raises(InputError, match="row 23, column 'weight'"):
+        documents(write(tmp_path / "b.jsonl", jsonl(weighted)), 3)
+    assert not list(cache.rglob("documents-*.aside"))
+    assert not [path for path in cache.rglob("documents-*") if path.is_dir()]
+
+
+def test_a_second_run_reads_and_tokenises_nothing(large, tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
+    large()
+    first = told(documents(path))
+    pack_documents(documents(path), 128)
+
+    def never(*args, **kwargs):
+        raise AssertionError("it is done already")
+
+    monkeypatch.setattr("unsloth_pack.data.encoding.Encoder.__call__", never)
+    monkeypatch.setattr("unsloth_pack.data.text_files.parse_json", never)
+    monkeypatch.setattr("unsloth_pack.packing.dataset.RowBuilder.build", never)
+    assert told(documents(path, num_proc=3)) == first
+    copied = write(tmp_path / "copy.jsonl", path.read_bytes())
+    assert told(documents(copied)) == first
+    pack_documents(documents(path), 128)
+
+
+def test_another_file_tokenizer_template_or_length_makes_other_documents(large, tmp_path):
+    path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
+    large()
+    first = documents(path)
+    stat = path.stat()
+    write(path, jsonl(ALPACA).replace("0 one", "0 two"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # of the same size and time
+    assert path.stat().st_size == stat.st_size
+    seen = [first.fingerprint, documents(path).fingerprint]
+    ended, other = (
+        byte_tokenizer(),
+        byte_tokenizer("{% for m in messages %}>{{ m.content }}{% endfor %}"),
+    )
+    ended.eos_token = "<pad>"
+    for tokenizer in (ended, other, byte_tokenizer(None)):
+        seen.append(documents(path, tokenizer=tokenizer).fingerprint)
+    seen.append(documents(path, max_length=48).fingerprint)
+    assert len(set(seen)) == len(seen)
+
+
+def test_where_caching_is_switched_off_nothing_is_kept(large, tmp_path, cache, monkeypatch):
+    path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
+    held = told(documents(path))
+    large()
+    monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
+    assert told(documents(path)) == held
+    assert not cache.exists()
+
+
+def test_files_that_somebody_removed_from_the_cache_are_made_again(large, tmp_path, cache):
+    path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
+    large()
+    first = told(documents(path))
+    for kept in cache.rglob("documents-*/*.arrow"):
+        kept.unlink()
+        break
+    assert told(documents(path)) == first
+
+
+def test_a_cache_that_cannot_be_written_is_refused_in_one_line(large, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", write(tmp_path / "file", "") / "cache")
+    large()
+    with pytest.raises(InputError, match=r"cache in .*file/cache cannot be used .*set HF_DATASETS_CACHE"):
+        load_rows(str(write(tmp_path / "a.jsonl", jsonl(ALPACA))))
+
+
+# ---- processes
+
+
+def test_spans_hold_every_row_once():
+    for n_rows, n_bytes in ((1, 10), (1024, 1), (1025, 1), (10, 10**9), (3_000_000, 10**9), (5, 0)):
+        spans = spans_of(n_rows, n_bytes)
+        assert [row for first, end in spans for row in range(first, end)][-1] == n_rows - 1
+        assert [end for _, end in spans[:-1]] == [first for first, _ in spans[1:]]
+        assert len(spans) <= max(256, 1)
+
+
+def kill(task):
+    if task == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task
+
+
+def test_a_process_that_is_killed_is_told_in_one_line():
+    with pytest.raises(RunStopped, match=r"processes that prepare the data was killed.*--num_proc"):
+        list(in_order(kill, range(8), 2))
+
+
+SLOW = """
+import sys, time, datasets
+from pathlib import Path
+from unsloth_pack.data import spans
+from unsloth_pack.data.kept import kept
+def slow(task):
+    Path(sys.argv[1], str(task)).write_text(str(__import__("os").getpid()))
+    time.sleep(60)
+def make(folder):
+    (folder / "half").write_text("half")
+    return {"n": list(spans.in_order(slow, range(4), 2))}
+kept("documents", ["a key"], make)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_preparation_leaves_no_process_and_nothing_that_is_taken_for_whole(number, tmp_path, cache):
+    from unsloth_pack.data.kept import kept
+
+    (marks := tmp_path / "marks").mkdir()
+    environment = os.environ | {"HF_DATASETS_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(marks)], env=environment, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while len(pids := [path.read_text() for path in marks.iterdir()]) < 2 or not all(pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if number == signal.SIGINT:  # workers do not hear it, and would sleep on: the parent waits for them
+        for pid in pids:
+            os.kill(int(pid), signal.SIGTERM)
+    run.send_signal(number)
+    run.wait(30)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+    def make(folder):
+        (folder / "0.arrow").write_text("whole")
+        return {}
+
+    folder, _ = kept("documents", ["a key"], make)
+    assert sorted(path.name for path in folder.iterdir()) == ["0.arrow", "notes.json"]
+    assert not list(folder.parent.glob("*.aside"))

@@ -1,0 +1,258 @@
+"""Token ids and labels of a batch of rows, as TRL's SFTTrainer would make them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORE_INDEX = -100  # the label of a token without loss, as in torch's cross entropy
+_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A template is a program, so any of these may come from it; jinja2's own are added where it is imported
+_REFUSALS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+
+Columns = Mapping[str, list[Any]]
+Ids = list[list[int]]
+# The ids of each row, how many tokens at its begin carry no loss, marks of the tokens that do (None: all the
+# others), and whether its prompt was rendered otherwise
+Parts = tuple[Ids, np.ndarray, Ids | None, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """The documents of a batch, one after another.
+
+    Args:
+        ids, labels: `[tokens]` int32.
+        read: `[rows]`: tokens of each row before it was cut.
+        kept: `[rows]`: tokens of each row in `ids`.
+        masked: `[rows]`: how many of these carry no loss.
+        counted: `[rows]`: how many count in the loss, as they do and are not the first of their document.
+        rerendered: `[rows]`: whether the row does not begin with the tokens of its prompt alone.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    read: np.ndarray
+    kept: np.ndarray
+    masked: np.ndarray
+    counted: np.ndarray
+    rerendered: np.ndarray
+
+
+class Encoder:
+    """Encodes batches of rows. It knows no data set, so that processes can share one out.
+
+    Args:
+        tokenizer: with an end-of-sequence token, if the rows are no conversations.
+        columns: TRL's, as `to_trl` gives them.
+        is_chat: whether they hold conversations.
+        max_length: tokens at which a row is cut.
+        responses_only: whether only assistant turns count in the loss.
+        chat_template: used instead of the tokenizer's own.
+
+    Raises:
+        InputError: the tokenizer lacks the token; or only responses are to count, and the rows are plain text
+            or the template does not mark responses.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: Sequence[str],
+        is_chat: bool,
+        *,
+        max_length: int,
+        responses_only: bool,
+        chat_template: str | None,
+    ):
+        self.tokenizer, self.max_length, self.chat_template = tokenizer, max_length, chat_template
+        self._is_chat = is_chat
+        column = next(name for name in ("prompt", "messages", "text") if name in columns)
+        self._encode = {
+            "prompt": self._encode_prompt,
+            "messages": self._encode_messages,
+            "text": self._encode_text,
+        }[column]
+        if not is_chat and tokenizer.eos_token is None:
+            raise InputError(
+                "the tokenizer has no eos_token, so no answer would ever end; set tokenizer.eos_token"
+            )
+        if responses_only and column == "text":
+            raise InputError(
+                "train_on_responses_only is set but the rows are plain text; give conversations, or drop it"
+            )
+        self._has_plain_backend = _has_plain_backend(tokenizer)
+        only_responses = responses_only and is_chat
+        is_marked = only_responses and _GENERATION_MARKER.search(tokenizer.get_chat_template(chat_template))
+        self._marks_assistant = bool(is_marked)
+        self._needs_one_turn = only_responses and not is_marked  # then the completion is the response
+        if self._needs_one_turn and "completion" not in columns:
+            _refuse_unmarked()
+
+    def __call__(self, batch: Columns, first: int) -> Encoded:
+        """The documents of a batch.
+
+        Args:
+            batch: its columns, one value per row.
+            first: number of its first row.
+
+        Raises:
+            InputError: the chat template refuses a row, or does not mark the responses in it.
+        """
+        rows, starts, marks, rerendered = self._encode(batch, range(first, first + _n_rows(batch)))
+        read = np.fromiter(map(len, rows), np.int64, len(rows))
+        if read.max(initial=0) > self.max_length:
+            rows = [row[: self.max_length] for row in rows]
+            marks = marks and [row[: self.max_length] for row in marks]
+        kept = np.minimum(read, self.max_length)
+        ends = np.cumsum(kept)
+        ids = _flat(rows, kept, np.int32)
+        is_masked = _places(kept, ends) < np.repeat(starts, kept)
+        if marks:
+            is_masked |= _flat(marks, kept, np.int8) == 0
+        masked = np.diff(np.concatenate([[0], np.cumsum(is_masked)])[np.concatenate([[0], ends])])
+        begins_counting = np.zeros(len(rows), bool)
+        has_tokens = kept > 0
+        begins_counting[has_tokens] = ~is_masked[(ends - kept)[has_tokens]]
+        labels = np.where(is_masked, np.int32(IGNORE_INDEX), ids)
+        return Encoded(ids, labels, read, kept, masked, kept - masked - begins_counting, rerendered)
+
+    def _encode_text(self, batch: Columns, numbers: range) -> Parts:
+        nowhere = np.zeros(len(numbers), np.int64)
+        return self._plain([self._ended(text) for text in batch["text"]]), nowhere, None, nowhere
+
+    def _encode_messages(self, batch: Columns, numbers: range) -> Parts:
+        ids, marks = self._chat(batch["messages"], batch, numbers, self._marks_assistant)
+        nowhere = np.zeros(len(numbers), np.int64)
+        return ids, nowhere, marks, nowhere
+
+    def _encode_prompt(self, batch: Columns, numbers: range) -> Parts:
+        pairs = list(zip(batch["prompt"], batch["completion"], strict=True))
+        marks = None
+        if self._is_chat:
+            if self._needs_one_turn and any(len(turns) != 1 for turns in batch["completion"]):
+                _refuse_unmarked()
+            prompts, _ = self._chat(batch["prompt"], batch, numbers, False, add_generation_prompt=True)
+            ids, marks = self._chat([p + c for p, c in pairs], batch, numbers, self._marks_assistant)
+        else:
+            prompts = self._plain(batch["prompt"])
+            ids = self._plain([prompt + self._ended(completion) for prompt, completion in pairs])
+        starts = np.fromiter(map(_common_prefix, prompts, ids), np.int64, len(ids))
+        return ids, starts, marks, starts < np.fromiter(map(len, prompts), np.int64, len(ids))
+
+    def _ended(self, text: str) -> str:
+        end = self.tokenizer.eos_token
+        return text if text.endswith(end) else text + end
+
+    def _plain(self, texts: list[str]) -> Ids:
+        if not self._has_plain_backend:
+            return self.tokenizer(texts, verbose=False)["input_ids"]
+        backend = self.tokenizer.backend_tokenizer  # as a call would use it, but without places and masks
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts)]
+
+    def _chat(
+        self, conversations: list[Any], batch: Columns, numbers: range, marked: bool, **options: Any
+    ) -> tuple[Ids, Ids | None]:
+        """Ids of every conversation; if `marked`, also marks that are 1 on the tokens of assistant turns."""
+        together: dict[tuple[str | None, str], list[int]] = {}  # rows with equal tools and variables
+        for place, given in enumerate(_beside(batch, len(conversations))):
+            together.setdefault(given, []).append(place)
+        ids: list[Any] = [None] * len(conversations)
+        marks: list[Any] = [None] * len(conversations)
+        for (tools, kwargs), members in together.items():
+            encoded = self._apply_template(
+                [conversations[i] for i in members],
+                [numbers[i] for i in members],
+                marked,
+                options | {"tools": json.loads(tools) if tools else None} | json.loads(kwargs),
+            )
+            for place, member in enumerate(members):
+                ids[member] = encoded["input_ids"][place]
+                marks[member] = encoded["assistant_masks"][place] if marked else None
+        return ids, marks if marked else None
+
+    def _apply_template(
+        self, conversations: list[Any], numbers: list[int], marked: bool, options: dict[str, Any]
+    ) -> Any:
+        from jinja2 import TemplateError
+
+        def apply(some: list[Any]) -> Any:
+            return self.tokenizer.apply_chat_template(
+                some,
+                chat_template=self.chat_template,
+                return_dict=True,
+                return_assistant_tokens_mask=marked,
+                tokenizer_kwargs={"verbose": False},
+                **options,
+            )
+
+        refusals = (TemplateError, *_REFUSALS)
+        try:
+            return apply(conversations)
+        except refusals:
+            for number, conversation in zip(numbers, conversations, strict=True):
+                try:
+                    apply([conversation])
+                except refusals as error:
+                    raise InputError(
+                        f"row {number}: the chat template refuses it ({error}); correct or remove it"
+                    ) from None
+            raise
+
+
+def _has_plain_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether calling the tokenizer does nothing but encode with its backend."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    names = ("__call__", "_encode_plus")
+    return issubclass(kind, plain) and all(getattr(kind, name) is getattr(plain, name) for name in names)
+
+
+def _refuse_unmarked() -> None:
+    raise InputError(
+        "train_on_responses_only is set but the chat template does not mark assistant turns with "
+        "{% generation %}; mark them in tokenizer.chat_template, or leave the flag out"
+    )
+
+
+def _n_rows(batch: Columns) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _beside(batch: Columns, n_rows: int) -> Iterator[tuple[str | None, str]]:
+    """What the template reads beside each conversation, as JSON text: its tools and its variables."""
+    kwargs = batch.get("chat_template_kwargs") or [{}] * n_rows
+    tools = batch.get("tools") or [None] * n_rows
+    return zip(tools, map(json.dumps, kwargs), strict=True)
+
+
+def _common_prefix(some: list[int], others: list[int]) -> int:
+    if others[: len(some)] == some:
+        return len(some)
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(some), len(others)))
+
+
+def _flat(rows: Ids, lengths: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """`[numbers]`: the numbers of all rows, whose lengths are known."""
+    return np.fromiter(chain.from_iterable(rows), dtype, int(lengths.sum()))
+
+
+def _places(lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """`[tokens]`: the place of every token in its own row."""
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
