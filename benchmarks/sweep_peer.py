@@ -220,7 +220,7 @@ def sft_config(peer: str, point: Mapping[str, Any]) -> Any:
         use_cpu=not on_gpu,
         max_length=point["row_tokens"],
         packing=True,
-        dataset_num_proc=1,  # each worker packs its share alone, and Unsloth starts as many as there are cores
+        dataset_num_proc=1,  # each worker packs its share alone, and Unsloth starts one for each core
         dataset_text_field="text",
         save_strategy="no",
         gradient_checkpointing=point["checkpointing"] and peer.startswith("trl"),

@@ -72,7 +72,12 @@ PRIVATE_NAMES = (
         "buffers that a saved model does not hold",
         ("files/merged_layer.py",),
     ),
-    PrivateName("torch", "_foreach_copy_", "to cast all adapters in one launch", ("graphs/stand_ins.py",)),
+    PrivateName(
+        "torch",
+        "_foreach_copy_",
+        "to cast adapters in one launch",
+        ("graphs/stand_ins.py", "lora/arithmetic.py"),
+    ),
     PrivateName("torch", "_scaled_mm", "GEMMs in fp8", ("kernels/fp8.py",)),
     PrivateName(
         "torch.ops.aten",
