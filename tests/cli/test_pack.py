@@ -342,3 +342,37 @@ def test_a_run_on_packs_goes_on_as_if_nothing_had_been(train, packs, tmp_path, c
     cut(packs / "shard-00000.arrow")
     assert main(["--resume", "--output_dir", str(out)]) == 2
     assert "bytes of" in capsys.readouterr().err
+
+
+def test_any_number_of_processes_writes_the_same_packs(model, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    command = ["pack", "--model_name", model, "--dataset", data, "--max_seq_length", "128"]
+    assert main([*command, "--out", "held"]) == 0
+    monkeypatch.setattr("unsloth_pack.data.readers._SMALL", 0)
+    monkeypatch.setattr("unsloth_pack.data.spans._ROWS", 7)
+    for num_proc in ("1", "3"):
+        assert main([*command, "--out", num_proc, "--num_proc", num_proc]) == 0
+        shutil.rmtree(tmp_path / "cache")
+        for path in (tmp_path / "held").iterdir():
+            assert (tmp_path / num_proc / path.name).read_bytes() == path.read_bytes()
+    capsys.readouterr()
+    assert main([*command, "--out", "none", "--num_proc", "0"]) == 2
+    assert "num_proc: got '0'; give a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_large_data_set_trains_as_a_small_one_does(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    flags = ["--model_name", model, "--dataset", data, "--max_seq_length", "144", "--max_steps", "3"]
+    flags += ["--sample_packing", "--gradient_accumulation_steps", "1", "--dtype", "float32"]
+    assert main([*flags, "--output_dir", "held"]) == 0
+    monkeypatch.setattr("unsloth_pack.data.readers._SMALL", 0)
+    monkeypatch.setattr("unsloth_pack.data.spans._ROWS", 7)
+    assert main([*flags, "--output_dir", "kept", "--num_proc", "2"]) == 0
+    assert losses(tmp_path / "kept") == losses(tmp_path / "held")
+    held, kept = (read_metrics(tmp_path / name)["data"] for name in ("held", "kept"))
+    assert held == kept
+    assert {path.name.partition("-")[0] for path in (tmp_path / "cache" / "unsloth_pack").iterdir()} == {
+        "rows",
+        "documents",
+        "packed",
+    }

@@ -132,18 +132,28 @@ class RowBuilder:
         import pyarrow.compute as pc
 
         places = self._offsets[first : last + 1]
-        documents = self._documents[self._order[places[0] : places[-1]]]
-        lengths = pc.list_value_length(documents["input_ids"]).to_numpy()
+        columns = self._gathered(self._order[places[0] : places[-1]])
+        lengths = pc.list_value_length(columns["input_ids"]).to_numpy()
         tokens_before = np.concatenate([[0], np.cumsum(lengths)])
         row_starts = pa.array(tokens_before[places - places[0]].astype(np.int32))
         made = {}
-        for name in documents.column_names:
-            values = pa.concat_arrays([chunk.flatten() for chunk in documents[name].chunks])
-            made[name] = pa.ListArray.from_arrays(row_starts, values)
+        for name, lists in columns.items():
+            made[name] = pa.ListArray.from_arrays(row_starts, lists.flatten())
         document_starts = pa.array((places - places[0]).astype(np.int32))
         made["seq_lengths"] = pa.ListArray.from_arrays(document_starts, pa.array(lengths.astype(np.int64)))
-        release(self._documents)
         return pa.table(made)
+
+    def _gathered(self, numbers: np.ndarray) -> dict[str, pa.Array]:
+        """The columns of these documents, copied from wherever they lie."""
+        import pyarrow as pa
+
+        parts: dict[str, list[pa.Array]] = {name: [] for name in self._documents.column_names}
+        for first in range(0, len(numbers), DOCUMENTS_A_BATCH):
+            table = self._documents[numbers[first : first + DOCUMENTS_A_BATCH]]
+            for name, of_column in parts.items():
+                of_column.append(pa.concat_arrays(table[name].chunks))
+            release(self._documents)  # each document has brought in the pages around it
+        return {name: pa.concat_arrays(of_column) for name, of_column in parts.items()}
 
 
 def check_columns(dataset: datasets.Dataset) -> list[str]:
