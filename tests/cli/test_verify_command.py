@@ -87,7 +87,8 @@ def test_training_stops_at_a_leak_and_nothing_is_lost(train, leak, tmp_path, cap
     assert "documents of a packed row see each other, with attention sdpa first in layer 0" in error
     assert error.count("\n") == 1
     assert tree(tmp_path) == before
-    assert train(output_dir=tmp_path / "padded", max_steps=1) == 0  # nothing is packed, nothing probed
+    assert train(output_dir=tmp_path / "padded", max_steps=1) == 1  # padded batches run packed too
+    assert error == capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("more", "looks"), [((), 1), (("--no_probe",), 0)])
