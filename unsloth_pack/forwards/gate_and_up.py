@@ -24,14 +24,14 @@ class GateAndUpPlan:
     """
 
     def __init__(self, mlps: Sequence[Any]):
-        self._features: int = sum(mlp.down_proj.in_features for mlp in mlps)
+        self._features: list[int] = [mlp.down_proj.in_features for mlp in mlps]
         self._has_room = False
 
     def decide(self, tokens: int, element_size: int, device: torch.device) -> None:
-        """Decide for the step that begins."""
-        if device.type == "cuda":
-            needed = 2 * self._features * tokens * element_size
-            self._has_room = needed <= _SHARE * free_bytes(device)
+        """Decide for the step that begins. The driver is asked only where a layer may not keep them."""
+        a_feature = 2 * tokens * element_size
+        if device.type == "cuda" and max(self._features, default=0) * a_feature >= _MANY_BYTES:
+            self._has_room = sum(self._features) * a_feature <= _SHARE * free_bytes(device)
 
     def keeps(self, number: int, width: int, n_bytes: int) -> bool:
         """Whether a layer on a GPU keeps them.
