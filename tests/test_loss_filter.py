@@ -46,6 +46,18 @@ def test_for_patched_models_on_a_gpu_alone(patched, on_gpu, is_on, tmp_path, mon
     assert DEFAULT_CALLBACKS.count(loss_filter.LogsEveryLoss) == 1
 
 
+def test_an_error_in_between(monkeypatch):
+    model = tiny_model("llama")
+    patch_model(model)
+    monkeypatch.setattr(loss_filter, "_is_on_gpu", lambda decoder: True)
+    callback, arguments = loss_filter.LogsEveryLoss(), TrainingArguments(use_cpu=True)
+    callback.on_train_begin(arguments, None, None, model=model)  # ends in an error
+    callback.on_train_begin(arguments, None, None, model=model)
+    assert not arguments.logging_nan_inf_filter
+    callback.on_train_end(arguments, None, None)
+    assert arguments.logging_nan_inf_filter
+
+
 @pytest.mark.gpu
 def test_a_patched_model_on_a_gpu(tmp_path):
     model = tiny_model("llama").cuda()

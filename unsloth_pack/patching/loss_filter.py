@@ -30,7 +30,8 @@ class LogsEveryLoss(TrainerCallback):
     ) -> None:
         decoders = [] if model is None else [m for m in model.modules() if isinstance(m, FastDecoder)]
         if any(map(_is_on_gpu, decoders)):
-            self._was_on, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
+            self._was_on |= args.logging_nan_inf_filter  # still so after training that ended in an error
+            args.logging_nan_inf_filter = False
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
