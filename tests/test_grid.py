@@ -99,7 +99,7 @@ def test_a_bias_whose_gradient_is_lost(monkeypatch):
 
 
 def test_dropout_that_is_left_out(monkeypatch):
-    monkeypatch.setattr(arithmetic, "any_drops", lambda layers: False)
+    monkeypatch.setattr(arithmetic, "_any_drops", lambda layers: False)
     assert any(text.startswith("logits: ") for text in failures("dropout", "bfloat16"))
 
 

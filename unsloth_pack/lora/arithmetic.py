@@ -158,7 +158,7 @@ def low_rank(h_NR: Tensor, p: Layer) -> LowRank:
 
 def to_ranks(x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:
     """h."""
-    if not any_drops(layers):
+    if not _any_drops(layers):
         return x_NI @ a_RI.t()
     h_NR = x_NI.new_empty(x_NI.shape[0], a_RI.shape[0])
     for p in layers:
@@ -184,7 +184,7 @@ def backward_to_input(
     into: Tensor | None = None,
 ) -> Tensor:
     """The gradient of x."""
-    if not any_drops(layers):  # the narrow GEMM first, as in `forward`
+    if not _any_drops(layers):  # the narrow GEMM first, as in `forward`
         return _backward_through_weights(g_NOs, layers, add_to=torch.mm(gh_NR, a_RI, out=into))
     gx_NI = _backward_through_weights(g_NOs, layers)
     if into is not None:
@@ -198,7 +198,7 @@ def backward_to_input_apart(
     g_NO: Tensor, gh_NR: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
 ) -> tuple[Tensor, LowRank | None]:
     """The gradient of one layer's x, of which the adapter's part may be left to the caller."""
-    if any_drops(layers):
+    if _any_drops(layers):
         return backward_to_input([g_NO], gh_NR, a_RI, layers, first_row), None
     return _backward_through_weights([g_NO], layers), LowRank(gh_NR, a_RI.t())
 
@@ -212,7 +212,7 @@ def backward_to_factors(
     first_row: int = 0,
 ) -> list[Tensor]:
     """The gradients of the stacked A, then of every B, in the dtype of x."""
-    if any_drops(layers):
+    if _any_drops(layers):
         grads = [gh_NR[:, p.ranks].t() @ p.dropped(x_NI, first_row) for p in layers]
         grad_a_RI = grads[0] if len(grads) == 1 else torch.cat(grads)
     else:
@@ -299,8 +299,7 @@ def backward_pass(backward: Callable[..., Any]) -> Any:
     return run
 
 
-def any_drops(layers: Sequence[Layer]) -> bool:
-    """Whether some layer has dropout."""
+def _any_drops(layers: Sequence[Layer]) -> bool:
     return any(p.frozen.seed is not None for p in layers)
 
 
