@@ -169,7 +169,10 @@ def replay_nothing(graphs: Any) -> None:
         with ExitStack() as stack:
             for name, value in instead.items():
                 stack.enter_context(patch.object(torch.cuda, name, value))
-            on_host = lambda *shape, **at: zeros(*shape, **{**at, "device": "cpu"})  # noqa: E731
+
+            def on_host(*shape: Any, **at: Any) -> torch.Tensor:
+                return zeros(*shape, **{**at, "device": "cpu"})
+
             stack.enter_context(patch.object(torch, "zeros", on_host))
             # The CPU's own reads the row on the host, which a static one does not describe
             stack.enter_context(patch.object(attention, "attend", lambda q, k, v, *_: q + k.sum() + v.sum()))

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shapes import PUBLISHED, SHAPES, build, device_name
 SEED = 3407
 SPARE_ROWS = 1.2  # how much more text a run gets than it trains, so that no epoch ends within it
 FAILED_LETTERS = 300
+STACK = ("datasets.Dataset", "peft.LoraConfig", "transformers.AutoModelForCausalLM", "trl.SFTTrainer")
 
 
 def main() -> int:
@@ -55,14 +57,11 @@ def main() -> int:
 
 
 def import_stack(peer: str) -> None:
-    if peer == "unsloth":
-        import unsloth  # noqa: F401  it must come before what it changes
-    elif peer == "ours":
-        from unsloth_pack import FastLanguageModel  # noqa: F401
-    import datasets  # noqa: F401
-    from peft import LoraConfig  # noqa: F401
-    from transformers import AutoModelForCausalLM  # noqa: F401
-    from trl import SFTTrainer  # noqa: F401
+    """Import what a peer needs, so that no point waits for it. Unsloth comes before what it changes."""
+    own = {"ours": ["unsloth_pack.FastLanguageModel"], "unsloth": ["unsloth.FastLanguageModel"]}
+    for path in (*own.get(peer, []), *STACK):
+        module, _, name = path.rpartition(".")
+        getattr(import_module(module), name)
 
 
 def attempt(peer: str, job: Mapping[str, Any]) -> dict[str, Any]:
