@@ -173,25 +173,40 @@ def test_triton_says_what_it_cannot_serve(dtype, head_dim, options, why, monkeyp
     assert "pip install triton" in triton_varlen.why_unavailable(need)
 
 
-def test_auto_takes_triton_for_a_softcap_that_flash_lacks_and_tries_it_nowhere_else(kernels, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "options", "name", "why"),
+    [
+        ((9, 0), torch.bfloat16, 128, {}, "triton", "fastest of all"),
+        ((9, 0), torch.float16, 64, {"window": 20}, "triton", "fastest of all"),
+        ((9, 0), torch.bfloat16, 256, {}, "flash", "triton: .* for heads up to 128 on Hopper GPUs"),
+        ((8, 0), torch.bfloat16, 64, {}, "flash", "triton: .* on Hopper GPUs"),
+        ((10, 0), torch.bfloat16, 64, {}, "flash", "triton: .* on Hopper GPUs"),
+        ((9, 0), torch.float32, 64, {}, "sdpa", "triton: .* where flash can run, or for a softcap"),
+        ((9, 0), torch.bfloat16, 64, {"dropout": 0.1}, "flash", "triton: it has no attention dropout"),
+        ((8, 0), torch.bfloat16, 256, {"softcap": 50.0}, "flash", "triton: old has the softcap too"),
+        ((8, 0), torch.float32, 256, {"softcap": 50.0}, "triton", "fastest of all"),
+        ((9, 0), torch.float32, 256, {"softcap": 50.0, "dropout": 0.1}, "sdpa", "no attention dropout"),
+    ],
+)
+def test_when_auto_takes_triton(capability, dtype, head_dim, options, name, why, kernels, monkeypatch):
+    pytest.importorskip("triton")
     for cached in (why_unavailable, choose_backend):
         cached.cache_clear()
-    tried = []
-    monkeypatch.setattr(backends, "_error_of_a_tiny_step", lambda backend, need: tried.append(backend))
+    kernels[0] = capability
+    monkeypatch.setattr(flash, "KERNELS", flash.KERNELS[2:])  # without the one that is made for Hopper
+    monkeypatch.setattr(backends, "_error_of_a_tiny_step", lambda backend, need: None)
     monkeypatch.setitem(sys.modules, "xformers", None)
-
-    def chosen(dtype, **options):
-        return choose_backend("auto", AttentionNeed("cuda", dtype, 256, AttentionOptions(0.1, **options)))
-
-    assert chosen(torch.bfloat16, softcap=50.0)[0] == "flash"  # of flash-attn 2
-    assert chosen(torch.float32)[0] == "sdpa"
-    assert BACKENDS["triton"] not in tried
-    name, why = chosen(torch.float32, softcap=50.0)
-    assert name == "triton"
-    assert "flash: it computes in float16 and bfloat16" in why
-    assert chosen(torch.float32, softcap=50.0, dropout=0.1)[0] == "sdpa"
+    need = AttentionNeed("cuda", dtype, head_dim, AttentionOptions(0.1, **options))
+    chosen, reason = choose_backend("auto", need)
+    assert chosen == name
+    assert re.search(why, reason), reason
     for cached in (why_unavailable, choose_backend):
         cached.cache_clear()
+
+
+def test_auto_takes_a_flash_attn_that_is_made_for_the_gpu(kernels):
+    need = AttentionNeed("cuda", torch.bfloat16, 128, AttentionOptions(0.1))
+    assert triton_varlen.why_not_by_default(need) == "new is installed, which is made for this GPU"
 
 
 @pytest.mark.gpu
@@ -479,7 +494,7 @@ def test_an_unknown_backend_is_refused(monkeypatch):
     from unsloth_pack.attention.backends import requested_backend
 
     with pytest.raises(
-        InputError, match=r"attn_backend is 'fast'; choose one of auto, flash, xformers, triton, sdpa"
+        InputError, match=r"attn_backend is 'fast'; choose one of auto, triton, flash, xformers, sdpa"
     ):
         requested_backend("fast")
     monkeypatch.setenv("UNSLOTH_PACK_ATTN", "sdpa")

@@ -577,7 +577,7 @@ def test_the_report_says_what_was_done():
     model = tiny_model("qwen3_moe", DTYPE)
     report = patch_model(model).report
     assert report.model_type == "qwen3_moe"
-    assert report.attn_backend == ("flash" if DEVICE == "cuda" else "sdpa")
+    assert report.attn_backend in (("flash", "triton") if DEVICE == "cuda" else ("sdpa",))
     assert "Qwen3MoeSparseMoeBlock of 1 layers" in report.not_fused["MLP"]
     for word in ("attention backend", "fused", "QK norm", "LoRA"):
         assert word in str(report)

@@ -162,7 +162,7 @@ def test_doctor_on_private_names(fine, monkeypatch, capsys):
     ("name", "value", "found", "remedy"),
     [
         ("UNSLOTH_PACK_ATN", "sdpa", "unknown", "known is UNSLOTH_PACK_ATTN"),
-        ("UNSLOTH_PACK_ATTN", "fsat", "fsat", "choose one of auto, flash, xformers, triton, sdpa"),
+        ("UNSLOTH_PACK_ATTN", "fsat", "fsat", "choose one of auto, triton, flash, xformers, sdpa"),
         ("UNSLOTH_PACK_ATTN", "broken", "and cannot run here: not on this machine", "unset it"),
         ("OFFLINE_PACKING_VQA", "1", "nothing here reads", "unset it"),
         ("UNSLOTH_COMPILE_DISABLE", "1", "Unsloth's variable", "unset it"),

@@ -146,6 +146,16 @@ def test_all_tiles(key, memory, monkeypatch):
     assert_no_worse_than_eager(make((130, 3, 65), 2, 1, D=D, dtype=dtype, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("enough", "members"), [(4, 6), (5, 3), (9, 2), (13, 1), (1000, 1)])
+def test_a_group_in_parts(enough, members, dtype, small_tiles, monkeypatch):
+    """Two tiles of keys and two key heads are four programs for a whole group."""
+    monkeypatch.setattr(host, "_ENOUGH_PROGRAMS", enough)
+    inputs = make((5, 20, 0, 7), 12, 2, dtype=dtype, window=9, softcap=2.0)
+    assert host._members(inputs.q, inputs.k, SMALL.kv_gradient) == members
+    assert_no_worse_than_eager(inputs)
+
+
 @pytest.mark.parametrize("size", [1e-3, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_far_below_and_far_above_the_softcap(size, dtype, small_tiles):
@@ -243,7 +253,8 @@ def test_strides_past_two_to_the_31(axis, small_tiles):
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements():
+def test_more_than_two_to_the_31_elements(monkeypatch):
+    monkeypatch.setattr(host, "_ENOUGH_PROGRAMS", 1)  # or the short row would be summed in other parts
     length = 128
     n_documents = 2**31 // (length * 8 * 128) + 2
     inputs = make((length,) * n_documents, 8, 2, D=128, dtype=torch.bfloat16, softcap=5.0)

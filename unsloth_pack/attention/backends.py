@@ -27,6 +27,7 @@ class Backend:
         name_of_kernel: which of its kernels serves a need, where it has several.
         can_be_captured: whether CUDA graphs can hold it: it reads nothing of the row on the host.
         why_not_by_default: one clause that says why `auto` passes it over even where it can run, or None.
+        is_tried: whether a tiny step must show that it runs: its package may be built for another torch.
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
@@ -34,17 +35,19 @@ class Backend:
     name_of_kernel: Callable[[AttentionNeed], str | None] = lambda need: None
     can_be_captured: bool = False
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
+    is_tried: bool = True
 
 
 BACKENDS = {  # fastest first
-    "flash": Backend(flash.why_unavailable, flash.attend, flash.name_of_kernel, can_be_captured=True),
-    "xformers": Backend(xformers.why_unavailable, xformers.attend),
     "triton": Backend(
         triton_varlen.why_unavailable,
         triton_varlen.attend,
         can_be_captured=True,
         why_not_by_default=triton_varlen.why_not_by_default,
+        is_tried=False,  # its kernels would be compiled for other heads than the layer's
     ),
+    "flash": Backend(flash.why_unavailable, flash.attend, flash.name_of_kernel, can_be_captured=True),
+    "xformers": Backend(xformers.why_unavailable, xformers.attend),
     "sdpa": Backend(sdpa.why_unavailable, sdpa.attend),
 }
 
@@ -69,7 +72,10 @@ def requested_backend(name: str) -> tuple[str, str]:
 @lru_cache(maxsize=256)
 def why_unavailable(name: str, need: AttentionNeed) -> str | None:
     """Why the backend cannot serve `need`, None where it can: by its own word, then by one tiny step."""
-    return BACKENDS[name].why_unavailable(need) or _error_of_a_tiny_step(BACKENDS[name], need)
+    backend = BACKENDS[name]
+    return backend.why_unavailable(need) or (
+        _error_of_a_tiny_step(backend, need) if backend.is_tried else None
+    )
 
 
 def why_passed_over(name: str, need: AttentionNeed) -> str | None:

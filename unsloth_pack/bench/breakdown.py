@@ -30,7 +30,7 @@ _OF_OPERATOR = (
     ("GEMMs", re.compile(r"^aten::(linear|matmul|mm|bmm|addmm_?|baddbmm|_scaled_mm|_grouped_mm)$")),
 )
 _OF_KERNEL = (
-    ("attention", re.compile(r"flash|fmha|sdpa|attention", re.I)),
+    ("attention", re.compile(r"flash|fmha|sdpa|attention|^(forward|q_gradient|kv_gradient)_kernel", re.I)),
     ("loss", re.compile(r"cross_entropy|nll_loss|log_?softmax|logprob", re.I)),
     ("loss", re.compile(r"^_(forward|backward|score|gradient)_kernel")),  # TRL's, and those of `token_scores`
     ("optimizer", re.compile(r"adam|lamb|lion|sgd|LpNorm", re.I)),
@@ -105,9 +105,10 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 
 def _fused_kernels() -> Iterator[str]:
-    """The names of this package's Triton kernels, as the profiler shows them."""
+    """The names of this package's Triton kernels, as the profiler shows them, but for those of attention."""
     for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        yield from (name for name in vars(import_module(module.name)) if name.endswith("_kernel"))
+        if not module.name.endswith(".varlen_attention_kernels"):
+            yield from (name for name in vars(import_module(module.name)) if name.endswith("_kernel"))
 
 
 _FUSED = frozenset(_fused_kernels())

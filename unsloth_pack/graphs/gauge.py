@@ -60,5 +60,5 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate on a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device.index) * total)
     return min(free + reserved, allowed) - allocated

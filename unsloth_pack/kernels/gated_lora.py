@@ -6,7 +6,8 @@ A GEMM that adds the adapter's part to `gate` would read and write all of it onc
 `gate` anyway adds the part to a tile in registers, where it costs the reading of two narrow matrices. The
 backward kernel likewise adds the adapter's part of down to the gradient that it reads.
 
-N rows of F features, r of a part's rank, in tiles of `[ROWS, COLUMNS]`.
+N rows of F features, r of a part's rank, in tiles of `[ROWS, COLUMNS]`. A program goes down TILES of them and
+loads the next ones while it computes, so that both kernels run at the speed of the device's memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from .gated import check_gated, check_written, product_and_gradients
 from .launch import as_rows, jit, takes_fused_path, tl, triton
 from .reference import LowRank
 
-_COLUMNS, _WARPS = 64, 4
 _MOST_RANKS = 64  # of a part that are multiplied at a time
 
 
@@ -38,21 +38,24 @@ class _Part(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """A tile, and the ranks that are multiplied at a time: what ran fastest on an H200."""
+    """A tile, how many of them a program has, how many it loads ahead, and the ranks that are multiplied at a
+    time: what ran fastest on an H200."""
 
     rows: int
     columns: int
+    tiles: int
+    stages: int
     ranks: int
 
     @classmethod
     def of(cls, *parts: LowRank) -> _Blocks:
         most = triton.next_power_of_2(max((part.left.shape[1] for part in parts), default=1))
         ranks = min(_MOST_RANKS, max(16, most))  # `tl.dot` takes 16 and more
-        return cls(32 if ranks <= 32 else 64, _COLUMNS, ranks)
+        return cls(16, 128, 8, 3, ranks)
 
     def grid(self, x: Tensor) -> tuple[int]:
         N, F = x.shape
-        return (triton.cdiv(N, self.rows) * triton.cdiv(F, self.columns),)
+        return (triton.cdiv(N, self.rows * self.tiles) * triton.cdiv(F, self.columns),)
 
 
 def gated_lora_(
@@ -88,7 +91,7 @@ def gated_lora_(
         _gated_lora_kernel[blocks.grid(gate)](
             *(gate_rows, up_rows, out, *_part(of_gate), *_part(of_up), *gate.shape, gate_sr, up_sr),
             *(keep, activation, *blocks),
-            num_warps=_WARPS,
+            num_warps=4,
         )
     return out
 
@@ -127,7 +130,7 @@ def gated_lora_backward_(
     blocks = _Blocks.of(*parts)
     with torch.cuda.device_of(gate):
         _gated_lora_backward_kernel[blocks.grid(gate)](
-            *(*tensors, *part, *gate.shape, *strides, activation, *blocks), num_warps=_WARPS
+            *(*tensors, *part, *gate.shape, *strides, activation, *blocks), num_warps=4
         )
 
 
@@ -163,23 +166,24 @@ def _gated_lora_kernel(
     up_left, up_right, up_scale, ul_sr, ur_sf, ur_sr, UP_RANK: tl.constexpr,
     N, F, gate_sr, up_sr,
     KEEP: tl.constexpr, ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out `[N, F]`: the product; with KEEP gate and up become the sums. Grid: the tiles, row by row."""
-    row, column, inside = _tile(N, F, ROWS, COLUMNS)
-    x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_sr + column, mask=inside, other=0.0).to(tl.float32)
-    x += _low_rank(gate_left, gate_right, gate_scale, row, column, N, F, gl_sr, gr_sf, gr_sr,
-                   GATE_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
-    u += _low_rank(up_left, up_right, up_scale, row, column, N, F, ul_sr, ur_sf, ur_sr,
-                   UP_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
-    kept_x, kept_u = x.to(gate.dtype.element_ty), u.to(up.dtype.element_ty)
-    if KEEP:
-        tl.store(gate + row * gate_sr + column, kept_x, mask=inside)
-        tl.store(up + row * up_sr + column, kept_u, mask=inside)
-    x, u = kept_x.to(tl.float32), kept_u.to(tl.float32)
-    product, _gx, _gu = product_and_gradients(0.0, x, u, gate.dtype.element_ty, ACTIVATION)
-    tl.store(out + row * F + column, product.to(out.dtype.element_ty), mask=inside)
+    """out `[N, F]`: the product; with KEEP gate and up become the sums. Grid: runs of tiles, row by row."""
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        row, column, inside = _tile(tile, N, F, ROWS, COLUMNS, TILES)
+        x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + row * up_sr + column, mask=inside, other=0.0).to(tl.float32)
+        x += _low_rank(gate_left, gate_right, gate_scale, row, column, N, F, gl_sr, gr_sf, gr_sr,
+                       GATE_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+        u += _low_rank(up_left, up_right, up_scale, row, column, N, F, ul_sr, ur_sf, ur_sr,
+                       UP_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+        kept_x, kept_u = x.to(gate.dtype.element_ty), u.to(up.dtype.element_ty)
+        if KEEP:
+            tl.store(gate + row * gate_sr + column, kept_x, mask=inside)
+            tl.store(up + row * up_sr + column, kept_u, mask=inside)
+        x, u = kept_x.to(tl.float32), kept_u.to(tl.float32)
+        product, _gx, _gu = product_and_gradients(0.0, x, u, gate.dtype.element_ty, ACTIVATION)
+        tl.store(out + row * F + column, product.to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["N"])
@@ -187,27 +191,31 @@ def _gated_lora_backward_kernel(
     g_out, gate, up, g_gate, g_up,
     g_left, g_right, g_scale, left_sr, right_sf, right_sr, RANK: tl.constexpr,
     N, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """g_gate, g_up `[N, F]`: the gradients of gate and up; g_out becomes the product. Grid: as above."""
-    row, column, inside = _tile(N, F, ROWS, COLUMNS)
-    g = tl.load(g_out + row * g_sr + column, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_sr + column, mask=inside, other=0.0).to(tl.float32)
-    if RANK > 0:
-        g += _low_rank(g_left, g_right, g_scale, row, column, N, F, left_sr, right_sf, right_sr,
-                       RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
-    product, gx, gu = product_and_gradients(g, x, u, gate.dtype.element_ty, ACTIVATION)
-    tl.store(g_gate + row * g_gate_sr + column, gx.to(g_gate.dtype.element_ty), mask=inside)
-    tl.store(g_up + row * g_up_sr + column, gu.to(g_up.dtype.element_ty), mask=inside)
-    tl.store(g_out + row * g_sr + column, product.to(g_out.dtype.element_ty), mask=inside)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        row, column, inside = _tile(tile, N, F, ROWS, COLUMNS, TILES)
+        g = tl.load(g_out + row * g_sr + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + row * up_sr + column, mask=inside, other=0.0).to(tl.float32)
+        if RANK > 0:
+            g += _low_rank(g_left, g_right, g_scale, row, column, N, F, left_sr, right_sf, right_sr,
+                           RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+        product, gx, gu = product_and_gradients(g, x, u, gate.dtype.element_ty, ACTIVATION)
+        tl.store(g_gate + row * g_gate_sr + column, gx.to(g_gate.dtype.element_ty), mask=inside)
+        tl.store(g_up + row * g_up_sr + column, gu.to(g_up.dtype.element_ty), mask=inside)
+        tl.store(g_out + row * g_sr + column, product.to(g_out.dtype.element_ty), mask=inside)
 
 
 @jit
-def _tile(N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's rows `[ROWS, 1]` and columns `[1, COLUMNS]`, both int64, and which elements exist."""
+def _tile(tile, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    """The rows `[ROWS, 1]` and columns `[1, COLUMNS]` of one of this program's tiles, both int64, and which
+    elements exist."""
     n_columns = tl.cdiv(F, COLUMNS)
-    row = (tl.program_id(0) // n_columns).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = (tl.program_id(0) // n_columns).to(tl.int64) * TILES + tile
+    row = first * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) % n_columns).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return row, column, (row < N) & (column < F)
 

@@ -8,8 +8,9 @@ its own segment that it sees:
     g_z = p (g_out·v - out·g_out)     g(q·k) = scale * (1 - (z / softcap)²) g_z     gv = Σ p g_out
 
 The forward pass keeps the log-sum-exp of z. The backward pass computes p again from it: once for the gradient
-of q, a sum over keys, and once for those of k and v, sums over queries. No sum depends on the order in which
-programs run, so the same inputs give the same bits.
+of q, a sum over keys, and once for those of k and v, sums over queries. Where there are few tiles of keys,
+the heads of a group are shared out among several programs, and their sums are added afterwards. No sum
+depends on the order in which programs run, so the same inputs give the same bits.
 
 The host reads nothing of `cu_seqlens`, and the grids depend on shapes only: CUDA graphs can hold the kernels.
 """
@@ -29,6 +30,7 @@ from .backward import once_differentiable
 from .launch import takes_fused_path, triton
 
 MAX_HEAD_DIM = 256
+_ENOUGH_PROGRAMS = 256  # two for each multiprocessor of an H100 or H200
 _FARTHEST = 2**23  # elements between neighbours, so that a tile's offsets fit into 32 bits
 
 
@@ -58,11 +60,10 @@ class Tiles:
 # (triton 3.6). In float32 some do: three products of TF32 need more.
 TILES = {
     (2, 64): {
-        193: Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-        96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        96: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     },
     (2, 128): {
-        193: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3)),
+        193: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
         96: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
     },
     (2, 256): {
@@ -141,9 +142,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, options) -> tu
 def _backward(saved: tuple[Tensor, ...], g_out: Tensor, options) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, given what `forward` saved."""
     q, k, v, out, lse, cu_seqlens = saved
-    gq, gk, gv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(lse)
+    gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     tiles, strided = _tiles(q), (q, k, v, g_out)
+    members = _members(q, k, tiles.kv_gradient)
+    parts = q.shape[1] // k.shape[1] // members
+    wide = q.dtype if parts == 1 else torch.float32
+    gk_and_gv = torch.empty((2, parts, *k.shape), dtype=wide, device=q.device)
+    gk, gv = gk_and_gv.unbind()
     with torch.cuda.device_of(q):
         tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, g_out, gq, delta)
         _launch(kernels.q_gradient_kernel, tiles.q_gradient, True, tensors, strided, cu_seqlens, options)
@@ -151,36 +156,51 @@ def _backward(saved: tuple[Tensor, ...], g_out: Tensor, options) -> tuple[Tensor
         if tiles.v_gradient is not None:
             launches = [(tiles.kv_gradient, gk, None), (tiles.v_gradient, None, gv)]
         for tile, into_gk, into_gv in launches:
-            tensors = (q, k, v, lse, g_out, delta, into_gk, into_gv)
-            _launch(kernels.kv_gradient_kernel, tile, False, tensors, strided, cu_seqlens, options)
+            arguments = (q, k, v, lse, g_out, delta, into_gk, into_gv, k.numel())
+            kernel = kernels.kv_gradient_kernel
+            _launch(kernel, tile, False, arguments, strided, cu_seqlens, options, members=members)
+    gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
     return gq, gk, gv
+
+
+def _members(q: Tensor, k: Tensor, tile: Tile) -> int:
+    """How many query heads of a group a program sums over, for the gradients of k and v: as many as leave
+    enough programs to keep a device busy. It depends on shapes only."""
+    (N, K, _), G = k.shape, q.shape[1] // k.shape[1]
+    programs = max(1, N // tile.keys) * K
+    fitting = [members for members in range(G, 0, -1) if G % members == 0]
+    return next((members for members in fitting if programs * (G // members) >= _ENOUGH_PROGRAMS), 1)
 
 
 def _launch(
     kernel,
     tile: Tile,
     by_queries: bool,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | int | None, ...],
     strided: tuple[Tensor, ...],
     cu_seqlens: Tensor,
     options,
+    members: int | None = None,
 ) -> None:
     """Run one kernel over all tiles of queries, or of keys.
 
     Args:
         tensors: its first arguments.
         strided: those whose strides of token and head it takes.
+        members: query heads of a group that a program holds, where they are not all of them.
     """
     (N, H, D), K = strided[0].shape, strided[1].shape[1]
     scale, window, softcap = options
-    queries = max(tile.queries, triton.next_power_of_2(H // K))
+    held = members or H // K
+    queries = max(tile.queries, triton.next_power_of_2(held))
     n_segments = len(cu_seqlens) - 1
-    n_tiles = N // (queries // (H // K) if by_queries else tile.keys) + n_segments
-    kernel[(K, n_tiles)](
+    n_tiles = N // (queries // held if by_queries else tile.keys) + n_segments
+    kernel[(K * n_tiles, H // K // held)](
         *tensors, cu_seqlens, n_segments, scale, softcap or 1.0, window or N,
         *(stride for x in strided for stride in x.stride()[:2]),
         K=K, G=H // K, D=D, CAPPED=softcap is not None, WINDOWED=window is not None and window < N,
         BLOCK_Q=queries, BLOCK_J=tile.keys, BLOCK_D=_padded(D), num_warps=tile.warps, num_stages=tile.stages,
+        **({} if members is None else {"MEMBERS": members}),
     )  # fmt: skip
 
 

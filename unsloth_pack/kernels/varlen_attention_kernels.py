@@ -16,7 +16,8 @@ from __future__ import annotations
 from .chunked_head import logit_and_slope
 from .launch import jit, tl
 
-_jit = jit(do_not_specialize=["n_segments", "window"])  # one compilation serves all rows and windows
+# One compilation serves all rows and windows
+_jit = jit(do_not_specialize=["n_segments", "window", "part_elements"])
 
 
 @_jit
@@ -28,10 +29,9 @@ def forward_kernel(
 ):  # fmt: skip
     """out `[N, K * G, D]`, and lse `[N, K * G]`: the log-sum-exp of every query's logits, in units of ln 2.
 
-    Grid: key heads, tiles of queries. The last tiles, which see most keys, come first.
+    Grid: tiles of queries, each for every key head. The last tiles, which see most keys, come first.
     """
-    head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head, tile = tl.program_id(0) % K, (tl.num_programs(0) - 1 - tl.program_id(0)) // K
     start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
     if first >= length:
         return
@@ -78,8 +78,7 @@ def q_gradient_kernel(
 
     Grid: as of `forward_kernel`.
     """
-    head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    head, tile = tl.program_id(0) % K, (tl.num_programs(0) - 1 - tl.program_id(0)) // K
     start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_Q // G)
     if first >= length:
         return
@@ -113,23 +112,26 @@ def q_gradient_kernel(
 
 @_jit
 def kv_gradient_kernel(
-    q, k, v, lse, g_out, delta, gk, gv, cu_seqlens, n_segments, scale, softcap, window,
+    q, k, v, lse, g_out, delta, gk, gv, part_elements, cu_seqlens, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """gk, gv `[N, K, D]`, of delta from `q_gradient_kernel`. Either may be None: not wanted of this launch.
+    """gk, gv `[G // MEMBERS, N, K, D]`, of delta from `q_gradient_kernel`: parts of the gradients, which are
+    their sum over the first axis. Each is of so many members of a group. Either may be None: not wanted.
 
-    Grid: key heads, tiles of keys. The first tiles of a segment, which most queries see, come first.
+    Grid: tiles of keys, each for every key head; parts. The first tiles of a segment, which most queries see,
+    come first.
     """
-    head = tl.program_id(0)
-    start, length, first = _segment_of_tile(cu_seqlens, n_segments, tl.program_id(1), BLOCK_J)
+    head, tile, part = tl.program_id(0) % K, tl.program_id(0) // K, tl.program_id(1)
+    first_head = head * G + part * MEMBERS
+    start, length, first = _segment_of_tile(cu_seqlens, n_segments, tile, BLOCK_J)
     if first >= length:
         return
     k_JD = _load_run(k + head * k_sh, start + first, length - first, k_sn, D, BLOCK_J, BLOCK_D)
     v_JD = _load_run(v + head * v_sh, start + first, length - first, v_sn, D, BLOCK_J, BLOCK_D)
-    q += head * G * q_sh
-    g_out += head * G * g_sh
+    q += first_head * q_sh
+    g_out += first_head * g_sh
 
     gk_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
     gv_JD = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
@@ -137,12 +139,12 @@ def kv_gradient_kernel(
     end = length
     if WINDOWED:
         end = tl.minimum(first + BLOCK_J - 1 + window, length)
-    for token in range(first, end, BLOCK_Q // G):
-        token_Q, member_Q, is_query_Q = _queries(length - token, G, BLOCK_Q)
+    for token in range(first, end, BLOCK_Q // MEMBERS):
+        token_Q, member_Q, is_query_Q = _queries(length - token, MEMBERS, BLOCK_Q)
         here = start + token
         q_QD = _load(q + here * q_sn, token_Q * q_sn + member_Q * q_sh, is_query_Q, D, BLOCK_D)
         g_QD = _load(g_out + here * g_sn, token_Q * g_sn + member_Q * g_sh, is_query_Q, D, BLOCK_D)
-        place_Q = here * (K * G) + head * G + token_Q * (K * G) + member_Q
+        place_Q = here * (K * G) + first_head + token_Q * (K * G) + member_Q
         lse_Q = tl.load(lse + place_Q, mask=is_query_Q, other=0.0)
         z_JQ, slope_JQ = _logit_and_slope(_dot(k_JD, q_QD.T), scale, softcap, CAPPED, k_JD.dtype)
         weight_JQ = tl.exp2(z_JQ - lse_Q[None, :])
@@ -154,7 +156,7 @@ def kv_gradient_kernel(
             g_product_JQ = weight_JQ * (_dot(v_JD, g_QD.T) - delta_Q[None, :]) * slope_JQ
             gk_JD = _dot(g_product_JQ.to(q_QD.dtype), q_QD, gk_JD)
 
-    place = ((start + first) * K + head) * D
+    place = ((start + first) * K + head) * D + part.to(tl.int64) * part_elements
     if gk is not None:
         _store(gk + place, key_J * (K * D), gk_JD * scale, first + key_J < length, D, BLOCK_D)
     if gv is not None:
