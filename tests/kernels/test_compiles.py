@@ -108,3 +108,29 @@ def test_the_kernels_of_attention_compile_for_hopper(tmp_path):
 @pytest.mark.nightly
 def test_the_kernels_of_attention_compile_for_less_shared_memory(tmp_path):
     assert compiled(ATTENTION, tmp_path, "Ada").count("compiled") == 3 * 6
+
+
+OF_WEIGHTS = """
+import itertools
+from importlib import import_module
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+kernel = import_module("unsloth_pack.kernels.four_bits")._dequantize_kernel
+for dtype, nested in itertools.product(["bf16", "fp16", "fp32"], [False, True]):
+    signature = {"packed": "*u8", "code": "*fp32", "scales": "*u8" if nested else "*fp32"}
+    of_scales = {} if nested else {"scale_code": None, "outer_scales": None, "offset": None}
+    constants = {"GROUP": 256, "BLOCKS": 64, "PAIRS": 32} | of_scales
+    signature |= dict.fromkeys(("scale_code", "outer_scales", "offset"), "*fp32")
+    signature |= {"out": f"*{dtype}", "n": "i32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    print("compiled", dtype, nested)
+"""
+
+
+def test_the_kernel_of_four_bits_compiles_for_hopper(tmp_path):
+    assert compiled(OF_WEIGHTS, tmp_path).count("compiled") == 6

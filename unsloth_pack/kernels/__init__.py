@@ -1,18 +1,20 @@
 """Fused kernels: plain functions, each with a torch oracle of the same name and arguments in `reference`.
 
-All have autograd except `dropout` and those of `gated_lora` and fp8, which are called inside autograd nodes.
+All have autograd except `dropout` and those of `gated_lora`, fp8 and four bits, which are called inside
+autograd nodes.
 CUDA tensors run on Triton, or on torch's own GEMMs. CPU tensors run on the oracle, or on Triton's interpreter
 when TRITON_INTERPRET=1 is set before the first import. Triton itself is optional.
 """
 
 from .chunked_head import LabelledRows
 from .dropout import dropout
+from .four_bits import dequantize_4bit
 from .fp8 import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
 from .gated import gated
 from .gated_lora import gated_lora_, gated_lora_backward_
 from .linear_cross_entropy import linear_cross_entropy
 from .norm import rms_norm
-from .reference import LowRank, QKNorm
+from .reference import LowRank, NestedScales, QKNorm
 from .rope import rope_qk
 from .token_scores import TokenScores, token_scores
 from .varlen_attention import varlen_attention
@@ -21,8 +23,10 @@ __all__ = [
     "Fp8Rows",
     "LabelledRows",
     "LowRank",
+    "NestedScales",
     "QKNorm",
     "TokenScores",
+    "dequantize_4bit",
     "dropout",
     "fp8_linear",
     "fp8_linear_backward",

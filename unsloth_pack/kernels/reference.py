@@ -143,6 +143,24 @@ class LowRank(NamedTuple):
     scale: float = 1.0
 
 
+class NestedScales(NamedTuple):
+    """Scales of n blocks, held in eight bits: code[values] * scale + offset.
+
+    Args:
+        values: `[n]` uint8.
+        code: `[256]` float32.
+        scale: float32, one for each group of values.
+        offset: `[]` float32.
+        group: values of a group; the last group may have fewer.
+    """
+
+    values: Tensor
+    code: Tensor
+    scale: Tensor
+    offset: Tensor
+    group: int
+
+
 def gated_lora_(
     gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_up: LowRank, keep: bool
 ) -> Tensor:
@@ -276,6 +294,16 @@ def token_scores(
     return TokenScores(
         **{name: score.masked_fill(~has_label, 0) for name, score in scores.items() if name in wanted}
     )
+
+
+def dequantize_4bit(
+    packed: Tensor, code: Tensor, scales: Tensor | NestedScales, block: int, dtype: torch.dtype
+) -> Tensor:
+    if isinstance(scales, NestedScales):
+        outer = scales.scale.repeat_interleave(scales.group)[: len(scales.values)]
+        scales = scales.code[scales.values.long()] * outer + scales.offset
+    values = torch.stack((packed >> 4, packed & 15), dim=1).view(-1, block)
+    return (code[values.long()] * scales[:, None]).view(-1).to(dtype)
 
 
 def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,16 @@
 """Frozen weights in NF4 (Dettmers et al. 2023, "QLoRA"), held by bitsandbytes."""
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import is_bitsandbytes_available
 
+from unsloth_pack.kernels import NestedScales, dequantize_4bit
+
 if is_bitsandbytes_available():
-    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes import functional
     from bitsandbytes.nn import Linear4bit
     from peft.tuners.lora.bnb import Linear4bit as LoraLinear4bit
 
@@ -30,7 +33,16 @@ class Nf4Weight(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """`[O, I]` in `dtype`. Callers drop it after its use, so that the next one gets the same memory."""
-        return dequantize_4bit(self.packed, self.state).to(dtype)
+        state, packed = self.state, self.packed.view(torch.uint8).view(-1)
+        n_elements = 2 * len(packed)
+        if state.quant_type != "nf4" or prod(state.shape) != n_elements or n_elements % state.blocksize:
+            return functional.dequantize_4bit(self.packed, state).to(dtype)
+        scales = state.absmax
+        if state.nested:
+            outer = state.state2
+            scales = NestedScales(scales, outer.code, outer.absmax, state.offset, outer.blocksize)
+        elements = dequantize_4bit(packed, state.code, scales, state.blocksize, state.dtype)
+        return elements.view(state.shape).to(dtype)
 
 
 def is_linear_4bit(layer: nn.Module) -> bool:

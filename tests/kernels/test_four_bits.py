@@ -1,0 +1,69 @@
+"""Weights in four bits: the same bits as by bitsandbytes, in the kernel and in the reference."""
+
+import pytest
+import torch
+from exactness import DEVICE, assert_cpu_takes_the_reference
+
+from unsloth_pack.kernels import NestedScales, dequantize_4bit, reference
+from unsloth_pack.kernels.launch import INTERPRETED
+
+functional = pytest.importorskip("bitsandbytes.functional")
+pytest.importorskip("triton")
+
+
+def quantised(n_elements, block, dtype, nested):
+    """bitsandbytes' tensors, and what they stand for by bitsandbytes."""
+    x = torch.randn(n_elements) * torch.logspace(-4, 4, n_elements)
+    x = x.to(DEVICE, dtype)
+    packed, state = functional.quantize_4bit(x, blocksize=block, quant_type="nf4", compress_statistics=nested)
+    scales = state.absmax
+    if nested:
+        outer = state.state2
+        scales = NestedScales(scales, outer.code, outer.absmax, state.offset, outer.blocksize)
+    expected = functional.dequantize_4bit(packed, state)
+    return (packed.view(-1), state.code, scales, block, dtype), expected.view(-1)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("n_blocks", "block"), [(1, 64), (7, 64), (300, 64), (64, 32), (9, 128), (3, 4096)])
+def test_the_same_bits_as_by_bitsandbytes(n_blocks, block, dtype, nested):
+    given, expected = quantised(n_blocks * block, block, dtype, nested)
+    assert torch.equal(dequantize_4bit(*given), expected)
+    assert torch.equal(reference.dequantize_4bit(*given), expected)
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs the kernel")
+def test_nothing_is_read_or_written_past_the_end():
+    given, expected = quantised(5 * 64, 64, torch.float32, True)
+    packed, code, scales, *rest = given
+    poisoned = torch.full((1000,), 255, dtype=torch.uint8, device=DEVICE)
+    poisoned[: len(packed)] = packed
+    outer = torch.full((50,), float("nan"), device=DEVICE)
+    outer[:1] = scales.scale
+    assert torch.equal(
+        dequantize_4bit(poisoned[: len(packed)], code, scales._replace(scale=outer[:1]), *rest), expected
+    )
+
+
+def test_no_blocks_at_all():
+    empty = torch.empty(0, dtype=torch.uint8, device=DEVICE)
+    code, scales = torch.zeros(16, device=DEVICE), torch.empty(0, device=DEVICE)
+    assert dequantize_4bit(empty, code, scales, 64, torch.bfloat16).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "block", "why"),
+    [(32, 48, "block is 48: pass a power of 2"), (32, 16, "block is 16"), (33, 64, r"pass \[32\]")],
+)
+def test_sizes_that_do_not_fit(n_bytes, block, why):
+    packed = torch.zeros(n_bytes, dtype=torch.uint8, device=DEVICE)
+    code, scales = torch.zeros(16, device=DEVICE), torch.zeros(1, device=DEVICE)
+    with pytest.raises(ValueError, match=why):
+        dequantize_4bit(packed, code, scales, block, torch.bfloat16)
+
+
+def test_the_cpu_takes_the_reference():
+    packed, scales = "torch.arange(64, dtype=torch.uint8)", "torch.rand(2)"
+    arguments = f"({packed}, torch.rand(16), {scales}, 64, torch.float32)"
+    assert_cpu_takes_the_reference("dequantize_4bit", arguments)
