@@ -40,6 +40,7 @@ from torch import Tensor
 
 from unsloth_pack.attention import AttentionOptions, flash
 from unsloth_pack.attention.flash import VarlenKernel
+from unsloth_pack.kernels import varlen_attention
 
 TOKENS = 32768
 # Query heads, key heads and their size: those of LAYOUTS, of Phi-3 and of Gemma 2.
@@ -278,6 +279,8 @@ def cases() -> list[Case]:
     ]
     ragged = ragged_lengths()
     longest = max(ragged)
+    short = instruction_lengths()
+    found.append(Case("short", short, max(short)))
     found.append(Case("ragged", ragged, longest))
     empty = (0,) * (CAPTURED_SEGMENTS - len(ragged))
     found.append(Case("captured", ragged + empty, 2 ** math.ceil(math.log2(longest))))
@@ -292,6 +295,15 @@ def ragged_lengths() -> tuple[int, ...]:
     lengths: list[int] = []
     while (left := TOKENS - sum(lengths)) > 0:
         lengths.append(min(left, round(2 ** rng.uniform(4, 13))))
+    return tuple(lengths)
+
+
+def instruction_lengths() -> tuple[int, ...]:
+    """Documents as long as those of instruction data: half of them under 80 tokens, few over 300."""
+    rng = random.Random(0)
+    lengths: list[int] = []
+    while (left := TOKENS - sum(lengths)) > 0:
+        lengths.append(min(left, max(25, round(rng.lognormvariate(4.4, 0.6)))))
     return tuple(lengths)
 
 
@@ -387,6 +399,15 @@ def flash_attention(load: Callable[[], VarlenKernel]) -> Kernel:
     return attend
 
 
+def triton_kernels() -> Kernel:
+    """The package's own."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, case: Case) -> Tensor:
+        return varlen_attention(q, k, v, cu_seqlens, q.shape[-1] ** -0.5, window=case.window)
+
+    return attend
+
+
 def torch_cudnn() -> Kernel:
     """cuDNN's attention as it ships in torch, where nested tensors use it."""
 
@@ -454,6 +475,7 @@ def flex() -> Kernel:
 
 KERNELS: dict[str, Callable[[], Kernel]] = {
     "torch": partial(flash_attention, flash.torch_flash),
+    "triton": triton_kernels,
     "fa4": partial(flash_attention, flash.flash_attn_4),
     "torch-cudnn": torch_cudnn,
     "cudnn": cudnn_frontend,

@@ -182,6 +182,7 @@ def subjects(shape: Shape) -> Iterator[Subject]:
     yield from rotary(shape)
     yield from elementwise(shape)
     yield from fp8(shape)
+    yield from four_bits(shape)
     yield from lora(shape)
     yield loss(shape)
     yield scores(shape)
@@ -324,6 +325,32 @@ def fp8(shape: Shape) -> Iterator[Subject]:
         inputs=lambda: ((randn(T, inner, grad=False),), ()),
         ours=lambda g: fp8_linear_backward(g, weight_rows),
         plain=lambda g: g @ weight,
+    )
+
+
+def four_bits(shape: Shape) -> Iterator[Subject]:
+    """The up projection's weight out of NF4 with nested scales; `torch` is bitsandbytes."""
+    if find_spec("bitsandbytes") is None:
+        return
+    from bitsandbytes import functional
+
+    from unsloth_pack.lora.nf4 import Nf4Weight
+
+    states: dict[int, Any] = {}
+
+    def quantised() -> tuple[Tensors, Tensors]:
+        weight = randn(shape.intermediate, shape.hidden, grad=False)
+        packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        states[packed.data_ptr()] = state
+        return (packed,), ()
+
+    yield Subject(
+        name="dequantize_4bit",
+        ceiling="copy",
+        work=(shape.intermediate * shape.hidden * (2 + 0.5 + 1 / 64), None),
+        inputs=quantised,
+        ours=lambda packed: Nf4Weight(packed, states[packed.data_ptr()]).dequantized(torch.bfloat16),
+        plain=lambda packed: functional.dequantize_4bit(packed, states[packed.data_ptr()]),
     )
 
 
