@@ -288,8 +288,15 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
 
 
 def fp8(shape: Shape) -> Iterator[Subject]:
-    """The up projection and the gradient back through it, where the GPU has e4m3."""
-    from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows, reference
+    """The up projection, and the gradients back through it and through gate and up, where the GPU has e4m3."""
+    from unsloth_pack.kernels import (
+        Fp8Rows,
+        fp8_linear,
+        fp8_linear_backward,
+        fp8_transposed,
+        quantize_rows,
+        reference,
+    )
 
     if torch.cuda.get_device_capability() < (8, 9):
         return
@@ -315,17 +322,31 @@ def fp8(shape: Shape) -> Iterator[Subject]:
         ceiling="fp8",
         work=(flop, None),
         inputs=with_rows,
-        ours=lambda x, values, scale: fp8_linear(Fp8Rows(values, scale), weight_rows, x.dtype),
+        ours=lambda x, values, scale: fp8_linear(Fp8Rows(values, scale), weight_rows, x.new_empty(T, inner)),
         plain=lambda x, values, scale: x @ weight.t(),
     )
     yield Subject(
-        name="fp8_linear_backward",
-        ceiling="fp8",
-        work=(flop, None),
-        inputs=lambda: ((randn(T, inner, grad=False),), ()),
-        ours=lambda g: fp8_linear_backward(g, weight_rows),
-        plain=lambda g: g @ weight,
+        name="fp8_transposed",
+        ceiling="copy",
+        work=(2.0 * weight.numel(), None),
+        inputs=lambda: (tuple(quantize_rows(weight)), ()),
+        ours=lambda values, scale: fp8_transposed([Fp8Rows(values, scale)]).values,
+        plain=lambda values, scale: values.t().contiguous(),
     )
+
+    def backward(*gs: Tensor) -> Tensor:
+        weights = fp8_transposed([weight_rows] * len(gs))
+        return fp8_linear_backward(gs, weights, gs[0].new_empty(T, hidden))
+
+    for number, name in ((1, "fp8_linear_backward"), (2, "the same, gate + up")):
+        yield Subject(
+            name=name,
+            ceiling="fp8",
+            work=(number * flop, None),
+            inputs=lambda number=number: (tuple(randn(T, inner, grad=False) for _ in range(number)), ()),
+            ours=backward,
+            plain=lambda *gs: sum(g @ weight for g in gs),
+        )
 
 
 def four_bits(shape: Shape) -> Iterator[Subject]:

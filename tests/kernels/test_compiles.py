@@ -134,3 +134,39 @@ for dtype, nested in itertools.product(["bf16", "fp16", "fp32"], [False, True]):
 
 def test_the_kernel_of_four_bits_compiles_for_hopper(tmp_path):
     assert compiled(OF_WEIGHTS, tmp_path).count("compiled") == 6
+
+
+FP8 = """
+from importlib import import_module
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+fp8 = import_module("unsloth_pack.kernels.fp8")
+GROUPS = {(4096,): 4, (14336,): 16, (4096, 1024, 1024): 4, (14336, 14336): 32}
+
+
+def compile(kernel, signature, constants, warps):
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print("compiled", kernel.__name__, signature)
+
+
+for widths, warps in GROUPS.items():
+    several, blocks = len(widths), tuple(map(triton.next_power_of_2, widths))
+    ints = ("i32",) * several
+    for is_scaled in (False, True):
+        signature = dict(parts=("*bf16",) * several, strides=ints, widths=ints)
+        signature["column_scales"] = ("*fp32" if is_scaled else "constexpr",) * several
+        signature |= dict(values="*fp8e4nv", scale="*fp32", C="i32", BLOCKS="constexpr")
+        place = fp8._quantize_kernel.arg_names.index("column_scales")
+        none = {} if is_scaled else {(place, i): None for i in range(several)}
+        compile(fp8._quantize_kernel, signature, none | {"BLOCKS": blocks}, warps)
+    signature = dict(parts=("*u8",) * several, heights=ints, out="*u8", R="i32", C="i32", TILE="constexpr")
+    compile(fp8._transpose_kernel, signature, {"TILE": fp8._TILE}, 4)
+"""
+
+
+def test_the_kernels_of_fp8_compile_for_hopper(tmp_path):
+    assert compiled(FP8, tmp_path).count("compiled") == 4 * 3

@@ -72,6 +72,7 @@ PRIVATE_NAMES = (
         "buffers that a saved model does not hold",
         ("files/merged_layer.py",),
     ),
+    PrivateName("torch", "_foreach_add_", "to sum over tiles in one launch", ("lora/gated_mlp.py",)),
     PrivateName(
         "torch",
         "_foreach_copy_",

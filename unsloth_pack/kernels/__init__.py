@@ -9,7 +9,7 @@ when TRITON_INTERPRET=1 is set before the first import. Triton itself is optiona
 from .chunked_head import LabelledRows
 from .dropout import dropout
 from .four_bits import dequantize_4bit
-from .fp8 import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
+from .fp8 import Fp8Columns, Fp8Rows, fp8_linear, fp8_linear_backward, fp8_transposed, quantize_rows
 from .gated import gated
 from .gated_lora import gated_lora_, gated_lora_backward_
 from .linear_cross_entropy import linear_cross_entropy
@@ -20,6 +20,7 @@ from .token_scores import TokenScores, token_scores
 from .varlen_attention import varlen_attention
 
 __all__ = [
+    "Fp8Columns",
     "Fp8Rows",
     "LabelledRows",
     "LowRank",
@@ -30,6 +31,7 @@ __all__ = [
     "dropout",
     "fp8_linear",
     "fp8_linear_backward",
+    "fp8_transposed",
     "gated",
     "gated_lora_",
     "gated_lora_backward_",

@@ -3,20 +3,25 @@
 x ≈ q * s: q in e4m3 (Micikevicius et al. 2022, "FP8 formats for deep learning"), one float32 scale
 s = max|x| / 448 for every row.
 
-Shapes: N tokens, I inputs, O outputs of a weight `[O, I]`.
+The gradient of an input that several layers share is one GEMM: the layers' gradients lie side by side in one
+matrix, and so do their transposed weights. The sum over all of them is rounded to 16 bits once.
+
+Shapes: N tokens, I inputs, O outputs of a weight `[O, I]`, ΣO those of all weights over one input.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .launch import MAX_WARPS, PER_THREAD, as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
+from .launch import PER_THREAD, as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
 
 _TILE = 64  # rows and columns that a program transposes
+_MAX_WARPS = 32  # a program holds the gradients of gate and up of a whole row
 
 
 class Fp8Rows(NamedTuple):
@@ -35,88 +40,141 @@ class Fp8Rows(NamedTuple):
         return (self.values.float() * self.scale).to(dtype)
 
 
-def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> Fp8Rows:
+class Fp8Columns(NamedTuple):
+    """Weights over one input, transposed and side by side: the gradient of the input is a product with them.
+
+    Args:
+        values: `[I, ΣO]` float8_e4m3fn, contiguous.
+        scales: of the columns: `[O, 1]` float32 of each weight.
+    """
+
+    values: Tensor
+    scales: tuple[Tensor, ...]
+
+
+def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None) -> Fp8Rows:
     """`[N, C]` to e4m3, each row scaled by its largest element, in one launch.
 
     Args:
-        x: `[N, C]` bfloat16, float16 or float32. Rows of zeros give zeros.
-        column_scale: `[C, 1]` float32; the columns are multiplied by it first.
+        parts: the matrix, or its columns in several parts `[N, C_p]` of one dtype: bfloat16, float16 or
+            float32. Rows of zeros give zeros.
+        column_scales: `[C_p, 1]` float32 for each part; the columns are multiplied by them first.
     """
-    if not takes_fused_path(x, x):
-        return Fp8Rows(*reference.quantize_rows(x, column_scale))
-    rows, stride = as_rows(x)
-    N, C = x.shape
-    values = torch.empty((N, C), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((N, 1), dtype=torch.float32, device=x.device)
-    BLOCK_C = triton.next_power_of_2(C)
-    num_warps = min(MAX_WARPS, floor_power_of_2(BLOCK_C // (32 * PER_THREAD)))
-    with torch.cuda.device_of(x):
+    if not all(takes_fused_path(part, part) for part in parts):
+        return Fp8Rows(*reference.quantize_rows(*parts, column_scales=column_scales))
+    rows, strides = zip(*map(as_rows, parts), strict=True)
+    N, widths = len(parts[0]), tuple(part.shape[1] for part in parts)
+    values = parts[0].new_empty((N, sum(widths)), dtype=torch.float8_e4m3fn)
+    scale = parts[0].new_empty((N, 1), dtype=torch.float32)
+    blocks = tuple(map(triton.next_power_of_2, widths))
+    num_warps = min(_MAX_WARPS, floor_power_of_2(sum(blocks) // (32 * PER_THREAD)))
+    of_columns = (None,) * len(parts) if column_scales is None else tuple(column_scales)
+    with torch.cuda.device_of(values):
         _quantize_kernel[(N,)](
-            rows, column_scale, values, scale, stride, C, BLOCK_C, num_warps=max(1, num_warps)
+            rows, strides, widths, of_columns, values, scale, sum(widths), blocks, num_warps=num_warps
         )
     return Fp8Rows(values, scale)
 
 
-def fp8_linear(x: Fp8Rows, weight: Fp8Rows, dtype: torch.dtype) -> Tensor:
-    """x Wᵀ: `[N, O]` in `dtype` from `[N, I]` and `[O, I]`, accumulated in float32.
+def fp8_linear(x: Fp8Rows, weight: Fp8Rows, out: Tensor) -> Tensor:
+    """x Wᵀ from `[N, I]` and `[O, I]`, accumulated in float32.
 
-    On a GPU I and O are multiples of 16 and `dtype` is bfloat16.
+    On a GPU I and O are multiples of 16.
+
+    Args:
+        out: `[N, O]`, contiguous, on a GPU bfloat16; the result is written there.
     """
-    if not x.values.is_cuda:
-        return reference.fp8_linear(x, weight, dtype)
-    return _scaled_mm(x, weight.values, weight.scale, dtype)
+    if not out.is_cuda:
+        return reference.fp8_linear(x, weight, out)
+    return _scaled_mm(x, weight.values, weight.scale, out)
 
 
-def fp8_linear_backward(g: Tensor, weight: Fp8Rows) -> Tensor:
-    """g W: `[N, I]`, the gradient of x, from `[N, O]` and `[O, I]`.
+def fp8_transposed(weights: Sequence[Fp8Rows]) -> Fp8Columns:
+    """Weights `[O, I]` over one input as `fp8_linear_backward` takes them, in one launch."""
+    values, scales = zip(*weights, strict=True)
+    if not values[0].is_cuda:
+        return Fp8Columns(*reference.fp8_transposed(weights))
+    return Fp8Columns(_side_by_side(values), scales)
 
-    The sum runs over the rows of W, each with its own scale, so g takes in the scales before it is quantised.
+
+def fp8_linear_backward(gs: Sequence[Tensor], weights: Fp8Columns, out: Tensor) -> Tensor:
+    """Σ g W, the gradient of x.
+
+    The sum runs over the rows of every W, each with its own scale, so g takes in the scales before it is
+    quantised. In the sum a g counts as much as its elements are large, so that one scale for a row of all g
+    is as exact as one for each: what is small beside the row's largest element is small in the result.
+
+    Args:
+        gs: `[N, O]` of each weight.
+        out: `[N, I]`, contiguous, on a GPU bfloat16; the result is written there.
     """
-    if not g.is_cuda:
-        return reference.fp8_linear_backward(g, weight)
-    g_rows = quantize_rows(g, weight.scale)
-    ones = weight.scale.new_ones((weight.values.shape[1], 1))
-    return _scaled_mm(g_rows, _transposed(weight.values), ones, g.dtype)
+    if not out.is_cuda:
+        return reference.fp8_linear_backward(gs, weights, out)
+    g = quantize_rows(*gs, column_scales=weights.scales)
+    return _scaled_mm(g, weights.values, weights.scales[0].new_ones((out.shape[1], 1)), out)
 
 
-def _scaled_mm(x: Fp8Rows, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch._scaled_mm(
-        x.values, values.t(), scale_a=x.scale, scale_b=scale.t(), out_dtype=dtype, use_fast_accum=True
+def _scaled_mm(x: Fp8Rows, values: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    product: Tensor = torch._scaled_mm(
+        x.values,
+        values.t(),
+        scale_a=x.scale,
+        scale_b=scale.t(),
+        out_dtype=out.dtype,
+        use_fast_accum=True,
+        out=out,
     )
+    return product
 
 
-def _transposed(values: Tensor) -> Tensor:
-    """`[C, R]` contiguous from `[R, C]`: tensor cores take e4m3 only with the summed dim last."""
-    R, C = values.shape
-    transposed = values.new_empty((C, R))
-    grid = (triton.cdiv(R, _TILE), triton.cdiv(C, _TILE))
-    with torch.cuda.device_of(values):
-        _transpose_kernel[grid](
-            values.view(torch.uint8), transposed.view(torch.uint8), R, C, _TILE, num_warps=4
-        )
-    return transposed
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """The transposed parts `[R, C]`: tensor cores take e4m3 only with the summed dim last."""
+    C, heights = parts[0].shape[1], tuple(map(len, parts))
+    out = parts[0].new_empty((C, sum(heights)))
+    grid = (sum(triton.cdiv(height, _TILE) for height in heights), triton.cdiv(C, _TILE))
+    as_bytes = tuple(part.view(torch.uint8) for part in parts)
+    with torch.cuda.device_of(out):
+        _transpose_kernel[grid](as_bytes, heights, out.view(torch.uint8), sum(heights), C, _TILE, num_warps=4)
+    return out
 
 
 @jit
-def _quantize_kernel(x, column_scale, values, scale, x_sr, C, BLOCK_C: tl.constexpr):
-    """values `[N, C]` and scale `[N, 1]` of x. Grid: N rows."""
+def _quantize_kernel(parts, strides, widths, column_scales, values, scale, C, BLOCKS: tl.constexpr):
+    """values `[N, C]` and scale `[N, 1]` of the parts side by side. Grid: N rows."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_C)
-    mask = column < C
-    x_C = tl.load(x + row * x_sr + column, mask=mask, other=0.0).to(tl.float32)
-    if column_scale is not None:
-        x_C *= tl.load(column_scale + column, mask=mask, other=0.0)
-    s = tl.maximum(tl.max(tl.abs(x_C)) / 448.0, 1e-30)
-    q_C = tl.clamp(x_C * tl.div_rn(1.0, s), -448.0, 448.0)  # a division for every element would cost more
-    tl.store(values + row * C + column, q_C.to(tl.float8e4nv), mask=mask)
+    largest = 0.0
+    loaded = tl.tuple(())
+    for i in tl.static_range(len(parts)):
+        column = tl.arange(0, BLOCKS[i])
+        x_C = tl.load(parts[i] + row * strides[i] + column, mask=column < widths[i], other=0.0).to(tl.float32)
+        if column_scales[i] is not None:
+            x_C *= tl.load(column_scales[i] + column, mask=column < widths[i], other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(x_C)))
+        loaded += (x_C,)
+    s = tl.maximum(largest / 448.0, 1e-30)
+    inverse = tl.div_rn(1.0, s)  # a division for every element would cost more
+    start = values + row * C
+    for i in tl.static_range(len(parts)):
+        column = tl.arange(0, BLOCKS[i])
+        q_C = tl.clamp(loaded[i] * inverse, -448.0, 448.0)
+        tl.store(start + column, q_C.to(tl.float8e4nv), mask=column < widths[i])
+        start += widths[i]
     tl.store(scale + row, s)
 
 
 @jit
-def _transpose_kernel(values, out, R, C, TILE: tl.constexpr):
-    """out `[C, R]`: values `[R, C]`. Grid: tiles of TILE rows and TILE columns."""
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+def _transpose_kernel(parts, heights, out, R, C, TILE: tl.constexpr):
+    """out `[C, R]`: the transposed parts side by side. Grid: tiles of each part's rows, tiles of columns."""
+    tile = tl.program_id(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = (row < R)[:, None] & (column < C)[None, :]
-    tile = tl.load(values + row.to(tl.int64)[:, None] * C + column[None, :], mask=inside)
-    tl.store(out + column.to(tl.int64)[:, None] * R + row[None, :], tl.trans(tile), mask=tl.trans(inside))
+    start = out
+    for i in tl.static_range(len(parts)):
+        n_tiles = tl.cdiv(heights[i], TILE)
+        if (tile >= 0) & (tile < n_tiles):
+            row = tile * TILE + tl.arange(0, TILE)
+            inside = (row < heights[i])[:, None] & (column < C)[None, :]
+            x = tl.load(parts[i] + row.to(tl.int64)[:, None] * C + column[None, :], mask=inside)
+            place = start + column.to(tl.int64)[:, None] * R + row[None, :]
+            tl.store(place, tl.trans(x), mask=tl.trans(inside))
+        tile -= n_tiles
+        start += heights[i]

@@ -3,7 +3,7 @@
 B rows of T tokens, H heads (k may have fewer than q), D head dim, R <= D rotated dims.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -306,24 +306,35 @@ def dequantize_4bit(
     return (code[values.long()] * scales[:, None]).view(-1).to(dtype)
 
 
-def quantize_rows(x: Tensor, column_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`[N, C]` to e4m3 values and a float32 scale `[N, 1]`, by the largest element of every row."""
-    x = x.float() if column_scale is None else x.float() * column_scale.t()
+def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Parts `[N, C_p]`, side by side, to e4m3 values and a float32 scale `[N, 1]`, by each row's largest."""
+    x = torch.cat(parts, dim=1).float()
+    if column_scales is not None:
+        x = x * torch.cat(list(column_scales)).t()
     scale = (x.abs().amax(dim=1, keepdim=True) / 448).clamp(min=1e-30)
     return (x * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-def fp8_linear(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """x Wᵀ: `[N, O]` from `[N, I]` and `[O, I]`, each e4m3 values and a scale a row."""
+def fp8_linear(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+    """x Wᵀ, written to out `[N, O]`, from `[N, I]` and `[O, I]`, each e4m3 values and a scale a row."""
     (x_values, x_scale), (w_values, w_scale) = x, weight
-    return ((x_values.float() @ w_values.float().t()) * x_scale * w_scale.t()).to(dtype)
+    return out.copy_((x_values.float() @ w_values.float().t()) * x_scale * w_scale.t())
 
 
-def fp8_linear_backward(g: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
-    """g W: `[N, I]` from `[N, O]` and `[O, I]`, g quantised with the weight's scales in it."""
-    w_values, w_scale = weight
-    g_values, g_scale = quantize_rows(g, w_scale)
-    return ((g_values.float() * g_scale) @ w_values.float()).to(g.dtype)
+def fp8_transposed(weights: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The transposed values of weights `[O, I]` side by side, and the scales of each weight."""
+    values, scales = zip(*weights, strict=True)
+    joined = torch.cat([v.view(torch.uint8) for v in values]).t().contiguous()
+    return joined.view(torch.float8_e4m3fn), scales
+
+
+def fp8_linear_backward(
+    gs: Sequence[Tensor], weights: tuple[Tensor, tuple[Tensor, ...]], out: Tensor
+) -> Tensor:
+    """Σ g W, written to out `[N, I]`, from `[N, O]` of each weight; g is quantised with the scales in it."""
+    w_values, w_scales = weights
+    g_values, g_scale = quantize_rows(*gs, column_scales=w_scales)
+    return out.copy_((g_values.float() * g_scale) @ w_values.float().t())
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, first_row: int = 0, add_to: Tensor | None = None) -> Tensor:

@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unsloth_pack.kernels import (
+    Fp8Columns,
     Fp8Rows,
     LowRank,
     dropout,
     fp8_linear,
     fp8_linear_backward,
+    fp8_transposed,
     quantize_rows,
 )
 from unsloth_pack.kernels.backward import once_differentiable
@@ -117,6 +119,12 @@ def dequantised(layers: Sequence[Layer], dtype: torch.dtype) -> list[Layer]:
     ]
 
 
+def fp8_columns(layers: Sequence[Layer]) -> Fp8Columns | None:
+    """The weights in fp8 as the gradient of x needs them: once for all tiles. None where there are none."""
+    in_fp8 = [p.weight for p in layers if isinstance(p.weight, Fp8Rows)]
+    return fp8_transposed(in_fp8) if in_fp8 else None
+
+
 def forward(
     x_NI: Tensor,
     a_RI: Tensor,
@@ -132,11 +140,11 @@ def forward(
     """
     outputs = into or [x_NI.new_empty(x_NI.shape[0], p.b_Or.shape[0]) for p in layers]
     h_NR = to_ranks(x_NI, a_RI, layers, first_row)
-    if any(isinstance(p.weight, Fp8Rows) for p in layers):
-        for y_NO, base_NO, p in zip(outputs, _without_adapters(x_NI, layers), layers, strict=True):
-            torch.addmm(base_NO, h_NR[:, p.ranks], p.b_Or.t(), alpha=p.scaling, out=y_NO)
-        return outputs, h_NR
+    x_fp8 = _quantised_for(layers, x_NI)
     for y_NO, p in zip(outputs, layers, strict=True):
+        if isinstance(p.weight, Fp8Rows):  # first, as the GEMM in fp8 adds to nothing
+            _fp8_base(x_fp8, p, y_NO).addmm_(h_NR[:, p.ranks], p.b_Or.t(), alpha=p.scaling)
+            continue
         # The narrow GEMM first: the wide one reads y while it computes, a narrow one would wait for it
         start, beta = (y_NO, 0) if p.bias is None else (p.bias, 1)
         torch.addmm(start, h_NR[:, p.ranks], p.b_Or.t(), beta=beta, alpha=p.scaling, out=y_NO)
@@ -148,7 +156,14 @@ def forward_apart(
     x_NI: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
 ) -> tuple[list[Tensor], Tensor]:
     """x W_pᵀ + b_p of every layer, and h, for callers that add the adapters' part themselves."""
-    return _without_adapters(x_NI, layers), to_ranks(x_NI, a_RI, layers, first_row)
+    x_fp8 = _quantised_for(layers, x_NI)
+    outputs = [
+        _fp8_base(x_fp8, p, x_NI.new_empty(x_NI.shape[0], p.b_Or.shape[0]))
+        if isinstance(p.weight, Fp8Rows)
+        else F.linear(x_NI, _dense(p.weight, x_NI.dtype), p.bias)
+        for p in layers
+    ]
+    return outputs, to_ranks(x_NI, a_RI, layers, first_row)
 
 
 def low_rank(h_NR: Tensor, p: Layer) -> LowRank:
@@ -182,25 +197,35 @@ def backward_to_input(
     layers: Sequence[Layer],
     first_row: int = 0,
     into: Tensor | None = None,
+    columns: Fp8Columns | None = None,
 ) -> Tensor:
-    """The gradient of x."""
-    if not _any_drops(layers):  # the narrow GEMM first, as in `forward`
-        return _backward_through_weights(g_NOs, layers, add_to=torch.mm(gh_NR, a_RI, out=into))
-    gx_NI = _backward_through_weights(g_NOs, layers)
-    if into is not None:
-        gx_NI = into.copy_(gx_NI)
+    """The gradient of x.
+
+    Args:
+        columns: of the layers, by `fp8_columns`, from callers that work in tiles; here and below.
+    """
+    gx_NI = gh_NR.new_empty(gh_NR.shape[0], a_RI.shape[1]) if into is None else into
+    if not _any_drops(layers):
+        return _backward_through_weights(g_NOs, layers, gx_NI, columns, narrow=(gh_NR, a_RI))
+    _backward_through_weights(g_NOs, layers, gx_NI, columns)
     for p in layers:
         p.dropped(gh_NR[:, p.ranks] @ a_RI[p.ranks], first_row, add_to=gx_NI)
     return gx_NI
 
 
 def backward_to_input_apart(
-    g_NO: Tensor, gh_NR: Tensor, a_RI: Tensor, layers: Sequence[Layer], first_row: int = 0
+    g_NO: Tensor,
+    gh_NR: Tensor,
+    a_RI: Tensor,
+    layers: Sequence[Layer],
+    first_row: int = 0,
+    columns: Fp8Columns | None = None,
 ) -> tuple[Tensor, LowRank | None]:
     """The gradient of one layer's x, of which the adapter's part may be left to the caller."""
     if _any_drops(layers):
-        return backward_to_input([g_NO], gh_NR, a_RI, layers, first_row), None
-    return _backward_through_weights([g_NO], layers), LowRank(gh_NR, a_RI.t())
+        return backward_to_input([g_NO], gh_NR, a_RI, layers, first_row, columns=columns), None
+    gx_NI = gh_NR.new_empty(gh_NR.shape[0], a_RI.shape[1])
+    return _backward_through_weights([g_NO], layers, gx_NI, columns), LowRank(gh_NR, a_RI.t())
 
 
 def backward_to_factors(
@@ -303,37 +328,44 @@ def _any_drops(layers: Sequence[Layer]) -> bool:
     return any(p.frozen.seed is not None for p in layers)
 
 
-def _without_adapters(x_NI: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
-    """x W_pᵀ + b_p of every layer."""
-    x_fp8 = quantize_rows(x_NI) if any(isinstance(p.weight, Fp8Rows) for p in layers) else None
-    outputs = []
-    for p in layers:
-        if isinstance(p.weight, Fp8Rows):
-            assert x_fp8 is not None
-            y_NO = fp8_linear(x_fp8, p.weight, x_NI.dtype)
-            outputs.append(y_NO if p.bias is None else y_NO.add_(p.bias))
-        else:
-            outputs.append(F.linear(x_NI, _dense(p.weight, x_NI.dtype), p.bias))
-    return outputs
+def _quantised_for(layers: Sequence[Layer], x_NI: Tensor) -> Fp8Rows | None:
+    """x as the layers in fp8 take it, or None where there are none."""
+    return quantize_rows(x_NI) if any(isinstance(p.weight, Fp8Rows) for p in layers) else None
+
+
+def _fp8_base(x_fp8: Fp8Rows | None, p: Layer, out: Tensor) -> Tensor:
+    """x W_pᵀ + b_p of a layer in fp8, written to `out`."""
+    assert x_fp8 is not None
+    assert isinstance(p.weight, Fp8Rows)
+    fp8_linear(x_fp8, p.weight, out)
+    return out if p.bias is None else out.add_(p.bias)
 
 
 def _backward_through_weights(
-    g_NOs: Sequence[Tensor], layers: Sequence[Layer], add_to: Tensor | None = None
+    g_NOs: Sequence[Tensor],
+    layers: Sequence[Layer],
+    gx_NI: Tensor,
+    columns: Fp8Columns | None,
+    narrow: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Σ g W_p.
+    """Σ g W_p, written to gx.
 
     Args:
-        add_to: the result is added to it in place.
+        narrow: two matrices whose product is added.
     """
-    gx_NI = add_to
+    in_fp8 = [g_NO for g_NO, p in zip(g_NOs, layers, strict=True) if isinstance(p.weight, Fp8Rows)]
+    if in_fp8:  # the order is that of `forward`
+        columns = columns or fp8_columns(layers)
+        assert columns is not None
+        fp8_linear_backward(in_fp8, columns, gx_NI)
+    is_begun = bool(in_fp8)
+    if narrow is not None:
+        torch.addmm(gx_NI, *narrow, beta=int(is_begun), out=gx_NI)
+        is_begun = True
     for g_NO, p in zip(g_NOs, layers, strict=True):
-        if isinstance(p.weight, Fp8Rows):
-            part = fp8_linear_backward(g_NO, p.weight)
-            gx_NI = part if gx_NI is None else gx_NI.add_(part)
-        else:
-            weight = _dense(p.weight, g_NO.dtype)
-            gx_NI = g_NO @ weight if gx_NI is None else gx_NI.addmm_(g_NO, weight)
-    assert gx_NI is not None
+        if not isinstance(p.weight, Fp8Rows):
+            torch.addmm(gx_NI, g_NO, _dense(p.weight, g_NO.dtype), beta=int(is_begun), out=gx_NI)
+            is_begun = True
     return gx_NI
 
 

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, quantize_rows
+from unsloth_pack.kernels import (
+    Fp8Rows,
+    fp8_linear,
+    fp8_linear_backward,
+    fp8_transposed,
+    quantize_rows,
+)
 from unsloth_pack.kernels.backward import once_differentiable
 
 
@@ -44,14 +50,18 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
         ctx.weight = Fp8Rows(values, scale)
-        y_NO = fp8_linear(quantize_rows(x.reshape(-1, x.shape[-1])), ctx.weight, x.dtype)
-        return y_NO.view(*x.shape[:-1], -1)
+        y = x.new_empty((*x.shape[:-1], len(values)))
+        fp8_linear(quantize_rows(x.reshape(-1, x.shape[-1])), ctx.weight, y.view(-1, len(values)))
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gx_NI = fp8_linear_backward(grad.reshape(-1, grad.shape[-1]), ctx.weight)
-        return gx_NI.view(*grad.shape[:-1], -1), None, None
+        n_inputs = ctx.weight.values.shape[1]
+        gx = grad.new_empty((*grad.shape[:-1], n_inputs))
+        g_NO = grad.reshape(-1, grad.shape[-1])
+        fp8_linear_backward([g_NO], fp8_transposed([ctx.weight]), gx.view(-1, n_inputs))
+        return gx, None, None
 
 
 def quantize_to_fp8(model: Any) -> int:

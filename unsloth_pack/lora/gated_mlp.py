@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unsloth_pack.kernels import LowRank, gated_lora_, gated_lora_backward_
+from unsloth_pack.kernels import Fp8Columns, LowRank, gated_lora_, gated_lora_backward_
 from unsloth_pack.kernels.backward import once_differentiable
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.layers import FastLoraLinear, prepared
@@ -127,19 +127,21 @@ class _GatedMLP(torch.autograd.Function):
         inner, down = plan.stacks(x_NI.dtype, ctx.tensors)
         trains_bias = ctx.needs_input_grad[3::3]
         grad_x_NI = x_NI.new_empty(x_NI.shape) if ctx.needs_input_grad[0] else None
+        inner_columns = None if grad_x_NI is None else arithmetic.fp8_columns(inner.layers)
+        down_columns = arithmetic.fp8_columns(down.layers)
         sums: list[Tensor] = []
         for tile in _tiles(len(x_NI), down.a.shape[1]):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
             inside = _Inside.again(x_tI, inner, row) if kept is None else kept.tile(tile)
             # What is kept may be read again; what was made here makes room for its gradient
             grads = inside.outputs if kept is None else [torch.empty_like(y) for y in inside.outputs]
-            of_down = _through_down(g_tO, inside, grads, plan.activation, down, row)
+            of_down = _through_down(g_tO, inside, grads, plan.activation, down, row, down_columns)
             gh_tR = arithmetic.backward_to_ranks(grads, *inner)
             of_inner = arithmetic.backward_to_factors(grads, gh_tR, x_tI, inside.h, inner.layers, row)
             of_biases = _bias_grads([*grads, g_tO], trains_bias)
             sums = _added(sums, [*of_inner, *of_down, *of_biases])
             if grad_x_NI is not None:
-                arithmetic.backward_to_input(grads, gh_tR, *inner, row, into=grad_x_NI[tile])
+                arithmetic.backward_to_input(grads, gh_tR, *inner, row, grad_x_NI[tile], inner_columns)
         grad_x = None if grad_x_NI is None else grad_x_NI.view(ctx.shape)
         dtypes = [None if tensor is None else tensor.dtype for tensor in ctx.tensors]
         factors = _by_layer(sums, trains_bias, inner.layers, down.layers)
@@ -198,22 +200,20 @@ def _through_down(
     activation: str,
     down: _Stack,
     first_row: int,
+    columns: Fp8Columns | None,
 ) -> list[Tensor]:
     """Write the gradients of gate and up into `grads`; return those of the factors of down."""
     gh_tr = arithmetic.backward_to_ranks([g_tO], *down)
     # The gradient of the product, until the kernel has turned it into the product
-    product_tF, rest = arithmetic.backward_to_input_apart(g_tO, gh_tr, *down, first_row)
+    product_tF, rest = arithmetic.backward_to_input_apart(g_tO, gh_tr, *down, first_row, columns)
     gated_lora_backward_(product_tF, rest, *inside.gate_and_up, activation, *gate_and_up(grads))
     h_tr = arithmetic.to_ranks(product_tF, *down, first_row)
     return arithmetic.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down.layers, first_row)
 
 
 def _bias_grads(grads: Sequence[Tensor], trains_bias: Sequence[bool]) -> list[Tensor]:
-    """Of the bias of every layer from the gradient of its output; a zero where the bias is not trained."""
-    return [
-        g.sum(0, dtype=_wide(g.dtype)) if trained else g.new_zeros(())
-        for g, trained in zip(grads, trains_bias, strict=True)
-    ]
+    """Of every bias that is trained, from the gradient of its layer's output."""
+    return [g.sum(0, dtype=_wide(g.dtype)) for g, trained in zip(grads, trains_bias, strict=True) if trained]
 
 
 def _tiles(n_tokens: int, n_features: int) -> list[slice]:
@@ -228,7 +228,10 @@ def _added(sums: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
     """Sums over tiles. From the second tile on they are in float32, so that rounding does not add up."""
     if not sums:
         return parts
-    return [total.to(_wide(total.dtype)).add_(part) for total, part in zip(sums, parts, strict=True)]
+    wide = [_wide(part.dtype) for part in parts]
+    totals = arithmetic.cast_together(sums, wide)
+    torch._foreach_add_(totals, arithmetic.cast_together(parts, wide))
+    return totals
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -243,7 +246,8 @@ def _by_layer(
 ) -> list[Tensor | None]:
     """Gradients of bias, A and B of each layer in turn, from those of the factors and biases."""
     n = 1 + len(inner)
-    biases = [bias if trained else None for bias, trained in zip(sums[n + 2 :], trains_bias, strict=True)]
+    of_biases = iter(sums[n + 2 :])
+    biases = [next(of_biases) if trained else None for trained in trains_bias]
     return [
         *arithmetic.by_layer(sums[:n], biases[: len(inner)], inner),
         *arithmetic.by_layer(sums[n : n + 2], biases[len(inner) :], down),
