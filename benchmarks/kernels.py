@@ -288,7 +288,7 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
 
 
 def fp8(shape: Shape) -> Iterator[Subject]:
-    """The up projection, and the gradients back through it and through gate and up, where the GPU has e4m3."""
+    """The up projection, and the gradients of its input and of one of gate and up, where the GPU has e4m3."""
     from unsloth_pack.kernels import (
         Fp8Rows,
         fp8_linear,
@@ -345,7 +345,7 @@ def fp8(shape: Shape) -> Iterator[Subject]:
             work=(number * flop, None),
             inputs=lambda number=number: (tuple(randn(T, inner, grad=False) for _ in range(number)), ()),
             ours=backward,
-            plain=lambda *gs: sum(g @ weight for g in gs),
+            plain=lambda g, *more: sum((other @ weight for other in more), g @ weight),
         )
 
 
