@@ -170,20 +170,24 @@ def _segment_of_tile(cu_seqlens, n_segments, tile, TOKENS: tl.constexpr):
     Segment s has the tiles from `cu_seqlens[s] // TOKENS + s` on. That leaves room for all of them, whatever
     the lengths, so the number of tiles depends on no length. A few of them are empty.
 
+    All bounds are looked at, many at a time: a search by halves would wait for one load after the other.
+
     Returns:
         The segment's first token as int64, its tokens, and the tile's first token in it, which is past the
         last one where the tile is empty.
     """
-    low = tile * 0
-    high = low + n_segments
-    while high - low > 1:
-        middle = (low + high) // 2
-        starts_by = tl.load(cu_seqlens + middle) // TOKENS + middle <= tile
-        low = tl.where(starts_by, middle, low)
-        high = tl.where(starts_by, high, middle)
-    start = tl.load(cu_seqlens + low)
-    length = tl.load(cu_seqlens + low + 1) - start
-    return start.to(tl.int64), length, (tile - low - start // TOKENS) * TOKENS
+    LOOKED_AT: tl.constexpr = 256
+    segment = tile * 0 - 1
+    start = tile * 0
+    end = start + 2147483647
+    for first in range(0, n_segments + 1, LOOKED_AT):
+        s = first + tl.arange(0, LOOKED_AT)
+        bound = tl.load(cu_seqlens + s, mask=s <= n_segments, other=2147483647)
+        starts_by = (bound // TOKENS + s <= tile) & (s < n_segments)
+        segment += tl.sum(starts_by.to(tl.int32), 0)
+        start = tl.maximum(start, tl.max(tl.where(starts_by, bound, 0), 0))
+        end = tl.minimum(end, tl.min(tl.where(starts_by, 2147483647, bound), 0))
+    return start.to(tl.int64), end - start, (tile - segment - start // TOKENS) * TOKENS
 
 
 @_jit

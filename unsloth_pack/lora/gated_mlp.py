@@ -7,8 +7,9 @@ again there; their product is always computed again. The product and the gradien
 at a time, never for all tokens.
 
 Where the layer is checkpointed, its recomputation ends at `_Start`. A checkpoint stops as soon as it has
-recomputed all that was saved; `_Start` saves the MLP's inputs, and this node saves nothing. So down is not
-computed a second time.
+recomputed all that was saved; `_Start` saves the MLP's inputs, and this node saves nothing through autograd,
+only the factors and what down's A makes of the product, which are small. So down is not computed a second
+time.
 
 Shapes: N tokens, t of a tile, I inputs, F features inside, R and r ranks, as in `arithmetic`.
 """
@@ -73,10 +74,13 @@ class _Plan:
 
     def stacks(self, dtype: torch.dtype, tensors: Sequence[Any]) -> tuple[_Stack, _Stack]:
         """The layers of gate and up, and that of down."""
-        a_RI, inner = arithmetic.stack(dtype, self.frozen[:-1], tensors[:-3])
-        a_rF, down = arithmetic.stack(dtype, self.frozen[-1:], tensors[-3:])
-        inner, down = (arithmetic.dequantised(layers, dtype) for layers in (inner, down))
-        return _Stack(a_RI, inner), _Stack(a_rF, down)
+        inner = arithmetic.stack(dtype, self.frozen[:-1], tensors[:-3])
+        down = arithmetic.stack(dtype, self.frozen[-1:], tensors[-3:])
+        return _Stack(*inner), _Stack(*down)
+
+
+def _dequantised(stacks: Sequence[_Stack], dtype: torch.dtype) -> list[_Stack]:
+    return [_Stack(stack.a, arithmetic.dequantised(stack.layers, dtype)) for stack in stacks]
 
 
 class _Start(torch.autograd.Function):
@@ -98,7 +102,10 @@ class _GatedMLP(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, plan: _Plan, inputs: tuple[Tensor, ...], *tensors: Tensor | None
     ) -> Tensor:
-        inner, down = plan.stacks(x.dtype, tensors)
+        held = arithmetic.as_they_are(tensors)
+        ctx.stacks = plan.stacks(x.dtype, held)
+        inner, down = _dequantised(ctx.stacks, x.dtype)
+        ctx.h_of_down = []  # `[t, r]` of each tile
         x_NI = x.reshape(-1, x.shape[-1])
         kept = _Inside.apart(x_NI, inner) if plan.keep else None
         y_NO = x_NI.new_empty(len(x_NI), down.layers[0].b_Or.shape[0])
@@ -106,12 +113,13 @@ class _GatedMLP(torch.autograd.Function):
             inside = _Inside.apart(x_NI[tile], inner, tile.start) if kept is None else kept.tile(tile)
             of_gate, of_up = inside.adapted(inner.layers)
             product_tF = gated_lora_(*inside.gate_and_up, plan.activation, of_gate, of_up, plan.keep)
-            arithmetic.forward(product_tF, *down, tile.start, into=[y_NO[tile]])
+            _, h_tr = arithmetic.forward(product_tF, *down, tile.start, into=[y_NO[tile]])
+            ctx.h_of_down.append(h_tr)
         if plan.start is None:
             ctx.save_for_backward(*inputs, *([] if kept is None else [kept.h, *kept.outputs]))
         ctx.plan, ctx.shape = plan, x.shape
-        ctx.tensors = arithmetic.as_they_are(tensors)
-        ctx.versions = arithmetic.versions(plan.frozen, ctx.tensors)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        ctx.versions = arithmetic.versions(plan.frozen, held)
         return arithmetic.shaped(y_NO, x.shape)
 
     @staticmethod
@@ -124,18 +132,18 @@ class _GatedMLP(torch.autograd.Function):
         rest = saved[plan.n_inputs :]
         kept = _Inside(rest[0], list(rest[1:])) if rest else None
         g_NO = grad.reshape(-1, grad.shape[-1])
-        inner, down = plan.stacks(x_NI.dtype, ctx.tensors)
+        inner, down = _dequantised(ctx.stacks, x_NI.dtype)
         trains_bias = ctx.needs_input_grad[3::3]
         grad_x_NI = x_NI.new_empty(x_NI.shape) if ctx.needs_input_grad[0] else None
         inner_columns = None if grad_x_NI is None else arithmetic.fp8_columns(inner.layers)
         down_columns = arithmetic.fp8_columns(down.layers)
         sums: list[Tensor] = []
-        for tile in _tiles(len(x_NI), down.a.shape[1]):
+        for tile, h_tr in zip(_tiles(len(x_NI), down.a.shape[1]), ctx.h_of_down, strict=True):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
             inside = _Inside.again(x_tI, inner, row) if kept is None else kept.tile(tile)
             # What is kept may be read again; what was made here makes room for its gradient
             grads = inside.outputs if kept is None else [torch.empty_like(y) for y in inside.outputs]
-            of_down = _through_down(g_tO, inside, grads, plan.activation, down, row, down_columns)
+            of_down = _through_down(g_tO, h_tr, inside, grads, plan.activation, down, row, down_columns)
             gh_tR = arithmetic.backward_to_ranks(grads, *inner)
             of_inner = arithmetic.backward_to_factors(grads, gh_tR, x_tI, inside.h, inner.layers, row)
             of_biases = _bias_grads([*grads, g_tO], trains_bias)
@@ -143,9 +151,8 @@ class _GatedMLP(torch.autograd.Function):
             if grad_x_NI is not None:
                 arithmetic.backward_to_input(grads, gh_tR, *inner, row, grad_x_NI[tile], inner_columns)
         grad_x = None if grad_x_NI is None else grad_x_NI.view(ctx.shape)
-        dtypes = [None if tensor is None else tensor.dtype for tensor in ctx.tensors]
         factors = _by_layer(sums, trains_bias, inner.layers, down.layers)
-        return grad_x, None, None, *arithmetic.cast_together(factors, dtypes)
+        return grad_x, None, None, *arithmetic.cast_together(factors, ctx.dtypes)
 
 
 def gate_and_up(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -195,6 +202,7 @@ class _Inside(NamedTuple):
 
 def _through_down(
     g_tO: Tensor,
+    h_tr: Tensor,
     inside: _Inside,
     grads: Sequence[Tensor],
     activation: str,
@@ -207,7 +215,6 @@ def _through_down(
     # The gradient of the product, until the kernel has turned it into the product
     product_tF, rest = arithmetic.backward_to_input_apart(g_tO, gh_tr, *down, first_row, columns)
     gated_lora_backward_(product_tF, rest, *inside.gate_and_up, activation, *gate_and_up(grads))
-    h_tr = arithmetic.to_ranks(product_tF, *down, first_row)
     return arithmetic.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down.layers, first_row)
 
 
