@@ -164,7 +164,8 @@ def test_two_processes_share_the_stream_and_resume_it(torchrun, model, lines, tm
         assert of_cut == of_whole[-len(of_cut) :]
         assert len(of_cut) == 4 * 2
         assert len(of_whole) == 9 * 2
-    assert not {str(row) for row in seen[0][0]} & {str(row) for row in seen[0][1]}
+    of_first_pass = [{str(row) for row in of_rank[:10]} for of_rank in seen[0]]
+    assert not of_first_pass[0] & of_first_pass[1]
     assert adapter_bytes(cut) == adapter_bytes(whole)
 
 

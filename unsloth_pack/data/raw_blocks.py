@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unsloth_pack.data.compressed import opened, plain_name, read_in_one_line, skip
 from unsloth_pack.data.parquet_files import parquet_schema, read_parquet
-from unsloth_pack.data.readers import HalfCharacter, exact_tables, exactly, kind_of
+from unsloth_pack.data.readers import exact_tables, exactly, kind_of
 from unsloth_pack.data.text_files import (
     TEXT_READERS,
     FilePart,
@@ -68,7 +68,7 @@ class RawBlock:
     Args:
         name: of the file or the data set, for errors.
         n_rows: how many they are.
-        read: gives those of a range of indices; raises InputError for what cannot be read.
+        read: gives those of a range of indices; raises InputError or HalfCharacter for what cannot be read.
         begin, end: the places before and after them.
         ends_pass: whether the pass over the data is complete; then the block has no rows.
     """
@@ -243,10 +243,7 @@ def _of_table(
 def _exact(path: Path, rows: list[Row], chosen: range) -> datasets.Dataset:
     import datasets
 
-    try:
-        ((_, table),) = exact_tables(iter([[rows[index] for index in chosen]]), path)
-    except HalfCharacter as error:
-        raise error.refusal(path, chosen[error.index]) from None
+    ((_, table),) = exact_tables(iter([[rows[index] for index in chosen]]), path)
     return exactly(lambda: datasets.Dataset(table), [path])
 
 

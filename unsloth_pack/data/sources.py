@@ -116,7 +116,7 @@ def _load_hub(name: str, split: str, streaming: bool = False) -> Any:
     from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(name, split=split, streaming=streaming)
+        return datasets.load_dataset(name, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from unsloth_pack.data.formats import KNOWN_COLUMNS, Conversion
 from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource, endless
+from unsloth_pack.data.readers import HalfCharacter
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.data.tokenize import (
     DocumentMaker,
@@ -136,7 +138,10 @@ class DocumentStream:
         if chosen:
             begin = block.begin.row
             numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
-            rows = block.read(chosen)
+            try:
+                rows = block.read(chosen)
+            except HalfCharacter as error:
+                raise error.refusal(Path(block.name), numbers[error.index]) from None
             try:
                 for encoded in self._maker(rows, numbers).encoded(0, len(rows)):
                     tally += Tally.of(encoded)
