@@ -104,11 +104,6 @@ def hub(rows, kind, folder):
 @pytest.mark.parametrize("kind", ["generated", "shards", "jsonl", "parquet"])
 def test_a_hub_data_set_is_read_as_it_comes(kind, monkeypatch, tmp_path):
     asked = []
-
-    def load_dataset(name, **options):
-        asked.append((name, options))
-        return hub(ROWS, kind, tmp_path)
-
     with monkeypatch.context() as patched:
         made = hub(ROWS, kind, tmp_path)
         patched.setattr(datasets, "load_dataset", lambda name, **options: asked.append(options) or made)
