@@ -403,3 +403,44 @@ def test_bad_examples(bad, says):
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert stream.state_dict() == before
+
+
+def test_the_tokens_that_wait_are_bounded():
+    """Whatever the lengths of the documents; and a stream goes on with the tokens that waited."""
+    rng = np.random.default_rng(0)
+    stream = PackingStream(100, 1000, buffer_tokens=400)
+    kept, others = [], PackingStream(100, 1000, buffer_tokens=400)
+    for number in range(500):
+        stream.push([number] * int(rng.integers(1, 101)))
+        while (pack := stream.pop()) is not None:
+            kept.append(pack)
+        assert sum(map(len, (document["input_ids"] for document in stream.state_dict()["buffer"]))) < 400
+        if number == 250:
+            others.load_state_dict(stream.state_dict())
+            n_before, rng_then = len(kept), rng.bit_generator.state
+    assert len(kept) > 100
+    rng.bit_generator.state = rng_then
+    later = []
+    for number in range(251, 500):
+        others.push([number] * int(rng.integers(1, 101)))
+        while (pack := others.pop()) is not None:
+            later.append(pack)
+    assert later == kept[n_before:]
+
+
+def test_the_packs_that_are_ready_are_told():
+    stream = PackingStream(10, 4, seed=None)
+    for number in range(4):
+        assert stream.ready == 0
+        stream.push([number] * 9)
+    ready = stream.ready
+    assert ready == 3
+    assert stream.pop() is not None
+    assert stream.ready == ready - 1
+
+
+def test_buffer_tokens_are_for_streams_that_plan():
+    with pytest.raises(ValueError, match="buffer_tokens is 5 in atomic mode"):
+        PackingStream(10, atomic=True, buffer_tokens=5)
+    with pytest.raises(ValueError, match="buffer_tokens is 0"):
+        PackingStream(10, buffer_tokens=0)

@@ -14,6 +14,7 @@ from unsloth_pack.recipe.options import TrainOptions
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from unsloth_pack.report.callbacks import StopOnSignal
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.training.finite_updates import NonFinite
     from unsloth_pack.training.trl import RunTrainer
@@ -111,6 +112,15 @@ def check_finite(trainer: "RunTrainer") -> None:
     raise RunStopped(
         f"{found}; {cause} and start anew, or go on without this update (--on_nonfinite skip does so always)"
     )
+
+
+def check_stream(trainer: "RunTrainer", stop: "StopOnSignal") -> None:
+    """Raise `RunStopped` if a row of the stream, in any process, stopped the training."""
+    stream = trainer.row_stream
+    if stop.failed and trainer.state.global_step < trainer.state.max_steps:
+        error = stream.error if stream is not None else None
+        said = "another process of this run has met a row that cannot be trained on; see its line"
+        raise RunStopped(str(error or said)) from error
 
 
 def way_on(folder: Path) -> str:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from rich.console import Console
 
 from unsloth_pack.data import load_rows
@@ -21,7 +22,14 @@ from unsloth_pack.report.fill import (
 from unsloth_pack.report.memory import peak_memory
 from unsloth_pack.report.metrics import MetricsFile
 from unsloth_pack.report.plots import plot_lengths
-from unsloth_pack.report.tables import RunFacts, RunSummary, print_banner, print_generations
+from unsloth_pack.report.tables import (
+    RowsOfStream,
+    RunFacts,
+    RunSummary,
+    print_banner,
+    print_generations,
+)
+from unsloth_pack.training.row_stream import RowStream, StreamTotals, totals
 
 if TYPE_CHECKING:
     from unsloth_pack.recipe.prepare import Prepared
@@ -31,38 +39,42 @@ _EXAMPLES = 3  # generations shown side by side
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
 
 
-def describe_rows(trainer: "RunTrainer", prepared: "Prepared", metrics: MetricsFile, is_new: bool) -> RowFill:
-    """How full the training rows are. If the run `is_new`, that is plotted and written into the metrics."""
-    fill = _fill(trainer, prepared)
+def describe_rows(
+    trainer: "RunTrainer", prepared: "Prepared", metrics: MetricsFile, is_new: bool
+) -> RowFill | None:
+    """How full the training rows are; None where they stream. A new run plots that, and writes it down."""
+    rows = prepared.train.rows
+    fill = None if isinstance(rows, RowStream) else _fill(trainer, prepared, rows)
     if not (metrics.enabled and is_new):
         return fill
     train, evaluation = prepared.train, prepared.evaluation
-    slots = asdict(fill) | {"tokens_padded": fill.padding}
+    slots = {"fill": asdict(fill) | {"tokens_padded": fill.padding}} if fill else {}
     sampler = trainer.packed_sampler
     spread = {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
     data: dict[str, Any] = {"ledger": asdict(train.ledger), "fingerprint": train.fingerprint}
-    metrics.write("data", use="train", **data, fill=slots, **spread)
+    metrics.write("data", use="train", **data, **slots, **spread)
     if evaluation:
         data = {"ledger": asdict(evaluation.ledger), "fingerprint": evaluation.fingerprint}
         metrics.write("data", use="eval", **data)
-    lengths = document_lengths(train.rows)
-    plot_lengths(lengths, prepared.options.model.max_seq_length, metrics.path.parent / "lengths.png")
+    if not isinstance(rows, RowStream):
+        lengths = document_lengths(rows)
+        plot_lengths(lengths, prepared.options.model.max_seq_length, metrics.path.parent / "lengths.png")
     return fill
 
 
-def _fill(trainer: "RunTrainer", prepared: "Prepared") -> RowFill:
+def _fill(trainer: "RunTrainer", prepared: "Prepared", rows: Dataset) -> RowFill:
     options, train = prepared.options, prepared.train
     if options.data.sample_packing:
         capacity = train.packs.capacity if train.packs else options.model.max_seq_length
-        rows: Any = trainer.train_dataset
-        return fill_of_packed(rows, capacity)
+        trained_on: Any = trainer.train_dataset
+        return fill_of_packed(trained_on, capacity)
     if options.data.padding_free:
-        return fill_of_joined(train.rows)
-    return fill_of_padded(train.rows, prepared.config.per_device_train_batch_size, options.training.seed)
+        return fill_of_joined(rows)
+    return fill_of_padded(rows, prepared.config.per_device_train_batch_size, options.training.seed)
 
 
 def announce(
-    console: Console, trainer: "RunTrainer", prepared: "Prepared", fill: RowFill, updates: int
+    console: Console, trainer: "RunTrainer", prepared: "Prepared", fill: RowFill | None, updates: int
 ) -> None:
     """Print the banner of a run that will have so many updates."""
     options, config = prepared.options, prepared.config
@@ -84,6 +96,7 @@ def announce(
         optimizer=f"{options.training.optim}, learning rate {config.learning_rate:g}",
         output_dir=str(config.output_dir),
         spread=str(sampler.spread()) if sampler is not None and config.world_size > 1 else None,
+        waiting=rows.waiting_at_most if isinstance(rows := prepared.train.rows, RowStream) else None,
     )
     print_banner(console, facts, patch.report, prepared.train.ledger, fill)
 
@@ -134,20 +147,32 @@ class DemoScores:
         print_generations(console, before.score, after.score, len(after.generations), examples)
 
 
-def summarise(trainer: "RunTrainer", fill: RowFill) -> RunSummary:
-    """How the run went, in all of its processes. Every process has to call this."""
-    trained = trainer.trained
+def stream_totals(trainer: "RunTrainer") -> StreamTotals | None:
+    """What was read and trained on, if the data streams. Every process has to call this."""
+    stream = trainer.row_stream
+    return None if stream is None else totals(stream, trainer.rows_trained)
+
+
+def summarise(trainer: "RunTrainer", fill: RowFill | None, stream: StreamTotals | None) -> RunSummary:
+    """How the run went, in all of its processes. Every process has to call this.
+
+    Args:
+        fill: of the rows, or None where they stream.
+        stream: what was read of it.
+    """
+    trained, rows = trainer.trained, fill or stream
+    assert rows is not None
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     n_bytes, what = peak_memory()
     by_rank = gather_object([n_bytes])
     return RunSummary(
         steps=trainer.state.global_step,
         seconds=trained.seconds,
-        epochs=trainer.state.epoch or 0.0,
+        epochs=stream.turns if stream else trainer.state.epoch or 0.0,
         tokens_trained=trained.tokens,
         tokens_counted=trained.counted,
         tokens_padded=trained.slots - trained.tokens,
-        documents_per_second=trained.tokens * fill.documents / fill.tokens / trained.seconds,
+        documents_per_second=trained.tokens * rows.documents / rows.tokens / trained.seconds,
         tokens_per_second=trained.tokens / trained.seconds,
         peak_memory_bytes=max(by_rank),
         peak_memory_of=what,
@@ -156,4 +181,13 @@ def summarise(trainer: "RunTrainer", fill: RowFill) -> RunSummary:
         last_loss=losses[-1],
         updates_left_out=trainer.finite_updates.left_out,
         output_dir=str(trainer.args.output_dir),
+        stream=_about_rows(stream, trainer) if stream else None,
     )
+
+
+def _about_rows(stream: StreamTotals, trainer: "RunTrainer") -> RowsOfStream:
+    rows = trainer.row_stream
+    assert rows is not None
+    slots = stream.rows * rows.capacity
+    fill = RowFill(stream.rows, stream.documents, stream.tokens, slots, stream.tokens)
+    return RowsOfStream(fill, stream.waiting)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.cli import SUBCOMMANDS
-from unsloth_pack.cli.mishaps import check_finite, explained, kept, report_nonfinite, way_on
+from unsloth_pack.cli.mishaps import check_finite, check_stream, explained, kept, report_nonfinite, way_on
 from unsloth_pack.errors import RunStopped
 from unsloth_pack.files.locks import claimed
 from unsloth_pack.files.saved_names import CARD
@@ -66,16 +66,18 @@ def _run(options: TrainOptions) -> int:
 
 def _train(prepared: "Prepared", console: "Console") -> int:
     """Load, train, save and report; returns the exit code."""
-    from unsloth_pack.cli.run_report import DemoScores, announce, describe_rows, summarise
+    from unsloth_pack.cli.run_report import DemoScores, announce, describe_rows, stream_totals, summarise
     from unsloth_pack.report.callbacks import ProgressCallback, StopOnSignal
     from unsloth_pack.training.checkpoints import last_checkpoint
+    from unsloth_pack.training.row_stream import RowStream
 
     options = prepared.options
     model = _load_probed(prepared)
     scores = DemoScores(model, prepared)
     checkpoint = last_checkpoint(options.folder) if options.output.resume else None
     metrics = _open_metrics(options, checkpoint)
-    stop = StopOnSignal()
+    rows = prepared.train.rows
+    stop = StopOnSignal(lambda: isinstance(rows, RowStream) and rows.error is not None)
     trainer = _trainer(model, prepared, metrics, stop)
     fill = describe_rows(trainer, prepared, metrics, is_new=checkpoint is None)
     show = ProgressCallback(console, lambda updates: announce(console, trainer, prepared, fill, updates))
@@ -86,10 +88,11 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         _end_together()
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
     with kept(options.folder):
-        summary = summarise(trainer, fill)
+        totals = stream_totals(trainer)
+        summary = summarise(trainer, fill, totals)
         _save(model, trainer, prepared)
         scores.show(console, metrics)
-        _show_summary(console, summary, prepared.train.ledger, metrics)
+        _show_summary(console, summary, totals.ledger if totals else prepared.train.ledger, metrics)
     return 0
 
 
@@ -196,6 +199,7 @@ def _fit(
     with stop, explained(trainer, options):
         report_nonfinite(trainer, options, console, metrics)
         trainer.train_from(checkpoint)
+        check_stream(trainer, stop)
         check_finite(trainer)
 
 

@@ -100,17 +100,17 @@ class Encoder:
         if self._needs_one_turn and "completion" not in columns:
             _refuse_unmarked()
 
-    def __call__(self, batch: Columns, first: int) -> Encoded:
+    def __call__(self, batch: Columns, numbers: range) -> Encoded:
         """The documents of a batch.
 
         Args:
             batch: its columns, one value per row.
-            first: number of its first row.
+            numbers: of its rows, by which errors name them.
 
         Raises:
             InputError: the chat template refuses a row, or does not mark the responses in it.
         """
-        rows, starts, marks, rerendered = self._encode(batch, range(first, first + _n_rows(batch)))
+        rows, starts, marks, rerendered = self._encode(batch, numbers)
         read = np.fromiter(map(len, rows), np.int64, len(rows))
         if read.max(initial=0) > self.max_length:
             rows = [row[: self.max_length] for row in rows]
@@ -228,10 +228,6 @@ def _refuse_unmarked() -> None:
         "train_on_responses_only is set but the chat template does not mark assistant turns with "
         "{% generation %}; mark them in tokenizer.chat_template, or leave the flag out"
     )
-
-
-def _n_rows(batch: Columns) -> int:
-    return len(next(iter(batch.values())))
 
 
 def _beside(batch: Columns, n_rows: int) -> Iterator[tuple[str | None, str]]:

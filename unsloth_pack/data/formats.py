@@ -159,22 +159,31 @@ class Conversion:
     """How the rows of one data set become TRL's columns, see `to_trl`; it holds none of them.
 
     Args: as `to_trl`.
+        numbers: of the rows, by which errors name them; None for 0, 1, 2, ...
 
     Raises:
         InputError: the format is unknown, there is a row with an image, or conversations come without a chat
             template.
     """
 
-    def __init__(self, dataset: datasets.Dataset, *, chat_template: bool, responses_only: bool | None = None):
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        *,
+        chat_template: bool,
+        responses_only: bool | None = None,
+        numbers: range | None = None,
+    ):
         from datasets import Features, Value
 
         from unsloth_pack.data.exact import ExactJson
 
         if not len(dataset):
             raise InputError("the dataset has 0 rows; give one with at least one")
-        refuse_media(dataset)
+        self.numbers = numbers or range(len(dataset))
+        refuse_media(dataset, self.numbers)
         first_rows = [dataset[i] for i in range(min(8, len(dataset)))]
-        data_format = detect_format(dataset.column_names, first_rows)
+        self.data_format = data_format = detect_format(dataset.column_names, first_rows)
         self.key = ["to_trl", chat_template, responses_only]  # all that it depends on beside the data set
         self._columns = [name for name in dataset.column_names if name in KNOWN_COLUMNS]
         learned = _learned(responses_only)
@@ -213,25 +222,27 @@ class Conversion:
         Raises:
             InputError: a row cannot be trained on.
         """
-        rows = dataset.select(range(first, end))
-        refuse_acting_columns(rows, first, are_text=self._are_text, unused=self._unused)
+        rows, numbers = dataset.select(range(first, end)), self.numbers[first:end]
+        refuse_acting_columns(rows, numbers, are_text=self._are_text, unused=self._unused)
         rows = rows.select_columns(self._columns)
         filled = {name: kind for name, kind in rows.features.items() if _may_have_filler(kind)}
-        for batch in rows.iter(batch_size=batch_size):
+        for done, batch in zip(
+            range(0, end - first, batch_size), rows.iter(batch_size=batch_size), strict=True
+        ):
+            of_batch = numbers[done : done + batch_size]
             for name, kind in filled.items():
-                values = enumerate(batch[name], first)
+                values = zip(of_batch, batch[name], strict=True)
                 batch[name] = [without_absent_keys(index, name, kind, value) for index, value in values]
             cells = zip(*batch.values(), strict=True)
             converted = [
                 self._convert(index, dict(zip(batch, row, strict=True)))
-                for index, row in enumerate(cells, first)
+                for index, row in zip(of_batch, cells, strict=True)
             ]
             columns = {name: [row[name] for row in converted] for name in self.features}
             for name in self._json_columns:  # as a column of JSON texts would give them back
-                texts = (fields.json_text(index, name, x) for index, x in enumerate(columns[name], first))
-                columns[name] = list(map(json.loads, texts))
+                values = zip(of_batch, columns[name], strict=True)
+                columns[name] = [json.loads(fields.json_text(index, name, value)) for index, value in values]
             yield columns
-            first += len(converted)
 
     def table(self, batch: Mapping[str, list[Any]]) -> pa.Table:
         """A converted batch as Arrow holds it."""

@@ -110,39 +110,42 @@ def refuse_other_data(column_names: Collection[str], first: Mapping[str, Any]) -
             raise InputError(f"columns {', '.join(columns)} {meaning} {columns[1]} (row 0: {shown})")
 
 
-def refuse_media(dataset: datasets.Dataset) -> None:
+def refuse_media(dataset: datasets.Dataset, numbers: range | None = None) -> None:
     """Refuse the first row with images, video or sound, whatever their column is called.
+
+    Args:
+        numbers: of the rows, to name them; None for 0, 1, 2, ...
 
     Raises:
         InputError: it names row and column.
     """
     stored = [name for name, feature in dataset.features.items() if _holds_media(feature)]
-    _refuse(dataset, dict.fromkeys((*MEDIA, *stored), _MEDIA))
+    _refuse(dataset, dict.fromkeys((*MEDIA, *stored), _MEDIA), numbers or range(len(dataset)))
 
 
 def refuse_acting_columns(
-    dataset: datasets.Dataset, first: int, *, are_text: bool, unused: Collection[str] = ()
+    dataset: datasets.Dataset, numbers: range, *, are_text: bool, unused: Collection[str] = ()
 ) -> None:
     """Refuse the first value that would change the training in the tool it was made for.
 
     Args:
-        first: number of the first row, to name the others.
+        numbers: of the rows, to name them.
         are_text: whether the rows are plain text.
         unused: columns that act beside conversations, but not beside these rows.
 
     Raises:
         InputError: it names row, column and value.
     """
-    _refuse(dataset, _ACTING_ON_TEXT, first)
+    _refuse(dataset, _ACTING_ON_TEXT, numbers)
     if not are_text:
-        _refuse(dataset, _ACTING, first)
-    _refuse(dataset, dict.fromkeys(unused, _OF_CONVERSATIONS), first)
+        _refuse(dataset, _ACTING, numbers)
+    _refuse(dataset, dict.fromkeys(unused, _OF_CONVERSATIONS), numbers)
 
 
-def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], first: int = 0) -> None:
+def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range) -> None:
     for name in dataset.column_names:
         if rule := rules.get(name):
-            for index, value in enumerate(_values(dataset, name), first):
+            for index, value in zip(numbers, _values(dataset, name), strict=True):
                 if not rule.is_harmless(value):
                     fail(index, name, rule.problem, value, rule.remedy)
 

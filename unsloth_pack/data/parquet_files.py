@@ -11,6 +11,7 @@ from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 _ROWS, _BYTES = 4096, 16 << 20  # read at a time
 
@@ -52,8 +53,8 @@ def parquet_schema(files: Sequence[Path]) -> pa.Schema:
     return joined
 
 
-def read_parquet(file: Path, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The rows of a file with the types of `schema`.
+def read_parquet(file: Path, schema: pa.Schema, first: int = 0) -> Iterator[pa.Table]:
+    """The rows of a file from number `first` on, with the types of `schema`.
 
     Raises:
         InputError: the file is not complete, or its types cannot be used.
@@ -64,10 +65,13 @@ def read_parquet(file: Path, schema: pa.Schema) -> Iterator[pa.Table]:
     parquet = pq.ParquetFile(file)
     a_row = sum(parquet.metadata.row_group(i).total_byte_size for i in range(parquet.num_row_groups))
     rows = max(1, min(_ROWS, _BYTES * parquet.metadata.num_rows // max(1, a_row)))
+    groups, passed_over = _groups_from(parquet, first)
     try:
-        for batch in parquet.iter_batches(rows, use_threads=False):
+        for batch in parquet.iter_batches(rows, row_groups=groups, use_threads=False):
             batch.validate(full=True)
             table = pa.Table.from_batches([batch])
+            if passed_over:
+                table, passed_over = table.slice(passed_over), max(0, passed_over - len(table))
             if table.schema != schema:
                 table = pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
             yield table.replace_schema_metadata(schema.metadata)
@@ -75,6 +79,17 @@ def read_parquet(file: Path, schema: pa.Schema) -> Iterator[pa.Table]:
         raise unusable(file, error) from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _incomplete(file, error) from None
+
+
+def _groups_from(parquet: pq.ParquetFile, first: int) -> tuple[list[int], int]:
+    """The row groups with row `first` and later ones, and how many of their rows come before it."""
+    done, groups = 0, range(parquet.num_row_groups)
+    for group in groups:
+        rows = parquet.metadata.row_group(group).num_rows
+        if first < done + rows:
+            return list(groups[group:]), first - done
+        done += rows
+    return [], 0
 
 
 def unusable(file: Path, error: Exception) -> InputError:

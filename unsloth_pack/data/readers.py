@@ -54,7 +54,7 @@ class _Chunk:
     held: pa.Table | Path
 
 
-class _HalfCharacter(Exception):
+class HalfCharacter(Exception):
     """A row holds half of a surrogate pair.
 
     Args:
@@ -65,6 +65,13 @@ class _HalfCharacter(Exception):
     def __init__(self, index: int, column: str, value: Any):
         super().__init__(index, column, value)
         self.index, self.column, self.value = index, column, value
+
+    def refusal(self, path: Path, row: int) -> InputError:
+        """What is told of it, given the number of the row."""
+        return InputError(
+            f"{path}: row {row}, column {self.column!r}: half of a surrogate pair, which is no character, in "
+            f"{reprlib.repr(self.value)}; write the whole character or remove it"
+        )
 
 
 def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.Dataset:
@@ -79,7 +86,7 @@ def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.D
     """
     import datasets
 
-    kinds = {_kind(file): file for file in files}
+    kinds = {kind_of(file): file for file in files}
     if len(kinds) > 1:
         names = ", ".join(file.name for file in kinds.values())
         raise InputError(f"{files[0].parent}: files of several formats ({names}); keep one format a folder")
@@ -88,17 +95,22 @@ def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.D
         check_ordinary(file)
     read = _read_parquet if kind == "parquet" else partial(_read_text, kind=kind)
     if sum(file.stat().st_size for file in files) <= _SMALL:
-        return _exactly(lambda: datasets.Dataset(read(files, None, 1)), files)
+        return exactly(lambda: datasets.Dataset(read(files, None, 1)), files)
     key = [[file.suffix.lower(), _digest(file)] for file in files]
 
     def write(folder: Path) -> Notes:
         read(files, folder, num_proc)
         return {}
 
-    return _exactly(lambda: open_kept(kept("rows", key, write)[0]), files)
+    return exactly(lambda: open_kept(kept("rows", key, write)[0]), files)
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """The format of a file by its suffix: json, csv, parquet or txt.
+
+    Raises:
+        InputError: it is unknown.
+    """
     kind = SUFFIXES.get(path.suffix.lower())
     if kind is None:
         raise InputError(
@@ -115,7 +127,7 @@ def _digest(path: Path) -> str:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
-def _exactly(opened: Callable[[], datasets.Dataset], files: Sequence[Path]) -> datasets.Dataset:
+def exactly(opened: Callable[[], datasets.Dataset], files: Sequence[Path]) -> datasets.Dataset:
     """What `opened` gives, with objects as Python's own JSON module reads them."""
     import pyarrow as pa
 
@@ -172,11 +184,8 @@ def _read_text(
         for part, chunks in zip(parts, in_order(work, list(enumerate(parts)), num_proc), strict=True):
             chunks_of[part.path] += chunks
             rows += sum(chunk.rows for chunk in chunks)
-    except _HalfCharacter as error:
-        raise InputError(
-            f"{files[0]}: row {rows + error.index}, column {error.column!r}: half of a surrogate pair, which "
-            f"is no character, in {reprlib.repr(error.value)}; write the whole character or remove it"
-        ) from None
+    except HalfCharacter as error:
+        raise error.refusal(files[0], rows + error.index) from None
     for file, chunks in chunks_of.items():
         if not sum(chunk.rows for chunk in chunks):
             raise InputError(f"{file}: 0 rows; give a file with at least one")
@@ -195,7 +204,7 @@ def _read_text(
 def _text_part(task: tuple[int, FilePart], kind: str, folder: Path | None) -> list[_Chunk]:
     number, part = task
     chunks: list[_Chunk] = []
-    for rows, table in _exact_tables(TEXT_READERS[kind](part), part.path):
+    for rows, table in exact_tables(TEXT_READERS[kind](part), part.path):
         held: pa.Table | Path = table
         if folder is not None:
             held = folder / f"{number * _CHUNKS_A_PART + len(chunks)}.arrow"
@@ -205,7 +214,7 @@ def _text_part(task: tuple[int, FilePart], kind: str, folder: Path | None) -> li
     return chunks
 
 
-def _exact_tables(lists: Iterator[list[Row]], path: Path) -> Iterator[tuple[int, pa.Table]]:
+def exact_tables(lists: Iterator[list[Row]], path: Path) -> Iterator[tuple[int, pa.Table]]:
     """Lists of rows, counted, and as Arrow tables that hold the same values."""
     import pyarrow as pa
 
@@ -224,7 +233,7 @@ def _exact_tables(lists: Iterator[list[Row]], path: Path) -> Iterator[tuple[int,
                 for name in row
                 if not _is_unicode((name, row[name]))
             )
-            raise _HalfCharacter(done + index, name, rows[index][name]) from None
+            raise HalfCharacter(done + index, name, rows[index][name]) from None
         done += len(rows)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.data.compressed import COMPRESSED, plain_name
+from unsloth_pack.data.raw_blocks import FileRows, IterableRows, RowSource
 from unsloth_pack.data.readers import SUFFIXES, read_files
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError
@@ -59,10 +62,47 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
     elif _looks_like_path(dataset):
         raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
     else:
-        rows = _load_hub(dataset, split)
+        from unsloth_pack.data.exact import read_exactly
+
+        rows = read_exactly(_load_hub(dataset, split))
     if not len(rows):
         raise InputError(f"{dataset}: 0 rows; give a dataset with at least one")
     return rows
+
+
+def open_stream(dataset: str, split: str = "train") -> RowSource:
+    """The rows that `dataset` names, to be read as they are needed and never as a whole.
+
+    Args:
+        dataset: as for `load_rows`; files may be compressed (.gz, .zst, .xz, .bz2), and a pattern such as
+            `data/*.jsonl.gz` stands for all files that match it.
+
+    Raises:
+        InputError: nothing is there, it cannot be read, or it lacks the split.
+    """
+    import datasets
+
+    if dataset == "demo":
+        _check_split(dataset, split, list(_DEMO_FILES))
+        return FileRows(dataset, [_DEMO_FILES[split]], _DEMO_FILES[split].parent)
+    path = Path(os.path.expanduser(dataset))
+    if os.path.isdir(path):
+        if _is_saved(path):
+            saved = _load_saved(path, split)
+            return IterableRows(dataset, saved.to_iterable_dataset())
+        return FileRows(dataset, _files_of(path, split, is_stream=True), path)
+    if os.path.exists(path):
+        return FileRows(dataset, [path], path.parent)
+    if glob.has_magic(dataset):
+        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
+        if not found:
+            raise InputError(f"{dataset}: no file matches it; check the pattern, relative to {Path.cwd()}")
+        return FileRows(dataset, found, Path(os.path.commonpath([file.parent for file in found])))
+    if _looks_like_path(dataset):
+        raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
+    rows = _load_hub(dataset, split, streaming=True)
+    assert isinstance(rows, datasets.IterableDataset)
+    return IterableRows(dataset, rows)
 
 
 def _looks_like_path(dataset: str) -> bool:
@@ -70,14 +110,13 @@ def _looks_like_path(dataset: str) -> bool:
     return not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix[1:].isalpha()
 
 
-def _load_hub(name: str, split: str) -> datasets.Dataset:
+def _load_hub(name: str, split: str, streaming: bool = False) -> Any:
+    """A `datasets.Dataset`, or if `streaming`, an `IterableDataset`."""
     import datasets
     from datasets.exceptions import DatasetsError
 
-    from unsloth_pack.data.exact import read_exactly
-
     try:
-        return read_exactly(datasets.load_dataset(name, split=split))
+        return datasets.load_dataset(name, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
@@ -87,34 +126,51 @@ def _load_hub(name: str, split: str) -> datasets.Dataset:
 
 
 def _load_folder(folder: Path, split: str, num_proc: int | None) -> datasets.Dataset:
+    if _is_saved(folder):
+        return _load_saved(folder, split)
+    return read_files(_files_of(folder, split), num_proc)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `datasets.save_to_disk` has written a folder.
+
+    Raises:
+        InputError: it holds packed rows.
+    """
     if any((folder / name).exists() for name in PACK_FILES):
         raise InputError(
             f"{folder}: packed rows, but documents are needed here; give the data they were packed from"
         )
-    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-        return _load_saved(folder, split)
+    return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
+
+
+def _files_of(folder: Path, split: str, is_stream: bool = False) -> list[Path]:
+    """The data files in a folder that belong to a split."""
     files: dict[str, list[Path]] = {}
     shown = [file for file in sorted(folder.rglob("*")) if not _is_hidden(file.relative_to(folder))]
-    _refuse_unread(folder, shown)
+    _refuse_unread(folder, shown, is_stream)
     for file in shown:
-        if file.suffix.lower() in SUFFIXES and file.is_file():
-            files.setdefault(_split_of(file), []).append(file)
+        name = plain_name(file) if is_stream else file
+        if name.suffix.lower() in SUFFIXES and file.is_file():
+            files.setdefault(_split_of(name), []).append(file)
     if not files:
         raise InputError(f"{folder}: no {', '.join(SUFFIXES)} file in this folder; give one that has some")
     _check_split(folder, split, list(files))
-    return read_files(files[split], num_proc)
+    return files[split]
 
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _refuse_unread(folder: Path, files: list[Path]) -> None:
+def _refuse_unread(folder: Path, files: list[Path], is_stream: bool) -> None:
     """Refuse a folder that would be read in part, without its compressed files or without its images."""
     for file in files:
         *_, inner, last = ("", "", *(suffix.lower() for suffix in file.suffixes))
-        if inner in SUFFIXES and last in _COMPRESSED:
-            raise InputError(f"{file}: compressed files are not read; unpack it, or move it elsewhere")
+        if inner in SUFFIXES and last in _COMPRESSED and not (is_stream and last in COMPRESSED):
+            how = f"of this kind are not read, only {', '.join(COMPRESSED)}" if is_stream else "are not read"
+            way = "unpack it" if is_stream else "unpack it, give --streaming"
+            raise InputError(f"{file}: compressed files {how}; {way}, or move it elsewhere")
     captions = [file for file in files if file.stem == "metadata" and file.suffix.lower() in SUFFIXES]
     media = [file for file in files if file.suffix.lower() in _MEDIA]
     if captions and media:

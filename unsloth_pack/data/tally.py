@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,12 @@ from unsloth_pack.data.ledger import TokenLedger
 
 if TYPE_CHECKING:
     from unsloth_pack.data.encoding import Encoded
+
+_SUMS = [
+    each.name
+    for each in fields(TokenLedger)
+    if each.default is MISSING and each.name not in ("longest", "p99")
+]
 
 
 @dataclass
@@ -29,6 +35,14 @@ class Tally:
     lengths: Counter[int] = field(default_factory=Counter)
     least_id: int = 0
     last_id: int = -1
+
+    def coarse(self) -> Tally:
+        """The same counts with lengths rounded up by at most a 64th: a few thousand at most, in any data."""
+        lengths: Counter[int] = Counter()
+        for length, rows in self.lengths.items():
+            step = 1 << max(0, length.bit_length() - 7)
+            lengths[-(-length // step) * step] += rows
+        return Tally(self.sums.copy(), lengths, self.least_id, self.last_id)
 
     @classmethod
     def of(cls, encoded: Encoded) -> Tally:
@@ -61,9 +75,15 @@ class Tally:
         self.least_id, self.last_id = min(self.least_id, other.least_id), max(self.last_id, other.last_id)
         return self
 
+    def __add__(self, other: Tally) -> Tally:
+        both = Tally(self.sums.copy(), self.lengths.copy(), self.least_id, self.last_id)
+        both += other
+        return both
+
     @property
     def ledger(self) -> TokenLedger:
-        return TokenLedger(**self.sums, longest=max(self.lengths, default=0), p99=self._quantile(0.99))
+        sums = {name: self.sums[name] for name in _SUMS}
+        return TokenLedger(**sums, longest=max(self.lengths, default=0), p99=self._quantile(0.99))
 
     def _quantile(self, share: float) -> int:
         """The length at a quantile of the rows; between two lengths, the higher."""

@@ -10,10 +10,11 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from unsloth_pack.data.compressed import opened, opened_text, plain_name
 from unsloth_pack.data.formats import KNOWN_COLUMNS
 from unsloth_pack.errors import InputError
 
@@ -42,7 +43,7 @@ def parts_of(path: Path) -> list[FilePart]:
     """The parts that can be read apart: lines of JSON can, any other file is one part."""
     size = path.stat().st_size
     starts = [0]
-    if path.suffix.lower() in (".json", ".jsonl") and size > PART and _is_json_lines(path):
+    if path.suffix.lower() in (".json", ".jsonl") and size > PART and is_json_lines(path):
         with path.open("rb") as file:
             for goal in range(PART, size, PART):
                 if goal > starts[-1]:
@@ -64,7 +65,7 @@ def read_json(part: FilePart) -> Iterator[list[Row]]:
         InputError: malformed JSON, or something other than objects.
     """
     path = part.path
-    if _is_json_lines(path):
+    if is_json_lines(path):
         yield from _json_lines(part)
         return
     if _first_letter(path) == "[":
@@ -85,23 +86,26 @@ def read_csv(part: FilePart) -> Iterator[list[Row]]:
     Raises:
         InputError: a row with more or fewer cells than the header, a repeated column, or broken quotes.
     """
-    with part.path.open(encoding="utf-8-sig", newline="") as file:
+    with opened_text(part.path, newline="") as file:
         yield from _in_parts(_csv_rows(part.path, file))
 
 
-def read_txt(part: FilePart) -> Iterator[list[Row]]:
+def read_txt(part: FilePart, looked_at: int | None = None) -> Iterator[list[Row]]:
     """Documents of a plain text file, as rows with the one column `text`.
 
     Blank lines separate documents. In a file without blank lines, every line is a document.
+
+    Args:
+        looked_at: lines among which a blank one is looked for; None for all.
     """
 
     def lines() -> Iterator[str]:
-        with part.path.open(encoding="utf-8-sig", newline="\n") as file:
+        with opened_text(part.path) as file:
             for line in file:
                 ends = 2 if line.endswith("\r\n") else line.endswith("\n")
                 yield line[: len(line) - ends]
 
-    has_blank_lines = next((True for line in _marked(lines()) if line is None), False)
+    has_blank_lines = next((True for line in _marked(islice(lines(), looked_at)) if line is None), False)
     documents = _paragraphs(_marked(lines())) if has_blank_lines else lines()
     yield from _in_parts(({"text": text}, len(text)) for text in documents if text.strip())
 
@@ -201,8 +205,18 @@ def _json_lines(part: FilePart) -> Iterator[list[Row]]:
     with part.path.open("rb") as file:
         file.seek(part.start)
         text = file.read(part.end - part.start).decode("utf-8" if part.start else "utf-8-sig")
+    # not splitlines(): U+2028 may stand inside a string
+    yield rows_of_lines(enumerate(text.split("\n")), part)
+
+
+def rows_of_lines(lines: Iterable[tuple[int, str]], part: FilePart) -> list[Row]:
+    """Lines of JSON as rows. A line comes with its number in the part, from 0; blank ones are no rows.
+
+    Raises:
+        InputError: a line is no object; names its number in the file.
+    """
     rows = []
-    for number, line in enumerate(text.split("\n")):  # not splitlines(): U+2028 may stand inside a string
+    for number, line in lines:
         if line.strip():
             try:
                 row = parse_json(line, part.path, 1)
@@ -211,31 +225,37 @@ def _json_lines(part: FilePart) -> Iterator[list[Row]]:
             except InputError:
                 _refuse_line(line, part, number)
             rows.append(row)
-    yield rows
+    return rows
+
+
+def line_in_file(part: FilePart, number: int) -> int:
+    """The number in the file, from 1, of a line of a part."""
+    with opened(part.path) as file:
+        return 1 + number + sum(data.count(b"\n") for data in _blocks(file, part.start))
 
 
 def _refuse_line(line: str, part: FilePart, number: int) -> None:
     """Raise the error of a line, with its number in the file."""
-    with part.path.open("rb") as file:
-        number += 1 + sum(data.count(b"\n") for data in _blocks(file, part.start))
+    number = line_in_file(part, number)
     row = parse_json(line, part.path, number)
     raise InputError(
         f"{part.path} line {number}: expected an object, got {reprlib.repr(row)}; write one {{...}} a line"
     )
 
 
-def _blocks(file: io.BufferedReader, size: int) -> Iterator[bytes]:
+def _blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
     while size and (data := file.read(min(_BLOCK, size))):
         size -= len(data)
         yield data
 
 
-def _is_json_lines(path: Path) -> bool:
+def is_json_lines(path: Path) -> bool:
+    """Whether a JSON file has one object a line, as its content tells."""
     if _first_letter(path) == "[":
         return False
-    if path.suffix.lower() == ".jsonl":
+    if plain_name(path).suffix.lower() == ".jsonl":
         return True
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
+    with opened_text(path) as file:
         lines = (line for line in file if line.strip())
         first, second = next(lines, ""), next(lines, "")
     try:
@@ -245,7 +265,7 @@ def _is_json_lines(path: Path) -> bool:
 
 
 def _first_letter(path: Path) -> str:
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
+    with opened_text(path) as file:
         while text := file.read(_BLOCK):
             if text := text.lstrip():
                 return text[0]
@@ -253,14 +273,15 @@ def _first_letter(path: Path) -> str:
 
 
 def _whole(path: Path) -> str:
-    return path.read_bytes().decode("utf-8-sig")
+    with opened_text(path) as file:
+        return file.read()
 
 
 def _list_items(path: Path) -> Iterator[tuple[Any, int]]:
     """The items of a JSON list with their lengths, parsed one by one as the file is read."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
     blank = re.compile(r"[ \t\n\r]*")
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with opened_text(path, newline="") as file:
         text, size = file.read(_BLOCK), _BLOCK
         at = blank.match(text).end() + 1  # type: ignore[union-attr]
         is_first = True

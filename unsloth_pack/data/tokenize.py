@@ -119,7 +119,7 @@ def documents_of(
         conversion: makes TRL's columns of the rows, which are converted and tokenised a batch at a time;
             None if the data set has these columns.
     """
-    make = _DocumentMaker(dataset, conversion, tokenizer, max_length, train_on_responses_only, chat_template)
+    make = DocumentMaker(dataset, conversion, tokenizer, max_length, train_on_responses_only, chat_template)
     spans = spans_of(len(dataset), dataset.data.nbytes)
     if len(spans) > 1:
         key = make.key()
@@ -133,13 +133,13 @@ def documents_of(
     tally, tables = Tally(), []
     for encoded in make.encoded(0, len(dataset)):
         tally += Tally.of(encoded)
-        tables.append(_table(encoded))
-    make.check(tally)
+        tables.append(table_of(encoded))
+    check_counted(tally.ledger, max_length)
     rows = hf.Dataset(pa.concat_tables(tables))
     return Documents(rows, tally.ledger, rows_hash(rows), tally.least_id, tally.last_id)
 
 
-class _DocumentMaker:
+class DocumentMaker:
     """Makes the documents of one data set, one span of its rows after another."""
 
     def __init__(
@@ -198,24 +198,15 @@ class _DocumentMaker:
             batches = self._dataset.select(range(first, end)).iter(batch_size=size)
         else:
             batches = self._conversion.batches(self._dataset, first, end, size)
-        for number, batch in enumerate(batches):
-            yield self._encode(batch, first + number * size)
-
-    def check(self, tally: Tally) -> None:
-        """Refuse documents of which nothing is learned."""
-        ledger = tally.ledger
-        if not ledger.tokens_counted:
-            raise InputError(
-                f"none of the {ledger.tokens_read} tokens in {ledger.rows_read} rows would count in the loss "
-                f"({ledger.tokens_truncated} lie beyond max_seq_length {self._max_length}); raise "
-                "max_seq_length, or give data with responses"
-            )
+        numbers = range(len(self._dataset)) if self._conversion is None else self._conversion.numbers
+        for start, batch in zip(range(first, end, size), batches, strict=True):
+            yield self._encode(batch, numbers[start : min(start + size, end)])
 
     def all_into(self, folder: Path, spans: Sequence[tuple[int, int]], num_proc: int | None) -> Notes:
         """Write the documents of all spans, a file each, and return what a `Documents` says of them."""
         from datasets.utils import tqdm
 
-        tally, hashes = Tally(), _RowHashes()
+        tally, hashes = Tally(), RowHashes()
         tasks = [(folder, number, span) for number, span in enumerate(spans)]
         with tqdm(total=len(self._dataset), desc="Tokenizing", unit=" rows") as bar:
             for (_, number, (first, end)), of_span in zip(
@@ -224,29 +215,40 @@ class _DocumentMaker:
                 tally += of_span
                 hashes.update_from(folder / f"{number}.arrow")
                 bar.update(end - first)
-        self.check(tally)
+        check_counted(tally.ledger, self._max_length)
         about = {"least_id": tally.least_id, "last_id": tally.last_id}
         return {"ledger": asdict(tally.ledger), "fingerprint": hashes.hexdigest(), **about}
 
     def _one_into(self, task: tuple[Path, int, tuple[int, int]]) -> Tally:
         folder, number, (first, end) = task
         tally = Tally()
-        with arrow_file(folder / f"{number}.arrow", _schema()) as stream:
+        with arrow_file(folder / f"{number}.arrow", document_schema()) as stream:
             for encoded in self.encoded(first, end):
                 tally += Tally.of(encoded)
-                stream.write_table(_table(encoded))
+                stream.write_table(table_of(encoded))
         release(self._dataset)
         return tally
 
 
-def _schema() -> pa.Schema:
+def check_counted(ledger: TokenLedger, max_length: int) -> None:
+    """Refuse documents of which nothing is learned."""
+    if not ledger.tokens_counted:
+        raise InputError(
+            f"none of the {ledger.tokens_read} tokens in {ledger.rows_read} rows would count in the loss "
+            f"({ledger.tokens_truncated} lie beyond max_seq_length {max_length}); raise max_seq_length, or "
+            "give data with responses"
+        )
+
+
+def document_schema() -> pa.Schema:
+    """The types of tokenised rows."""
     import pyarrow as pa
 
     tokens = pa.list_(pa.int32())
     return pa.schema({"input_ids": tokens, "labels": tokens})
 
 
-def _table(encoded: Encoded) -> pa.Table:
+def table_of(encoded: Encoded) -> pa.Table:
     """The documents in which a label counts."""
     import pyarrow as pa
 
@@ -257,10 +259,10 @@ def _table(encoded: Encoded) -> pa.Table:
         ids, labels, lengths = ids[of_tokens], labels[of_tokens], lengths[stays]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     columns = [pa.ListArray.from_arrays(offsets, pa.array(tokens)) for tokens in (ids, labels)]
-    return pa.Table.from_arrays(columns, schema=_schema())
+    return pa.Table.from_arrays(columns, schema=document_schema())
 
 
-class _RowHashes:
+class RowHashes:
     """SHA-256 of rows that come in one batch after another: of their lengths and values, column by column."""
 
     def __init__(self) -> None:
@@ -287,7 +289,7 @@ class _RowHashes:
 
 def rows_hash(rows: datasets.Dataset) -> str:
     """SHA-256 of the rows in their order: every id and label, and where each row ends."""
-    hashes = _RowHashes()
+    hashes = RowHashes()
     for table in scan(rows, ["input_ids", "labels"], _HASHED):
         hashes.update(table)
     return hashes.hexdigest()

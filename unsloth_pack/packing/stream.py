@@ -52,9 +52,10 @@ class PackingStream:
     has the same columns, with its documents one after another without padding, and the list `seq_lengths`:
     TRL's packed columns. A column of lists gives lists, arrays give arrays, tensors give tensors.
 
-    When `buffer_size` examples wait, they are planned into groups. Groups filled to `min_fill_ratio` go out
-    as packs, in an order shuffled by the seed; the others wait for the next buffer. A full group that holds
-    the newest example waits too, because later examples may still fit, unless no other group is full enough.
+    When `buffer_size` examples or `buffer_tokens` tokens wait, they are planned into groups. Groups filled to
+    `min_fill_ratio` go out as packs, in an order shuffled by the seed; the others wait for the next buffer. A
+    full group that holds the newest example waits too, because later examples may still fit, unless no other
+    group is full enough.
     If no group at all is full enough, the one with the oldest example goes out, so that the buffer never
     grows. At the end no group waits: those that are not full enough go out too, or are dropped and counted.
 
@@ -69,6 +70,7 @@ class PackingStream:
         strategy: as for `plan_packs`; "bfd" by default, "next_fit" in atomic mode.
         seed: of the order of packs within a buffer; None keeps the planner's order, longest documents first.
         overlong: "error", "truncate", "drop" or "split", as for `pack_sequences`.
+        buffer_tokens: tokens that may wait; None for any number. Not in atomic mode.
 
     Raises:
         InputError: an argument is out of its range; atomic mode with `drop_last=False`, another strategy than
@@ -86,6 +88,7 @@ class PackingStream:
         seed: int | None = 0,
         overlong: str = "error",
         atomic: bool = False,
+        buffer_tokens: int | None = None,
     ):
         if not (is_number(min_fill_ratio) and 0 < min_fill_ratio <= 1):
             raise InputError(f"min_fill_ratio is {min_fill_ratio!r}; give a share above 0 and up to 1")
@@ -94,9 +97,10 @@ class PackingStream:
         if seed is not None:
             require_whole("seed", seed, 0)
         if atomic:
-            _check_atomic(drop_last, strategy, overlong)
+            _check_atomic(drop_last, strategy, overlong, buffer_tokens)
         self.capacity = check_positive("capacity", capacity)
         self.buffer_size = check_positive("buffer_size", buffer_size)
+        self.buffer_tokens = None if buffer_tokens is None else check_positive("buffer_tokens", buffer_tokens)
         self.min_fill_ratio = min_fill_ratio
         self.drop_last = atomic if drop_last is None else drop_last
         self.strategy = strategy or ("next_fit" if atomic else "bfd")
@@ -107,6 +111,7 @@ class PackingStream:
         self.consumed = 0
         self._kinds: dict[str, str] | None = None
         self._buffer: list[Example] = []
+        self._tokens = 0  # of the buffer
         self._ready: deque[list[Example]] = deque()
         self._plans = 0
 
@@ -114,6 +119,11 @@ class PackingStream:
     def waiting(self) -> int:
         """Documents that came in and have not gone out."""
         return len(self._buffer) + sum(map(len, self._ready))
+
+    @property
+    def ready(self) -> int:
+        """Packs that `pop` gives before it needs more examples."""
+        return len(self._ready)
 
     def pack(self, examples: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Packs of these examples, and of any that wait, to the end of the examples.
@@ -195,15 +205,16 @@ class PackingStream:
         if missing := set(self.state_dict()) - set(state):
             raise InputError(f"the state lacks {', '.join(sorted(missing))}; start without it")
         for name, value in self._settings().items():
-            if state["settings"][name] != value:
+            if (saved := state["settings"].get(name)) != value:
                 raise InputError(
-                    f"the stream was saved with {name}={state['settings'][name]!r} and this one has "
+                    f"the stream was saved with {name}={saved!r} and this one has "
                     f"{value!r}; make it with the same arguments"
                 )
         self.consumed = state["consumed"]
         self._plans = state["plans"]
         self._kinds = state["kinds"]
         self._buffer = list(state["buffer"])
+        self._tokens = sum(map(_length, self._buffer))
         self._ready = deque(list(documents) for documents in state["ready"])
         self.counts = StreamCounts(**state["counts"])
 
@@ -212,7 +223,7 @@ class PackingStream:
             yield pack
 
     def _settings(self) -> dict[str, Any]:
-        names = "capacity buffer_size min_fill_ratio drop_last strategy seed overlong atomic"
+        names = "capacity buffer_size min_fill_ratio drop_last strategy seed overlong atomic buffer_tokens"
         return {name: getattr(self, name) for name in names.split()}
 
     def _checked(self, example: Any) -> tuple[Example, dict[str, str]]:
@@ -246,7 +257,9 @@ class PackingStream:
             self._buffer.append(document)
             return
         self._buffer.append(document)
-        if len(self._buffer) >= self.buffer_size:
+        self._tokens += _length(document)
+        is_full = self.buffer_tokens is not None and self._tokens >= self.buffer_tokens
+        if is_full or len(self._buffer) >= self.buffer_size:
             self._plan(is_end=False)
 
     def _release_buffer(self) -> None:
@@ -275,6 +288,7 @@ class PackingStream:
             self.counts.leftover_documents += len(self._buffer)
             self.counts.leftover_tokens += sum(map(_length, self._buffer))
             self._buffer = []
+        self._tokens = sum(map(_length, self._buffer))
 
 
 def _checked_kind(name: str, value: Any, *, whole: bool) -> str:
@@ -283,7 +297,14 @@ def _checked_kind(name: str, value: Any, *, whole: bool) -> str:
     return str(kind)
 
 
-def _check_atomic(drop_last: bool | None, strategy: str | None, overlong: str) -> None:
+def _check_atomic(
+    drop_last: bool | None, strategy: str | None, overlong: str, buffer_tokens: int | None
+) -> None:
+    if buffer_tokens is not None:
+        raise InputError(
+            f"buffer_tokens is {buffer_tokens!r} in atomic mode, which bounds the segments that wait; give "
+            "buffer_size alone"
+        )
     if drop_last is False:
         raise InputError(
             "drop_last is False in atomic mode, which drops and counts what is left at the end; leave it out"

@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from unsloth_pack.data import check_token_ids
 from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.raw_blocks import RowSource
+from unsloth_pack.data.streamed import DocumentStream
 from unsloth_pack.data.tokenize import Documents, documents_of
 from unsloth_pack.files import loading
 from unsloth_pack.training.trl import training_template
@@ -46,6 +48,24 @@ def prepare_documents(
         chat_template=training_template(tokenizer) if train_on_responses_only else None,
         num_proc=num_proc,
         conversion=conversion,
+    )
+
+
+def stream_documents(
+    source: RowSource, tokenizer: Any, vocab_size: int, max_length: int, train_on_responses_only: bool
+) -> DocumentStream:
+    """The documents of a stream; its first rows are read now.
+
+    Raises:
+        InputError: they cannot be trained on.
+    """
+    return DocumentStream(
+        source,
+        tokenizer,
+        vocab_size=vocab_size,
+        max_length=max_length,
+        responses_only=train_on_responses_only,
+        chat_template=training_template(tokenizer) if train_on_responses_only else None,
     )
 
 

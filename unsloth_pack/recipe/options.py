@@ -74,6 +74,11 @@ class DataOptions:
     eval_dataset: str | None = option(
         None, path, "data to evaluate on, ten times during the run; takes what --dataset takes", "DATA"
     )
+    streaming: bool = switch(
+        False,
+        "read, tokenise and pack the data while training, never as a whole; needs max_steps. Files may be "
+        "compressed (gz, zst, xz, bz2), and a pattern such as 'data/*.jsonl.gz' names several",
+    )
     sample_packing: bool = switch(
         False, "put several documents into a row; no document sees another", alias="packing"
     )
@@ -90,7 +95,11 @@ class DataOptions:
         "SHARE",
     )
     num_proc: int | None = option(
-        None, whole(1), "processes that read and tokenise the data", "PROCESSES", unset="one for each core"
+        None,
+        whole(1),
+        "processes that read and tokenise the data",
+        "PROCESSES",
+        unset="one for each core; with streaming, one beside each process that trains",
     )
     train_on_responses_only: bool = switch(
         False, "in conversations, train on what the assistant says only, not on what the user says"

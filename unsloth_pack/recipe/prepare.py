@@ -11,19 +11,23 @@ from trl import SFTConfig
 
 from unsloth_pack.data import check_token_ids, load_rows, tokenizer_hash
 from unsloth_pack.data.ledger import TokenLedger, check_token_loss
+from unsloth_pack.data.raw_blocks import RowSource
+from unsloth_pack.data.sources import open_stream
+from unsloth_pack.data.streamed import Share
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.kept_rows import pack_documents
 from unsloth_pack.recipe import checks
-from unsloth_pack.recipe.documents import check_ids, load_tokenizer, prepare_documents
+from unsloth_pack.recipe.documents import check_ids, load_tokenizer, prepare_documents, stream_documents
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import with_optimizer
 from unsloth_pack.recipe.sharding import sharding_arguments
 from unsloth_pack.report.fill import document_lengths
-from unsloth_pack.training.trl import sft_config
+from unsloth_pack.training.row_stream import RowStream
+from unsloth_pack.training.trl import rows_of_an_update, sft_config
 
 # Options that transformers' `TrainingArguments` take as they are.
 _TRAINING_ARGUMENTS = (
@@ -39,12 +43,12 @@ class PreparedRows:
 
     Args:
         rows: documents, or rows packed with them.
-        ledger: where the tokens of the data went.
+        ledger: where the tokens of the data went; of a stream, those of its first rows.
         fingerprint: of the documents, see `rows_hash`, or of the packs on disk.
         packs: the manifest, if the rows were packed on disk.
     """
 
-    rows: Dataset
+    rows: Dataset | RowStream
     ledger: TokenLedger
     fingerprint: str
     packs: PackManifest | None = None
@@ -79,7 +83,11 @@ def prepare(options: TrainOptions) -> Prepared:
     options = with_optimizer(options, device_type())
     checks.check_trainer(options)
     data = options.data
-    source = find_packs(data.dataset) or load_rows(data.dataset, num_proc=data.num_proc)
+    source: Path | Dataset | RowSource
+    if data.streaming:
+        source = open_stream(data.dataset)
+    else:
+        source = find_packs(data.dataset) or load_rows(data.dataset, num_proc=data.num_proc)
     eval_source = None
     if data.eval_dataset is not None:
         eval_source = find_packs(data.eval_dataset) or load_rows(data.eval_dataset, "test", data.num_proc)
@@ -88,8 +96,11 @@ def prepare(options: TrainOptions) -> Prepared:
     config = _trl_config(options, dtype)
     model_config = _model_config(options, dtype)
     tokenizer = _tokenizer(options.model.model_name)
-    train = _rows_of(data.dataset, source, tokenizer, options, data.sample_packing, model_config)
-    if data.keep_examples_per_update:
+    if isinstance(source, Path | Dataset):
+        train = _rows_of(data.dataset, source, tokenizer, options, data.sample_packing, model_config)
+    else:
+        train = _stream_of(source, tokenizer, options, config, model_config)
+    if data.keep_examples_per_update and isinstance(train.rows, Dataset):
         _keep_examples_per_update(config, train.rows)
     evaluation = None
     if data.eval_dataset is not None and eval_source is not None:
@@ -119,6 +130,8 @@ def _training_arguments(options: TrainOptions) -> dict[str, Any]:
         arguments |= {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 2}
     if options.data.eval_dataset:
         arguments |= {"eval_strategy": "steps", "eval_steps": 0.1}  # a share of all updates
+    if options.data.streaming:  # which goes on at a place of its own, without going through what is done
+        arguments |= {"ignore_data_skip": True}
     return arguments | sharding_arguments(options)
 
 
@@ -174,6 +187,30 @@ def _rows_of(
     check_token_loss(name, documents.ledger, most_lost, capacity, n_positions)
     rows = pack_documents(documents, capacity, num_proc) if packing else documents.rows
     return PreparedRows(rows, documents.ledger, documents.fingerprint)
+
+
+def _stream_of(
+    source: RowSource,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TrainOptions,
+    config: SFTConfig,
+    model_config: Any,
+) -> PreparedRows:
+    """The rows of a stream, of which the first documents have been checked."""
+    data, capacity = options.data, options.model.max_seq_length
+    vocab_size, n_positions = model_config.vocab_size, model_config.max_position_embeddings
+    documents = stream_documents(source, tokenizer, vocab_size, capacity, data.train_on_responses_only)
+    name = f"{source.name}, in its first {documents.first_ledger.rows_read:,} rows,"
+    check_token_loss(name, documents.first_ledger, data.max_token_loss, capacity, n_positions)
+    rows = RowStream(
+        documents,
+        capacity,
+        seed=options.training.seed,
+        share=Share(config.process_index, config.world_size),
+        n_workers=data.num_proc or 1,
+        ahead=2 * rows_of_an_update(config) + config.per_device_train_batch_size,
+    )
+    return PreparedRows(rows, documents.first_ledger, documents.fingerprint)
 
 
 def _keep_examples_per_update(config: SFTConfig, rows: Dataset) -> None:

@@ -35,7 +35,10 @@ def resolve(given: Mapping[str, Any]) -> TrainOptions:
     """
     resumed = _resumed_run(given) if given.get("resume") else {}
     options = build(TrainOptions, resumed or _demo_values(given), given)
-    options = _with_packs(options, asked={**resumed, **given})
+    asked = {**resumed, **given}
+    if options.data.streaming:
+        options = _with_stream(options, asked)
+    options = _with_packs(options, asked)
     return _with_dependent_defaults(options)
 
 
@@ -99,7 +102,37 @@ def _demo_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """The demo's own defaults, if the demo is what runs."""
     if not build(TrainOptions, given).is_demo:
         return {}
-    return DEMO_DEFAULTS | ({} if given.get("sample_packing") else _DEMO_UNPACKED)
+    is_packed = given.get("sample_packing") or given.get("streaming")
+    return DEMO_DEFAULTS | ({} if is_packed else _DEMO_UNPACKED)
+
+
+def _with_stream(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions:
+    """The options as a stream decides them: its documents are packed as they come.
+
+    Raises:
+        InputError: an option needs to know all of the data, or contradicts a stream.
+    """
+    data = options.data
+    if options.training.max_steps is None:
+        raise InputError(
+            "streaming is set and max_steps is not, but a stream has no length; give --max_steps"
+        )
+    if asked.get("sample_packing") is False:
+        raise InputError(
+            "sample_packing is false, but the documents of a stream are packed as they come; leave out "
+            "--sample_packing, or --streaming"
+        )
+    if data.keep_examples_per_update:
+        raise InputError(
+            "keep_examples_per_update is set, but nobody knows the lengths of a stream's documents; give "
+            "--gradient_accumulation_steps"
+        )
+    if folder := find_packs(data.dataset):
+        raise InputError(
+            f"streaming is set and {folder} holds packed rows, which stay on the disk anyway; leave out "
+            "--streaming"
+        )
+    return changed(options, {"sample_packing": True})
 
 
 def _with_packs(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions:

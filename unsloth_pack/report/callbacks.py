@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.report.metrics import MetricsFile
 
+_FAILED = 1000  # above the number of any signal
 _LINES = 20  # of progress in a run, where there is no terminal for a bar
 
 
@@ -112,10 +113,19 @@ class StopOnSignal(TrainerCallback):
     that nobody waits for it: they all stop at the same step, one later. A second signal goes to the handler
     that was there before. Once an error has ended the run, SIGTERM is ignored: torchrun sends it to the
     processes that remain when one has ended, and each still has to say how to go on.
+
+    Args:
+        has_failed: whether something else is wrong in this process, so that all should stop in the same way.
+
+    Attributes:
+        received: the signal that stopped the run.
+        failed: whether a process failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_failed: Callable[[], bool] = lambda: False) -> None:
         self.received: signal.Signals | None = None
+        self.failed = False
+        self._has_failed = has_failed
         self._handlers: dict[signal.Signals, Any] = {}
         self._asked: _Asked | None = None
 
@@ -143,11 +153,13 @@ class StopOnSignal(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            was_received = self._read_answer()
-            self._asked = _Asked(int(self.received or 0), args.device)
+            shall_stop = self._read_answer()
+            failed = _FAILED if self._has_failed() else 0
+            self._asked = _Asked(int(self.received or failed), args.device)
         else:
-            was_received = self.received is not None
-        if was_received:
+            self.failed = self._has_failed()
+            shall_stop = self.received is not None or self.failed
+        if shall_stop:
             control.should_training_stop = control.should_save = True
 
     def on_train_end(
@@ -156,10 +168,11 @@ class StopOnSignal(TrainerCallback):
         self._read_answer()
 
     def _read_answer(self) -> bool:
-        """Whether any process had a signal when they were asked last."""
+        """Whether any process had a signal, or had failed, when they were asked last."""
         number = self._asked.greatest() if self._asked is not None else 0
         self._asked = None
-        if number:
+        self.failed = self.failed or number == _FAILED
+        if 0 < number < _FAILED:
             self.received = signal.Signals(number)
         return number > 0
 

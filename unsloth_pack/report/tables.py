@@ -26,6 +26,7 @@ class RunFacts:
         rows_per_update: rows of all devices and accumulation steps together.
         optimizer: its name and learning rate.
         spread: how uneven the ranks' work is, if there are several.
+        waiting: if the data streams, the documents and the tokens that wait at most to be packed.
     """
 
     model_name: str
@@ -40,6 +41,20 @@ class RunFacts:
     optimizer: str
     output_dir: str
     spread: str | None = None
+    waiting: tuple[int, int | None] | None = None
+
+
+@dataclass(frozen=True)
+class RowsOfStream:
+    """What a run has trained on, where the data streams.
+
+    Args:
+        fill: of the rows.
+        waiting: documents that were read and not trained on.
+    """
+
+    fill: RowFill
+    waiting: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,7 @@ class RunSummary:
 
     Args:
         seconds: of training, evaluation included.
-        epochs: passes over the data.
+        epochs: passes over the data; of a stream, those that were read to the end.
         tokens_trained: in all passes, without padding.
         tokens_counted: those of them that the loss was a mean of, as the trainer counted them.
         tokens_padded: padding, computed for nothing.
@@ -57,6 +72,7 @@ class RunSummary:
         peak_memory_by_rank: bytes.
         first_loss, last_loss: as logged, in nats a token.
         updates_left_out: updates that were not finite, and so not applied.
+        stream: what was trained on, where the data streams.
     """
 
     steps: int
@@ -74,12 +90,18 @@ class RunSummary:
     last_loss: float
     updates_left_out: int
     output_dir: str
+    stream: RowsOfStream | None = None
 
 
 def print_banner(
-    console: Console, facts: RunFacts, patch: PatchReport, ledger: TokenLedger, fill: RowFill
+    console: Console, facts: RunFacts, patch: PatchReport, ledger: TokenLedger, fill: RowFill | None
 ) -> None:
-    """Model, patch, data and plan, before the first step."""
+    """Model, patch, data and plan, before the first step.
+
+    Args:
+        ledger: of the data; if it streams, of its first rows.
+        fill: None if the data streams.
+    """
     share = facts.trained_parameters / facts.all_parameters
     rows = [
         (
@@ -91,11 +113,7 @@ def print_banner(
         ("attention", f"{patch.attn_backend}: {patch.attn_reason}"),
         *((f"fused {kind}", what) for kind, what in patch.fused.items()),
         *((f"not fused {kind}", why) for kind, why in patch.not_fused.items()),
-        ("data", _ledger_line(ledger)),
-        ("loss on", _loss_line(ledger)),
-        ("rows", _fill_line(fill)),
-        *_packing_lines(facts, is_packed=fill.documents > fill.rows),
-        ("update", _update_line(facts.rows_per_update, fill)),
+        *(_stream_lines(facts, ledger) if fill is None else _data_lines(facts, ledger, fill)),
         ("plan", f"{facts.steps:,} updates, {facts.optimizer}"),
         *([("ranks", facts.spread)] if facts.spread else []),
         ("output", facts.output_dir),
@@ -105,6 +123,29 @@ def print_banner(
         note = f"{changed}: there the loss starts at the first token that differs"
         rows.append(("note", note))
     _print_facts(console, "unsloth-pack", rows)
+
+
+def _data_lines(facts: RunFacts, ledger: TokenLedger, fill: RowFill) -> list[tuple[str, str]]:
+    return [
+        ("data", _ledger_line(ledger)),
+        ("loss on", _loss_line(ledger)),
+        ("rows", _fill_line(fill)),
+        *_packing_lines(facts, is_packed=fill.documents > fill.rows),
+        ("update", _update_line(facts.rows_per_update, fill)),
+    ]
+
+
+def _stream_lines(facts: RunFacts, ledger: TokenLedger) -> list[tuple[str, str]]:
+    assert facts.waiting is not None
+    documents, tokens = facts.waiting
+    return [
+        ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
+        ("first rows", _ledger_line(ledger)),
+        ("loss on", f"in the first rows: {_loss_line(ledger)}"),
+        ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),
+        *_packing_lines(facts, is_packed=True),
+        ("update", f"{facts.rows_per_update} rows"),
+    ]
 
 
 def print_packs(console: Console, packs: PackManifest, folder: str) -> None:
@@ -126,6 +167,7 @@ def print_packs(console: Console, packs: PackManifest, folder: str) -> None:
 def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) -> None:
     """Speed, memory, loss and where the tokens went, at the end."""
     unscored = summary.tokens_trained - summary.tokens_counted
+    passes = "" if summary.stream else f" in {summary.epochs:.4g} epochs"
     rows = [
         ("updates", f"{summary.steps:,} in {summary.seconds:.1f} s"),
         (
@@ -136,13 +178,17 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
         ("loss on", _loss_line(ledger)),
         (
             "tokens",
-            f"{summary.tokens_trained:,} trained in {summary.epochs:.4g} epochs: {summary.tokens_counted:,} "
+            f"{summary.tokens_trained:,} trained{passes}: {summary.tokens_counted:,} "
             f"counted in the loss, {unscored:,} without loss; and {summary.tokens_padded:,} of padding",
         ),
         ("peak memory", f"{gib(summary.peak_memory_bytes)} of {summary.peak_memory_of}"),
         ("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"),
         ("output", summary.output_dir),
     ]
+    if summary.stream:
+        waiting = f"{summary.stream.waiting:,} documents were read and not trained on"
+        rows.insert(4, ("rows", f"{_fill_line(summary.stream.fill)}; {waiting}"))
+        rows.insert(5, ("passes", f"{summary.epochs:,.0f} over the data were read to the end"))
     if summary.updates_left_out:
         rows.append(("note", f"{summary.updates_left_out} updates were left out: they were not finite"))
     if summary.last_loss != summary.last_loss:

@@ -28,6 +28,7 @@ ASIDE = ".saving"
 _PARTS = ("adapter_model.safetensors", "scheduler.pt", COUNTS_FILE)
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "latest")  # written by transformers, FSDP2 and DeepSpeed
 _STATE = "trainer_state.json"
+STREAM_FILES = "stream_*.safetensors"  # where the stream of each process stood
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -41,7 +42,11 @@ def state_of(checkpoint: Path) -> dict[str, Any] | None:
     parts = [checkpoint / name for name in _PARTS]
     optimizers = [path for name in _OPTIMIZERS if (path := checkpoint / name).is_file()]
     random_states = [*checkpoint.glob("rng_state*.pth")]  # one of each process
-    if not (optimizers and random_states and all(map(_is_whole, [*parts, *optimizers, *random_states]))):
+    streams = [*checkpoint.glob(STREAM_FILES)]  # one of each process, if the data streams
+    if streams and len(streams) != len(random_states):
+        return None
+    parts += [*optimizers, *random_states, *streams]
+    if not (optimizers and random_states and all(map(_is_whole, parts))):
         return None
     try:
         return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))

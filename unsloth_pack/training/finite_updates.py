@@ -119,10 +119,11 @@ class FiniteUpdates:
         finite = torch.stack(verdicts).tolist()
         return [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
 
-    def handle(self, trainer: Trainer, step: int) -> None:
+    def handle(self, trainer: Any, step: int) -> None:
         """Search for the documents that an update was left out for, report it, and stop the run or go on."""
         rows = rows_of_update(trainer, step)
         searches = self.left_out < _MOST_SEARCHES and not is_sharded(trainer)  # else no gradient is whole
+        searches = searches and trainer.row_stream is None  # whose rows are gone by now
         found = NonFinite(step, rows, *(_search(trainer, rows) if searches else (None, 0)))
         self.left_out += 1
         if self.report is not None:
@@ -147,12 +148,19 @@ def _leave_out(optimizer: Any, is_bad: Tensor) -> None:
                 parameter.grad.masked_fill_(is_bad, 0.0)
 
 
-def rows_of_update(trainer: Trainer, step: int) -> list[int]:
+def rows_of_update(trainer: Any, step: int) -> list[int]:
     """The rows of the training data that an update saw, from the sampler's seed.
+
+    Rows of a stream are numbered as they come, those of all processes together.
 
     Args:
         step: the update's number, from 1.
     """
+    if trainer.row_stream is not None:
+        arguments = trainer.args
+        size = arguments.gradient_accumulation_steps * arguments.world_size
+        size *= arguments.per_device_train_batch_size
+        return list(range((step - 1) * size, step * size))
     loader: Any = trainer.callback_handler.train_dataloader
     batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     epoch, update = divmod(step - 1, -(-len(loader) // trainer.args.gradient_accumulation_steps))

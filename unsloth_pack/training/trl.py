@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import trl
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from packaging.version import Version
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -28,6 +28,7 @@ from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
+from unsloth_pack.training.row_stream import EpochOfStream, RowStream, loader_of
 from unsloth_pack.training.sharded_weights import (
     adapt_patch,
     gathered,
@@ -45,6 +46,7 @@ class RunTrainer(SFTTrainer):
     The work is done by parts that the trainer holds or calls, one a module:
 
         packed_sampler, None if rows are not packed   row_order.py
+        row_stream, None if rows do not stream        row_stream.py
         counts, of seconds and tokens                 trained.py
         checkpoints, whole or not there               checkpoints.py
         finite_updates                                finite_updates.py
@@ -53,12 +55,17 @@ class RunTrainer(SFTTrainer):
         weights shared out over processes             sharded_weights.py
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, row_stream: RowStream | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.row_stream = row_stream
         trained: Any = self.model
         if patch_of(trained) is not None:  # TRL takes no collator of a caller's beside `padding_free`
             self.data_collator = RowCollator(self.data_collator)
-        self.packed_sampler = packed_sampler(self.train_dataset, self.args)
+        self.packed_sampler = None
+        if row_stream is not None:
+            self.add_callback(EpochOfStream())
+        else:
+            self.packed_sampler = packed_sampler(self.train_dataset, self.args)
         if self.packed_sampler is not None:
             self.add_callback(TurnToEpoch(self.packed_sampler))
         self.counts = TrainedCounts()
@@ -82,6 +89,12 @@ class RunTrainer(SFTTrainer):
     def trained_weights(self) -> dict[str, Tensor]:
         """The trained parameters, whole, if the weights are sharded; see `gathered`."""
         return gathered(self)
+
+    @property
+    def rows_trained(self) -> int:
+        """Rows that this process has trained on."""
+        arguments: Any = self.args
+        return self.state.global_step * rows_of_an_update(arguments)
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end, from the beginning or from a whole checkpoint."""
@@ -117,6 +130,8 @@ class RunTrainer(SFTTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.counts.load(Path(resume_from_checkpoint))
+        if self.row_stream is not None:
+            self.row_stream.load(Path(resume_from_checkpoint))
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self.counts.running():
@@ -126,6 +141,12 @@ class RunTrainer(SFTTrainer):
         """TRL's own reports its use over the network; this one does not."""
 
     # An update
+
+    def get_train_dataloader(self) -> Any:
+        if self.row_stream is None:
+            return super().get_train_dataloader()
+        size, pin = self.args.per_device_train_batch_size, self.args.dataloader_pin_memory
+        return loader_of(self.row_stream, size, self.data_collator, self.accelerator.device, pin)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.packed_sampler is None:
@@ -193,8 +214,16 @@ class RunTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint
-        folder = Path(super()._get_output_dir(trial))
-        self.checkpoints.save(folder, self.state.global_step, lambda: write(model, trial))
+        folder, step = Path(super()._get_output_dir(trial)), self.state.global_step
+
+        def write_all() -> None:
+            write(model, trial)
+            if self.row_stream is not None:
+                self.row_stream.save(
+                    Path(self._get_output_dir(trial), f"checkpoint-{step}"), self.rows_trained
+                )
+
+        self.checkpoints.save(folder, step, write_all)
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.checkpoints.aside or super()._get_output_dir(trial)
@@ -264,22 +293,36 @@ def make_trainer(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     config: SFTConfig,
-    train_rows: Dataset,
+    train_rows: Dataset | RowStream,
     eval_rows: Dataset | None,
     callbacks: Sequence[TrainerCallback],
 ) -> RunTrainer:
     """A `RunTrainer` over tokenised rows, which prints nothing by itself."""
-    with _without_untrue_warnings(is_packed="seq_lengths" in train_rows.column_names):
+    stream = train_rows if isinstance(train_rows, RowStream) else None
+    dataset: Any = train_rows if stream is None else _with_columns_of_rows()
+    with _without_untrue_warnings(is_packed="seq_lengths" in dataset.column_names):
         trainer = RunTrainer(
             model=model,
             args=config,
-            train_dataset=train_rows,
+            train_dataset=dataset,
+            row_stream=stream,
             eval_dataset=eval_rows,
             processing_class=tokenizer,
             callbacks=list(callbacks),
         )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def rows_of_an_update(config: SFTConfig) -> int:
+    """Rows that one process sees between two updates of the weights."""
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps
+
+
+def _with_columns_of_rows() -> IterableDataset:
+    """One row of a stream's kind. TRL looks at the columns and at the first row of what it trains on."""
+    row = {"input_ids": [0], "labels": [0], "seq_lengths": [1]}
+    return Dataset.from_list([row]).to_iterable_dataset()
 
 
 def row_collator() -> DataCollatorForLanguageModeling:

@@ -1,0 +1,183 @@
+"""The documents of a stream: tokenised as its rows come, by every process its own share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unsloth_pack.data.formats import KNOWN_COLUMNS, Conversion
+from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource, endless
+from unsloth_pack.data.readers import HalfCharacter
+from unsloth_pack.data.tally import Tally
+from unsloth_pack.data.tokenize import (
+    DocumentMaker,
+    RowHashes,
+    check_counted,
+    document_schema,
+    table_of,
+)
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+    from unsloth_pack.data.ledger import TokenLedger
+
+_FIRST_ROWS = 1000  # that are looked at before the training, or more: whole blocks are
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentBlock:
+    """Documents that follow one another in a stream, without those in which no label counts.
+
+    Args:
+        table: `input_ids` and `labels`.
+        tally: counts of the rows that they were made of.
+        end: the place after these rows.
+        ends_pass: whether the pass over the data is complete.
+    """
+
+    table: pa.Table
+    tally: Tally
+    end: Place
+    ends_pass: bool
+
+    def documents(self) -> Iterator[dict[str, np.ndarray]]:
+        """Each as `[tokens]` int32 arrays of its ids and labels."""
+        columns = {name: self.table[name].combine_chunks() for name in ("input_ids", "labels")}
+        ends = np.cumsum(columns["labels"].value_lengths().to_numpy()).tolist()
+        flat = {name: column.flatten().to_numpy() for name, column in columns.items()}
+        for start, end in zip([0, *ends], ends, strict=False):
+            yield {name: tokens[start:end] for name, tokens in flat.items()}
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which rows of a stream a process takes: those whose number in the pass, plus the pass, leaves `number`
+    when divided by `of`. So a process that gets no row of a small data set gets one in a later pass."""
+
+    number: int = 0
+    of: int = 1
+
+    def indices(self, block: RawBlock) -> range:
+        """Of its rows in a block."""
+        first = (self.number - block.begin.turn - block.begin.seen) % self.of
+        return range(first, block.n_rows, self.of)
+
+
+class DocumentStream:
+    """Tokenises the rows of a source, in the format that the first rows have.
+
+    Args:
+        vocab_size: token ids are below it.
+        max_length, responses_only, chat_template: as for `tokenize`.
+
+    Attributes:
+        first_ledger: the ledger of the first rows, of one block at least.
+        fingerprint: of the documents made of them, see `rows_hash`.
+
+    Raises:
+        InputError: the first rows cannot be read or trained on.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        vocab_size: int,
+        max_length: int,
+        responses_only: bool,
+        chat_template: str | None,
+    ):
+        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
+        self._max_length, self._responses_only = max_length, responses_only
+        self._chat_template = chat_template
+        self._format: str | None = None
+        self._columns: list[str] = []
+        self.first_ledger, self.fingerprint = self._look_at_first_rows()
+
+    def blocks(
+        self, place: Place, share: Share, worker: int = 0, workers: int = 1
+    ) -> Iterator[DocumentBlock]:
+        """The documents of a share from a place on, without an end.
+
+        Args:
+            worker, workers: number of this worker, and how many take turns; each gives its own blocks.
+
+        Raises:
+            InputError: a row cannot be read or trained on; names it.
+        """
+        for turn, block in enumerate(endless(self._source, place)):
+            if turn % workers == worker:
+                yield self._made(block, share)
+
+    def _look_at_first_rows(self) -> tuple[TokenLedger, str]:
+        tally, hashes = Tally(), RowHashes()
+        for block in endless(self._source, Place()):
+            if block.ends_pass:
+                break
+            made = self._made(block, Share())
+            tally += made.tally
+            hashes.update(made.table)
+            if tally.sums["rows_read"] >= _FIRST_ROWS:
+                break
+        check_counted(tally.ledger, self._max_length)
+        return tally.ledger, hashes.hexdigest()
+
+    def _made(self, block: RawBlock, share: Share) -> DocumentBlock:
+        import pyarrow as pa
+
+        chosen, tally, tables = share.indices(block), Tally(), [document_schema().empty_table()]
+        if chosen:
+            begin = block.begin.row
+            numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
+            try:
+                rows = block.read(chosen)
+            except HalfCharacter as error:
+                raise error.refusal(Path(block.name), numbers[error.index]) from None
+            try:
+                for encoded in self._maker(rows, numbers).encoded(0, len(rows)):
+                    tally += Tally.of(encoded)
+                    tables.append(table_of(encoded))
+                if tally.least_id < 0 or tally.last_id >= self._vocab_size:
+                    self._refuse_ids(tally, numbers)
+            except InputError as error:
+                raise InputError(f"{block.name}: {error}") from None
+        return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)
+
+    def _refuse_ids(self, tally: Tally, numbers: range) -> None:
+        wrong = tally.last_id if tally.last_id >= self._vocab_size else tally.least_id
+        raise InputError(
+            f"rows {numbers[0]} to {numbers[-1]}: token id {wrong} is outside the vocabulary, 0 to "
+            f"{self._vocab_size - 1}; tokenise with the tokenizer of this model, or resize its embeddings"
+        )
+
+    def _maker(self, rows: datasets.Dataset, numbers: range) -> DocumentMaker:
+        """What makes documents of some rows, which have to be as the first rows of the stream are."""
+        for name in self._columns:
+            if name not in rows.column_names:
+                rows = rows.add_column(name, [None] * len(rows))
+        conversion = Conversion(
+            rows,
+            chat_template=bool(self._tokenizer.chat_template),
+            responses_only=self._responses_only,
+            numbers=numbers,
+        )
+        if self._format is None:
+            self._format = conversion.data_format
+            self._columns = [name for name in rows.column_names if name in KNOWN_COLUMNS]
+        if conversion.data_format != self._format:
+            raise InputError(
+                f"rows {numbers[0]} to {numbers[-1]} have the format {conversion.data_format}, and the first "
+                f"rows {self._format}; keep one format a stream"
+            )
+        return DocumentMaker(
+            rows, conversion, self._tokenizer, self._max_length, self._responses_only, self._chat_template
+        )

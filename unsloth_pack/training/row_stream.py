@@ -1,0 +1,309 @@
+"""The rows of a stream, packed as its documents come, and where it stood after each of the last ones.
+
+    one process of several:   blocks of rows -> its share, tokenised -> PackingStream -> rows
+                              (loader's workers, in turn)               (this process)
+
+A row that is given out is not trained on yet: loaders read ahead. A checkpoint holds the place after the last
+row that was trained on, with the documents that waited there. So a resumed run sees the rows that follow.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.raw_blocks import Place
+from unsloth_pack.data.streamed import DocumentBlock, DocumentStream, Share
+from unsloth_pack.data.tally import Tally
+from unsloth_pack.errors import InputError, RunStopped
+from unsloth_pack.packing import PackingStream, StreamCounts
+from unsloth_pack.training.checkpoints import STREAM_FILES
+
+_COLUMNS = ("input_ids", "labels")
+_BUFFER = 2048  # documents that are planned together, unless they have more tokens than
+_BUFFER_TOKENS, _BUFFER_ROWS = 1 << 20, 16  # so many, or so many rows
+_VERSION = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a stream stands after a row.
+
+    Args:
+        rows: that this process has given out.
+        place: between the source's rows.
+        tally: counts of the rows that were read.
+        packer: state of the `PackingStream`, with the documents that wait.
+    """
+
+    rows: int
+    place: Place
+    tally: Tally
+    packer: Mapping[str, Any]
+
+    @property
+    def packed(self) -> StreamCounts:
+        """What the rows given out hold."""
+        return StreamCounts(**self.packer["counts"])
+
+
+class RowStream(IterableDataset[dict[str, Any]]):
+    """Packed rows of a stream for one of the processes that train together. They never end.
+
+    Args:
+        documents: where they come from.
+        capacity: tokens of a row.
+        seed: of the order of rows that are planned together.
+        share: of the documents that this process takes.
+        n_workers: processes that read and tokenise. Their number changes no row.
+        ahead: rows that are ready before one is given out. If a document is refused, so many still come: the
+            training can stop at an update, on all processes at the same one.
+
+    Attributes:
+        error: why no rows will come after those that are ready; None as long as they will.
+    """
+
+    def __init__(
+        self,
+        documents: DocumentStream,
+        capacity: int,
+        *,
+        seed: int,
+        share: Share,
+        n_workers: int,
+        ahead: int,
+    ):
+        self.documents, self.share, self.n_workers, self.ahead = documents, share, n_workers, ahead
+        self.error: InputError | None = None
+        self._packer = PackingStream(
+            capacity, _BUFFER, seed=seed, buffer_tokens=max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity)
+        )
+        self._last = self._stand(0, Place(), Tally())
+        self._stands: deque[Stand] = deque([self._last], maxlen=ahead + 2)
+
+    @property
+    def capacity(self) -> int:
+        return self._packer.capacity
+
+    @property
+    def waiting_at_most(self) -> tuple[int, int | None]:
+        """Documents and tokens that wait at most for others to share a row with."""
+        return self._packer.buffer_size, self._packer.buffer_tokens
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows after the last one that was given out."""
+        blocks = self._blocks()
+        tally, place, rows = self._last.tally, self._last.place, self._last.rows
+        while True:
+            while self._packer.ready < self.ahead and self.error is None:
+                try:
+                    block = next(blocks)
+                except InputError as error:
+                    self.error = error
+                    break
+                for document in block.documents():
+                    self._packer.push(document)
+                if block.ends_pass:
+                    self._packer.finish()
+                tally, place = tally + block.tally.coarse(), block.end
+            row = self._packer.pop()
+            if row is None:
+                raise RunStopped(str(self.error)) from self.error
+            rows += 1
+            self._last = self._stand(rows, place, tally)
+            self._stands.append(self._last)
+            yield row | {name: row[name].astype(np.int64) for name in _COLUMNS}
+
+    def after(self, rows: int) -> Stand:
+        """Where the stream stood after so many rows of this process, which may not be long ago."""
+        return next(stand for stand in self._stands if stand.rows == rows)
+
+    def save(self, checkpoint: Path, rows: int) -> None:
+        """Write where the stream stood after so many rows of this process."""
+        stand = self.after(rows)
+        state = dict(stand.packer)
+        groups = [*state.pop("ready"), state.pop("buffer")]
+        documents = [document for group in groups for document in group]
+        tensors = {name: _joined([document[name] for document in documents]) for name in _COLUMNS}
+        tensors["lengths"] = np.array([len(document["labels"]) for document in documents], np.int64)
+        tensors["groups"] = np.array(list(map(len, groups)), np.int64)
+        about = {
+            "version": _VERSION,
+            "rows": rows,
+            "place": stand.place.as_json(),
+            "tally": {"sums": stand.tally.sums, "lengths": list(stand.tally.lengths.items())},
+            "packer": state,
+        }
+        save_file(tensors, checkpoint / state_file(self.share.number), {"stream": json.dumps(about)})
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on where a stream stood when it was saved.
+
+        Raises:
+            InputError: the file is missing, or from a stream of other arguments.
+        """
+        path = checkpoint / state_file(self.share.number)
+        try:
+            with safe_open(path, "np") as file:
+                about = json.loads(file.metadata()["stream"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
+            raise InputError(
+                f"{path}: the place in the stream cannot be read ({error}); resume from another checkpoint, "
+                "or start anew"
+            ) from None
+        if about["version"] != _VERSION:
+            raise InputError(f"{path}: of another release (version {about['version']}); start anew")
+        groups = _grouped(tensors)
+        self._packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
+        tally = Tally(Counter(about["tally"]["sums"]), Counter(dict(about["tally"]["lengths"])))
+        self._last = self._stand(about["rows"], Place(**about["place"]), tally)
+        self._stands.clear()
+        self._stands.append(self._last)
+
+    def _stand(self, rows: int, place: Place, tally: Tally) -> Stand:
+        return Stand(rows, place, tally, self._packer.state_dict())
+
+    def _blocks(self) -> Iterator[DocumentBlock]:
+        source = _Blocks(self.documents, self._last.place, self.share)
+        options: dict[str, Any] = {}
+        if self.n_workers:
+            can_fork = "fork" in multiprocessing.get_all_start_methods()
+            context = multiprocessing.get_context("fork" if can_fork else None)
+            options = {"worker_init_fn": _begin_worker, "multiprocessing_context": context}
+        loader = DataLoader(
+            source,
+            batch_size=None,
+            num_workers=self.n_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # the run's own random numbers are not drawn from
+            **options,
+        )
+        try:
+            yield from loader
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise RunStopped(
+                "a process that reads and tokenises the data was killed, perhaps because memory ran out; "
+                "give a smaller --num_proc"
+            ) from error
+
+
+class EpochOfStream(TrainerCallback):
+    """The share of the updates that are done, where a trainer that goes on would begin to count anew."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        state.epoch = state.global_step / state.max_steps
+
+
+def state_file(process: int) -> str:
+    """The file of a checkpoint that holds where the stream of a process stood."""
+    return STREAM_FILES.replace("*", str(process))
+
+
+def loader_of(
+    stream: RowStream, batch_size: int, collate: Any, device: torch.device, pin_memory: bool
+) -> Any:
+    """The loader of a stream's rows, which no trainer deals out once more."""
+    loader = DataLoader(
+        stream,
+        batch_size=batch_size,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),
+    )
+    return prepare_data_loader(
+        loader, device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False
+    )
+
+
+@dataclass(frozen=True)
+class StreamTotals:
+    """What all processes have read of a stream, and have trained on.
+
+    Args:
+        ledger: of the rows that were read; lengths in it are rounded up by at most a 64th.
+        turns: passes over the data that every process has completed.
+        rows, documents, tokens: of the packed rows that were trained on.
+        waiting: documents that were read and not trained on.
+    """
+
+    ledger: TokenLedger
+    turns: int
+    rows: int
+    documents: int
+    tokens: int
+    waiting: int
+
+
+def totals(stream: RowStream, rows: int) -> StreamTotals:
+    """The totals after so many rows of each process. Every process has to call this."""
+    stand = stream.after(rows)
+    by_process = gather_object([(stand.tally, stand.packed, stand.place.turn)])
+    tally, packed = Tally(), Counter[str]()
+    for of_process, counts, _ in by_process:
+        tally += of_process
+        packed.update(asdict(counts))
+    return StreamTotals(
+        ledger=tally.ledger,
+        turns=min(turn for *_, turn in by_process),
+        rows=packed["packs"],
+        documents=packed["documents"],
+        tokens=packed["tokens"],
+        waiting=packed["examples"] - packed["documents"],
+    )
+
+
+class _Blocks(IterableDataset[DocumentBlock]):
+    """The blocks of a share; workers take them in turn, so that a loader gives them in their order."""
+
+    def __init__(self, documents: DocumentStream, place: Place, share: Share):
+        self._documents, self._place, self._share = documents, place, share
+
+    def __iter__(self) -> Iterator[DocumentBlock]:
+        worker = get_worker_info()
+        number, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        return self._documents.blocks(self._place, self._share, number, of)
+
+
+def _as_it_is(block: Any) -> Any:
+    return block
+
+
+def _begin_worker(number: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for each in _SIGNALS:  # the training process hears them, and ends this one
+        signal.signal(each, signal.SIG_IGN)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int32), *parts])
+
+
+def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, np.ndarray]]]:
+    ends = np.cumsum(tensors["lengths"]).tolist()
+    documents = [
+        {name: tensors[name][start:end] for name in _COLUMNS}
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    bounds = np.cumsum(tensors["groups"]).tolist()
+    return [documents[start:end] for start, end in zip([0, *bounds], bounds, strict=False)]
