@@ -16,6 +16,7 @@ from tiny import error, random_documents, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import get_protocol_members
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
@@ -689,19 +690,24 @@ def allocations(monkeypatch):
     return asked
 
 
+def can_be_captured(decoder) -> bool:
+    """From Python 3.12 on `isinstance` does not find the members that torch keeps in a module's dicts."""
+    return all(hasattr(decoder, name) for name in get_protocol_members(CapturableDecoder))
+
+
 def test_our_decoder_is_one_that_can_be_captured():
     model = tiny_model("llama", device="cpu")
     decoder = model.get_decoder()
-    assert not isinstance(decoder, CapturableDecoder)
+    assert not can_be_captured(decoder)
     patch_model(model)
-    assert isinstance(decoder, CapturableDecoder)
+    assert can_be_captured(decoder)
 
 
 def test_another_decoder_is_captured_and_replayed(allocations, monkeypatch):
     """All that graphs ask of a decoder is declared: this one has nothing else."""
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
     decoder, graphs = TinyDecoder(), StepGraphs(None)
-    assert isinstance(decoder, CapturableDecoder)
+    assert can_be_captured(decoder)
     row, ids = PackedRow.of_lengths([9, 3], CPU), torch.arange(12)[None] % 8
     for _ in range(2):
         assert graphs.run(decoder, row, ids) is None

@@ -170,3 +170,40 @@ for widths, warps in GROUPS.items():
 
 def test_the_kernels_of_fp8_compile_for_hopper(tmp_path):
     assert compiled(FP8, tmp_path).count("compiled") == 4 * 3
+
+
+GATED = """
+import itertools
+from importlib import import_module
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+host = import_module("unsloth_pack.kernels.gated_lora")
+SPARSE = ("N", "gr_sr", "ur_sr", "right_sr")  # that 16 need not divide
+for dtype, rank in itertools.product([torch.bfloat16, torch.float32], [16, 64, 128]):
+    part = host.LowRank(torch.empty(1, rank), torch.empty(1, rank))
+    blocks = host._Blocks.of(torch.empty(1, dtype=dtype), part, part)._asdict()
+    constants = {name.upper(): value for name, value in blocks.items()}
+    constants |= {"GATE_RANK": rank, "UP_RANK": rank, "RANK": rank, "KEEP": True, "ACTIVATION": "silu"}
+    pointer = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+    for kernel in (host._gated_lora_kernel, host._gated_lora_backward_kernel):
+        names = kernel.arg_names
+        of_strides = {name: "i32" for name in names if name in "NF" or "_s" in name}
+        signature = {name: pointer for name in names} | of_strides
+        signature |= {name: "fp32" for name in names if name.endswith("_scale")}
+        signature |= {name: "constexpr" for name in names if name in constants}
+        divisible = [i for i, name in enumerate(names) if signature[name] in (pointer, "i32")]
+        divisible = {(i,): [["tt.divisibility", 16]] for i in divisible if names[i] not in SPARSE}
+        own = {name: constants[name] for name in names if name in constants}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=own, attrs=divisible)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        assert made.metadata.shared <= 99 * 1024, (kernel.__name__, dtype, rank, made.metadata.shared)
+        print("compiled", kernel.__name__, dtype, rank, made.metadata.shared)
+"""
+
+
+def test_the_kernels_of_gated_layers_fit_into_the_least_shared_memory(tmp_path):
+    assert compiled(GATED, tmp_path).count("compiled") == 12

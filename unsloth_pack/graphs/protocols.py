@@ -37,7 +37,6 @@ class DecoderOutput(Protocol):
         """`[B, T, C]`."""
 
 
-@runtime_checkable
 class PackedDecoder(Walkable, Protocol):
     """A decoder that runs packed rows."""
 
@@ -62,7 +61,6 @@ class PackedDecoder(Walkable, Protocol):
         """
 
 
-@runtime_checkable
 class CapturableDecoder(PackedDecoder, Protocol):
     """A packed decoder that graphs can hold: it reads nothing of a row but what `PackedRow.static` allows."""
 

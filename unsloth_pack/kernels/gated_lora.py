@@ -23,6 +23,7 @@ from .launch import as_rows, jit, takes_fused_path, tl, triton
 from .reference import LowRank
 
 _MOST_RANKS = 64  # of a part that are multiplied at a time
+_MOST_LOADED_AHEAD = 92 * 2**10  # bytes: an Ada GPU has 99 KiB of shared memory for a program
 
 
 class _Part(NamedTuple):
@@ -48,10 +49,14 @@ class _Blocks(NamedTuple):
     ranks: int
 
     @classmethod
-    def of(cls, *parts: LowRank) -> _Blocks:
-        most = triton.next_power_of_2(max((part.left.shape[1] for part in parts), default=1))
-        ranks = min(_MOST_RANKS, max(16, most))  # `tl.dot` takes 16 and more
-        return cls(16, 128, 8, 3, ranks)
+    def of(cls, x: Tensor, *parts: LowRank) -> _Blocks:
+        """For tensors like x, with at most two parts."""
+        most = max((part.left.shape[1] for part in parts), default=1)
+        ranks = min(_MOST_RANKS, max(16, triton.next_power_of_2(most)))  # `tl.dot` takes 16 and more
+        rows, columns = (16, 128) if ranks <= 32 else (32, 64)
+        of_parts = 2 * triton.cdiv(most, ranks) * ranks * (rows + columns)
+        stage = x.element_size() * (2 * rows * columns + of_parts)  # bytes that are loaded ahead for a tile
+        return cls(rows, columns, 8, 1 + min(2, _MOST_LOADED_AHEAD // stage), ranks)
 
     def grid(self, x: Tensor) -> tuple[int]:
         N, F = x.shape
@@ -86,7 +91,7 @@ def gated_lora_(
         return reference.gated_lora_(gate, up, activation, of_gate, of_up, keep)
     (gate_rows, gate_sr), (up_rows, up_sr) = as_rows(gate), as_rows(up)
     out = gate.new_empty(gate.shape)
-    blocks = _Blocks.of(of_gate, of_up)
+    blocks = _Blocks.of(gate, of_gate, of_up)
     with torch.cuda.device_of(gate):
         _gated_lora_kernel[blocks.grid(gate)](
             *(gate_rows, up_rows, out, *_part(of_gate), *_part(of_up), *gate.shape, gate_sr, up_sr),
@@ -127,7 +132,7 @@ def gated_lora_backward_(
     tensors, strides = zip(*map(as_rows, (g_out, gate, up, g_gate, g_up)), strict=True)
     # A part of rank 0 adds nothing, and its tensors are not read
     part = _Part(gate, gate, 0.0, 0, 0, 0, 0) if of_g_out is None else _part(of_g_out)
-    blocks = _Blocks.of(*parts)
+    blocks = _Blocks.of(gate, *parts)
     with torch.cuda.device_of(gate):
         _gated_lora_backward_kernel[blocks.grid(gate)](
             *(*tensors, *part, *gate.shape, *strides, activation, *blocks), num_warps=4

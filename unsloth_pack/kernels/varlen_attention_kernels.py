@@ -238,7 +238,7 @@ def _logit_and_slope(product, scale, softcap, CAPPED: tl.constexpr, dtype: tl.co
 
 @_jit
 def _dot(x, y, total=None):
-    """total + x y; of float32 in three products of TF32, which are as exact."""
+    """total + x y; of float32 in three products of TF32, which keep 22 bits of each number."""
     return tl.dot(x, y, total, input_precision="tf32x3")
 
 
