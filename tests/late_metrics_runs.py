@@ -1,7 +1,7 @@
 """Runs of a trainer whose metrics are read late, or by TRL's own loss, in every micro-batch."""
 
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
@@ -17,6 +17,7 @@ from unsloth_pack.training.trl import make_trainer, sft_config
 
 LENGTHS = [[5, 1, 9, 3], [12, 4], [7], [2, 2, 20], [6, 6], [30, 1], [8, 3, 3], [11], [4, 17]]
 TRLS_OWN = "unsloth_pack.training.trl.has_default_loss"
+NOT_FLAT = "unsloth_pack.training.trl.why_not_flat"
 
 
 def rows(packed, seed=0):
@@ -63,9 +64,13 @@ def logged(trainer):
     ]
 
 
-def log_of_run(folder, packed, trls_own, arch="qwen3", **options):
+def log_of_run(folder, packed, trls_own, arch="qwen3", flat=True, **options):
     arguments = config(folder, packed, **options)
-    with patch(TRLS_OWN, lambda trainer: False) if trls_own else nullcontext():
+    with ExitStack() as patches:
+        if trls_own:
+            patches.enter_context(patch(TRLS_OWN, lambda trainer: False))
+        if not flat:
+            patches.enter_context(patch(NOT_FLAT, lambda arguments: "for comparison"))
         return logged(
             make_trainer(model(arch), byte_tokenizer(), arguments, rows(packed), rows(packed, 50), [])
         )

@@ -103,10 +103,14 @@ def test_several_processes(tmp_path):
         for packed, accumulation in ((True, 1), (False, 2))
         for trls_own in (False, True)
     ]
-    packed, packed_trl, padded, padded_trl = runs.logs_on_two_processes(tmp_path, port, both)
+    weight_by_weight = both[0] | {"flat": False}
+    logs = runs.logs_on_two_processes(tmp_path, port, [*both, weight_by_weight])
+    packed, packed_trl, padded, padded_trl, by_weight = logs
     assert packed == packed_trl
     assert padded == padded_trl
     assert packed != padded
+    flat_losses, losses = ([line["loss"] for line in log if "loss" in line] for log in (packed, by_weight))
+    assert flat_losses == pytest.approx(losses, rel=1e-5)  # the optimizer's buffer under DDP
 
 
 @pytest.mark.parametrize("options", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}])

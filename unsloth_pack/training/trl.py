@@ -26,6 +26,7 @@ from unsloth_pack.training.checkpoints import WholeCheckpoints, state_of
 from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
+from unsloth_pack.training.flat_adamw import FlatAdamW, why_not_flat
 from unsloth_pack.training.late_metrics import LateMetrics, default_loss, has_default_loss
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
@@ -52,6 +53,7 @@ class RunTrainer(SFTTrainer):
         checkpoints, whole or not there               checkpoints.py
         finite_updates                                finite_updates.py
         loss and metrics, without waits               late_metrics.py
+        AdamW over one tensor                         flat_adamw.py
         memory_watch                                  memory_watch.py
         document losses, in evaluations               evaluation.py
         weights shared out over processes             sharded_weights.py
@@ -183,8 +185,19 @@ class RunTrainer(SFTTrainer):
         model: Any = self.model
         return "train" if model.training else "eval"
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        made_by, options = SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
+        return (FlatAdamW if why_not_flat(args) is None else made_by), options
+
     def _clip_grad_norm(self, model: Any) -> Any:
-        return self.finite_updates.judge(self, super()._clip_grad_norm(model))
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        flat = optimizer.flat_weights() if isinstance(optimizer, FlatAdamW) else []
+        if flat:
+            norm = self.accelerator.clip_grad_norm_(flat, self.args.max_grad_norm)
+        else:
+            norm = super()._clip_grad_norm(model)
+        return self.finite_updates.judge(self, norm)
 
     # After an update
 
