@@ -2,9 +2,10 @@
 
     python benchmarks/host.py [--against FOLDER] [--layers 24] [--steps 60] [--rounds 3] [--json PATH]
 
-Needs no GPU. A model of many narrow layers with an adapter on every projection trains, once under TRL's
-SFTTrainer and once in a bare loop. What would be replayed from CUDA graphs is replaced by static tensors:
-the row is described, copied and checked, and gradients are handed out, but the layers compute nothing.
+Needs no GPU. A model of many narrow layers with an adapter on every projection trains: under TRL's
+SFTTrainer, under the trainer of `unsloth-pack train`, and in a bare loop. What would be replayed from CUDA
+graphs is replaced by static tensors: the row is described, copied and checked, and gradients are handed out,
+but the layers compute nothing.
 Times are of the processor, so that other processes on the machine hardly count. With --against, another
 checkout of unsloth_pack is measured in turns with this one. Each part is the median over steps, of the best
 round. Parts lie within one another: `step` holds all of them.
@@ -112,9 +113,9 @@ class Parts:
 
 
 def run(layers: int, steps: int) -> dict[str, float]:
-    """The parts of a step under both trainers."""
+    """The parts of a step under each trainer."""
     found = {}
-    for prefix, train in (("TRL", train_with_trl), ("bare loop", train_in_a_loop)):
+    for prefix, train in (("TRL", train_with_trl), ("run", train_as_a_run), ("bare loop", train_in_a_loop)):
         model = make_model(layers)
         parts = Parts()
         watch(parts, model)
@@ -222,14 +223,52 @@ def train_in_a_loop(model: Any, parts: Parts, steps: int) -> None:
             start = time.thread_time()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             parts.steps[-1]["clip"] += 1e3 * (time.thread_time() - start)
+            start = time.thread_time()
             optimizer.step()
+            parts.steps[-1]["optimizer"] += 1e3 * (time.thread_time() - start)
             model.zero_grad()
 
 
 def train_with_trl(model: Any, parts: Parts, steps: int) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    def make(folder: str, rows: Any, callbacks: list[Any]) -> Any:
+        own = {"padding_free": True, "max_length": None, "use_cpu": True, "bf16": False, "disable_tqdm": True}
+        config = SFTConfig(folder, **own, gradient_checkpointing=False, **arguments(steps))
+        given = {"processing_class": tokenizer(), "callbacks": callbacks}
+        return SFTTrainer(model=model, args=config, train_dataset=rows, **given)
+
+    train(make, parts, steps)
+
+
+def train_as_a_run(model: Any, parts: Parts, steps: int) -> None:
+    import torch
+
+    from unsloth_pack.training.trl import make_trainer, sft_config
+
+    def make(folder: str, rows: Any, callbacks: list[Any]) -> Any:
+        config = sft_config(folder, padding_free=True, dtype=torch.float32, **arguments(steps))
+        return make_trainer(model, tokenizer(), config, rows, None, callbacks)
+
+    train(make, parts, steps)
+
+
+def arguments(steps: int) -> dict[str, Any]:
+    """Of transformers' `TrainingArguments`."""
+    return {
+        "max_steps": steps,
+        "per_device_train_batch_size": 1,
+        "optim": "adamw_torch_fused",
+        "logging_steps": 10**6,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+
+
+def train(make: Callable[[str, Any, list[Any]], Any], parts: Parts, steps: int) -> None:
+    """Train with the trainer that `make` makes of a folder, rows and callbacks."""
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
 
     class Clock(TrainerCallback):
         inside: Any = None
@@ -238,29 +277,18 @@ def train_with_trl(model: Any, parts: Parts, steps: int) -> None:
             self.inside = parts.step()
             self.inside.__enter__()
 
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.start = time.thread_time()
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            parts.steps[-1]["optimizer"] += 1e3 * (time.thread_time() - self.start)
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.inside.__exit__(None, None, None)
 
+    rows = Dataset.from_list([make_row(number) for number in range(steps)])
     with tempfile.TemporaryDirectory() as folder:
-        config = SFTConfig(
-            folder,
-            max_steps=steps,
-            per_device_train_batch_size=1,
-            padding_free=True,
-            max_length=None,
-            use_cpu=True,
-            bf16=False,
-            optim="adamw_torch_fused",
-            logging_steps=10**6,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-        )
-        rows = Dataset.from_list([make_row(number) for number in range(steps)])
-        trainer = SFTTrainer(
-            model=model, args=config, train_dataset=rows, processing_class=tokenizer(), callbacks=[Clock()]
-        )
+        trainer = make(folder, rows, [Clock()])
         parts.wrap(trainer.accelerator, "backward", "backward")
         parts.wrap(trainer, "_clip_grad_norm", "clip")
         parts.wrap(trainer, "compute_loss", "compute_loss")
@@ -279,7 +307,7 @@ def make_row(number: int) -> dict[str, Any]:
     cuts = np.sort(random.choice(np.arange(1, TOKENS), DOCUMENTS - 1, replace=False))
     lengths = np.diff([0, *cuts, TOKENS]).tolist()
     ids = random.integers(3, VOCAB, TOKENS).tolist()
-    return {"input_ids": ids, "seq_lengths": lengths}
+    return {"input_ids": ids, "labels": ids, "seq_lengths": lengths}
 
 
 def tokenizer() -> Any:

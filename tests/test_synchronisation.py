@@ -103,13 +103,15 @@ def test_a_bare_loop(described_on, allowed, captured, checkpointing):
         assert len(late) <= 1  # for how many tokens have a label
 
 
-def test_the_trainer_of_a_run(tmp_path):
-    """TRL waits for its metrics. Our files wait for nothing at once: the row is described in the loader."""
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_the_trainer_of_a_run(packed, accumulation, tmp_path):
+    """From the end of an update to the end of the next, loading and the optimizer among it."""
     model, tokenizer = FastLanguageModel.from_pretrained("demo", max_seq_length=256)
     model = FastLanguageModel.get_peft_model(model, r=4)
-    rows = [[*random_documents([90, 60, 45], seed=seed)] for seed in range(BEFORE + 4)]
-    ids = [torch.cat(row).tolist() for row in rows]
-    dataset = Dataset.from_dict({"input_ids": ids, "labels": ids, "seq_lengths": [[90, 60, 45]] * len(rows)})
+    updates, lengths = BEFORE + 4, [90, 60, 45]
+    ids = [torch.cat(random_documents(lengths, seed=n)).tolist() for n in range(updates * accumulation)]
+    rows = {"input_ids": ids, "labels": ids} | ({"seq_lengths": [lengths] * len(ids)} if packed else {})
     counts = []
 
     class Count(TrainerCallback):
@@ -118,7 +120,7 @@ def test_the_trainer_of_a_run(tmp_path):
         def on_step_end(self, args, state, control, **_):
             if self.waits is not None:
                 self.counting.__exit__(None, None, None)
-                counts.append([place for place in self.waits if place.startswith(OURS)])
+                counts.append(self.waits)
                 self.waits = None
             if BEFORE <= state.global_step < state.max_steps - 1:  # the last step logs
                 self.counting = counted_waits()
@@ -126,20 +128,21 @@ def test_the_trainer_of_a_run(tmp_path):
 
     config = sft_config(
         str(tmp_path),
-        padding_free=True,
+        padding_free=packed,
         dtype=model.dtype,
-        max_steps=len(rows),
+        max_steps=updates,
         per_device_train_batch_size=1,
+        gradient_accumulation_steps=accumulation,
         optim="adamw_torch_fused",
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
     )
-    make_trainer(model, tokenizer, config, dataset, None, [Count()]).train()
-    assert len(counts) == len(rows) - 1 - BEFORE
+    make_trainer(model, tokenizer, config, Dataset.from_dict(rows), None, [Count()]).train()
+    assert len(counts) == updates - 1 - BEFORE
     for at_once, late in map(at_once_and_late, counts):
         assert not at_once
-        assert len(late) <= 1  # for how many tokens have a label
+        assert len(late) <= accumulation  # for how many tokens have a label
 
 
 def test_asking_other_processes_for_a_signal():

@@ -43,7 +43,7 @@ def flags(model, data):
     """More than an epoch of packed rows, with dropout: random states must go on where they were."""
     given = {"model_name": model, "dataset": data, "max_seq_length": 256, "max_steps": STEPS, "r": 4}
     given |= {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "lora_dropout": 0.2}
-    given |= {"save_steps": EVERY, "warmup_steps": 1}
+    given |= {"save_steps": EVERY, "warmup_steps": 1, "optim": "adamw_torch_fused"}  # as on CUDA
     return ["--sample_packing", *(f"--{name}={value}" for name, value in given.items())]
 
 

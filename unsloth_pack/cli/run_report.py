@@ -29,9 +29,13 @@ from unsloth_pack.report.tables import (
     print_banner,
     print_generations,
 )
+from unsloth_pack.training.flat_adamw import why_not_flat
 from unsloth_pack.training.row_stream import RowStream, StreamTotals, totals
 
 if TYPE_CHECKING:
+    from trl import SFTConfig
+
+    from unsloth_pack.recipe.options import TrainOptions
     from unsloth_pack.recipe.prepare import Prepared
     from unsloth_pack.training.trl import RunTrainer
 
@@ -93,12 +97,18 @@ def announce(
         rows_per_step=rows_per_step,
         rows_per_update=rows_per_step * config.gradient_accumulation_steps * config.world_size,
         steps=updates,
-        optimizer=f"{options.training.optim}, learning rate {config.learning_rate:g}",
+        optimizer=_describe_optimizer(options, config),
         output_dir=str(config.output_dir),
         spread=str(sampler.spread()) if sampler is not None and config.world_size > 1 else None,
         waiting=rows.waiting_at_most if isinstance(rows := prepared.train.rows, RowStream) else None,
     )
     print_banner(console, facts, patch.report, prepared.train.ledger, fill)
+
+
+def _describe_optimizer(options: "TrainOptions", config: "SFTConfig") -> str:
+    why_not = why_not_flat(config)
+    takes = "all weights at once" if why_not is None else f"one weight after another: {why_not}"
+    return f"{options.training.optim}, learning rate {config.learning_rate:g}, {takes}"
 
 
 def _device_name(device: torch.device, count: int) -> str:

@@ -24,7 +24,7 @@ class RunFacts:
         packs: the manifest, if the rows were packed on disk.
         rows_per_step: of a micro-batch on one device.
         rows_per_update: rows of all devices and accumulation steps together.
-        optimizer: its name and learning rate.
+        optimizer: its name and learning rate, and whether it takes all weights at once.
         spread: how uneven the ranks' work is, if there are several.
         waiting: if the data streams, the documents and the tokens that wait at most to be packed.
     """

@@ -76,8 +76,7 @@ class TrainedCounts:
         ]
         held: Any = (sum(tokens), sum(slots))
         if accelerator.num_processes > 1:
-            here = [torch.as_tensor(x, device=accelerator.device) for x in held]  # without waiting for it
-            held = accelerator.reduce(torch.stack(here))
+            held = accelerator.reduce(torch.stack([_on_device(x, accelerator.device) for x in held]))
         self._tokens, self._slots = self._tokens + held[0], self._slots + held[1]
         self._counted = self._counted + (0 if counted is None else counted)
 
@@ -88,3 +87,8 @@ class TrainedCounts:
     def load(self, checkpoint: Path) -> None:
         """Go on from the counts in a checkpoint."""
         self._before = Trained(**json.loads((checkpoint / COUNTS_FILE).read_text(encoding="utf-8")))
+
+
+def _on_device(count: Any, device: torch.device) -> torch.Tensor:
+    """A count as a tensor there. Unlike a copy, filling it does not wait for the device."""
+    return count if isinstance(count, torch.Tensor) else torch.full((), count, device=device)

@@ -26,6 +26,8 @@ from unsloth_pack.training.checkpoints import WholeCheckpoints, state_of
 from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
+from unsloth_pack.training.flat_adamw import FlatAdamW, why_not_flat
+from unsloth_pack.training.late_metrics import LateMetrics, default_loss, has_default_loss
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.row_stream import EpochOfStream, RowStream, loader_of
@@ -50,6 +52,8 @@ class RunTrainer(SFTTrainer):
         counts, of seconds and tokens                 trained.py
         checkpoints, whole or not there               checkpoints.py
         finite_updates                                finite_updates.py
+        loss and metrics, without waits               late_metrics.py
+        AdamW over one tensor                         flat_adamw.py
         memory_watch                                  memory_watch.py
         document losses, in evaluations               evaluation.py
         weights shared out over processes             sharded_weights.py
@@ -71,6 +75,7 @@ class RunTrainer(SFTTrainer):
         self.counts = TrainedCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.finite_updates = FiniteUpdates()
+        self._late_metrics = LateMetrics(self.accelerator)
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()
 
@@ -165,8 +170,34 @@ class RunTrainer(SFTTrainer):
         self.memory_watch.end()
         return loss
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if return_outputs or not has_default_loss(self):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = default_loss(self, model, inputs, num_items_in_batch)
+        self._late_metrics.note(self._mode, outputs)
+        return loss
+
+    @property
+    def _mode(self) -> str:
+        """As TRL names the metrics of training and of evaluation."""
+        model: Any = self.model
+        return "train" if model.training else "eval"
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        made_by, options = SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
+        return (FlatAdamW if why_not_flat(args) is None else made_by), options
+
     def _clip_grad_norm(self, model: Any) -> Any:
-        return self.finite_updates.judge(self, super()._clip_grad_norm(model))
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        flat = optimizer.flat_weights() if isinstance(optimizer, FlatAdamW) else []
+        if flat:
+            norm = self.accelerator.clip_grad_norm_(flat, self.args.max_grad_norm)
+        else:
+            norm = super()._clip_grad_norm(model)
+        return self.finite_updates.judge(self, norm)
 
     # After an update
 
@@ -176,9 +207,10 @@ class RunTrainer(SFTTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        for metrics in self._metrics.values():
-            if "num_tokens" in metrics:  # TRL does not count rows that come again so that all ranks have some
-                metrics["num_tokens"] = [self.trained.tokens]
+        metrics = self._metrics[self._mode]
+        metrics.update(self._late_metrics.read(self._mode))
+        if metrics:  # TRL does not count rows that come again so that all ranks have some
+            metrics["num_tokens"] = [self.trained.tokens]
         left_out = self.finite_updates.steps_left_out()
         if left_out and "loss" in logs:
             logs["loss"] = math.nan
@@ -268,6 +300,7 @@ def sft_config(
             ddp_broadcast_buffers=False,  # they are rotary frequencies, which may depend on a rank's own row
             gradient_checkpointing=False,  # the model has its own if asked for; TRL would replace it
             logging_nan_inf_filter=False,  # it would wait for the device every step
+            accelerator_config={"non_blocking": on_gpu},  # so would a copy to the device that blocks
             disable_tqdm=True,
             **arguments,
         )

@@ -1,0 +1,354 @@
+"""AdamW over one tensor gives what AdamW gives, looks like it, and goes on from its checkpoints."""
+
+import copy
+import io
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import late_metrics_runs as runs
+import pytest
+import torch
+from model_folder import byte_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny import DEVICE
+from torch.optim import AdamW
+
+from unsloth_pack.graphs.flat_gradients import FlatGradients
+from unsloth_pack.training import flat_adamw
+from unsloth_pack.training.flat_adamw import FlatAdamW
+from unsloth_pack.training.trl import RunTrainer, make_trainer
+
+SHAPES = [(4, 7), (3,), (7, 4), (4, 7), (1, 1), (33, 5), (3,), (4, 7)]
+UPDATES = 4
+# A kernel rounds the last elements of a tensor otherwise than the rest
+ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6}
+
+
+def weights(dtypes=(torch.float64,), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [torch.nn.Parameter(x.to(DEVICE, dtypes[n % len(dtypes)])) for n, x in enumerate(made)]
+
+
+def groups(parameters):
+    """As transformers makes them: matrices decay, the others do not."""
+    return [
+        {"params": [p for p in parameters if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        {"params": []},
+    ]
+
+
+def optimizer_of(kind, parameters):
+    return kind(groups(parameters), lr=0.05, betas=(0.8, 0.95), fused=True)
+
+
+def give_gradients(parameters, seed, without=()):
+    generator = torch.Generator().manual_seed(100 + seed)
+    for number, parameter in enumerate(parameters):
+        grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.grad = None if number in without else grad
+
+
+def give_gradients_in_one(parameters, seed, without=()):
+    """As a captured step leaves them."""
+    give_gradients(parameters, seed, without)
+    copies = FlatGradients([p.grad for p in parameters], parameters[0].dtype).copies()
+    for parameter, grad in zip(parameters, copies, strict=True):
+        parameter.grad = grad
+
+
+def update(optimizer, parameters, seed, without=(), give=give_gradients):
+    give(parameters, seed, without)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def both(dtypes=(torch.float64,)):
+    """Weights and optimizer, flat and as AdamW has them."""
+    flat, plain = weights(dtypes), weights(dtypes)
+    return (flat, optimizer_of(FlatAdamW, flat)), (plain, optimizer_of(AdamW, plain))
+
+
+def assert_same(flat, plain):
+    """Weights and states, but for rounding."""
+    (parameters, optimizer), (expected, reference) = flat, plain
+    assert all(map(are_close, parameters, expected))
+    found, right = optimizer.state_dict(), reference.state_dict()
+    assert found["param_groups"] == right["param_groups"]
+    assert found["state"].keys() == right["state"].keys()
+    for key, state in right["state"].items():
+        assert found["state"][key].keys() == state.keys()
+        assert torch.equal(found["state"][key]["step"], state["step"])
+        assert all(are_close(found["state"][key][name], value) for name, value in state.items())
+
+
+def are_close(found, expected):
+    assert found.dtype == expected.dtype
+    rounding = ROUNDING[found.dtype]
+    return torch.allclose(found, expected, rtol=rounding, atol=rounding)
+
+
+def is_flat(optimizer):
+    return optimizer._flat is not None
+
+
+@pytest.mark.parametrize(
+    ("give", "dtypes"),
+    [
+        (give_gradients, (torch.float64,)),
+        (give_gradients_in_one, (torch.float64,)),
+        (give_gradients, (torch.float32, torch.float64)),
+    ],
+)
+def test_the_weights_are_adamws(give, dtypes):
+    flat, plain = both(dtypes)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)) for _, o in (flat, plain)]
+    for seed in range(UPDATES):
+        for parameters, optimizer in (flat, plain):
+            update(optimizer, parameters, seed, give=give)
+        for schedule in schedules:
+            schedule.step()
+        assert_same(flat, plain)
+    assert is_flat(flat[1])
+
+
+def test_gradients_of_a_captured_step_are_not_copied():
+    parameters = weights()
+    optimizer = FlatAdamW(parameters, fused=True)
+    give_gradients_in_one(parameters, 0)
+    before = [p.grad.data_ptr() for p in parameters]
+    (flat,) = optimizer.flat_weights()
+    assert [p.grad.data_ptr() for p in parameters] == before
+    assert flat.grad.data_ptr() == min(before)
+    give_gradients(parameters, 0)
+    apart = [p.grad for p in parameters]
+    optimizer.flat_weights()
+    assert [p.grad.data_ptr() for p in parameters] != [grad.data_ptr() for grad in apart]
+
+
+def test_neighbours_in_memory_that_are_not_one_tensor():
+    """Tensors of their own that happen to lie next to each other, as allocators place them."""
+    pool = torch.randn(64)
+    parameters = [torch.nn.Parameter(torch.zeros(8)) for _ in range(2)]
+    for number, parameter in enumerate(parameters):
+        storage = torch.frombuffer(memoryview(pool.numpy())[8 * number : 8 * number + 8], dtype=torch.float32)
+        parameter.data = storage
+    assert parameters[1].data_ptr() - parameters[0].data_ptr() == 32
+    before = [p.detach().clone() for p in parameters]
+    FlatAdamW(parameters, lr=0.1)
+    assert all(map(torch.equal, parameters, before))
+    assert parameters[0].untyped_storage().nbytes() == 64
+
+
+def test_one_norm_clips_all():
+    flat, plain = both()
+    for parameters, _ in (flat, plain):
+        give_gradients(parameters, 0)
+    norm = torch.nn.utils.clip_grad_norm_(flat[1].flat_weights(), 0.5)
+    expected = torch.nn.utils.clip_grad_norm_(plain[0], 0.5)
+    assert are_close(norm, expected)
+    assert all(are_close(p.grad, q.grad) for p, q in zip(flat[0], plain[0], strict=True))
+
+
+def test_addresses_stay():
+    """Captured graphs read them, also of the next training with the same model."""
+    parameters = weights()
+    optimizer = optimizer_of(FlatAdamW, parameters)
+    addresses = [p.data_ptr() for p in parameters]
+    update(optimizer, parameters, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    update(optimizer, parameters, 1)
+    optimizer_of(FlatAdamW, parameters)
+    assert [p.data_ptr() for p in parameters] == addresses
+
+
+@pytest.mark.parametrize("without", [(0, 5), (2,)])
+def test_weights_without_a_gradient(without):
+    """AdamW leaves them alone, and counts their steps apart."""
+    flat, plain = both()
+    for seed, missing in enumerate([(), (), without, (), without, ()]):
+        for parameters, optimizer in (flat, plain):
+            update(optimizer, parameters, seed, missing)
+        assert_same(flat, plain)
+    assert not is_flat(flat[1])
+
+
+def test_an_update_without_any_gradient_changes_nothing():
+    flat, plain = both()
+    for seed, missing in enumerate([(), range(len(SHAPES)), ()]):
+        for parameters, optimizer in (flat, plain):
+            update(optimizer, parameters, seed, missing)
+    assert_same(flat, plain)
+    assert is_flat(flat[1])
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_an_update_that_is_left_out_on_the_device(found):
+    flat, plain = both()
+    for seed in range(3):
+        for parameters, optimizer in (flat, plain):
+            optimizer.found_inf = torch.tensor(found if seed == 1 else 0.0, device=DEVICE)
+            update(optimizer, parameters, seed)
+    assert_same(flat, plain)
+    assert is_flat(flat[1])
+
+
+def test_scaled_gradients():
+    flat, plain = both()
+    for parameters, optimizer in (flat, plain):
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+        for seed in range(3):
+            scaler.scale(torch.ones((), device=DEVICE))
+            give_gradients(parameters, seed)
+            if seed == 1:
+                parameters[3].grad[0] = torch.inf
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same(flat, plain)
+
+
+@pytest.mark.parametrize("replace", ["data", "group", "closure"])
+def test_what_others_may_do_to_an_optimizer(replace):
+    flat, plain = both()
+    for parameters, optimizer in (flat, plain):
+        update(optimizer, parameters, 0)
+        if replace == "data":
+            parameters[2].data = parameters[2].data + 1
+        elif replace == "group":
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, device=DEVICE))]})
+        give_gradients(parameters, 1)
+        if replace == "closure":
+            assert optimizer.step(lambda: 5) == 5
+        update(optimizer, parameters, 2)
+    assert_same(flat, plain)
+
+
+@pytest.mark.parametrize("before", [AdamW, FlatAdamW])
+@pytest.mark.parametrize("after", [AdamW, FlatAdamW])
+def test_either_goes_on_from_the_other(before, after):
+    one, expected = weights(), weights()
+    reference = optimizer_of(AdamW, expected)
+    optimizer = optimizer_of(before, one)
+    for seed in range(2):
+        update(optimizer, one, seed)
+    file = io.BytesIO()
+    torch.save({"weights": [p.detach() for p in one], "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = weights(seed=9)
+    resumed = optimizer_of(after, other)
+    resumed.load_state_dict(saved["optimizer"])
+    for parameter, value in zip(other, saved["weights"], strict=True):
+        parameter.data.copy_(value)
+    for seed in range(UPDATES):
+        update(reference, expected, seed)
+        if seed > 1:
+            update(resumed, other, seed)
+    assert_same((other, resumed), (expected, reference))
+    assert after is AdamW or is_flat(resumed)
+
+
+def test_going_on_changes_no_bit():
+    whole, parameters = weights((torch.float32,)), weights((torch.float32,))
+    reference, optimizer = optimizer_of(FlatAdamW, whole), optimizer_of(FlatAdamW, parameters)
+    for seed in range(UPDATES):
+        update(reference, whole, seed)
+        update(optimizer, parameters, seed)
+        saved = copy.deepcopy(optimizer.state_dict())
+        parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+        optimizer = optimizer_of(FlatAdamW, parameters)
+        optimizer.load_state_dict(saved)
+    assert all(map(torch.equal, parameters, whole))
+    assert is_flat(optimizer)
+
+
+def test_a_checkpoint_whose_weights_have_made_different_steps():
+    flat, plain = both()
+    for seed, missing in enumerate([(), (1,)]):
+        update(plain[1], plain[0], seed, missing)
+    flat[1].load_state_dict(copy.deepcopy(plain[1].state_dict()))
+    for parameter, value in zip(flat[0], plain[0], strict=True):
+        parameter.data.copy_(value)
+    for parameters, optimizer in (flat, plain):
+        update(optimizer, parameters, 2)
+    assert_same(flat, plain)
+
+
+def test_a_copy_is_an_optimizer_of_its_own():
+    flat, plain = both()
+    for parameters, optimizer in (flat, plain):
+        update(optimizer, parameters, 0)
+    parameters, optimizer = copy.deepcopy(flat)
+    update(optimizer, parameters, 1)
+    update(plain[1], plain[0], 1)
+    assert_same((parameters, optimizer), plain)
+
+
+def test_a_model_with_flat_weights_is_saved_as_before(tmp_path):
+    model = runs.model()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    save_file({name: p.detach().clone() for name, p in trained.items()}, tmp_path / "before.safetensors")
+    FlatAdamW(trained.values())
+    save_file({name: p.detach() for name, p in trained.items()}, tmp_path / "after.safetensors")
+    before, after = (load_file(tmp_path / f"{name}.safetensors") for name in ("before", "after"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 2 * sum(
+        p.numel() * 4 for p in trained.values()
+    )
+
+
+# Under the trainer of a run
+
+
+def run(folder, flat=True, checkpoint=None, **options):
+    """The trained weights, and the trainer."""
+    given = {"optim": "adamw_torch_fused", "weight_decay": 0.1} | options
+    arguments = runs.config(folder, True, **given)
+    data = (runs.rows(True), runs.rows(True, 50))
+    with nullcontext() if flat else patch(runs.NOT_FLAT, lambda arguments: "for comparison"):
+        trainer = make_trainer(runs.model(), byte_tokenizer(), arguments, *data, [])
+        trainer.train_from(checkpoint)
+    assert flat_is_on(trainer) == flat
+    return {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}, trainer
+
+
+def flat_is_on(trainer):
+    optimizer = trainer.optimizer.optimizer
+    return isinstance(optimizer, FlatAdamW) and is_flat(optimizer)
+
+
+def losses(trainer):
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_run_is_the_same(accumulation, tmp_path):
+    weights_of_flat, flat = run(tmp_path, accumulation=accumulation)
+    weights_of_plain, plain = run(tmp_path, flat=False, accumulation=accumulation)
+    assert losses(flat) == pytest.approx(losses(plain), rel=1e-5)
+    for name, value in weights_of_plain.items():
+        assert torch.allclose(weights_of_flat[name], value, atol=1e-4)
+
+
+@pytest.mark.parametrize("was_flat", [True, False])
+@pytest.mark.parametrize("goes_on_flat", [True, False])
+def test_a_run_goes_on_from_its_checkpoint(was_flat, goes_on_flat, tmp_path):
+    whole, _ = run(tmp_path / "whole", goes_on_flat)
+    run(tmp_path / "first", was_flat, save_strategy="steps", save_steps=8)
+    resumed, trainer = run(tmp_path / "again", goes_on_flat, tmp_path / "first" / "checkpoint-8")
+    assert trainer.state.global_step == 18
+    assert all(torch.allclose(resumed[name], value, atol=1e-4) for name, value in whole.items())
+    if was_flat == goes_on_flat:
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
+def test_other_optimizers_are_left_alone(optim, tmp_path):
+    arguments = runs.config(tmp_path, True, optim=optim)
+    assert flat_adamw.why_not_flat(arguments) == "not adamw_torch_fused"
+    made_by, _ = RunTrainer.get_optimizer_cls_and_kwargs(arguments)
+    assert made_by is not FlatAdamW
