@@ -232,7 +232,13 @@ def loader_of(
         generator=torch.Generator(),
     )
     return prepare_data_loader(
-        loader, device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False
+        loader,
+        device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        dispatch_batches=False,
+        non_blocking=pin_memory,  # else a copy waits for the step before
     )
 
 
