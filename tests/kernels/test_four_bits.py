@@ -6,6 +6,7 @@ from exactness import DEVICE, assert_cpu_takes_the_reference
 
 from unsloth_pack.kernels import NestedScales, dequantize_4bit, reference
 from unsloth_pack.kernels.launch import INTERPRETED
+from unsloth_pack.lora.nf4 import Nf4Weight
 
 functional = pytest.importorskip("bitsandbytes.functional")
 pytest.importorskip("triton")
@@ -31,6 +32,18 @@ def test_the_same_bits_as_by_bitsandbytes(n_blocks, block, dtype, nested):
     given, expected = quantised(n_blocks * block, block, dtype, nested)
     assert torch.equal(dequantize_4bit(*given), expected)
     assert torch.equal(reference.dequantize_4bit(*given), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (3, 192), (5, 33)], ids=str)
+def test_a_weight_of_bitsandbytes_on_a_gpu(shape, nested):
+    """Rows may be no whole blocks, and the last block may be incomplete."""
+    weight = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=nested)
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = functional.dequantize_4bit(packed, state).to(dtype)
+        assert torch.equal(Nf4Weight(packed, state).dequantized(dtype), expected)
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs the kernel")

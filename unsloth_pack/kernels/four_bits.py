@@ -3,7 +3,7 @@
     x = code[q] * s      s = s₈-code[s₈] * s' + offset where the scales are held in eight bits themselves
 
 (Dettmers et al. 2023, "QLoRA", section 3, "Double Quantization"). bitsandbytes itself makes the scales whole
-first, in two launches of their own, and reaches about half of the speed of the device's memory.
+first, in two launches of their own.
 
 n blocks of some elements with one scale each; two elements a byte, the first in the upper half.
 """

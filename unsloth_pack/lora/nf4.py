@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import is_bitsandbytes_available
 
-from unsloth_pack.kernels import NestedScales, dequantize_4bit
+from unsloth_pack.kernels import NestedScales, dequantize_4bit, launch
 
 if is_bitsandbytes_available():
     from bitsandbytes import functional
@@ -35,7 +35,9 @@ class Nf4Weight(NamedTuple):
         """`[O, I]` in `dtype`. Callers drop it after its use, so that the next one gets the same memory."""
         state, packed = self.state, self.packed.view(torch.uint8).view(-1)
         n_elements = 2 * len(packed)
-        if state.quant_type != "nf4" or prod(state.shape) != n_elements or n_elements % state.blocksize:
+        in_whole_blocks = prod(state.shape) == n_elements and n_elements % state.blocksize == 0
+        # On a CPU bitsandbytes misreads weights whose rows are no whole blocks, and so does plain PEFT
+        if not packed.is_cuda or launch.triton is None or state.quant_type != "nf4" or not in_whole_blocks:
             return functional.dequantize_4bit(self.packed, state).to(dtype)
         scales = state.absmax
         if state.nested:
