@@ -2,7 +2,9 @@
 
 import os
 import socket
+import time
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 from tiny import random_documents, tiny_model
@@ -31,6 +33,9 @@ def train(rank, port, folder):
         parallel(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     torch.save((shapes, gradients), f"{folder}/{rank}.pt")
+    # A process that ends while the other still holds the group can leave it waiting for ever
+    del parallel
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
@@ -38,7 +43,13 @@ def test_every_process_describes_its_row_once(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(train, (port, str(tmp_path)), nprocs=2)
+    processes = mp.spawn(train, (port, str(tmp_path)), nprocs=2, join=False)
+    deadline = time.monotonic() + 240
+    while not processes.join(timeout=5):
+        if time.monotonic() > deadline:
+            for process in processes.processes:
+                process.kill()
+            pytest.fail("the processes do not end")
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first[0] == [(1, 18)] * 3
     assert second[0] == [(1, 14)] * 3
