@@ -5,7 +5,6 @@ import torch
 from exactness import DEVICE, assert_cpu_takes_the_reference
 
 from unsloth_pack.kernels import NestedScales, dequantize_4bit, reference
-from unsloth_pack.kernels.launch import INTERPRETED
 from unsloth_pack.lora.nf4 import Nf4Weight
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -46,7 +45,6 @@ def test_a_weight_of_bitsandbytes_on_a_gpu(shape, nested):
         assert torch.equal(Nf4Weight(packed, state).dequantized(dtype), expected)
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs the kernel")
 def test_nothing_is_read_or_written_past_the_end():
     given, expected = quantised(5 * 64, 64, torch.float32, True)
     packed, code, scales, *rest = given

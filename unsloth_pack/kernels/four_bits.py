@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .launch import INTERPRETED, jit, tl, triton
+from .launch import jit, takes_fused_path, tl, triton
 from .reference import NestedScales
 
-_BLOCKS, _WARPS = 4096, 4  # elements of a program, and its warps
+_ELEMENTS = 4096  # of a program
 
 
 def dequantize_4bit(
@@ -46,15 +46,15 @@ def dequantize_4bit(
             f"packed is {[*packed.shape]} of {packed.dtype}: pass [{n * block // 2}] of torch.uint8, for {n} "
             f"blocks of {block}"
         )
-    if triton is None or not (packed.is_cuda or INTERPRETED):
+    if not takes_fused_path(code, code):
         return reference.dequantize_4bit(packed, code, scales, block, dtype)
     out = torch.empty(n * block, dtype=dtype, device=packed.device)
-    blocks = max(1, _BLOCKS // block)
+    blocks = max(1, _ELEMENTS // block)
     parts = (*scales[:4], scales.group) if isinstance(scales, NestedScales) else (scales, None, None, None, 1)
     with torch.cuda.device_of(packed):
         _dequantize_kernel[(triton.cdiv(n, blocks),)](
             *(packed, code, *parts, out, n, blocks, block // 2),
-            num_warps=_WARPS,
+            num_warps=4,
             enable_fp_fusion=False,  # bitsandbytes rounds the product before it adds the offset
         )
     return out

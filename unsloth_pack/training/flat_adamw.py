@@ -132,10 +132,9 @@ class _Block:
     """
 
     def __init__(self, parameters: Sequence[Tensor]):
-        order = FlatLayout(
-            [parameter.shape for parameter in parameters]
-        ).order  # of a captured step's gradients
-        self.parameters = [parameters[place] for place in order]
+        # In the order of a captured step's gradients
+        by_shape = FlatLayout([parameter.shape for parameter in parameters])
+        self.parameters = [parameters[place] for place in by_shape.order]
         self._layout = FlatLayout([parameter.shape for parameter in self.parameters])
         starts = accumulate((parameter.numel() for parameter in self.parameters), initial=0)
         self._offsets = [parameters[0].element_size() * start for start in starts]

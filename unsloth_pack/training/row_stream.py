@@ -162,7 +162,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
         try:
             with safe_open(path, "np") as file:
                 about = json.loads(file.metadata()["stream"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                names = file.keys()
+                tensors = {name: file.get_tensor(name) for name in names}
         except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
             raise InputError(
                 f"{path}: the place in the stream cannot be read ({error}); resume from another checkpoint, "
