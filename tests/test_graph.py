@@ -30,7 +30,7 @@ from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.graphs.step_graphs import StepGraphs
-from unsloth_pack.graphs.trials import Times, Trials
+from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.models import spec_of
 from unsloth_pack.patching.decoder_parts import DecoderParts
@@ -270,23 +270,6 @@ def test_which_forms_are_captured(held_up, monkeypatch):
     assert graphs_for(5000) == 5120
     assert [graphs_for(20) for _ in range(4)] == [256] * 4
     assert graphs_for(6000) is None
-
-
-def test_a_decoder_is_not_looked_at_where_no_capture_would_gain(monkeypatch):
-    looked_at = []
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.DecoderState", looked_at.append)
-    monkeypatch.setattr(Trials, "have_shown_no_gain", lambda self, tokens: tokens == 1024)
-    monkeypatch.setattr(Trials, "times", lambda self, tokens: Times("30.0 ms", "10.0 ms"))
-    graphs = StepGraphs(None)
-    ids = torch.zeros(1, 1000, dtype=torch.long)
-    assert graphs.run("a decoder", PackedRow.of_lengths([1000], CPU), ids) is None
-    assert (
-        str(graphs) == "not captured: the GPU computes longer than Python launches: 30.0 ms against 10.0 ms"
-    )
-    assert looked_at == []
-    with pytest.raises(AttributeError):  # of the None that stands for its state
-        graphs.run("a decoder", PackedRow.of_lengths([200], CPU), ids[:, :200])
-    assert looked_at == ["a decoder"]
 
 
 def test_the_nearest_form_that_holds_a_row_is_replayed():

@@ -116,17 +116,6 @@ def test_a_judgement_is_corrected_by_later_rows():
     assert trials.is_held_up(1024) is True
 
 
-def test_no_gain_is_final_once_no_more_rows_are_measured():
-    machine = Machine()
-    trials = trials_on(machine)
-    for _ in range(4):
-        assert not trials.have_shown_no_gain(1024)
-        try_rows(trials, machine, (0.012, 0.045))
-    assert trials.have_shown_no_gain(1024)
-    assert not trials.have_shown_no_gain(2048)  # not measured, so it may be
-    assert trials.is_held_up(2048) is False
-
-
 def test_times_are_read_when_the_device_has_got_there_and_not_waited_for():
     machine = Machine()
     trials = trials_on(machine)

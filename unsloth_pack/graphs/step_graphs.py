@@ -75,10 +75,6 @@ class StepGraphs:
         self._on_trial = None
         if self._why_never is not None or input_ids is None or not torch.is_grad_enabled():
             return None
-        tokens = RowForm.of(row).tokens
-        if not self._graphs and self._trials.have_shown_no_gain(tokens):
-            self.why_not = self._why_not_worth_it(tokens)  # at once: it takes 2 ms to look at a large model
-            return None
         state = self._state
         if state is None or not state.matches(decoder):
             state = self._drop_graphs_and_look_at(decoder)
@@ -142,14 +138,11 @@ class StepGraphs:
         if is_held_up:
             self.why_not = self._too_large[form.tokens]
             return self.why_not is None
-        if is_held_up is False:
-            self.why_not = self._why_not_worth_it(form.tokens)
+        if is_held_up is False and (times := self._trials.times(form.tokens)) is not None:
+            self.why_not = (
+                f"the GPU computes longer than Python launches: {times.device} against {times.host}"
+            )
         return False
-
-    def _why_not_worth_it(self, tokens: int) -> str:
-        times = self._trials.times(tokens)
-        assert times is not None  # or nobody would know
-        return f"the GPU computes longer than Python launches: {times.device} against {times.host}"
 
     def _capture(self, decoder: CapturableDecoder, form: RowForm, device: torch.device) -> bool:
         """Whether the form could be captured."""

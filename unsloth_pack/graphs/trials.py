@@ -115,10 +115,6 @@ class Trials:
         at_least = max((self._device[n] for n in judged), default=0)
         return False if self._host < _HELD_UP_FROM * at_least else None
 
-    def have_shown_no_gain(self, tokens: int) -> bool:
-        """Whether rows of this size are not held up, and no more of them will be measured."""
-        return self._n_trials[tokens] >= _MOST_TRIALS and self.is_held_up(tokens) is False
-
     def why_too_large(self, tokens: int, device: torch.device) -> str | None:
         """Why graphs for rows of this size would leave too little memory, or None.
 
