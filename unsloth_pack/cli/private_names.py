@@ -52,7 +52,7 @@ PRIVATE_NAMES = (
         "torch.nn.modules.module",
         "_parameters",
         "to see whether a parameter was replaced, and to put a stand-in into its place",
-        ("forwards/attention.py", "graphs/decoder_state.py", "graphs/stand_ins.py", "modules/walk.py"),
+        ("forwards/mixers/attention.py", "graphs/decoder_state.py", "graphs/stand_ins.py", "modules/walk.py"),
     ),
     PrivateName(
         "torch.nn.modules.dropout",

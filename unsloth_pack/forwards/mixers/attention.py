@@ -1,4 +1,4 @@
-"""The attention forward that all architectures share.
+"""Softmax attention: the mixer, and the forward that all architectures with it share.
 
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
 """
@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from unsloth_pack.attention import AttentionOptions, attend, attend_dense
+from unsloth_pack.attention import BACKENDS, AttentionOptions, attend, attend_dense, choose_backend
+from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.mixers.contract import Choice, Request
 from unsloth_pack.forwards.norm import norm_eps
 from unsloth_pack.kernels import QKNorm, rope_qk
 from unsloth_pack.lora.layers import project
@@ -128,3 +130,28 @@ def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
     if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
         return None
     return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")
+
+
+class AttentionMixer:
+    """Softmax attention, by the backends of `unsloth_pack.attention`: a `Mixer`."""
+
+    attribute = "self_attn"
+    forward: type[nn.Module] = FastAttention
+
+    def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
+        options = attention_options(module, spec)
+        need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
+        name, reason = choose_backend(request.backend, need, request.source)
+        on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
+        return Choice(name, reason, on_host)
+
+    def attributes(self, spec: ArchSpec, backend: str) -> dict[str, Any]:
+        return {"spec": spec, "attn_backend": backend}
+
+    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+        fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
+        if spec.qk_norm is None:
+            return fused, {}
+        if fusable_qk_norm(module, spec) is None:
+            return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}
+        return fused | {"QK norm": "with the rotary embedding"}, {}

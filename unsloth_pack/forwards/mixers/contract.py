@@ -1,9 +1,4 @@
-"""Mixers: what a decoder layer does between tokens. Which one a layer has is data, see `ArchSpec.mixers`.
-
-Today all layers attend. A mixer of another kind (linear attention, a short convolution, a state space) is
-one more entry of `MIXERS`: a class whose forward takes the packed row, the attribute by which a layer of
-transformers holds it, and a choice of how it computes.
-"""
+"""What every mixer offers. A mixer is what a decoder layer does between tokens."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,9 +6,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from unsloth_pack.attention import BACKENDS, choose_backend
-from unsloth_pack.attention.options import AttentionNeed
-from unsloth_pack.forwards.attention import FastAttention, attention_options, fusable_qk_norm
 from unsloth_pack.models.spec import ArchSpec
 
 
@@ -82,31 +74,3 @@ class Mixer(Protocol):
             how: where a kernel runs, as "in one kernel".
         """
         ...
-
-
-class AttentionMixer:
-    """Softmax attention, by the backends of `unsloth_pack.attention`: a `Mixer`."""
-
-    attribute = "self_attn"
-    forward: type[nn.Module] = FastAttention
-
-    def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
-        options = attention_options(module, spec)
-        need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
-        name, reason = choose_backend(request.backend, need, request.source)
-        on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
-        return Choice(name, reason, on_host)
-
-    def attributes(self, spec: ArchSpec, backend: str) -> dict[str, Any]:
-        return {"spec": spec, "attn_backend": backend}
-
-    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
-        fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
-        if spec.qk_norm is None:
-            return fused, {}
-        if fusable_qk_norm(module, spec) is None:
-            return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}
-        return fused | {"QK norm": "with the rotary embedding"}, {}
-
-
-MIXERS: dict[str, Mixer] = {"attention": AttentionMixer()}

@@ -1,0 +1,11 @@
+"""Mixers: what a decoder layer does between tokens. Which one a layer has is data, see `ArchSpec.mixers`.
+
+Each mixer is a module of this folder, and an entry of `MIXERS`.
+"""
+
+from unsloth_pack.forwards.mixers.attention import AttentionMixer
+from unsloth_pack.forwards.mixers.contract import Choice, Mixer, Request
+
+__all__ = ["MIXERS", "AttentionMixer", "Choice", "Mixer", "Request"]
+
+MIXERS: dict[str, Mixer] = {"attention": AttentionMixer()}
