@@ -56,7 +56,7 @@ class MeanMixer:
     def choose(self, module, spec, request):
         return Choice("mean", f"asked for by {request.source}", "a mean has no graph")
 
-    def attributes(self, spec, backend):
+    def attributes(self, spec, backend, choice):
         return {"scale": 1.0}
 
     def what_is_fused(self, module, spec, how):

@@ -86,7 +86,9 @@ class RotaryTables:
 
 
 def rotary_tables(decoder: Any, spec: ArchSpec) -> dict[str | None, RotaryTables]:
-    """One set of tables for every base that the layers of a decoder rotate with."""
+    """One set of tables for every base that the layers of a decoder rotate with; none where none rotates."""
+    if getattr(decoder, "rotary_emb", None) is None:
+        return {}
     kinds = set(decoder.config.layer_types) if spec.rotary_per_layer_type else {None}
     return {kind: RotaryTables(decoder.rotary_emb, kind) for kind in kinds}
 

@@ -5,6 +5,8 @@ from unsloth_pack.models import (
     gemma2,
     gemma3,
     granite,
+    granitemoehybrid,
+    lfm2,
     llama,
     mistral,
     olmo2,
@@ -12,11 +14,31 @@ from unsloth_pack.models import (
     qwen2,
     qwen2_5_vl,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from unsloth_pack.models.spec import ArchSpec
 
-_MODULES = (llama, mistral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, phi3, granite, olmo2, qwen2_5_vl)
+_MODULES = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
+    gemma2,
+    gemma3,
+    phi3,
+    granite,
+    granitemoehybrid,
+    olmo2,
+    lfm2,
+    qwen2_5_vl,
+)
 _SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}
 
 

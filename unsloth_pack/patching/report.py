@@ -61,15 +61,15 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
     fused: dict[str, str] = {}
     not_fused: dict[str, str] = {}
-    for mixer, module in parts.mixers:
+    for mixer, module, _ in parts.mixers:
         for said, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
             said |= more
     fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
-    gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
+    gated_mlps = [mlp for _, mlp, projections in parts.mlps if projections is not None]
     if gated_mlps:
         fused["MLP"] = f"activation and product of {len(gated_mlps)} of {len(parts.mlps)} layers {how}"
     if len(gated_mlps) < len(parts.mlps):
-        kinds = {type(mlp).__name__ for mlp, activation in parts.mlps if activation is None}
+        kinds = {type(mlp).__name__ for _, mlp, projections in parts.mlps if projections is None}
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
     if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"

@@ -5,6 +5,7 @@ Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D h
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -36,9 +37,6 @@ class FastAttention(nn.Module):
     k_proj: nn.Module
     v_proj: nn.Module
     qkv_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
 
     @runs_eagerly
     def forward(
@@ -55,7 +53,7 @@ class FastAttention(nn.Module):
         Args:
             hidden_states: `[B, T, hidden]`.
             position_embeddings: `cos` and `sin`: a table and each token's row of it for a packed row, else
-                `[B, T, R]` from transformers' rotary module.
+                `[B, T, R]` from transformers' rotary module. None where nothing is rotated.
             attention_mask: `[B, 1, T, S]` bool of an ordinary batch.
             past_key_values: transformers' cache, for an ordinary batch.
             packed_row: the documents of the rows, which are one flattened row to attention.
@@ -70,23 +68,28 @@ class FastAttention(nn.Module):
             )
         batch, length = hidden_states.shape[:2]
         options = attention_options(self, self.spec)
-        q_BTHD, k_BTKD, v_BTKD, qk_norm = self._project(hidden_states)
-        assert position_embeddings is not None
+        q_BTHD, k_BTKD, v_BTKD, gate, qk_norm = self._project(hidden_states, position_embeddings is not None)
         if packed_row is not None:
-            cos, sin, table_rows = position_embeddings
             q_NHD, k_NKD, v_NKD = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
-            q_NHD, k_NKD = rope_qk(q_NHD, k_NKD, cos, sin, table_rows, qk_norm=qk_norm)
+            if position_embeddings is not None:
+                q_NHD, k_NKD = rope_qk(q_NHD, k_NKD, *position_embeddings, qk_norm=qk_norm)
             out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend)
         else:
             q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
-            q_BHTD, k_BKTD = rope_qk(q_BHTD, k_BKTD, *position_embeddings, qk_norm=qk_norm)
+            if position_embeddings is not None:
+                q_BHTD, k_BKTD = rope_qk(q_BHTD, k_BKTD, *position_embeddings, qk_norm=qk_norm)
             if past_key_values is not None:
                 k_BKTD, v_BKTD = past_key_values.update(k_BKTD, v_BKTD, self.layer_idx)
             out = attend_dense(q_BHTD, k_BKTD, v_BKTD, attention_mask, options)
-        return self.o_proj(out.reshape(batch, length, -1)), None
+        if gate is not None:
+            out = out.reshape(gate.shape) * torch.sigmoid(gate)
+        return getattr(self, self.spec.name("o_proj"))(out.reshape(batch, length, -1)), None
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
-        """q, k and v as `[B, T, heads, D]`, and the norm that q and k still need, if any."""
+    def _project(
+        self, hidden_states: Tensor, rotates: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, QKNorm | None]:
+        """q, k and v as `[B, T, heads, D]`, what gates the output, `[B, T, H, D]`, if anything does, and the
+        norm that q and k still need, if any: only where they rotate."""
         by_head = (*hidden_states.shape[:2], -1, self.head_dim)
         if self.spec.fused_qkv:
             n_q, n_kv = (
@@ -95,14 +98,18 @@ class FastAttention(nn.Module):
             q, k, v = self.qkv_proj(hidden_states).split([n_q, n_kv, n_kv], dim=-1)
         else:
             q, k, v = project(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        gate = None
+        if self.spec.output_gate:
+            q, gate = q.view(*by_head[:-1], 2 * self.head_dim).chunk(2, dim=-1)
         qk_norm = None
         if self.spec.qk_norm is not None:
-            qk_norm = fusable_qk_norm(self, self.spec)
+            qk_norm = fusable_qk_norm(self, self.spec) if rotates else None
+            q_norm, k_norm = qk_norms(self, self.spec)
             if qk_norm is None and self.spec.qk_norm == "flat":
-                q, k = self.q_norm(q), self.k_norm(k)
+                q, k = q_norm(q), k_norm(k)
             elif qk_norm is None:
-                q, k = self.q_norm(q.view(by_head)), self.k_norm(k.view(by_head))
-        return q.view(by_head), k.view(by_head), v.view(by_head), qk_norm
+                q, k = q_norm(q.view(by_head)), k_norm(k.view(by_head))
+        return q.view(by_head), k.view(by_head), v.view(by_head), gate, qk_norm
 
 
 def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
@@ -115,8 +122,14 @@ def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
         scale=attention.scaling,
         window=window,
         softcap=getattr(config, spec.softcap) if spec.softcap else None,
-        dropout=attention.attention_dropout if attention.training else 0.0,
+        # LFM2's has none
+        dropout=getattr(attention, "attention_dropout", 0.0) if attention.training else 0.0,
     )
+
+
+def qk_norms(attention: Any, spec: ArchSpec) -> tuple[Any, Any]:
+    """The norms of q and k, whichever names they have there."""
+    return getattr(attention, spec.name("q_norm")), getattr(attention, spec.name("k_norm"))
 
 
 def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
@@ -124,7 +137,7 @@ def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
 
     None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.
     """
-    q_norm, k_norm = attention.q_norm, attention.k_norm
+    q_norm, k_norm = qk_norms(attention, spec)
     if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
         return None
     if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
@@ -145,7 +158,7 @@ class AttentionMixer:
         on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
         return Choice(name, reason, on_host)
 
-    def attributes(self, spec: ArchSpec, backend: str) -> dict[str, Any]:
+    def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
         return {"spec": spec, "attn_backend": backend}
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
