@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from unsloth_pack import supported_architectures
 from unsloth_pack.api import lora_targets
+from unsloth_pack.models import spec_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
@@ -76,7 +78,7 @@ def run_alone(model, documents, routes=None):
     batches = [torch.stack([*group]) for _, group in groupby(documents, key=len)]
     logits, loss = [], torch.tensor(0.0)
     model.zero_grad()
-    with routing(model, routes) as seen:
+    with exactly(model), routing(model, routes) as seen:
         for batch in batches:
             ids = batch.to(model.device)
             out = model(input_ids=ids, use_cache=False).logits
@@ -99,7 +101,7 @@ def run_packed(model, documents, routes=None, tail=0, **describe):
     if not describe:
         describe = {"packed_seq_lengths": [len(document) for document in documents]}
     model.zero_grad()
-    with routing(model, routes) as seen:
+    with exactly(model), routing(model, routes) as seen:
         out = model(input_ids=ids, labels=labels, **describe)
         out.loss.backward()
     return _outcome(model, out.logits[0, : ids.shape[1] - tail], out.loss, seen)
@@ -109,6 +111,30 @@ def _outcome(model, logits, loss, seen):
     grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
     routes = {name: torch.cat(parts) for name, parts in seen.items()}
     return Outcome(logits.detach().double().cpu(), loss.detach().double().cpu(), grads, routes)
+
+
+@contextmanager
+def exactly(model):
+    """Meanwhile a model in float64 that carries a state computes in float64 throughout.
+
+    transformers casts the state to float32, whatever the dtype. As a truth such a model would share its
+    rounding with plain transformers in float32, whose errors then looked too small.
+    """
+    if model.dtype != torch.float64 or not spec_of(model.config.get_text_config().model_type).mixers:
+        yield
+        return
+    to, to_float = torch.Tensor.to, torch.Tensor.float
+
+    def wide_to(x, *args, **kwargs):
+        if x.dtype == torch.float64:
+            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        return to(x, *args, **kwargs)
+
+    def wide_float(x, **kwargs):
+        return x if x.dtype == torch.float64 else to_float(x, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "to", wide_to), mock.patch.object(torch.Tensor, "float", wide_float):
+        yield
 
 
 @contextmanager

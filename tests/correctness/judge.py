@@ -12,7 +12,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from tiny import Outcome, error, run_packed
+from tiny import Outcome, error, run_alone, run_packed
+
+from unsloth_pack.models import spec_of
 
 FACTOR = 1.5
 NUMBERS_OF_DRAWS = (1, 4, 16)  # the next where fewer are above
@@ -55,7 +57,12 @@ def judge_as_few(run, dtype):
 
 
 def on_the_same_row(model, documents, routes=None):
-    """Plain transformers on the packed row: position_ids keep documents apart, without a cache or a mask."""
+    """Plain transformers on the packed row: position_ids keep documents apart, without a cache or a mask.
+
+    Where layers carry a state they do not: there each document is alone.
+    """
+    if spec_of(model.config.get_text_config().model_type).mixers:
+        return run_alone(model, documents, routes)
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     return run_packed(model, documents, routes, position_ids=positions.to(model.device), use_cache=False)
 

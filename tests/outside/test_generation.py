@@ -45,6 +45,11 @@ def assert_same(pair, ids, **options):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_prompt(way, pair):
+    if way == "prompt lookup" and pair[0]._is_stateful:  # a state cannot be taken back
+        for model in pair:
+            with pytest.raises(ValueError, match="not supported with stateful models"):
+                generated(model, prompt(), **WAYS[way])
+        return
     assert_same(pair, prompt(), **WAYS[way])
 
 

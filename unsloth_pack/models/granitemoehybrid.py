@@ -27,6 +27,5 @@ SPEC = ArchSpec(
         mamba_d_state=16,
         mamba_d_head=16,
         mamba_chunk_size=32,
-        mamba_proj_bias=True,
     ),
 )

@@ -20,7 +20,6 @@ SPEC = ArchSpec(
     tiny=dict(
         layer_types=["conv", "full_attention"],
         conv_L_cache=3,
-        conv_bias=True,
         block_auto_adjust_ff_dim=False,
         rope_parameters=dict(rope_type="default", rope_theta=1e4),
         tie_word_embeddings=True,
