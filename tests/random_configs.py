@@ -49,6 +49,9 @@ def draw_overrides(spec, rng):
     if "layer_types" in spec.tiny or hasattr(known, "max_window_layers"):
         kinds = [*spec.mixers, "full_attention"] if spec.mixers else ["sliding_attention", "full_attention"]
         overrides["layer_types"] = [rng.choice(kinds) for _ in range(n_layers)]
+        if spec.mixers:  # one of each, which some ask for
+            overrides["num_hidden_layers"] = n_layers + len(kinds)
+            overrides["layer_types"] += kinds
     overrides |= _draw_states(known, overrides["hidden_size"], rng)
     if spec.rotary_per_layer_type:
         overrides["rope_parameters"] = {kind: _draw_rope(rng, head_dim) for kind in kinds}
@@ -58,7 +61,7 @@ def draw_overrides(spec, rng):
         overrides["original_max_position_embeddings"] = 16
     else:
         overrides["rope_parameters"] = _draw_rope(rng, head_dim)
-        if "partial_rotary_factor" in spec.tiny.get("rope_parameters", {}):  # which is not 1 by default
+        if "partial_rotary_factor" in (spec.tiny.get("rope_parameters") or {}):  # which is not 1 by default
             overrides["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return overrides
 

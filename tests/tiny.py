@@ -1,7 +1,8 @@
 """Tiny random models and packed rows, and what plain transformers in float64 makes of each document alone."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from unittest import mock
 
@@ -36,7 +37,7 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
             weight = weight * (1 + noise)
         elif "lora_" in name:
             weight = noise
-        elif "norm" in name or name.endswith("bias"):
+        elif "norm" in name or name.endswith("bias") or not weight.any():  # a router may begin with zeros
             weight = weight + noise
         # exact in every dtype: 16 bits are judged on their arithmetic alone
         weights[name] = weight.bfloat16().half().float()
@@ -123,18 +124,24 @@ def exactly(model):
     if model.dtype != torch.float64 or not spec_of(model.config.get_text_config().model_type).mixers:
         yield
         return
-    to, to_float = torch.Tensor.to, torch.Tensor.float
-
-    def wide_to(x, *args, **kwargs):
-        if x.dtype == torch.float64:
-            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        return to(x, *args, **kwargs)
-
-    def wide_float(x, **kwargs):
-        return x if x.dtype == torch.float64 else to_float(x, **kwargs)
-
-    with mock.patch.object(torch.Tensor, "to", wide_to), mock.patch.object(torch.Tensor, "float", wide_float):
+    with ExitStack() as stack:
+        for name in ("to", "type", "float"):
+            stack.enter_context(mock.patch.object(torch.Tensor, name, _staying_wide(name)))
         yield
+
+
+def _staying_wide(name):
+    """A method that casts; a tensor in float64 is not cast to float32."""
+    cast = getattr(torch.Tensor, name)
+
+    def staying_wide(x, *args, **kwargs):
+        if x.dtype == torch.float64:
+            if name == "float":
+                return x
+            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        return cast(x, *args, **kwargs)
+
+    return staying_wide
 
 
 @contextmanager
@@ -150,23 +157,35 @@ def routing(model, routes=None):
         def hook(module, args, output):
             logits, scores, experts = output
             if routes is not None:
+                weigh = weighing(output)
                 start = sum(map(len, seen.get(name, []))) % len(routes[name])  # recomputation starts over
                 experts = routes[name][start : start + len(logits)].to(logits.device)
-                scores = logits.float().softmax(-1).gather(1, experts)
-                scores = (scores / scores.sum(-1, keepdim=True)).to(logits.dtype)
+                scores = weigh(experts)
             seen.setdefault(name, []).append(experts.cpu())
             return logits, scores, experts
 
         return hook
 
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.lower().endswith("topkrouter"):
             hooks.append(module.register_forward_hook(hook_of(name)))
     try:
         yield seen
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def weighing(output):
+    """How a router weighs experts, as a function of their numbers: found by its own output."""
+    logits, scores, experts = output
+
+    def by(function, chosen):
+        weights = function(logits.float()).gather(1, chosen)
+        return (weights / weights.sum(-1, keepdim=True)).to(scores.dtype)
+
+    ways = [partial(by, lambda x: x.softmax(-1)), partial(by, torch.sigmoid)]
+    return min(ways, key=lambda way: (way(experts) - scores).abs().max())
 
 
 def error(got, truth):

@@ -2,14 +2,18 @@
 
 from unsloth_pack.errors import UnsupportedArchitecture
 from unsloth_pack.models import (
+    bamba,
     gemma2,
     gemma3,
     granite,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     llama,
     mistral,
+    nemotron_h,
     olmo2,
+    olmo_hybrid,
     phi3,
     qwen2,
     qwen2_5_vl,
@@ -19,6 +23,7 @@ from unsloth_pack.models import (
     qwen3_moe,
     qwen3_next,
 )
+from unsloth_pack.models.refused import LEAKING
 from unsloth_pack.models.spec import ArchSpec
 
 _MODULES = (
@@ -36,7 +41,11 @@ _MODULES = (
     granite,
     granitemoehybrid,
     olmo2,
+    olmo_hybrid,
     lfm2,
+    lfm2_moe,
+    bamba,
+    nemotron_h,
     qwen2_5_vl,
 )
 _SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}
@@ -51,8 +60,13 @@ def spec_of(model_type: str) -> ArchSpec:
     """The declared differences of one architecture, a text model inside another included.
 
     Raises:
-        UnsupportedArchitecture: none is declared for `model_type`.
+        UnsupportedArchitecture: none is declared for `model_type`, or its packed rows leak.
     """
+    if model_type in LEAKING:
+        raise UnsupportedArchitecture(
+            f"model type {model_type!r} cannot be packed: {LEAKING[model_type]}; train it unpacked, in "
+            "transformers"
+        )
     if model_type not in _SPECS:
         raise UnsupportedArchitecture(
             f"model type {model_type!r} has no patch; supported are {', '.join(sorted(_SPECS))}"

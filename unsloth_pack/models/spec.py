@@ -16,10 +16,10 @@ class ArchSpec:
         model_type: `config.model_type` of the text model.
         mixers: for layer types of `config.layer_types` that do not attend, which mixer they have. "" for none:
             such a layer is an MLP alone.
-        names: what modules are called here, by their names in Llama: of the decoder (`norm`), of its layers
-            (`self_attn`, `mlp`), inside attention (`o_proj`, `q_norm`) and the MLP (`gate_proj`). Also of
-            what mixers are by themselves called (`mamba`), and of the argument by which a layer hands the
-            packed row on (`packed_row`).
+        names: what modules are called here, by their names in Llama: of the decoder (`norm`, `rotary_emb`;
+            "" where nothing rotates), of its layers (`self_attn`, `mlp`), inside attention (`o_proj`,
+            `q_norm`) and the MLP (`gate_proj`). Also mixers, by the `attribute` that they have elsewhere, and
+            the argument by which a layer hands on the packed row (`packed_row`).
         projections: linear layers that an adapter goes on by default, beside those of `api.PROJECTIONS`.
         window: where a layer's sliding window stands: nowhere, in the config, or on the attention module.
         fused_qkv: one `qkv_proj` holds q, k and v.

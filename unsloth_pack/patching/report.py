@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 
 from unsloth_pack.forwards.door import trl_head_of
 from unsloth_pack.forwards.mixers import Choice
+from unsloth_pack.forwards.rotary import rotary_module
 from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
@@ -64,6 +65,10 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
     for mixer, module, _ in parts.mixers:
         for said, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
             said |= more
+    if rotary_module(decoder, spec) is None and "attention" in fused:
+        fused["attention"] = "documents kept apart; nothing rotates"
+        if fused.pop("QK norm", None):
+            not_fused["QK norm"] = "one of the norms: nothing rotates, with which it could be fused"
     fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
     gated_mlps = [mlp for _, mlp, projections in parts.mlps if projections is not None]
     if gated_mlps:

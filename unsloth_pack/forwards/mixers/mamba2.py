@@ -39,10 +39,10 @@ MAMBA2 = StateMixer(
     packages={"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"},
     known_names=frozenset(
         """
-        A_log D act activation chunk_size conv1d conv_dim conv_kernel_size dt_bias groups_time_state_size
-        head_dim hidden_size in_proj intermediate_size layer_idx layer_norm_epsilon layer_type mamba_rms_norm
-        mup_vector n_groups norm num_heads out_proj ssm_in_multiplier ssm_state_size time_step_limit use_bias
-        use_conv_bias
+        A_log D act activation chunk_size config conv1d conv_dim conv_kernel_size dt_bias
+        groups_time_state_size head_dim hidden_size in_proj intermediate_size layer_idx
+        layer_norm_epsilon layer_type mamba_rms_norm mup_vector n_groups norm num_heads out_proj
+        ssm_in_multiplier ssm_state_size time_step_limit use_bias use_conv_bias use_mem_eff_path
         """.split()
     ),
     forward=FastMamba2,
