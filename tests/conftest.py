@@ -13,8 +13,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background inherits none
 
 
+# Architectures that differ little from another: every test runs with them too, but most of them nightly
+LIKE_ANOTHER = {"bamba", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text"}
+IN_ANY_CASE = ("test_packed_model.py", "test_state_layers.py")
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        is_alike = any(isinstance(value, str) and value in LIKE_ANOTHER for value in values)
+        if is_alike and item.path.name not in IN_ANY_CASE:
+            item.add_marker(pytest.mark.nightly)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "nightly" in item.keywords and "nightly" not in config.option.markexpr:

@@ -37,16 +37,23 @@ def draw_overrides(spec, rng):
     if hasattr(known, "num_experts"):
         overrides["num_experts"] = n_experts = rng.choice([1, 3, 4])
         overrides["num_experts_per_tok"] = rng.randint(1, n_experts)
-        overrides["norm_topk_prob"] = rng.random() < 0.5
-        overrides["decoder_sparse_step"] = rng.choice([1, 2])
-        overrides["mlp_only_layers"] = rng.choice([[], [0]])
+        options = {
+            "norm_topk_prob": rng.random() < 0.5,
+            "decoder_sparse_step": rng.choice([1, 2]),
+            "mlp_only_layers": rng.choice([[], [0]]),
+        }
+        overrides |= {name: value for name, value in options.items() if hasattr(known, name)}
     if spec.window != "none":
         overrides["sliding_window"] = rng.choice([1, 2, 7, 20, 1000])
         if hasattr(known, "use_sliding_window"):
             overrides["use_sliding_window"] = True
     if "layer_types" in spec.tiny or hasattr(known, "max_window_layers"):
-        kinds = ["sliding_attention", "full_attention"]
+        kinds = [*spec.mixers, "full_attention"] if spec.mixers else ["sliding_attention", "full_attention"]
         overrides["layer_types"] = [rng.choice(kinds) for _ in range(n_layers)]
+        if spec.mixers:  # one of each, which some ask for
+            overrides["num_hidden_layers"] = n_layers + len(kinds)
+            overrides["layer_types"] += kinds
+    overrides |= _draw_states(known, overrides["hidden_size"], rng)
     if spec.rotary_per_layer_type:
         overrides["rope_parameters"] = {kind: _draw_rope(rng, head_dim) for kind in kinds}
     elif spec.model_type == "phi3":  # takes no other types
@@ -60,7 +67,30 @@ def draw_overrides(spec, rng):
         overrides["rope_parameters"] |= scale
     if spec.rope_layers == "use_rope":
         overrides["no_rope_layers"] = [rng.randint(0, 1) for _ in range(n_layers)]
+        if "partial_rotary_factor" in (spec.tiny.get("rope_parameters") or {}):  # which is not 1 by default
+            overrides["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return overrides
+
+
+def _draw_states(known, width, rng):
+    """Sizes of layers that carry a state."""
+    drawn = {}
+    if hasattr(known, "linear_num_key_heads"):
+        drawn["linear_num_key_heads"] = n_heads = rng.choice([1, 2])
+        drawn["linear_num_value_heads"] = n_heads * rng.choice([1, 3])
+        drawn["linear_key_head_dim"], drawn["linear_value_head_dim"] = rng.choice([(4, 8), (16, 5)])
+        drawn["linear_conv_kernel_dim"] = rng.choice([2, 4])
+    if hasattr(known, "mamba_n_heads"):
+        drawn["mamba_n_heads"] = n_heads = rng.choice([2, 4])
+        drawn["mamba_n_groups"] = rng.choice([1, n_heads])
+        drawn["mamba_d_head"] = known.mamba_expand * width // n_heads
+        drawn["mamba_d_state"], drawn["mamba_d_conv"] = rng.choice([4, 10]), rng.choice([2, 4])
+        drawn["mamba_chunk_size"] = rng.choice([8, 256])
+        drawn["mamba_proj_bias"], drawn["mamba_conv_bias"] = rng.random() < 0.5, rng.random() < 0.5
+        drawn["position_embedding_type"] = rng.choice([None, "rope"])
+    if hasattr(known, "conv_L_cache"):
+        drawn["conv_L_cache"], drawn["conv_bias"] = rng.choice([2, 3, 5]), rng.random() < 0.5
+    return drawn
 
 
 def _draw_rope(rng, rotated, kinds=("default", "linear", "yarn", "llama3", "longrope", "proportional")):

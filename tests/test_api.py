@@ -209,8 +209,12 @@ def test_a_merged_model_needs_no_package(arch, tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     if arch != "qwen3_moe" or version("peft") >= "0.21":  # before, PEFT cannot load adapters of experts
         assert error(logits(load(tmp_path / "adapter")[0]), trained) < 1e-6
-    # bfloat16 rounds the weights by up to 2^-9; training moved them by far more
-    assert error(alone(merged), trained) < 0.02 < 0.05 < error(alone(base), trained)
+        by_peft = PeftModel.from_pretrained(plain(tmp_path / "base"), tmp_path / "adapter").merge_and_unload()
+        assert error(alone(by_peft), trained) < 1e-5
+        assert error(alone(merged), alone(by_peft.bfloat16().float())) < 0.02
+    # bfloat16 rounds the weights by up to 2^-9, which a recurrence amplifies; training moved them by far more
+    assert error(alone(merged), trained) < 0.02 or supported_architectures()[arch].mixers
+    assert error(alone(base), trained) > 0.05
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token == tokenizer.eos_token
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"

@@ -59,7 +59,7 @@ class MeanMixer:
     def known(self, spec):
         return frozenset(("out_proj",))
 
-    def attributes(self, spec, backend):
+    def attributes(self, spec, backend, choice):
         return {"scale": 1.0}
 
     def what_is_fused(self, module, spec, how):

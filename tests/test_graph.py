@@ -42,7 +42,7 @@ gpu = pytest.mark.gpu
 CAPTURED = [
     name
     for name, spec in supported_architectures().items()
-    if not (spec.softcap or any("experts" in name for name in spec.tiny))
+    if not (spec.softcap or spec.mixers or any("experts" in name for name in spec.tiny))
 ]
 
 
@@ -210,7 +210,6 @@ def test_nothing_is_captured_on_a_cpu():
 def test_only_what_reads_the_row_on_the_device_is_captured(backend):
     decoder = tiny_model("llama", device="cpu").get_base_model().model
     spec = spec_of("llama")
-    parts = DecoderParts.of(decoder, spec)
     on_gpu = SimpleNamespace(weight=SimpleNamespace(device=SimpleNamespace(type="cuda")))
     decoder.get_input_embeddings = lambda: on_gpu
     request = Request("cpu", torch.float32, "sdpa", "the test")
@@ -218,6 +217,7 @@ def test_only_what_reads_the_row_on_the_device_is_captured(backend):
     if backend != "sdpa":  # cannot run here: what is asked of it is the same
         captured = BACKENDS[backend].can_be_captured
         choice = Choice(backend, "", None if captured else f"{backend} reads the row on the host")
+    parts = DecoderParts.of(decoder, spec, [choice] * len(decoder.layers))
     why = _why_never_captured(decoder, parts, {}, [choice])
     assert why == (None if backend in ("flash", "triton") else f"{backend} reads the row on the host")
 

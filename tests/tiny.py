@@ -1,6 +1,6 @@
 """Tiny random models and packed rows, and what plain transformers in float64 makes of each document alone."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from unittest import mock
@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import supported_architectures
-from unsloth_pack.api import PROJECTIONS
+from unsloth_pack.api import lora_targets
+from unsloth_pack.models import spec_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
@@ -36,7 +37,7 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
             weight = weight * (1 + noise)
         elif "lora_" in name:
             weight = noise
-        elif "norm" in name or name.endswith("bias"):
+        elif "norm" in name or name.endswith("bias") or not weight.any():  # a router may begin with zeros
             weight = weight + noise
         # exact in every dtype: 16 bits are judged on their arithmetic alone
         weights[name] = weight.bfloat16().half().float()
@@ -49,9 +50,7 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
 
 
 def with_lora(base, lora=None):
-    targets = [
-        name for name in PROJECTIONS if any(key.endswith("." + name) for key, _ in base.named_modules())
-    ]
+    targets = lora_targets(base, None)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **lora or {})
     return get_peft_model(base, config, autocast_adapter_dtype=False)
 
@@ -80,7 +79,7 @@ def run_alone(model, documents, routes=None):
     batches = [torch.stack([*group]) for _, group in groupby(documents, key=len)]
     logits, loss = [], torch.tensor(0.0)
     model.zero_grad()
-    with routing(model, routes) as seen:
+    with exactly(model), routing(model, routes) as seen:
         for batch in batches:
             ids = batch.to(model.device)
             out = model(input_ids=ids, use_cache=False).logits
@@ -103,7 +102,7 @@ def run_packed(model, documents, routes=None, tail=0, **describe):
     if not describe:
         describe = {"packed_seq_lengths": [len(document) for document in documents]}
     model.zero_grad()
-    with routing(model, routes) as seen:
+    with exactly(model), routing(model, routes) as seen:
         out = model(input_ids=ids, labels=labels, **describe)
         out.loss.backward()
     return _outcome(model, out.logits[0, : ids.shape[1] - tail], out.loss, seen)
@@ -116,11 +115,41 @@ def _outcome(model, logits, loss, seen):
 
 
 @contextmanager
+def exactly(model):
+    """Meanwhile a model in float64 that carries a state computes in float64 throughout.
+
+    transformers casts the state to float32, whatever the dtype. As a truth such a model would share its
+    rounding with plain transformers in float32, whose errors then looked too small.
+    """
+    if model.dtype != torch.float64 or not spec_of(model.config.get_text_config().model_type).mixers:
+        yield
+        return
+    with ExitStack() as stack:
+        for name in ("to", "type", "float"):
+            stack.enter_context(mock.patch.object(torch.Tensor, name, _staying_wide(name)))
+        yield
+
+
+def _staying_wide(name):
+    """A method that casts; a tensor in float64 is not cast to float32."""
+    cast = getattr(torch.Tensor, name)
+
+    def staying_wide(x, *args, **kwargs):
+        if x.dtype == torch.float64:
+            if name == "float":
+                return x
+            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        return cast(x, *args, **kwargs)
+
+    return staying_wide
+
+
+@contextmanager
 def routing(model, routes=None):
     """Record which experts each token goes to, or send it where `routes` says.
 
     Which experts a token gets is a discrete choice: in bfloat16 a near tie may fall either way, and a
-    comparison of rounding errors would then compare luck. All routers choose by `torch.topk`.
+    comparison of rounding errors would then compare luck. All routers choose by `topk`.
     """
     seen, undo = {}, []
     for name, block in model.named_modules():
@@ -135,12 +164,12 @@ def routing(model, routes=None):
 
 def _routed(block, seen, route):
     n_experts = next(block.experts.parameters()).shape[0]
-    topk, patchers = torch.topk, []
+    topk, patched = torch.topk, ExitStack()
 
     def chosen(scores, k, dim=-1, **options):
         values, experts = topk(scores, k, dim=dim, **options)
-        if scores.shape[-1] != n_experts or k != _experts_a_token(block):
-            return values, experts
+        if scores.dim() != 2 or scores.shape[1] != n_experts or k != _experts_a_token(block):
+            return values, experts  # of groups of experts
         if route is not None:
             start = sum(map(len, seen)) % len(route)  # recomputation starts over
             experts = route[start : start + len(scores)].to(scores.device)
@@ -149,11 +178,11 @@ def _routed(block, seen, route):
         return values, experts
 
     def enter(module, args):
-        patchers.append(mock.patch("torch.topk", chosen))
-        patchers[-1].start()
+        for name in ("torch.topk", "torch.Tensor.topk"):
+            patched.enter_context(mock.patch(name, chosen))
 
     def leave(module, args, output):
-        patchers.pop().stop()
+        patched.close()
 
     hooks = [block.register_forward_pre_hook(enter)]
     return [*hooks, block.register_forward_hook(leave, always_call=True)]

@@ -346,11 +346,15 @@ def _device_map(device_map: Any) -> Any:
     return own_device() if device_map is None else device_map
 
 
+def _own_projections(model: Any) -> tuple[str, ...]:
+    return spec_of(model.get_decoder().config.model_type).projections
+
+
 def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None) -> str | list[str]:
     """The `target_modules` for `LoraConfig`.
 
     Args:
-        target_modules: None for those of `PROJECTIONS` that the model has.
+        target_modules: None for those of `PROJECTIONS`, and of the architecture's own, that the model has.
 
     Raises:
         InputError: a target that the model does not have.
@@ -359,7 +363,7 @@ def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None)
         path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)
     }
     if target_modules is None:
-        return [name for name in PROJECTIONS if name in linear_names]
+        return [name for name in (*PROJECTIONS, *_own_projections(model)) if name in linear_names]
     if isinstance(target_modules, str):
         try:
             matches = target_modules == "all-linear" or any(

@@ -9,10 +9,12 @@ above its bound is judged again over several draws of documents: luck averages o
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from tiny import Outcome, error, run_packed
+from tiny import Outcome, error, run_alone, run_packed
+
+from unsloth_pack.models import spec_of
 
 FACTOR = 1.5
 NUMBERS_OF_DRAWS = (1, 4, 16)  # the next where fewer are above
@@ -55,9 +57,29 @@ def judge_as_few(run, dtype):
 
 
 def on_the_same_row(model, documents, routes=None):
-    """Plain transformers on the packed row: position_ids keep documents apart, without a cache or a mask."""
+    """Plain transformers on the packed row: position_ids keep documents apart, without a cache or a mask.
+
+    Where layers carry a state they do not: there all documents of one length are a batch.
+    """
+    if spec_of(model.config.get_text_config().model_type).mixers:
+        return _by_length(model, documents, routes)
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     return run_packed(model, documents, routes, position_ids=positions.to(model.device), use_cache=False)
+
+
+def _by_length(model, documents, routes):
+    """Every document in a row of its own, those of one length as one batch."""
+    order = sorted(range(len(documents)), key=lambda number: len(documents[number]))
+    lengths = [len(document) for document in documents]
+
+    def sorted_by_length(tokens):
+        parts = tokens.split(lengths)
+        return torch.cat([parts[number] for number in order])
+
+    sorted_routes = {name: sorted_by_length(chosen) for name, chosen in (routes or {}).items()}
+    outcome = run_alone(model, [documents[number] for number in order], sorted_routes or None)
+    place = sorted_by_length(torch.arange(sum(lengths))).argsort()
+    return replace(outcome, logits=outcome.logits[place])
 
 
 def judge(gots, draws, dtype):

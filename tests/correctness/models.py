@@ -11,9 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from unsloth_pack import supported_architectures
+from unsloth_pack.forwards.mixers.state_layer import StateMixer
 from unsloth_pack.kernels import reference
 from unsloth_pack.lora import layers
 from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.models import spec_of
+from unsloth_pack.patching.decoder_parts import mixers_by_layer
 
 from .cases import DTYPES, VARIANTS, WINDOWS
 
@@ -142,9 +145,19 @@ def drawing_dropout(model):
 
 
 def _with_token_dropout(model):
+    """Layers that carry a state see tokens in another order, and not each once: there nothing is dropped."""
+    _without_dropout_in_states(model)
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for seed, layer in enumerate(layers):
         for name, dropout in layer.lora_dropout.items():
             if isinstance(dropout, nn.Dropout):
                 layer.lora_dropout[name] = _TokenDropout(dropout.p, layer.in_features, seed)
     return model.to(model.device)
+
+
+def _without_dropout_in_states(model):
+    decoder = model.get_base_model().get_decoder()
+    for mixer, one in mixers_by_layer(decoder, spec_of(decoder.config.model_type)):
+        for layer in one.modules() if isinstance(mixer, StateMixer) else ():
+            if isinstance(layer, LoraLayer):
+                layer.lora_dropout.update({name: nn.Identity() for name in layer.lora_dropout})

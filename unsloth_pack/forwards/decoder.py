@@ -41,9 +41,7 @@ class FastDecoder(nn.Module):
     """Takes the place of a transformers decoder's class (`LlamaModel`, ...)."""
 
     config: PreTrainedConfig
-    embed_tokens: nn.Module
     layers: nn.ModuleList
-    norm: nn.Module
     get_input_embeddings: Callable[[], nn.Embedding]
     spec: ArchSpec
     rotary_tables: dict[str | None, RotaryTables]
@@ -206,15 +204,20 @@ class FastDecoder(nn.Module):
         if self.spec.embedding_multiplier:
             hidden_BTC = hidden_BTC * getattr(self.config, self.spec.embedding_multiplier)
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
+        handed_on = {"packed_row": row, self.spec.name("packed_row"): row, **kwargs}
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
-            hidden_BTC = layer(hidden_BTC, position_embeddings=rotations[kind], packed_row=row, **kwargs)
+            # Without tables nothing rotates
+            out = layer(hidden_BTC, position_embeddings=rotations.get(kind), **handed_on)
+            hidden_BTC = out if isinstance(out, Tensor) else out[0]
+        norm = getattr(self, self.spec.name("norm"))
         # router_logits stay None without experts
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_BTC))
+        return MoeModelOutputWithPast(last_hidden_state=norm(hidden_BTC))
 
     def _embedded(self, row: PackedRow, input_ids: Tensor | None) -> Tensor:
         """`[B, T, C]`; by document under NEFTune: more tokens at once get less noise (Jain et al. 2023)."""
-        if input_ids is None or not hasattr(self.embed_tokens, "neftune_noise_alpha"):
-            return self.embed_tokens(input_ids)
+        embedding = self.get_input_embeddings()
+        if input_ids is None or not hasattr(embedding, "neftune_noise_alpha"):
+            return embedding(input_ids)
         documents = input_ids.reshape(1, -1).split(list(row.lengths), dim=1)
-        return torch.cat([self.embed_tokens(ids) for ids in documents], 1).view(*input_ids.shape, -1)
+        return torch.cat([embedding(ids) for ids in documents], 1).view(*input_ids.shape, -1)

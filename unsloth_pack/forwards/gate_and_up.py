@@ -5,7 +5,6 @@ that is done only where memory is short, and not in every layer.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -20,11 +19,11 @@ class GateAndUpPlan:
     """Which layers of a decoder keep gate and up, decided for every step by its tokens and the free memory.
 
     Args:
-        mlps: the gated MLPs of the layers.
+        features: of gate in every gated MLP of the layers.
     """
 
-    def __init__(self, mlps: Sequence[Any]):
-        self._features: list[int] = [mlp.down_proj.in_features for mlp in mlps]
+    def __init__(self, features: Sequence[int]):
+        self._features = features
         self._has_room = False
 
     def decide(self, tokens: int, element_size: int, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """The MLP forward that all architectures share."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,6 +10,7 @@ from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.kernels import gated
 from unsloth_pack.lora.gated_mlp import gate_and_up, gated_mlp
 from unsloth_pack.lora.layers import project, run_fused
+from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.names import own_names
@@ -26,36 +27,48 @@ ACTIVATIONS = {  # class of the activation module -> its name in `kernels.gated`
 }
 
 
+class GatedProjections(NamedTuple):
+    """What the linear layers of a gated MLP are called: those of gate and up, which may be one, and the one
+    down."""
+
+    inner: tuple[str, ...]
+    down: str
+
+    def features(self, mlp: nn.Module) -> int:
+        """How many features gate has, and up."""
+        features: int = getattr(mlp, self.down).in_features
+        return features
+
+
 class FastMLP(nn.Module):
     """Takes the place of a transformers gated MLP's class.
 
     Args:
+        spec: what its activation is.
+        projections: its linear layers.
         decoder_layer: the layer that holds this MLP.
         number: the layer's number, from 0.
         gate_and_up_plan: of the decoder.
     """
 
+    spec: ArchSpec
+    projections: GatedProjections
     decoder_layer: Any
     number: int
     gate_and_up_plan: GateAndUpPlan
-    gate_up_proj: nn.Linear
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
     residual_dropout: float = 0.0
 
     @runs_eagerly
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., hidden]` through the gate, up and down projections."""
-        activation = _activation_of(self)
+        activation = _activation_of(self, self.spec)
         if activation is None:  # the activation was replaced, or has hooks now
             return super().forward(hidden_states)
         return F.dropout(self._gated(hidden_states, activation), self.residual_dropout, self.training)
 
     def _gated(self, hidden_states: Tensor, activation: str) -> Tensor:
-        is_joined = hasattr(self, "gate_up_proj")
-        inner: list[Any] = [self.gate_up_proj] if is_joined else [self.gate_proj, self.up_proj]
-        down: Any = self.down_proj
+        inner: list[Any] = [getattr(self, name) for name in self.projections.inner]
+        down: Any = getattr(self, self.projections.down)
         if run_fused(hidden_states, [*inner, down]):
             return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
         gate, up = gate_and_up(project(hidden_states, inner))
@@ -67,17 +80,22 @@ class FastMLP(nn.Module):
         if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
             return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
         width = x.shape[-1]
-        n_bytes: int = 2 * self.down_proj.in_features * x.element_size() * (x.numel() // width)
+        n_bytes = 2 * self.projections.features(self) * x.element_size() * (x.numel() // width)
         return not x.is_cuda or self.gate_and_up_plan.keeps(self.number, width, n_bytes)
 
 
-def activation_of(mlp: nn.Module) -> str | None:
-    """The kernel's name of an MLP's activation, or None if the module is no gated MLP that can be fused."""
+def gated_projections(mlp: nn.Module, spec: ArchSpec) -> GatedProjections | None:
+    """The names of an MLP's linear layers, or None if the module is no gated MLP that can be fused."""
+    joined, gate, up, down = map(spec.name, ("gate_up_proj", "gate_proj", "up_proj", "down_proj"))
     names = own_names(mlp)
-    is_gated = "down_proj" in names and not names.isdisjoint(("gate_up_proj", "gate_proj"))
-    return _activation_of(mlp) if is_gated and names <= _KNOWN else None
+    named = GatedProjections((joined,) if joined in names else (gate, up), down)
+    is_known = names <= {*_KNOWN, *map(spec.name, _KNOWN)} and names >= {*named.inner, down}
+    return named if is_known and _activation_of(mlp, spec) is not None else None
 
 
-def _activation_of(mlp: nn.Module) -> str | None:
-    act = mlp._modules.get("act_fn") or mlp._modules.get("activation_fn")  # Phi3's name for it
+def _activation_of(mlp: nn.Module, spec: ArchSpec) -> str | None:
+    """The kernel's name of an MLP's activation, or None."""
+    if spec.activation is not None:
+        return spec.activation
+    act = mlp._modules.get(spec.name("act_fn"))
     return None if act is None or has_hooks(act) else ACTIVATIONS.get(type(act))

@@ -86,9 +86,17 @@ class RotaryTables:
 
 
 def rotary_tables(decoder: Any, spec: ArchSpec) -> dict[str | None, RotaryTables]:
-    """One set of tables for every base that the layers of a decoder rotate with."""
+    """One set of tables for every base that the layers of a decoder rotate with; none where none rotates."""
+    if (module := rotary_module(decoder, spec)) is None:
+        return {}
     kinds = set(decoder.config.layer_types) if spec.rotary_per_layer_type else {None}
-    return {kind: RotaryTables(decoder.rotary_emb, kind) for kind in kinds}
+    return {kind: RotaryTables(module, kind) for kind in kinds}
+
+
+def rotary_module(decoder: Any, spec: ArchSpec) -> Any:
+    """transformers' rotary module of a decoder; None where it says, or the spec, that nothing rotates."""
+    name = spec.name("rotary_emb")
+    return getattr(decoder, name) if name else None
 
 
 def angles_twice(table: Tensor, spec: ArchSpec) -> Tensor:

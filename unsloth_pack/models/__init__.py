@@ -4,6 +4,7 @@ from unsloth_pack.errors import UnsupportedArchitecture
 from unsloth_pack.models import (
     apertus,
     arcee,
+    bamba,
     cohere2,
     ernie4_5,
     exaone4,
@@ -14,54 +15,72 @@ from unsloth_pack.models import (
     glm4_moe,
     gpt_oss,
     granite,
+    granitemoehybrid,
+    lfm2,
+    lfm2_moe,
     llama,
     ministral,
     ministral3,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
+    olmo_hybrid,
     olmoe,
     phi3,
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
 )
+from unsloth_pack.models.refused import LEAKING
 from unsloth_pack.models.spec import ArchSpec
 
 _MODULES = (
     llama,
     mistral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    gemma2,
-    gemma3,
-    phi3,
-    granite,
-    olmo2,
-    qwen2_5_vl,
-    olmo3,
-    mixtral,
-    gemma,
     ministral,
     ministral3,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    glm4,
+    glm4_moe,
+    olmo2,
+    olmo3,
+    olmoe,
+    olmo_hybrid,
+    cohere2,
+    ernie4_5,
+    exaone4,
+    smollm3,
+    granite,
+    granitemoehybrid,
+    phi3,
     seed_oss,
     apertus,
     arcee,
-    olmoe,
-    qwen2_moe,
-    glm4_moe,
-    gpt_oss,
-    smollm3,
-    exaone4,
-    cohere2,
-    ernie4_5,
-    glm4,
+    lfm2,
+    lfm2_moe,
+    bamba,
+    nemotron_h,
+    qwen2_5_vl,
 )
 _SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}
 
@@ -75,8 +94,13 @@ def spec_of(model_type: str) -> ArchSpec:
     """The declared differences of one architecture, a text model inside another included.
 
     Raises:
-        UnsupportedArchitecture: none is declared for `model_type`.
+        UnsupportedArchitecture: none is declared for `model_type`, or its packed rows leak.
     """
+    if model_type in LEAKING:
+        raise UnsupportedArchitecture(
+            f"model type {model_type!r} cannot be packed: {LEAKING[model_type]}; train it unpacked, in "
+            "transformers"
+        )
     if model_type not in _SPECS:
         raise UnsupportedArchitecture(
             f"model type {model_type!r} has no patch; supported are {', '.join(sorted(_SPECS))}"

@@ -2,6 +2,7 @@ from unsloth_pack.models.spec import ArchSpec
 
 SPEC = ArchSpec(
     "glm4",
+    names={"act_fn": "activation_fn"},
     rotary="pairs",
     tiny=dict(
         head_dim=32,

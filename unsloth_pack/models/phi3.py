@@ -2,6 +2,7 @@ from unsloth_pack.models.spec import ArchSpec
 
 SPEC = ArchSpec(
     "phi3",
+    names={"act_fn": "activation_fn"},
     window="config",
     fused_qkv=True,
     tiny=dict(

@@ -14,10 +14,18 @@ class ArchSpec:
 
     Args:
         model_type: `config.model_type` of the text model.
-        mixers: for layer types of `config.layer_types` that do not attend, which mixer they have.
+        mixers: for layer types of `config.layer_types` that do not attend, which mixer they have. "" for none:
+            such a layer is an MLP alone.
+        names: what modules are called here, by their names in Llama: of the decoder (`norm`, `rotary_emb`;
+            "" where nothing rotates), of its layers (`self_attn`, `mlp`), inside attention (`o_proj`,
+            `q_norm`) and the MLP (`gate_proj`). Also mixers, by the `attribute` that they have elsewhere, and
+            the argument by which a layer hands on the packed row (`packed_row`).
+        projections: linear layers that an adapter goes on by default, beside those of `api.PROJECTIONS`.
         window: where a layer's sliding window stands: nowhere, in the config, on the attention module, or in
             the config for those modules whose `is_sliding` is true.
         fused_qkv: one `qkv_proj` holds q, k and v.
+        output_gate: `q_proj` makes q and, for every head behind it, what gates the output of the head.
+        activation: the MLP's, as `kernels.gated` calls it, where the MLP has no module of it.
         qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation. A model may
             leave it out, as GLM 4.5 Air does.
         rope_layers: which layers rotate q and k: all, those whose `use_rope` is true, those with a sliding
@@ -45,8 +53,12 @@ class ArchSpec:
 
     model_type: str
     mixers: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    projections: tuple[str, ...] = ()
     window: Literal["none", "config", "layer", "is_sliding"] = "none"
     fused_qkv: bool = False
+    output_gate: bool = False
+    activation: str | None = None
     qk_norm: Literal["head", "flat"] | None = None
     rope_layers: Literal["all", "use_rope", "windowed", "windowed_if_any"] = "all"
     rotary: Literal["halves", "pairs"] = "halves"
@@ -66,8 +78,12 @@ class ArchSpec:
     stands_alone: bool = True
     tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    def name(self, usual: str) -> str:
+        """What this architecture calls a module that has this name in Llama."""
+        return self.names.get(usual, usual)
+
     def mixer_of(self, config: Any, layer: int) -> str:
-        """What a layer, counted from 0, does between tokens: a key of `forwards.mixers.MIXERS`."""
+        """What a layer, counted from 0, does between tokens: a key of `forwards.mixers.MIXERS`, or ""."""
         return self.mixers.get(config.layer_types[layer], "attention") if self.mixers else "attention"
 
     def divisor_of_logits(self, config: Any) -> float:

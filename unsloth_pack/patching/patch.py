@@ -8,6 +8,7 @@ Patching changes two things outside the model: trainers give spare GPU memory ba
 `memory.spare`, and refuse collators that drop where documents end, see `kept_boundaries`.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -54,6 +55,7 @@ from unsloth_pack.patching.report import (
 )
 from unsloth_pack.patching.trainers import prepare_trainers
 
+logger = logging.getLogger("unsloth_pack")
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _MADE: WeakSet[type] = WeakSet()  # the classes of patched modules
 _SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
@@ -208,14 +210,17 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
         _refuse_unknown_parts(mixer, one, spec)
     backend, source = requested_backend(attn_backend)
     embedding = decoder.get_input_embeddings().weight
-    request = Request(embedding.device.type, embedding.dtype, backend, source)
+    request = Request(embedding.device.type, embedding.dtype, backend, source, decoder.config)
     choices = [mixer.choose(one, spec, request) for mixer, one in mixers_by_layer(decoder, spec)]
     set_before = set_forwards(base)
     if earlier is not None:  # only now, so that a refusal above leaves the earlier patch in place
         earlier.undo()
-    parts = DecoderParts.of(decoder, spec)
+    _warn_of_slow_layers(spec, choices)
+    parts = DecoderParts.of(decoder, spec, choices)
     patch = Patch(base, attn_backend, unpad, report_of(spec, base, parts, choices))
-    gate_and_up_plan = GateAndUpPlan([mlp for mlp, activation in parts.mlps if activation is not None])
+    gate_and_up_plan = GateAndUpPlan(
+        [projections.features(mlp) for _, mlp, projections in parts.mlps if projections is not None]
+    )
     _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
     _swap_decoder(patch, base, decoder, parts, spec, choices, gate_and_up_plan)
     if base is not decoder and base.get_output_embeddings() is not None:
@@ -239,14 +244,21 @@ def _swap_inside_layers(
     backend: str,
     gate_and_up_plan: GateAndUpPlan,
 ) -> None:
-    for mixer, module in parts.mixers:
-        patch.swap(module, mixer.forward, **mixer.attributes(spec, backend))
+    for mixer, module, choice in parts.mixers:
+        patch.swap(module, mixer.forward, **mixer.attributes(spec, backend, choice))
     for norm in parts.norms:
         patch.swap(norm, NORMS[spec.norm], norm_offset=spec.norm_offset)
-    for number, (mlp, activation) in enumerate(parts.mlps):
-        if activation is not None:
-            layer = decoder.layers[number]
-            patch.swap(mlp, FastMLP, decoder_layer=layer, number=number, gate_and_up_plan=gate_and_up_plan)
+    for number, mlp, projections in parts.mlps:
+        if projections is not None:
+            patch.swap(
+                mlp,
+                FastMLP,
+                spec=spec,
+                projections=projections,
+                decoder_layer=decoder.layers[number],
+                number=number,
+                gate_and_up_plan=gate_and_up_plan,
+            )
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
 
@@ -334,7 +346,7 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
 
 def _refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
     """Refuse a module that may compute what the shared forward does not."""
-    ours = mixer.attributes(spec, "")
+    ours = mixer.attributes(spec, "", Choice("", "", None))
     for module in itself_and_copies(one):
         if unknown := own_names(module) - mixer.known(spec) - ours.keys():
             raise InputError(
@@ -345,6 +357,11 @@ def _refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
             found = getattr(module, name, getattr(module.config, name, value))
             if found != value:
                 raise InputError(f"{name} is {found!r}: only {value!r} is computed; set it before you patch")
+
+
+def _warn_of_slow_layers(spec: ArchSpec, choices: Sequence[Choice]) -> None:
+    for remedy in dict.fromkeys(choice.remedy for choice in choices if choice.remedy):
+        logger.warning("%s: %s", spec.model_type, remedy)
 
 
 def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
@@ -378,7 +395,7 @@ def _why_never_captured(
         return "CUDA graphs need CUDA"
     if why := next((choice.why_not_captured for choice in choices if choice.why_not_captured), None):
         return why
-    if any(hasattr(mlp, "experts") for mlp, _ in parts.mlps):
+    if any(hasattr(mlp, "experts") for _, mlp, _ in parts.mlps):
         return "routed experts depend on the tokens"
     if parts.other_loras:
         return f"the adapter is on a {type(parts.other_loras[0].get_base_layer()).__name__}"

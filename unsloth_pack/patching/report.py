@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 
 from unsloth_pack.forwards.door import trl_head_of
 from unsloth_pack.forwards.mixers import Choice
+from unsloth_pack.forwards.rotary import rotary_module
 from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
@@ -61,16 +62,19 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
     fused: dict[str, str] = {}
     not_fused: dict[str, str] = {}
-    for mixer, module in parts.mixers:
+    for mixer, module, _ in parts.mixers:
         for said, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
             said |= more
+    if rotary_module(decoder, spec) is None:
+        for with_the_rotation in ("rotary embedding", "QK norm"):
+            fused.pop(with_the_rotation, None)
     kind = {"rms": "RMS", "layer": "layer"}[spec.norm]
     fused["norms"] = f"{len(parts.norms)} {kind} norms, each {how}"
-    gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
+    gated_mlps = [mlp for _, mlp, projections in parts.mlps if projections is not None]
     if gated_mlps:
         fused["MLP"] = f"activation and product of {len(gated_mlps)} of {len(parts.mlps)} layers {how}"
     if len(gated_mlps) < len(parts.mlps):
-        kinds = {type(mlp).__name__ for mlp, activation in parts.mlps if activation is None}
+        kinds = {type(mlp).__name__ for _, mlp, projections in parts.mlps if projections is None}
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
     if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"

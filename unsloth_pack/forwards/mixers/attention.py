@@ -6,6 +6,7 @@ Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D h
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
@@ -40,9 +41,6 @@ class FastAttention(nn.Module):
     k_proj: nn.Module
     v_proj: nn.Module
     qkv_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
     sinks: Tensor
     residual_dropout: float = 0.0
 
@@ -61,7 +59,7 @@ class FastAttention(nn.Module):
         Args:
             hidden_states: `[B, T, hidden]`.
             position_embeddings: `cos` and `sin`: a table and each token's row of it for a packed row, else
-                `[B, T, R]` from transformers' rotary module.
+                `[B, T, R]` from transformers' rotary module. None where nothing is rotated.
             attention_mask: `[B, 1, T, S]` bool of an ordinary batch.
             past_key_values: transformers' cache, for an ordinary batch.
             packed_row: the documents of the rows, which are one flattened row to attention.
@@ -77,34 +75,42 @@ class FastAttention(nn.Module):
         batch, length = hidden_states.shape[:2]
         options = attention_options(self, self.spec)
         sinks = self.sinks if self.spec.sinks else None
-        q_BTHD, k_BTKD, v_BTKD, qk_norm = self._project(hidden_states)
-        assert position_embeddings is not None
+        tables = position_embeddings if rotates(self, self.spec) else None
+        q_BTHD, k_BTKD, v_BTKD, gate, qk_norm = self._project(hidden_states, tables is not None)
         if packed_row is not None:
-            cos, sin, table_rows = position_embeddings
             q_NHD, k_NKD, v_NKD = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
-            if rotates(self, self.spec):
-                q_NHD, k_NKD = self._rotate(q_NHD, k_NKD, cos, sin, table_rows, qk_norm=qk_norm)
+            if tables is not None:
+                q_NHD, k_NKD = self._rotate(q_NHD, k_NKD, *tables, qk_norm=qk_norm)
             if self.spec.query_scale:
                 q_NHD = scaled_by_position(q_NHD, packed_row.position_ids, self.config)
             out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend, sinks)
         else:
             q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
-            if rotates(self, self.spec):
-                tables = (angles_twice(table, self.spec) for table in position_embeddings)
-                q_BHTD, k_BKTD = self._rotate(q_BHTD, k_BKTD, *tables, qk_norm=qk_norm)
+            if tables is not None:
+                cos_sin = (angles_twice(table, self.spec) for table in tables)
+                q_BHTD, k_BKTD = self._rotate(q_BHTD, k_BKTD, *cos_sin, qk_norm=qk_norm)
             if self.spec.query_scale:
                 q_BHTD = scaled_by_position(q_BHTD, kwargs["position_ids"], self.config)
             if past_key_values is not None:
                 k_BKTD, v_BKTD = past_key_values.update(k_BKTD, v_BKTD, self.layer_idx)
             out = attend_dense(q_BHTD, k_BKTD, v_BKTD, attention_mask, options, sinks)
-        out = self.o_proj(out.reshape(batch, length, -1))
+        if gate is not None:
+            out = out.reshape(gate.shape) * torch.sigmoid(gate)
+        out = getattr(self, self.spec.name("o_proj"))(out.reshape(batch, length, -1))
         return F.dropout(out, self.residual_dropout, self.training), None
 
     def _rotate(self, q: Tensor, k: Tensor, *tables: Tensor, qk_norm: QKNorm | None) -> tuple[Tensor, Tensor]:
         return rope_qk(q, k, *tables, qk_norm=qk_norm, interleaved=self.spec.rotary == "pairs")
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
-        """q, k and v as `[B, T, heads, D]`, and the norm that q and k still need, if any."""
+    def _project(
+        self, hidden_states: Tensor, turns: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, QKNorm | None]:
+        """q, k and v as `[B, T, heads, D]`, what gates the output, `[B, T, H, D]`, if anything does, and the
+        norm that q and k still need, if any.
+
+        Args:
+            turns: whether q and k go through the rotary kernel, which can norm them too.
+        """
         by_head = (*hidden_states.shape[:2], -1, self.head_dim)
         if self.spec.fused_qkv:
             n_q, n_kv = (
@@ -113,14 +119,18 @@ class FastAttention(nn.Module):
             q, k, v = self.qkv_proj(hidden_states).split([n_q, n_kv, n_kv], dim=-1)
         else:
             q, k, v = project(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        gate = None
+        if self.spec.output_gate:
+            q, gate = q.view(*by_head[:-1], 2 * self.head_dim).chunk(2, dim=-1)
         qk_norm = None
         if has_qk_norm(self, self.spec):
-            qk_norm = fusable_qk_norm(self, self.spec) if rotates(self, self.spec) else None
+            qk_norm = fusable_qk_norm(self, self.spec) if turns else None
+            q_norm, k_norm = qk_norms(self, self.spec)
             if qk_norm is None and self.spec.qk_norm == "flat":
-                q, k = self.q_norm(q), self.k_norm(k)
+                q, k = q_norm(q), k_norm(k)
             elif qk_norm is None:
-                q, k = self.q_norm(q.view(by_head)), self.k_norm(k.view(by_head))
-        return q.view(by_head), k.view(by_head), v.view(by_head), qk_norm
+                q, k = q_norm(q.view(by_head)), k_norm(k.view(by_head))
+        return q.view(by_head), k.view(by_head), v.view(by_head), gate, qk_norm
 
 
 def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
@@ -130,7 +140,8 @@ def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
         scale=attention.scaling,
         window=window_of(attention, spec),
         softcap=getattr(config, spec.softcap) if spec.softcap else None,
-        dropout=attention.attention_dropout if attention.training else 0.0,
+        # LFM2's has none
+        dropout=getattr(attention, "attention_dropout", 0.0) if attention.training else 0.0,
         sinks=spec.sinks,
     )
 
@@ -144,6 +155,8 @@ def window_of(attention: Any, spec: ArchSpec) -> int | None:
 
 def rotates(attention: Any, spec: ArchSpec) -> bool:
     """Whether this layer rotates q and k by their positions."""
+    if not spec.name("rotary_emb"):
+        return False
     if spec.rope_layers == "use_rope":
         return bool(attention.use_rope)
     if spec.rope_layers == "windowed_if_any" and attention.config.sliding_window is None:
@@ -153,7 +166,12 @@ def rotates(attention: Any, spec: ArchSpec) -> bool:
 
 def has_qk_norm(attention: Any, spec: ArchSpec) -> bool:
     """Whether this layer norms q and k: some configurations of an architecture that can do not."""
-    return spec.qk_norm is not None and hasattr(attention, "q_norm")
+    return spec.qk_norm is not None and hasattr(attention, spec.name("q_norm"))
+
+
+def qk_norms(attention: Any, spec: ArchSpec) -> tuple[Any, Any]:
+    """The norms of q and k, whichever names they have there."""
+    return getattr(attention, spec.name("q_norm")), getattr(attention, spec.name("k_norm"))
 
 
 def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
@@ -161,7 +179,7 @@ def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
 
     None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.
     """
-    q_norm, k_norm = attention.q_norm, attention.k_norm
+    q_norm, k_norm = qk_norms(attention, spec)
     if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
         return None
     if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
@@ -206,9 +224,10 @@ class AttentionMixer:
         return Choice(name, reason, on_host)
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        return _KNOWN | spec.only.keys() | {*spec.unread, *_known_by_field(spec)}
+        names = (*_KNOWN, *_known_by_field(spec))
+        return frozenset({*spec.only, *spec.unread, *names, *map(spec.name, names)})
 
-    def attributes(self, spec: ArchSpec, backend: str) -> dict[str, Any]:
+    def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
         return {"spec": spec, "attn_backend": backend}
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:

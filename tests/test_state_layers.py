@@ -1,0 +1,220 @@
+"""Layers that carry a state: their two ways through a packed row, and what is planted in each is found.
+
+The kernels are stand-ins: those that people install need a GPU, on which none of this has run.
+"""
+
+import logging
+
+import pytest
+import torch
+from state_kernels import Kernels
+from tiny import error, random_documents, run_alone, run_packed, tiny_model
+from transformers import AutoConfig
+
+from unsloth_pack import (
+    LeakFound,
+    UnsupportedArchitecture,
+    patch_model,
+    probe,
+    supported_architectures,
+    verify,
+)
+from unsloth_pack.forwards.mixers import MIXERS, Request
+from unsloth_pack.forwards.mixers.state_layer import BY_DOCUMENT, IN_ONE_ROW, FastStateLayer
+from unsloth_pack.models import spec_of
+from unsloth_pack.models.refused import LEAKING
+from unsloth_pack.patching.decoder_parts import mixers_by_layer
+
+HYBRIDS = {name: spec for name, spec in supported_architectures().items() if spec.mixers}
+SMALL = [name for name, spec in HYBRIDS.items() if not any("experts" in field for field in spec.tiny)]
+RECURRENT = [name for name in SMALL if name != "lfm2"]
+LENGTHS = [9, 1, 24, 2, 13]
+LEAKS = {"leak into logits", "leak into gradients", "leak into trained gradients"}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    made = Kernels()
+    made.installed = lambda arch: made.install(monkeypatch, arch)
+    return made
+
+
+def state_layers(model):
+    return [module for module in model.modules() if isinstance(module, FastStateLayer)]
+
+
+def recurrence_of(arch):
+    is_delta_net = "gated_delta_net" in HYBRIDS[arch].mixers.values()
+    return "chunk_gated_delta_rule" if is_delta_net else "mamba_chunk_scan_combined"
+
+
+# Both ways are right
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_a_row_goes_through_the_kernels_once_with_its_boundaries(arch, kernels):
+    """Against documents alone without the kernels: outputs, loss, and every gradient, all in float64."""
+    documents = random_documents(LENGTHS)
+    truth = run_alone(tiny_model(arch, torch.float64, "cpu"), documents)
+    kernels.installed(arch)
+    model = tiny_model(arch, torch.float64, "cpu")
+    report = patch_model(model).report
+    assert report.attn_backend.startswith(IN_ONE_ROW)
+    kernels.calls.clear()
+    got = run_packed(model, documents, tail=5)
+    parts = {"chunk_gated_delta_rule": 5, "mamba_chunk_scan_combined": 4, "causal_conv1d_fn": 1}
+    kinds = {name: kernels.calls.count(name) // parts.get(name, 1) for name in set(kernels.calls)}
+    probes = 2  # the model's own look before it trains
+    assert kinds == dict.fromkeys(kinds, len(state_layers(model)) * (1 + probes)), kinds
+    assert error(got.logits, truth.logits) < 1e-12
+    for name, grad in truth.grads.items():
+        assert error(got.grads[name], grad) < 1e-10, name
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_both_ways_give_the_same(arch, kernels):
+    documents = random_documents(LENGTHS)
+    outcomes = []
+    for installed in (False, True):
+        if installed:
+            kernels.installed(arch)
+        model = tiny_model(arch, torch.float64, "cpu")
+        name = patch_model(model).report.attn_backend
+        assert name.startswith(IN_ONE_ROW if installed else BY_DOCUMENT)
+        outcomes.append(run_packed(model, documents))
+    assert error(outcomes[0].logits, outcomes[1].logits) < 1e-12
+
+
+def test_mamba_reads_an_adapted_projection_through_its_adapter(kernels):
+    """In training mamba_ssm's one kernel for all takes the weight of `out_proj`, without its adapter."""
+    kernels.installed("granitemoehybrid")
+    model = tiny_model("granitemoehybrid", torch.float64, "cpu")
+    patch_model(model).skip_probe()
+    documents, one = random_documents(LENGTHS), "mamba_split_conv1d_scan_combined"
+    kernels.calls.clear()
+    run_packed(model, documents)
+    assert one not in kernels.calls
+    (layer,) = state_layers(model)
+    assert layer.training
+    for parameter in layer.out_proj.parameters():
+        assert parameter.grad is None or parameter.grad.any()
+    adapted = run_packed(model, documents).logits
+    layer.out_proj = layer.out_proj.base_layer
+    run_packed(model, documents)
+    assert one in kernels.calls
+    assert error(run_packed(model, documents).logits, adapted) > 1e-3
+
+
+# Which way is taken
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_without_kernels_a_gpu_is_warned_of_and_told_what_to_install(arch, caplog):
+    decoder = tiny_model(arch, device="cpu").get_base_model().get_decoder()
+    mixer, module = mixers_by_layer(decoder, HYBRIDS[arch])[0]
+    request = Request("cuda", torch.bfloat16, "auto", "the test", decoder.config)
+    choice = mixer.choose(module, HYBRIDS[arch], request)
+    assert choice.name == BY_DOCUMENT
+    assert "not installed; pip install " in choice.remedy and "causal-conv1d" in choice.remedy
+    assert "reads the row on the host" in choice.why_not_captured
+    with caplog.at_level(logging.WARNING, "unsloth_pack"):
+        patch_model(tiny_model(arch, device="cpu"))
+    assert not caplog.records  # on a CPU nothing is faster
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_kernels_that_carry_over_are_not_used(arch, kernels):
+    """As of a version that takes no boundaries, or passes over them."""
+    for name in {"causal_conv1d_fn", recurrence_of(arch)} if arch != "lfm2" else {"causal_conv1d_fn"}:
+        kernels.carrying = {name}
+        kernels.installed(arch)
+        model = tiny_model(arch, device="cpu")
+        report = patch_model(model).report
+        assert report.attn_backend.startswith(BY_DOCUMENT)
+        assert "do not keep documents apart" in report.attn_reason
+        assert verify(model, documents=[[5, 6, 7], [8], [9] * 12]).passed
+
+
+def test_kernels_that_do_not_run_are_not_used(kernels):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no kernel image\nis available")
+
+    kernels.causal_conv1d_fn = fails
+    fails.__name__ = "causal_conv1d_fn"
+    kernels.installed("lfm2")
+    report = patch_model(tiny_model("lfm2", device="cpu")).report
+    assert "the installed kernels do not run (RuntimeError: no kernel image)" in report.attn_reason
+
+
+# Planted leaks
+
+
+@pytest.mark.parametrize("what", ["convolution", "recurrence", "both"])
+@pytest.mark.parametrize("arch", RECURRENT)
+def test_what_carries_over_in_a_kernel_is_found(arch, what, kernels):
+    kernels.installed(arch)
+    model = tiny_model(arch, device="cpu")
+    patch_model(model)
+    parts = {"convolution": {"causal_conv1d_fn"}, "recurrence": {recurrence_of(arch)}}
+    kernels.carrying = parts.get(what, set.union(*parts.values()))
+    assert_found(model)
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_a_state_that_is_not_restarted_is_found(arch):
+    """The row goes through the layer as one text."""
+    model = tiny_model(arch, device="cpu")
+    patch_model(model)
+    for layer in state_layers(model):
+        layer.boundaries = lambda row: {}
+    assert_found(model)
+
+
+def assert_found(model):
+    report = verify(model, documents=[document.tolist() for document in random_documents([9, 1, 14])])
+    assert {check.name for check in report.checks if not check.passed} > LEAKS
+    with pytest.raises(LeakFound, match="first in layer 0"):
+        probe(model)
+    documents = random_documents([9, 14])
+    with pytest.raises(LeakFound, match="first in layer 0"):
+        run_packed(model, documents)
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_the_last_token_alone_shows_that_a_state_carries_over(arch):
+    """It is what a short convolution takes from the document before; nothing else needs to change."""
+    documents = random_documents([9, 14])
+    other = [documents[0].clone(), documents[1]]
+    other[0][-1] = (other[0][-1] + 1) % 256
+    for carries in (False, True):
+        model = tiny_model(arch, device="cpu").eval()
+        patch_model(model)
+        for layer in state_layers(model):
+            layer.boundaries = (lambda row: {}) if carries else None
+        with torch.no_grad():
+            first, second = (
+                model(input_ids=torch.cat(row)[None], packed_seq_lengths=[9, 14]).logits[0, 9:]
+                for row in (documents, other)
+            )
+        assert torch.equal(first, second) != carries
+
+
+# What they are made of
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_every_name_of_a_state_layer_is_known(arch):
+    decoder = tiny_model(arch, device="cpu").get_base_model().get_decoder()
+    for mixer, module in mixers_by_layer(decoder, HYBRIDS[arch]):
+        if mixer is not MIXERS["attention"]:
+            own = {name for name in vars(module) if not name.startswith("_")} - {"training"}
+            names = own | module._parameters.keys() | module._modules.keys() | module._buffers.keys()
+            assert names <= mixer.known(HYBRIDS[arch])
+
+
+@pytest.mark.parametrize("model_type", LEAKING)
+def test_architectures_that_leak_are_refused_by_name(model_type):
+    with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' cannot be packed: ") as refusal:
+        spec_of(model_type)
+    assert "\n" not in str(refusal.value)
+    assert AutoConfig.for_model(model_type).model_type == model_type

@@ -1,0 +1,199 @@
+"""Layers that carry a state from token to token: recurrences and short convolutions.
+
+transformers' own forward computes them. A packed row goes through it in one of two ways, with the same result:
+
+- once, with the boundaries of the documents, where kernels are installed that restart the state at each;
+- without such kernels in stacks of documents of similar length, each in a row of its own, padded on the right.
+  What comes later reaches no token of such a layer, so padding changes nothing.
+
+Which of the two is tried out, see `why_not_in_one_row`: kernels that are missing, or that do not know the
+boundaries, are found there and not by a version number.
+
+Shapes: B rows of T tokens, N = B * T, S documents of a stack of L tokens each, C channels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from unsloth_pack.forwards.mixers.contract import Choice, Request
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.eager import runs_eagerly
+from unsloth_pack.row.packed_row import PackedRow
+
+IN_ONE_ROW = "kernels"  # the names of the two ways, for reports
+BY_DOCUMENT = "document by document"
+_TRIED_LENGTHS = (37, 64, 5)  # of the documents that the kernels are tried with
+
+Boundaries = Callable[[PackedRow], Mapping[str, Any]]
+
+
+def seq_idx(row: PackedRow) -> dict[str, Any]:
+    """`[1, N]` int32, the number of each token's document, as causal-conv1d and mamba_ssm take it."""
+
+    def made() -> Tensor:
+        return row.upload(np.repeat(np.arange(len(row.lengths), dtype=np.int32), row.lengths)[None])
+
+    return {"seq_idx": row.once("seq_idx", made)}
+
+
+class FastStateLayer(nn.Module):
+    """Takes the place of the class of a transformers module that carries a state.
+
+    Args:
+        boundaries: makes the arguments by which transformers' forward keeps the documents of a row apart;
+            None where it cannot.
+    """
+
+    boundaries: Boundaries | None
+
+    @runs_eagerly
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        packed_row: PackedRow | None = None,
+        seq_idx: PackedRow | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """`[B, T, C]` for `[B, T, C]`.
+
+        Args:
+            packed_row: the documents of the rows.
+            seq_idx: likewise: transformers' layers hand only this on in some versions.
+        """
+        row = seq_idx if packed_row is None else packed_row
+        if row is None:
+            return self._whole(hidden_states, *args, **kwargs)
+        hidden_NC = hidden_states.flatten(0, 1)
+        if self.boundaries is not None:
+            out = self._whole(hidden_NC[None], **self.boundaries(row))
+        else:
+            stacks = [self._whole(hidden_NC[stack_SL]).flatten(0, 1) for stack_SL in row.stacks]
+            out = torch.cat(stacks)[row.unstack]
+        return out.view(*hidden_states.shape[:2], -1)
+
+    def _whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """transformers' forward."""
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class StateMixer:
+    """A `Mixer` of layers that carry a state.
+
+    Args:
+        kind: for the report.
+        attribute: see `Mixer`.
+        boundaries: see `FastStateLayer`.
+        packages: the modules of the kernels that take them, and what installs each.
+        known_names: see `Mixer.known`.
+        forward: see `Mixer`.
+    """
+
+    kind: str
+    attribute: str
+    boundaries: Boundaries
+    packages: Mapping[str, str]
+    known_names: frozenset[str]
+    forward: type[nn.Module] = FastStateLayer
+
+    def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
+        captured = f"a {self.kind} reads the row on the host"
+        why_not = self._why_not_in_one_row(module, request)
+        if why_not is None:
+            return Choice(IN_ONE_ROW, f"{self.kind}: its kernels take the boundaries", captured)
+        remedy = f"{self.kind} layers run document by document, which is slow: {why_not}; {self._remedy}"
+        on_gpu = request.device_type == "cuda"
+        return Choice(BY_DOCUMENT, f"{self.kind}: {why_not}", captured, remedy if on_gpu else None)
+
+    def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
+        return {"boundaries": self.boundaries if choice.name == IN_ONE_ROW else None}
+
+    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+        return {}, {self.kind: "as transformers wrote it, documents kept apart; its LoRA layers one by one"}
+
+    def known(self, spec: ArchSpec) -> frozenset[str]:
+        return self.known_names
+
+    @property
+    def _remedy(self) -> str:
+        return f"pip install {' '.join(self.packages.values())}"
+
+    def _why_not_in_one_row(self, module: Any, request: Request) -> str | None:
+        missing = [name for package, name in self.packages.items() if find_spec(package) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed"
+        own = getattr(module, "original_module", module)
+        theirs = type(own).__bases__[1] if isinstance(own, FastStateLayer) else type(own)
+        assert request.config is not None
+        buffers = {name: buffer for name, buffer in own._buffers.items() if buffer is not None}
+        make = partial(_like, theirs, request.config, own.layer_idx, buffers)
+        place = torch.device(request.device_type), request.dtype, request.config.hidden_size
+        why_not: str | None = request.once(
+            (self.kind, theirs), partial(why_not_in_one_row, make, self.boundaries, *place)
+        )
+        return why_not
+
+
+def why_not_in_one_row(
+    make: Callable[[], nn.Module],
+    boundaries: Boundaries,
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+) -> str | None:
+    """Try out whether a module keeps the documents of a row apart. None where it does.
+
+    Changing the documents before must change no bit of the last one.
+
+    Args:
+        make: the module with fresh weights, which are replaced.
+        width: C of its input.
+    """
+    row = PackedRow.of_lengths(_TRIED_LENGTHS, device)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    given_TC = torch.randn(row.n_tokens, width, generator=generator, device="cpu")
+    mixed_TC = torch.randn(row.n_tokens, width, generator=generator, device="cpu")
+    start = int(row.starts[-1])
+    mixed_TC[start:] = given_TC[start:]
+    cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda), torch.no_grad(), torch.device(device):
+            module = make().to(dtype)
+            for parameter in module.parameters():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, device="cpu"))
+            for training in (True, False):
+                module.train(training)
+                outs = [
+                    module(x.to(device, dtype)[None], **boundaries(row))[0, start:]
+                    for x in (given_TC, mixed_TC)
+                ]
+                if not torch.equal(*outs) or not outs[0].isfinite().all() or not outs[0].any():
+                    return "the installed kernels do not keep documents apart"
+    except Exception as error:  # of Triton, of a missing operator, of an argument that nothing takes
+        return f"the installed kernels do not run ({type(error).__name__}: {_first_line(error)})"
+    return None
+
+
+def _like(
+    kind: type[nn.Module], config: PreTrainedConfig, layer_idx: int, buffers: Mapping[str, Tensor]
+) -> nn.Module:
+    """A module as transformers makes it, with the buffers that its decoder may have added."""
+    made: Any = kind
+    module: nn.Module = made(config, layer_idx)
+    for name in buffers.keys() - module._buffers.keys():
+        module.register_buffer(name, buffers[name])
+    return module
+
+
+def _first_line(error: Exception) -> str:
+    lines: Sequence[str] = str(error).splitlines()
+    return lines[0] if lines else "no message"
