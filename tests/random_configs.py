@@ -2,6 +2,7 @@
 
 _ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu", "gelu_new"]
 _BIASES = ("attention_bias", "mlp_bias")
+_YARN = ({}, {"attention_factor": 0.7}, {"truncate": False}, {"mscale": 0.7, "mscale_all_dim": 1.3})
 _GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
@@ -46,6 +47,8 @@ def draw_overrides(spec, rng):
     if "layer_types" in spec.tiny or hasattr(known, "max_window_layers"):
         kinds = ["sliding_attention", "full_attention"]
         overrides["layer_types"] = [rng.choice(kinds) for _ in range(n_layers)]
+    if "kv_lora_rank" in spec.tiny:
+        overrides |= _draw_latent(rng, n_heads, n_layers)
     if spec.rotary_per_layer_type:
         overrides["rope_parameters"] = {kind: _draw_rope(rng, head_dim) for kind in kinds}
     elif spec.model_type == "phi3":  # takes no other types
@@ -53,8 +56,30 @@ def draw_overrides(spec, rng):
         overrides["rope_parameters"]["partial_rotary_factor"] = 1.0
         overrides["original_max_position_embeddings"] = 16
     else:
-        overrides["rope_parameters"] = _draw_rope(rng, head_dim)
+        overrides["rope_parameters"] = _draw_rope(rng, overrides.get("qk_rope_head_dim", head_dim))
     return overrides
+
+
+def _draw_latent(rng, n_heads, n_layers):
+    """Of multi-head latent attention, and of the experts that come with it."""
+    n_groups = rng.choice([1, 2])
+    n_experts = n_groups * rng.choice([2, 4])
+    return {
+        "num_key_value_heads": n_heads,
+        "q_lora_rank": rng.choice([None, 6]),
+        "kv_lora_rank": rng.choice([4, 10]),
+        "qk_nope_head_dim": rng.choice([2, 6, 16]),
+        "qk_rope_head_dim": rng.choice([4, 6, 16]),
+        "v_head_dim": rng.choice([4, 10, 24]),
+        "rope_interleave": rng.random() < 0.7,
+        "first_k_dense_replace": rng.choice([0, 1]),
+        "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(n_layers)],
+        "n_routed_experts": n_experts,
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "n_group": n_groups,
+        "topk_group": 1,
+        "norm_topk_prob": rng.random() < 0.5,
+    }
 
 
 def _draw_rope(rng, rotated, kinds=("default", "linear", "yarn", "llama3", "longrope", "proportional")):
@@ -65,7 +90,7 @@ def _draw_rope(rng, rotated, kinds=("default", "linear", "yarn", "llama3", "long
     options = {
         "default": {},
         "linear": scale,
-        "yarn": scale | original | rng.choice([{}, {"attention_factor": 0.7}, {"truncate": False}]),
+        "yarn": scale | original | rng.choice(_YARN),
         "llama3": scale | original | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
         "longrope": scale | original | {"short_factor": factors[0], "long_factor": factors[1]},
         "proportional": {"partial_rotary_factor": rng.choice([0.5, 1.0])},

@@ -22,6 +22,7 @@ from transformers import (
     DynamicCache,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLitePreTrainedModel
 from transformers.models.granite.modeling_granite import GranitePreTrainedModel
 
 from unsloth_pack import patch_model, supported_architectures
@@ -184,12 +185,22 @@ class GraniteForSequenceClassification(GenericForSequenceClassification, Granite
     """Which transformers lacks, made as it makes the others."""
 
 
+class Glm4MoeLiteForSequenceClassification(GenericForSequenceClassification, Glm4MoeLitePreTrainedModel):
+    """Likewise."""
+
+
+OWN_CLASSIFIERS = {
+    "granite": GraniteForSequenceClassification,
+    "glm4_moe_lite": Glm4MoeLiteForSequenceClassification,
+}
+
+
 def with_answers(auto_class, arch="llama", dtype=torch.float32, **overrides):
     config = supported_architectures()[arch].tiny_config(pad_token_id=PAD, num_labels=N_ANSWERS, **overrides)
     torch.manual_seed(0)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if arch == "granite" and auto_class is AutoModelForSequenceClassification:
-        model = GraniteForSequenceClassification._from_config(config, **options)
+    if arch in OWN_CLASSIFIERS and auto_class is AutoModelForSequenceClassification:
+        model = OWN_CLASSIFIERS[arch]._from_config(config, **options)
     else:
         model = auto_class.from_config(config, **options)
     if dtype == torch.float64:

@@ -31,7 +31,7 @@ from unsloth_pack import (
     verify,
 )
 from unsloth_pack.attention.backends import BACKENDS
-from unsloth_pack.forwards import attention
+from unsloth_pack.forwards.mixers import attention
 from unsloth_pack.losses import contract
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.training.trl import row_collator

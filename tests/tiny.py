@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import supported_architectures
-from unsloth_pack.api import PROJECTIONS
+from unsloth_pack.models import spec_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
@@ -47,8 +47,9 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
 
 
 def with_lora(base, lora=None):
+    projections = spec_of(base.get_decoder().config.model_type).projections
     targets = [
-        name for name in PROJECTIONS if any(key.endswith("." + name) for key, _ in base.named_modules())
+        name for name in projections if any(key.endswith("." + name) for key, _ in base.named_modules())
     ]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **lora or {})
     return get_peft_model(base, config, autocast_adapter_dtype=False)
@@ -128,21 +129,28 @@ def routing(model, routes=None):
             if routes is not None:
                 start = sum(map(len, seen.get(name, []))) % len(routes[name])  # recomputation starts over
                 experts = routes[name][start : start + len(logits)].to(logits.device)
-                scores = logits.float().softmax(-1).gather(1, experts)
-                scores = (scores / scores.sum(-1, keepdim=True)).to(logits.dtype)
+                scores = _scores_of(module, logits, experts)
             seen.setdefault(name, []).append(experts.cpu())
             return logits, scores, experts
 
         return hook
 
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.lower().endswith("topkrouter"):
             hooks.append(module.register_forward_hook(hook_of(name)))
     try:
         yield seen
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _scores_of(router, logits, experts):
+    """What the router of an architecture makes of its logits for these experts."""
+    is_sigmoid = hasattr(router, "e_score_correction_bias")
+    scores = (logits.float().sigmoid() if is_sigmoid else logits.float().softmax(-1)).gather(1, experts)
+    scores = scores / scores.sum(-1, keepdim=True)
+    return scores * router.routed_scaling_factor if is_sigmoid else scores.to(logits.dtype)
 
 
 def error(got, truth):

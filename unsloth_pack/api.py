@@ -37,18 +37,6 @@ from unsloth_pack.models import spec_of
 from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
 
-PROJECTIONS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "qkv_proj",
-    "gate_up_proj",
-)
-
 
 class FastLanguageModel:
     """Load a language model ready for packed training, and put an adapter on it.
@@ -176,7 +164,8 @@ class FastLanguageModel:
         Args:
             model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
             r: rank, from 1 to the model's hidden size.
-            target_modules: names of linear layers, "all-linear", or None for the seven projections.
+            target_modules: names of linear layers, "all-linear", or None for all projections of
+                attention and MLP.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
             bias, layers_to_transform, modules_to_save, use_rslora, use_dora: as in PEFT's `LoraConfig`.
@@ -350,7 +339,7 @@ def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None)
     """The `target_modules` for `LoraConfig`.
 
     Args:
-        target_modules: None for those of `PROJECTIONS` that the model has.
+        target_modules: None for those of `ArchSpec.projections` that the model has.
 
     Raises:
         InputError: a target that the model does not have.
@@ -359,7 +348,9 @@ def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None)
         path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)
     }
     if target_modules is None:
-        return [name for name in PROJECTIONS if name in linear_names]
+        decoder: Any = model
+        spec = spec_of(decoder.get_decoder().config.model_type)
+        return [name for name in spec.projections if name in linear_names]
     if isinstance(target_modules, str):
         try:
             matches = target_modules == "all-linear" or any(

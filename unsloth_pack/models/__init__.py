@@ -2,8 +2,10 @@
 
 from unsloth_pack.errors import UnsupportedArchitecture
 from unsloth_pack.models import (
+    deepseek_v3,
     gemma2,
     gemma3,
+    glm4_moe_lite,
     granite,
     llama,
     mistral,
@@ -16,7 +18,21 @@ from unsloth_pack.models import (
 )
 from unsloth_pack.models.spec import ArchSpec
 
-_MODULES = (llama, mistral, qwen2, qwen3, qwen3_moe, gemma2, gemma3, phi3, granite, olmo2, qwen2_5_vl)
+_MODULES = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    gemma2,
+    gemma3,
+    phi3,
+    granite,
+    olmo2,
+    deepseek_v3,
+    glm4_moe_lite,
+    qwen2_5_vl,
+)
 _SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}
 
 

@@ -4,6 +4,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+)
+LATENT_PROJECTIONS = (
+    "q_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+
 
 @dataclass(frozen=True)
 class ArchSpec:
@@ -14,7 +37,9 @@ class ArchSpec:
 
     Args:
         model_type: `config.model_type` of the text model.
+        attention: the mixer of the layers that attend.
         mixers: for layer types of `config.layer_types` that do not attend, which mixer they have.
+        projections: linear layers that an adapter is put on by default, of those that a model has.
         window: where a layer's sliding window stands: nowhere, in the config, or on the attention module.
         fused_qkv: one `qkv_proj` holds q, k and v.
         qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation.
@@ -30,7 +55,9 @@ class ArchSpec:
     """
 
     model_type: str
+    attention: str = "attention"
     mixers: Mapping[str, str] = field(default_factory=dict)
+    projections: tuple[str, ...] = PROJECTIONS
     window: Literal["none", "config", "layer"] = "none"
     fused_qkv: bool = False
     qk_norm: Literal["head", "flat"] | None = None
@@ -45,7 +72,7 @@ class ArchSpec:
 
     def mixer_of(self, config: Any, layer: int) -> str:
         """What a layer, counted from 0, does between tokens: a key of `forwards.mixers.MIXERS`."""
-        return self.mixers.get(config.layer_types[layer], "attention") if self.mixers else "attention"
+        return self.mixers.get(config.layer_types[layer], self.attention) if self.mixers else self.attention
 
     def divisor_of_logits(self, config: Any) -> float:
         """What the head's logits are divided by; 1 where none is declared."""

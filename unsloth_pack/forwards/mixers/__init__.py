@@ -5,7 +5,8 @@ Each mixer is a module of this folder, and an entry of `MIXERS`.
 
 from unsloth_pack.forwards.mixers.attention import AttentionMixer
 from unsloth_pack.forwards.mixers.contract import Choice, Mixer, Request
+from unsloth_pack.forwards.mixers.latent_attention import LatentAttentionMixer
 
 __all__ = ["MIXERS", "AttentionMixer", "Choice", "Mixer", "Request"]
 
-MIXERS: dict[str, Mixer] = {"attention": AttentionMixer()}
+MIXERS: dict[str, Mixer] = {"attention": AttentionMixer(), "latent_attention": LatentAttentionMixer()}

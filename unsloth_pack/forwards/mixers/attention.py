@@ -3,6 +3,7 @@
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,11 +64,7 @@ class FastAttention(nn.Module):
         Returns:
             `[B, T, hidden]`, and None in place of attention weights, which are never built.
         """
-        asked = kwargs.get("output_attentions")
-        if self.config.output_attentions if asked is None else asked:
-            raise InputError(
-                "output_attentions=True: a patched model builds no attention weights; undo the patch"
-            )
+        refuse_attention_weights(self.config, kwargs)
         batch, length = hidden_states.shape[:2]
         options = attention_options(self, self.spec)
         q_BTHD, k_BTKD, v_BTKD, qk_norm = self._project(hidden_states)
@@ -105,6 +102,22 @@ class FastAttention(nn.Module):
         return q.view(by_head), k.view(by_head), v.view(by_head), qk_norm
 
 
+def refuse_attention_weights(config: PreTrainedConfig, asked_for: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for attention weights.
+
+    Args:
+        asked_for: its keywords.
+
+    Raises:
+        InputError: they, or else the configuration, ask for them.
+    """
+    asked = asked_for.get("output_attentions")
+    if config.output_attentions if asked is None else asked:
+        raise InputError(
+            "output_attentions=True: a patched model builds no attention weights; undo the patch"
+        )
+
+
 def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
     """What an attention module needs of a backend, read off the module where its spec declares it."""
     config = attention.config
@@ -132,6 +145,17 @@ def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
     return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")
 
 
+def choice_for(need: AttentionNeed, request: Request) -> Choice:
+    """The backend for the attention of one layer.
+
+    Raises:
+        BackendUnavailable: the one that is asked for cannot run.
+    """
+    name, reason = choose_backend(request.backend, need, request.source)
+    on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
+    return Choice(name, reason, on_host)
+
+
 class AttentionMixer:
     """Softmax attention, by the backends of `unsloth_pack.attention`: a `Mixer`."""
 
@@ -141,9 +165,7 @@ class AttentionMixer:
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
         options = attention_options(module, spec)
         need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
-        name, reason = choose_backend(request.backend, need, request.source)
-        on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
-        return Choice(name, reason, on_host)
+        return choice_for(need, request)
 
     def attributes(self, spec: ArchSpec, backend: str) -> dict[str, Any]:
         return {"spec": spec, "attn_backend": backend}
