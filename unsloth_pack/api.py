@@ -37,6 +37,18 @@ from unsloth_pack.models import spec_of
 from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
 
+PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+)
+
 
 class FastLanguageModel:
     """Load a language model ready for packed training, and put an adapter on it.
@@ -335,11 +347,15 @@ def _device_map(device_map: Any) -> Any:
     return own_device() if device_map is None else device_map
 
 
+def _own_projections(model: Any) -> tuple[str, ...]:
+    return spec_of(model.get_decoder().config.model_type).projections
+
+
 def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None) -> str | list[str]:
     """The `target_modules` for `LoraConfig`.
 
     Args:
-        target_modules: None for those of `ArchSpec.projections` that the model has.
+        target_modules: None for those of `PROJECTIONS`, and of the architecture's own, that the model has.
 
     Raises:
         InputError: a target that the model does not have.
@@ -348,9 +364,7 @@ def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None)
         path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)
     }
     if target_modules is None:
-        decoder: Any = model
-        spec = spec_of(decoder.get_decoder().config.model_type)
-        return [name for name in spec.projections if name in linear_names]
+        return [name for name in (*PROJECTIONS, *_own_projections(model)) if name in linear_names]
     if isinstance(target_modules, str):
         try:
             matches = target_modules == "all-linear" or any(

@@ -1,9 +1,9 @@
-from unsloth_pack.models.spec import LATENT_PROJECTIONS, ArchSpec
+from unsloth_pack.models.spec import ArchSpec
 
 SPEC = ArchSpec(
     "deepseek_v3",
     attention="latent_attention",
-    projections=LATENT_PROJECTIONS,
+    projections=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     tiny=dict(
         num_key_value_heads=4,
         q_lora_rank=24,

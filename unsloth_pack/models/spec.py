@@ -4,29 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PROJECTIONS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "qkv_proj",
-    "gate_up_proj",
-)
-LATENT_PROJECTIONS = (
-    "q_proj",
-    "q_a_proj",
-    "q_b_proj",
-    "kv_a_proj_with_mqa",
-    "kv_b_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)
-
 
 @dataclass(frozen=True)
 class ArchSpec:
@@ -39,7 +16,7 @@ class ArchSpec:
         model_type: `config.model_type` of the text model.
         attention: the mixer of the layers that attend.
         mixers: for layer types of `config.layer_types` that do not attend, which mixer they have.
-        projections: linear layers that an adapter is put on by default, of those that a model has.
+        projections: linear layers that an adapter goes on by default, beside those of `api.PROJECTIONS`.
         window: where a layer's sliding window stands: nowhere, in the config, or on the attention module.
         fused_qkv: one `qkv_proj` holds q, k and v.
         qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation.
@@ -57,7 +34,7 @@ class ArchSpec:
     model_type: str
     attention: str = "attention"
     mixers: Mapping[str, str] = field(default_factory=dict)
-    projections: tuple[str, ...] = PROJECTIONS
+    projections: tuple[str, ...] = ()
     window: Literal["none", "config", "layer"] = "none"
     fused_qkv: bool = False
     qk_norm: Literal["head", "flat"] | None = None
