@@ -34,7 +34,7 @@ def draw_overrides(spec, rng):
         overrides["attn_logit_softcapping"] = rng.choice([None, 1.0, 2.0, 4.0])
         overrides["final_logit_softcapping"] = rng.choice([None, 3.0, 10.0])
         overrides["query_pre_attn_scalar"] = rng.choice([1, 8])
-    if hasattr(known, "num_experts"):
+    if getattr(known, "num_experts", None):
         overrides["num_experts"] = n_experts = rng.choice([1, 3, 4])
         overrides["num_experts_per_tok"] = rng.randint(1, n_experts)
         overrides["norm_topk_prob"] = rng.random() < 0.5
@@ -49,6 +49,8 @@ def draw_overrides(spec, rng):
         overrides["layer_types"] = [rng.choice(kinds) for _ in range(n_layers)]
     if "kv_lora_rank" in spec.tiny:
         overrides |= _draw_latent(rng, n_heads, n_layers)
+    if "num_kv_shared_layers" in spec.tiny:
+        return overrides | _draw_shared_kv(rng, n_kv)
     if spec.rotary_per_layer_type:
         overrides["rope_parameters"] = {kind: _draw_rope(rng, head_dim) for kind in kinds}
     elif spec.model_type == "phi3":  # takes no other types
@@ -79,6 +81,35 @@ def _draw_latent(rng, n_heads, n_layers):
         "n_group": n_groups,
         "topk_group": 1,
         "norm_topk_prob": rng.random() < 0.5,
+    }
+
+
+def _draw_shared_kv(rng, n_kv):
+    """Of layers that share keys and values, and of what else comes with them."""
+    kinds = ["sliding_attention", "full_attention"]
+    own = [rng.choice(kinds) for _ in range(rng.randint(0, 3))] + ["full_attention"]
+    shared = [rng.choice(own) for _ in range(rng.randint(0, 2))]
+    shared += ["full_attention"] if shared else []  # which the last layer has to be
+    head_dims = dict(zip(kinds, (rng.choice([4, 6, 16]), rng.choice([4, 10, 16])), strict=True))
+    # transformers' own forward needs embeddings by layer where layers share keys and values
+    by_layer = rng.choice([4, 24] if shared else [0, 24])
+    rope_kinds = ("default", "linear", "yarn", "llama3", "proportional")
+    return {
+        "num_hidden_layers": len(own) + len(shared),
+        "layer_types": own + shared,
+        "num_kv_shared_layers": len(shared),
+        "head_dim": head_dims["sliding_attention"],
+        "global_head_dim": head_dims["full_attention"],
+        "attention_k_eq_v": rng.random() < 0.5,
+        "num_global_key_value_heads": rng.choice([None, n_kv, 1]),
+        "use_double_wide_mlp": rng.random() < 0.5,
+        "hidden_size_per_layer_input": by_layer,
+        "final_logit_softcapping": rng.choice([None, 3.0]),
+        "rope_parameters": {kind: _draw_rope(rng, head_dims[kind], rope_kinds) for kind in kinds},
+        "enable_moe_block": rng.random() < 0.3,
+        "num_experts": 4,
+        "top_k_experts": rng.randint(1, 4),
+        "moe_intermediate_size": rng.choice([8, 20]),
     }
 
 

@@ -112,6 +112,26 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
             assert error(g, t) <= slack * error(p, t), (name, what)
 
 
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["window"]], ids=["plain", "window"])
+def test_large_heads_are_not_grouped(options, monkeypatch):
+    """Which no memory-efficient kernel takes: torch would build all logits."""
+    torch.manual_seed(0)
+    given = []
+
+    def seen(*args, enable_gqa, **kwargs):
+        given.append(enable_gqa)
+        return plain(*args, enable_gqa=enable_gqa, **kwargs)
+
+    plain = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    tensors = [torch.randn(30, heads, 264, dtype=torch.float64) for heads in (4, 2, 2)]
+    row = PackedRow.of_lengths((3, 20, 7), torch.device("cpu"))
+    out = attend(*tensors, row, options, "sdpa")
+    assert error(out, written_out(*tensors, (3, 20, 7), options)) < 1e-12
+    assert given
+    assert not any(given)
+
+
 def padding_backend():
     """SDPA as a backend that takes one head size for q, k and v."""
 

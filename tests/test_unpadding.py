@@ -22,6 +22,8 @@ from transformers import (
     DynamicCache,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4PreTrainedModel
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLitePreTrainedModel
 from transformers.models.granite.modeling_granite import GranitePreTrainedModel
 
@@ -185,12 +187,19 @@ class GraniteForSequenceClassification(GenericForSequenceClassification, Granite
     """Which transformers lacks, made as it makes the others."""
 
 
+class Gemma4ForSequenceClassification(GenericForSequenceClassification, Gemma4PreTrainedModel):
+    """Likewise."""
+
+    config: Gemma4TextConfig
+
+
 class Glm4MoeLiteForSequenceClassification(GenericForSequenceClassification, Glm4MoeLitePreTrainedModel):
     """Likewise."""
 
 
 OWN_CLASSIFIERS = {
     "granite": GraniteForSequenceClassification,
+    "gemma4_text": Gemma4ForSequenceClassification,
     "glm4_moe_lite": Glm4MoeLiteForSequenceClassification,
 }
 

@@ -34,8 +34,10 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
             weight = weight * (1 + noise)
         elif "lora_" in name:
             weight = noise
-        elif "norm" in name or name.endswith("bias"):
+        elif "norm" in name or name.endswith(("bias", "scalar", "scale")):
             weight = weight + noise
+        if spec.attention == "shared_kv_attention" and "q_norm" in name:
+            weight = weight * len(weight) ** -0.5  # this attention scales nothing: a trained norm does
         # exact in every dtype: 16 bits are judged on their arithmetic alone
         weights[name] = weight.bfloat16().half().float()
     base = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
@@ -133,7 +135,7 @@ def routing(model, routes=None):
         return hook
 
     for name, module in model.named_modules():
-        if type(module).__name__.lower().endswith("topkrouter"):
+        if type(module).__name__.lower().endswith(("topkrouter", "gemma4textrouter")):
             hooks.append(module.register_forward_hook(hook_of(name)))
     try:
         yield seen
@@ -144,6 +146,9 @@ def routing(model, routes=None):
 
 def _scores_of(router, logits, experts):
     """What the router of an architecture makes of its logits for these experts."""
+    if hasattr(router, "per_expert_scale"):  # whose logits are probabilities
+        scores = logits.gather(1, experts)
+        return scores / scores.sum(-1, keepdim=True) * router.per_expert_scale[experts]
     is_sigmoid = hasattr(router, "e_score_correction_bias")
     scores = (logits.float().sigmoid() if is_sigmoid else logits.float().softmax(-1)).gather(1, experts)
     scores = scores / scores.sum(-1, keepdim=True)

@@ -21,11 +21,18 @@ class ArchSpec:
         fused_qkv: one `qkv_proj` holds q, k and v.
         qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation.
         norm_offset: what RMS norms add to their weight (Gemma stores weights around 0).
+        norm_keeps_dtype: norms return the dtype of their input under a weight of a wider one, too.
         softcap: config field of the attention logit softcap.
+        kv_sharing: layers take `shared_kv_states`, through which some read the keys and values of others.
+        per_layer_inputs: layers take embeddings of their own, where `config.hidden_size_per_layer_input` is
+            not 0.
         rotary_per_layer_type: sliding and full layers rotate with different bases.
         embedding_multiplier: config field by which the embeddings are multiplied on entry.
         logit_divisor: config field by which the head's logits are divided.
         logit_softcap: config field of the softcap of the head's logits.
+        placeholders: config fields of a model around the text model, with the tokens that stand for images
+            and the like: it reads them as padding.
+        wrapper_has_softcap: a model around the text model, as of vision and language, caps its logits too.
         stands_alone: whether transformers has a causal language model of it; otherwise it is the text model
             inside another, as of vision and language.
         tiny: overrides that make the smallest config which still has all of the above.
@@ -39,11 +46,16 @@ class ArchSpec:
     fused_qkv: bool = False
     qk_norm: Literal["head", "flat"] | None = None
     norm_offset: float = 0.0
+    norm_keeps_dtype: bool = False
     softcap: str | None = None
+    kv_sharing: bool = False
+    per_layer_inputs: bool = False
     rotary_per_layer_type: bool = False
     embedding_multiplier: str | None = None
     logit_divisor: str | None = None
     logit_softcap: str | None = None
+    placeholders: tuple[str, ...] = ()
+    wrapper_has_softcap: bool = False
     stands_alone: bool = True
     tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
 

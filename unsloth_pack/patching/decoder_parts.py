@@ -19,7 +19,9 @@ class DecoderParts:
     Args:
         mixers: the module of every layer that works between tokens, with its kind; also the copies that
             `modules_to_save` made.
+        norms: RMS norms with a weight.
         mlps: each with its activation's name in `kernels.gated`, None where it cannot be fused.
+        experts: routed experts beside the MLP of a layer.
         loras: LoRA layers on linear layers, of a type in `LORA_TYPES`.
         other_loras: those in 8 bits, or on parameters such as stacked experts.
     """
@@ -27,6 +29,7 @@ class DecoderParts:
     mixers: list[tuple[Mixer, Any]]
     norms: list[nn.Module]
     mlps: list[tuple[nn.Module, str | None]]
+    experts: list[nn.Module]
     loras: list[LoraLayer]
     other_loras: list[LoraLayer]
 
@@ -38,8 +41,9 @@ class DecoderParts:
                 for mixer, one in mixers_by_layer(decoder, spec)
                 for module in _itself_and_copies(one)
             ],
-            norms=_alike(decoder, decoder.norm),
+            norms=[norm for norm in _alike(decoder, decoder.norm) if hasattr(norm, "weight")],
             mlps=[(layer.mlp, activation_of(layer.mlp)) for layer in decoder.layers],
+            experts=[layer.experts for layer in decoder.layers if hasattr(layer, "experts")],
             loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
             other_loras=[
                 module

@@ -133,11 +133,15 @@ def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
 
 
 def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
-    """The q and k norms as the rotary kernel takes them, or None.
+    """The q and k norms of an attention module as the rotary kernel takes them, or None."""
+    return fusable_norms(attention.q_norm, attention.k_norm, spec)
+
+
+def fusable_norms(q_norm: Any, k_norm: Any, spec: ArchSpec) -> QKNorm | None:
+    """These norms as the rotary kernel takes them, or None.
 
     None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.
     """
-    q_norm, k_norm = attention.q_norm, attention.k_norm
     if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
         return None
     if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
