@@ -2,6 +2,7 @@
 
 _ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu", "gelu_new"]
 _BIASES = ("attention_bias", "mlp_bias")
+_YARN = ({}, {"attention_factor": 0.7}, {"truncate": False}, {"mscale": 0.7, "mscale_all_dim": 1.3})
 _GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
@@ -11,7 +12,7 @@ def draw_overrides(spec, rng):
     n_kv, groups, n_layers = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.randint(1, 4)
     n_heads, head_dim = n_kv * groups, rng.choice([4, 6, 10, 16])
     has_head_dim = "head_dim" in spec.tiny or spec.model_type == "llama"
-    has_head_dim |= getattr(known, "head_dim", head_dim) is None  # older files leave it out
+    has_head_dim = has_head_dim or getattr(known, "head_dim", head_dim) is None  # older files leave it out
     overrides = {
         "vocab_size": rng.choice([33, 64, 131]),
         "hidden_size": n_heads * (rng.choice([4, 8]) if has_head_dim else head_dim),
@@ -34,7 +35,7 @@ def draw_overrides(spec, rng):
         overrides["attn_logit_softcapping"] = rng.choice([None, 1.0, 2.0, 4.0])
         overrides["final_logit_softcapping"] = rng.choice([None, 3.0, 10.0])
         overrides["query_pre_attn_scalar"] = rng.choice([1, 8])
-    if hasattr(known, "num_experts"):
+    if getattr(known, "num_experts", None):
         overrides["num_experts"] = n_experts = rng.choice([1, 3, 4])
         overrides["num_experts_per_tok"] = rng.randint(1, n_experts)
         options = {
@@ -54,6 +55,10 @@ def draw_overrides(spec, rng):
             overrides["num_hidden_layers"] = n_layers + len(kinds)
             overrides["layer_types"] += kinds
     overrides |= _draw_states(known, overrides["hidden_size"], rng)
+    if "kv_lora_rank" in spec.tiny:
+        overrides |= _draw_latent(rng, n_heads, n_layers)
+    if "num_kv_shared_layers" in spec.tiny:
+        return overrides | _draw_shared_kv(rng, n_kv)
     if spec.rotary_per_layer_type:
         overrides["rope_parameters"] = {kind: _draw_rope(rng, head_dim) for kind in kinds}
     elif spec.model_type == "phi3":  # takes no other types
@@ -61,14 +66,14 @@ def draw_overrides(spec, rng):
         overrides["rope_parameters"]["partial_rotary_factor"] = 1.0
         overrides["original_max_position_embeddings"] = 16
     else:
-        overrides["rope_parameters"] = _draw_rope(rng, head_dim)
+        overrides["rope_parameters"] = _draw_rope(rng, overrides.get("qk_rope_head_dim", head_dim))
+        if "partial_rotary_factor" in (spec.tiny.get("rope_parameters") or {}):  # which is not 1 by default
+            overrides["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     if spec.query_scale:
         scale = {"llama_4_scaling_beta": rng.choice([0.1, 0.5]), "original_max_position_embeddings": 16}
         overrides["rope_parameters"] |= scale
     if spec.rope_layers == "use_rope":
         overrides["no_rope_layers"] = [rng.randint(0, 1) for _ in range(n_layers)]
-        if "partial_rotary_factor" in (spec.tiny.get("rope_parameters") or {}):  # which is not 1 by default
-            overrides["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return overrides
 
 
@@ -93,6 +98,57 @@ def _draw_states(known, width, rng):
     return drawn
 
 
+def _draw_latent(rng, n_heads, n_layers):
+    """Of multi-head latent attention, and of the experts that come with it."""
+    n_groups = rng.choice([1, 2])
+    n_experts = n_groups * rng.choice([2, 4])
+    return {
+        "num_key_value_heads": n_heads,
+        "q_lora_rank": rng.choice([None, 6]),
+        "kv_lora_rank": rng.choice([4, 10]),
+        "qk_nope_head_dim": rng.choice([2, 6, 16]),
+        "qk_rope_head_dim": rng.choice([4, 6, 16]),
+        "v_head_dim": rng.choice([4, 10, 24]),
+        "rope_interleave": rng.random() < 0.7,
+        "first_k_dense_replace": rng.choice([0, 1]),
+        "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(n_layers)],
+        "n_routed_experts": n_experts,
+        "num_experts_per_tok": rng.choice([1, 2]),
+        "n_group": n_groups,
+        "topk_group": 1,
+        "norm_topk_prob": rng.random() < 0.5,
+    }
+
+
+def _draw_shared_kv(rng, n_kv):
+    """Of layers that share keys and values, and of what else comes with them."""
+    kinds = ["sliding_attention", "full_attention"]
+    own = [rng.choice(kinds) for _ in range(rng.randint(0, 3))] + ["full_attention"]
+    shared = [rng.choice(own) for _ in range(rng.randint(0, 2))]
+    shared += ["full_attention"] if shared else []  # which the last layer has to be
+    head_dims = dict(zip(kinds, (rng.choice([4, 6, 16]), rng.choice([4, 10, 16])), strict=True))
+    # transformers' own forward needs embeddings by layer where layers share keys and values
+    by_layer = rng.choice([4, 24] if shared else [0, 24])
+    rope_kinds = ("default", "linear", "yarn", "llama3", "proportional")
+    return {
+        "num_hidden_layers": len(own) + len(shared),
+        "layer_types": own + shared,
+        "num_kv_shared_layers": len(shared),
+        "head_dim": head_dims["sliding_attention"],
+        "global_head_dim": head_dims["full_attention"],
+        "attention_k_eq_v": rng.random() < 0.5,
+        "num_global_key_value_heads": rng.choice([None, n_kv, 1]),
+        "use_double_wide_mlp": rng.random() < 0.5,
+        "hidden_size_per_layer_input": by_layer,
+        "final_logit_softcapping": rng.choice([None, 3.0]),
+        "rope_parameters": {kind: _draw_rope(rng, head_dims[kind], rope_kinds) for kind in kinds},
+        "enable_moe_block": rng.random() < 0.3,
+        "num_experts": 4,
+        "top_k_experts": rng.randint(1, 4),
+        "moe_intermediate_size": rng.choice([8, 20]),
+    }
+
+
 def _draw_rope(rng, rotated, kinds=("default", "linear", "yarn", "llama3", "longrope", "proportional")):
     """Not the dynamic type: transformers' own remembers the longest document."""
     kind = rng.choice(kinds)
@@ -101,7 +157,7 @@ def _draw_rope(rng, rotated, kinds=("default", "linear", "yarn", "llama3", "long
     options = {
         "default": {},
         "linear": scale,
-        "yarn": scale | original | rng.choice([{}, {"attention_factor": 0.7}, {"truncate": False}]),
+        "yarn": scale | original | rng.choice(_YARN),
         "llama3": scale | original | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
         "longrope": scale | original | {"short_factor": factors[0], "long_factor": factors[1]},
         "proportional": {"partial_rotary_factor": rng.choice([0.5, 1.0])},

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +110,78 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
         slack = 2 if name == "triton" and dtype == torch.float32 else 1.5
         for what, g, p, t in zip(["out", "q", "k", "v"], got, plain, truth, strict=True):
             assert error(g, t) <= slack * error(p, t), (name, what)
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["window"]], ids=["plain", "window"])
+def test_large_heads_are_not_grouped(options, monkeypatch):
+    """Which no memory-efficient kernel takes: torch would build all logits."""
+    torch.manual_seed(0)
+    given = []
+
+    def seen(*args, enable_gqa, **kwargs):
+        given.append(enable_gqa)
+        return plain(*args, enable_gqa=enable_gqa, **kwargs)
+
+    plain = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    tensors = [torch.randn(30, heads, 264, dtype=torch.float64) for heads in (4, 2, 2)]
+    row = PackedRow.of_lengths((3, 20, 7), torch.device("cpu"))
+    out = attend(*tensors, row, options, "sdpa")
+    assert error(out, written_out(*tensors, (3, 20, 7), options)) < 1e-12
+    assert given
+    assert not any(given)
+
+
+def padding_backend():
+    """SDPA as a backend that takes one head size for q, k and v."""
+
+    def attend_same_sizes(q, k, v, *rest):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return BACKENDS["sdpa"].attend(q, k, v, *rest)
+
+    return replace(BACKENDS["sdpa"], attend=attend_same_sizes, takes_other_v=False)
+
+
+@pytest.mark.parametrize("sizes", [(24, 16), (16, 24)], ids=str)
+def test_values_may_have_another_head_size(sizes, monkeypatch, interpreted):
+    """By every backend that can, and by padding with zeros: judged by plain attention over the same sizes."""
+    monkeypatch.setitem(BACKENDS, "padded", padding_backend())
+    torch.manual_seed(0)
+    lengths, options, (size, size_of_v) = (1, 2, 33, 70), OPTIONS["plain"], sizes
+    shapes = [(4, size), (2, size), (2, size_of_v)]
+    tensors = [torch.randn(sum(lengths), *shape) for shape in shapes]
+    grad = torch.randn(sum(lengths), 4, size_of_v)
+    truth = output_and_gradients(
+        lambda *x: written_out(*x, lengths, options), [x.double() for x in tensors], grad.double()
+    )
+    on_device, grad = [x.to(DEVICE) for x in tensors], grad.to(DEVICE)
+
+    def plain_padded(*qkv):
+        padded = (F.pad(x, (0, max(sizes) - x.shape[-1])) for x in qkv)
+        return as_transformers(*padded, lengths, options)[..., :size_of_v]
+
+    plain = output_and_gradients(lambda *x: as_transformers(*x, lengths, options), on_device, grad)
+    padded = output_and_gradients(plain_padded, on_device, grad)
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+    need = AttentionNeed(DEVICE, torch.float32, size, options, size_of_v)
+    names = [name for name in BACKENDS if why_unavailable(name, need) is None]
+    assert {"sdpa", "padded", "triton"} <= set(names)
+    for name in names:
+        got = output_and_gradients(lambda *x, name=name: attend(*x, row, options, name), on_device, grad)
+        slack = 2 if name == "triton" else 1.5
+        yardstick = plain if BACKENDS[name].takes_other_v else padded
+        for what, g, p, t in zip(["out", "q", "k", "v"], got, yardstick, truth, strict=True):
+            assert g.shape == t.shape
+            assert error(g, t) <= slack * error(p, t), (name, what)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("flash", (192, 264)), ("flash", (264, 128)), ("triton", (8, 257))]
+)
+def test_the_larger_head_size_decides_what_can_run(name, sizes, monkeypatch, interpreted):
+    monkeypatch.setattr(flash, "_MAX_HEAD_DIM", 256)
+    need = AttentionNeed("cuda", torch.float16, sizes[0], OPTIONS["plain"], sizes[1])
+    assert f"not {max(sizes)}" in BACKENDS[name].why_unavailable(need)
 
 
 @pytest.fixture

@@ -28,7 +28,9 @@ def checkpointed(mode, arch="llama"):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "arch", ["llama", "gemma2", "gemma3_text", "qwen3_moe", "deepseek_v3", "gemma4_text"]
+)
 def test_no_bit_changes(mode, arch, monkeypatch):
     # Blocks of softcapped logits are a checkpoint within the layer's
     monkeypatch.setattr("unsloth_pack.attention.sdpa._WRITTEN_OUT_BLOCK", 16)

@@ -8,6 +8,8 @@ from tiny import DEVICE, MIXED_LENGTHS, error, random_documents
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
 )
@@ -34,6 +36,20 @@ def gemma3(dtype, **text):
     return Gemma3ForConditionalGeneration._from_config(config, dtype=dtype)
 
 
+def gemma4(dtype, **text):
+    plain = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    plain |= dict(num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.08)
+    config = Gemma4Config(
+        text_config=plain | dict(spec_of("gemma4_text").tiny) | text,
+        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+        | dict(num_key_value_heads=2, head_dim=16, patch_size=14, position_embedding_size=16),
+        image_token_id=299,
+        video_token_id=298,
+        audio_token_id=297,
+    )
+    return Gemma4ForConditionalGeneration._from_config(config, dtype=dtype)
+
+
 def qwen2_5_vl(dtype, **text):
     plain = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
     plain |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
@@ -50,7 +66,7 @@ def qwen2_5_vl(dtype, **text):
     return Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype)
 
 
-WRAPPERS = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl}
+WRAPPERS = {"gemma3": gemma3, "gemma4": gemma4, "qwen2_5_vl": qwen2_5_vl}
 
 
 def made(name, dtype=torch.float32, adapter=True, seed=0):

@@ -37,8 +37,10 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
             weight = weight * (1 + noise)
         elif "lora_" in name:
             weight = noise
-        elif "norm" in name or name.endswith("bias") or not weight.any():  # a router may begin with zeros
-            weight = weight + noise
+        elif "norm" in name or name.endswith(("bias", "scalar", "scale")) or not weight.any():
+            weight = weight + noise  # which begins as ones or zeros
+        if spec.attention == "shared_kv_attention" and "q_norm" in name:
+            weight = weight * len(weight) ** -0.5  # this attention scales nothing: a trained norm does
         # exact in every dtype: 16 bits are judged on their arithmetic alone
         weights[name] = weight.bfloat16().half().float()
     base = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
@@ -189,7 +191,9 @@ def _routed(block, seen, route):
 
 
 def _experts_a_token(block):
-    return next(module.top_k for module in block.modules() if hasattr(module, "top_k"))
+    names = ("top_k", "top_k_experts")  # of the router, or its configuration
+    places = [place for module in block.modules() for place in (module, getattr(module, "config", None))]
+    return next(k for place in places for name in names if (k := getattr(place, name, None)) is not None)
 
 
 def error(got, truth):

@@ -11,7 +11,9 @@ from unsloth_pack import patch_model, verify
 LENGTHS = [3, 1, 12]
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "gemma3_text", "olmo2", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "arch", ["qwen3", "gemma3_text", "olmo2", "phi3", "qwen3_moe", "deepseek_v3", "gemma4_text"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_and_references_make_the_same_model(arch, dtype, monkeypatch):
     documents = random_documents(LENGTHS)

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 
 from unsloth_pack.attention import flash, sdpa, triton_varlen, xformers
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
@@ -29,6 +30,8 @@ class Backend:
         can_be_captured: whether CUDA graphs can hold it: it reads nothing of the row on the host.
         why_not_by_default: one clause that says why `auto` passes it over even where it can run, or None.
         is_tried: whether a tiny step must show that it runs: its package may be built for another torch.
+        takes_other_v: whether v may have another head size than q and k. For the others the smaller one is
+            padded with zeros, see `run`.
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
@@ -37,6 +40,29 @@ class Backend:
     can_be_captured: bool = False
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
     is_tried: bool = True
+    takes_other_v: bool = False
+
+    def run(
+        self,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKV: Tensor,
+        row: PackedRow,
+        options: AttentionOptions,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """`[N, H, V]` from this backend. V is the head size of v, D that of q and k.
+
+        Zeros behind q and k change no product of theirs, and those behind v are cut off again.
+        """
+        size, size_of_v = q_NHD.shape[-1], v_NKV.shape[-1]
+        if size == size_of_v or self.takes_other_v:
+            return self.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H)
+        if size < size_of_v:
+            q_NHD, k_NKD = (F.pad(x, (0, size_of_v - size)) for x in (q_NHD, k_NKD))
+        else:
+            v_NKV = F.pad(v_NKV, (0, size - size_of_v))
+        return self.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H)[..., :size_of_v]
 
 
 BACKENDS = {  # fastest first
@@ -49,7 +75,7 @@ BACKENDS = {  # fastest first
     ),
     "flash": Backend(flash.why_unavailable, flash.attend, flash.name_of_kernel, can_be_captured=True),
     "xformers": Backend(xformers.why_unavailable, xformers.attend),
-    "sdpa": Backend(sdpa.why_unavailable, sdpa.attend),
+    "sdpa": Backend(sdpa.why_unavailable, sdpa.attend, takes_other_v=True),
 }
 
 
@@ -132,11 +158,15 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
             torch.autocast(need.device_type, enabled=False),
         ):
             q, k, v = (
-                torch.zeros(8, heads, need.head_dim, dtype=need.dtype, device=device, requires_grad=True)
-                for heads in (2, 1, 1)
+                torch.zeros(8, heads, size, dtype=need.dtype, device=device, requires_grad=True)
+                for heads, size in (
+                    (2, need.head_dim),
+                    (1, need.head_dim),
+                    (1, need.v_head_dim or need.head_dim),
+                )
             )
             sinks = torch.zeros(2, dtype=need.dtype, device=device) if need.options.sinks else None
-            backend.attend(q, k, v, row, need.options, sinks).sum().backward()
+            backend.run(q, k, v, row, need.options, sinks).sum().backward()
     except Exception as error:  # kernels that compile themselves raise their compiler's own errors
         return f"a tiny step failed with {type(error).__name__}: {first_line(error)[:120]}"
     return None

@@ -6,6 +6,10 @@ from torch.nn import functional as F
 
 from unsloth_pack.attention.options import AttentionOptions
 
+# On a GPU larger heads run through torch's memory-efficient kernel, which takes no grouped heads: with them
+# torch would build the logits of all queries.
+_LARGEST_GROUPED = 256
+
 
 def attend_dense(
     q_BHTD: Tensor,
@@ -34,6 +38,9 @@ def attend_dense(
     if is_causal:
         k_BKSD, v_BKSD = k_BKSD[:, :, :n_queries], v_BKSD[:, :, :n_queries]
     if not is_written_out(options):
+        if q_BHTD.shape[-1] > _LARGEST_GROUPED:
+            groups = q_BHTD.shape[1] // k_BKSD.shape[1]
+            k_BKSD, v_BKSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
         out_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
             k_BKSD,

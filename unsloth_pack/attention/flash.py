@@ -24,13 +24,13 @@ def why_unavailable(need: AttentionNeed) -> str | None:
         return f"it needs CUDA, the model is on {need.device_type}"
     if need.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not {need.dtype}"
-    if need.head_dim > _MAX_HEAD_DIM or need.head_dim % 8:
-        return f"its head size is a multiple of 8 up to {_MAX_HEAD_DIM}, not {need.head_dim}"
+    if need.padded_head_dim > _MAX_HEAD_DIM or need.padded_head_dim % 8:
+        return f"its head size is a multiple of 8 up to {_MAX_HEAD_DIM}, not {need.padded_head_dim}"
     if need.options.sinks:
         return "it has no attention sinks"
     if torch.cuda.get_device_capability() < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}"
-    if varlen_kernel(need.head_dim, need.options) is None:
+    if varlen_kernel(need.padded_head_dim, need.options) is None:
         missing = "softcap" if need.options.softcap is not None else "attention dropout"
         return f"{' or '.join(kernel.name for kernel in _kernels())} has no {missing}; install flash-attn"
     return None
@@ -52,7 +52,7 @@ def attend(
 
 
 def name_of_kernel(need: AttentionNeed) -> str | None:
-    kernel = varlen_kernel(need.head_dim, need.options)
+    kernel = varlen_kernel(need.padded_head_dim, need.options)
     return None if kernel is None else kernel.name
 
 

@@ -26,9 +26,20 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class AttentionNeed:
-    """What decides whether a backend can run a layer: device, dtype, head size, options."""
+    """What decides whether a backend can run a layer: device, dtype, head sizes, options.
+
+    Args:
+        head_dim: the head size of q and k.
+        v_head_dim: the head size of v, where it is another one.
+    """
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
     options: AttentionOptions
+    v_head_dim: int | None = None
+
+    @property
+    def padded_head_dim(self) -> int:
+        """The head size of q, k and v for a backend that takes one size for all three."""
+        return max(self.head_dim, self.v_head_dim or 0)

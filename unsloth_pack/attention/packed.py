@@ -10,7 +10,7 @@ from unsloth_pack.row.packed_row import PackedRow
 def attend(
     q_NHD: Tensor,
     k_NKD: Tensor,
-    v_NKD: Tensor,
+    v_NKV: Tensor,
     row: PackedRow,
     options: AttentionOptions,
     backend: str = "auto",
@@ -20,16 +20,19 @@ def attend(
 
     Args:
         q_NHD: `[N, H, D]`, any strides with a contiguous last dimension.
-        k_NKD, v_NKD: `[N, K, D]`; K divides H.
+        k_NKD, v_NKV: `[N, K, D]` and `[N, K, V]`; K divides H. V is mostly D.
         row: the segments of the N tokens.
         backend: "auto", or a name in `BACKENDS`.
         sinks_H: `[H]`, the logit of each head's sink, where `options.sinks`. It may require a gradient.
 
     Returns:
-        `[N, H, D]` in the dtype of `q_NHD`.
+        `[N, H, V]` in the dtype of `q_NHD`.
 
     Raises:
         BackendUnavailable: `backend` cannot run on this device, dtype, head size or options.
     """
-    name, _ = choose_backend(backend, AttentionNeed(q_NHD.device.type, q_NHD.dtype, q_NHD.shape[-1], options))
-    return BACKENDS[name].attend(q_NHD, k_NKD, v_NKD, row, options, sinks_H)
+    size, size_of_v = q_NHD.shape[-1], v_NKV.shape[-1]
+    other_v = None if size == size_of_v else size_of_v
+    need = AttentionNeed(q_NHD.device.type, q_NHD.dtype, size, options, other_v)
+    name, _ = choose_backend(backend, need)
+    return BACKENDS[name].run(q_NHD, k_NKD, v_NKV, row, options, sinks_H)

@@ -20,8 +20,8 @@ def why_unavailable(need: AttentionNeed) -> str | None:
         return f"it needs CUDA, the model is on {need.device_type}"
     if need.dtype not in launch.FUSED_DTYPES:
         return f"it computes in float16, bfloat16 and float32, not {need.dtype}"
-    if need.head_dim > MAX_HEAD_DIM:
-        return f"its head size is at most {MAX_HEAD_DIM}, not {need.head_dim}"
+    if need.padded_head_dim > MAX_HEAD_DIM:
+        return f"its head size is at most {MAX_HEAD_DIM}, not {need.padded_head_dim}"
     if need.options.dropout > 0:
         return "it has no attention dropout"
     if need.device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
@@ -36,7 +36,7 @@ def why_not_by_default(need: AttentionNeed) -> str | None:
         return "`auto` takes it on CUDA only: the interpreter is slow"
     if need.options.sinks:
         return None
-    kernel = None if flash.why_unavailable(need) else flash.varlen_kernel(need.head_dim, need.options)
+    kernel = None if flash.why_unavailable(need) else flash.varlen_kernel(need.padded_head_dim, need.options)
     if need.options.softcap is not None:
         return None if kernel is None else f"{kernel.name} has the softcap too"
     if kernel is None:
@@ -44,7 +44,7 @@ def why_not_by_default(need: AttentionNeed) -> str | None:
     if kernel.capability >= (9, 0):
         return f"{kernel.name} is installed, which is made for this GPU"
     # Where it was measured to be faster than FlashAttention 2
-    if torch.cuda.get_device_capability() != (9, 0) or need.head_dim > 128:
+    if torch.cuda.get_device_capability() != (9, 0) or need.padded_head_dim > 128:
         return "`auto` takes it for heads up to 128 on Hopper GPUs, or for a softcap or sinks"
     return None
 

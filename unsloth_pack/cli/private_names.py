@@ -138,7 +138,7 @@ PRIVATE_NAMES = (
         "transformers.modeling_utils",
         "_gradient_checkpointing_func",
         "to recompute by a plan, or to offload",
-        ("forwards/causal_lm.py", "forwards/mlp.py", "memory/checkpointing.py"),
+        ("forwards/causal_lm.py", "forwards/layer_inputs.py", "forwards/mlp.py", "memory/checkpointing.py"),
     ),
     PrivateName(
         "transformers.modeling_utils",

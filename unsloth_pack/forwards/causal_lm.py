@@ -36,7 +36,7 @@ from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, checked_
 from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
 
-_OF_IMAGES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+_OF_IMAGES = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
 
 
 class FastCausalLM(CountedParameters):
@@ -147,7 +147,17 @@ class FastCausalLM(CountedParameters):
 
     def _decoded(self, call: "_Call") -> Any:
         """The decoder's output; the call has been described."""
-        return self.fast_decoder(**call.inputs, packed_row=call.described, **call.rest)
+        inputs = dict(call.inputs)
+        if self.is_wrapper and self.spec.placeholders and inputs["input_ids"] is not None:
+            inputs["input_ids"] = self._without_placeholders(inputs["input_ids"])
+        return self.fast_decoder(**inputs, packed_row=call.described, **call.rest)
+
+    def _without_placeholders(self, input_ids: Tensor) -> Tensor:
+        """Token ids as a model of vision and language hands them to its text model, where nothing is seen."""
+        for name in self.spec.placeholders:
+            is_placeholder = input_ids == getattr(self.config, name)
+            input_ids = input_ids.masked_fill(is_placeholder, self.config.get_text_config().pad_token_id)
+        return input_ids
 
     def _is_left_alone(self, call: "_Call") -> bool:
         """Whether a call goes through a model around a text model as it is: images may come with it."""
@@ -229,6 +239,7 @@ class FastCausalLM(CountedParameters):
         decoded = self._decoded(call)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(decoded.last_hidden_state[:, kept])
+        logits = head_of(self, self.spec, self.is_wrapper).scaled(logits)
         loss = None
         if step_labels.labels is not None:
             vocab_size = self.config.get_text_config().vocab_size

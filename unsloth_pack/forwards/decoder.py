@@ -5,6 +5,7 @@ An ordinary batch goes through transformers' own forward, masks and cache includ
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
+from unsloth_pack.forwards.layer_inputs import inputs_by_layer
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.rotary import RotaryTables
 from unsloth_pack.forwards.unpadding import Unpadding
@@ -88,6 +90,8 @@ class FastDecoder(nn.Module):
         batch = row if isinstance(row, PaddedBatch) else None
         if batch is not None:
             row, input_ids, inputs_embeds = batch.row, batch.packed(input_ids), batch.packed(inputs_embeds)
+            if kwargs.get("per_layer_inputs") is not None:
+                kwargs["per_layer_inputs"] = batch.packed(kwargs["per_layer_inputs"])
         trains = self.training and torch.is_grad_enabled()
         if row is not None:
             if batch is None:
@@ -168,7 +172,7 @@ class FastDecoder(nn.Module):
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         kwargs: Mapping[str, Any],
-    ) -> MoeModelOutputWithPast:
+    ) -> "PackedOutput":
         """Replayed from CUDA graphs, or run layer by layer; again where memory runs out and fewer layers need
         to keep their activations."""
         if (input_ids is None) == (inputs_embeds is None):
@@ -177,7 +181,7 @@ class FastDecoder(nn.Module):
             if not self._asks_for_more(kwargs):
                 hidden_BTC = self.step_graphs.run(self, row, input_ids)
                 if hidden_BTC is not None:
-                    return MoeModelOutputWithPast(last_hidden_state=hidden_BTC)
+                    return PackedOutput(last_hidden_state=hidden_BTC)
             plan = self.recompute_plan if self.training and torch.is_grad_enabled() else None
             try:
                 with self.step_graphs.tried(row):
@@ -199,20 +203,23 @@ class FastDecoder(nn.Module):
     @capture_outputs
     def _packed_forward(
         self, row: PackedRow, input_ids: Tensor | None, inputs_embeds: Tensor | None, **kwargs: Any
-    ) -> MoeModelOutputWithPast:
+    ) -> "PackedOutput":
+        kwargs.pop("logits_to_keep", None)  # the model around the decoder cuts them
         hidden_BTC = self._embedded(row, input_ids) if inputs_embeds is None else inputs_embeds
         if self.spec.embedding_multiplier:
             hidden_BTC = hidden_BTC * getattr(self.config, self.spec.embedding_multiplier)
+        own_inputs = inputs_by_layer(self, input_ids, hidden_BTC, kwargs)
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
         handed_on = {"packed_row": row, self.spec.name("packed_row"): row, **kwargs}
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
             kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
+            more = own_inputs[number] | handed_on
             # Without tables nothing rotates
-            out = layer(hidden_BTC, position_embeddings=rotations.get(kind), **handed_on)
+            out = layer(hidden_BTC, position_embeddings=rotations.get(kind), **more)
             hidden_BTC = out if isinstance(out, Tensor) else out[0]
         norm = getattr(self, self.spec.name("norm"))
         # router_logits stay None without experts
-        return MoeModelOutputWithPast(last_hidden_state=norm(hidden_BTC))
+        return PackedOutput(last_hidden_state=norm(hidden_BTC))
 
     def _embedded(self, row: PackedRow, input_ids: Tensor | None) -> Tensor:
         """`[B, T, C]`; by document under NEFTune: more tokens at once get less noise (Jain et al. 2023)."""
@@ -221,3 +228,10 @@ class FastDecoder(nn.Module):
             return embedding(input_ids)
         documents = input_ids.reshape(1, -1).split(list(row.lengths), dim=1)
         return torch.cat([embedding(ids) for ids in documents], 1).view(*input_ids.shape, -1)
+
+
+@dataclass
+class PackedOutput(MoeModelOutputWithPast):
+    """What a decoder makes of a packed row. Models around it may read `shared_kv_states`: there are none."""
+
+    shared_kv_states: Any = None

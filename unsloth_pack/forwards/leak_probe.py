@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from unsloth_pack.errors import LeakFound
+from unsloth_pack.forwards.layer_inputs import own_embeddings
 from unsloth_pack.graphs.protocols import PackedDecoder
 from unsloth_pack.modules.hooks import HOOKS
 from unsloth_pack.modules.sharding import sharded_by
@@ -242,7 +243,9 @@ class _Decoder(Probed):
         row = PackedRow.of_lengths(lengths, embeddings_1TC.device)
         # Not through transformers' recording of outputs: it would lose its hooks to `_without_hooks`
         forward = inspect.unwrap(type(self._decoder)._packed_forward)
-        hidden_1TC = forward(self._decoder, row, None, embeddings_1TC).last_hidden_state
+        ids = torch.cat(list(documents)).to(embeddings_1TC.device)[None]
+        more = own_embeddings(self._decoder, ids)
+        hidden_1TC = forward(self._decoder, row, None, embeddings_1TC, **more).last_hidden_state
         return hidden_1TC[0].split(lengths)
 
 

@@ -14,6 +14,7 @@ class FastRMSNorm(nn.Module):
     """Takes the place of a transformers RMS norm's class."""
 
     norm_offset: float
+    norm_keeps_dtype: bool
     weight: nn.Parameter
 
     @runs_eagerly
@@ -23,11 +24,15 @@ class FastRMSNorm(nn.Module):
         On a GPU it carries a `recipe`, so that a projection need not keep it beside the norm's input.
         """
         eps, offset = norm_eps(self), self.norm_offset
-        normed = rms_norm(hidden_states, self.weight, eps, offset)
+        dtype = hidden_states.dtype if self.norm_keeps_dtype else None
+
+        def compute(x: Tensor, weight: Tensor) -> Tensor:
+            normed = rms_norm(x, weight, eps, offset)
+            return normed if dtype is None else normed.to(dtype)
+
+        normed = compute(hidden_states, self.weight)
         if normed.is_cuda and normed.requires_grad:
-            vars(normed)["recipe"] = Recipe(
-                lambda x, weight: rms_norm(x, weight, eps, offset), (hidden_states, self.weight)
-            )
+            vars(normed)["recipe"] = Recipe(compute, (hidden_states, self.weight))
         return normed
 
 

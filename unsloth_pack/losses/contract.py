@@ -42,7 +42,10 @@ class Head:
 
     def logits(self, hidden_BTC: Tensor) -> Tensor:
         """`[B, T, V]`, as transformers computes them."""
-        logits_BTV = self.linear(hidden_BTC.to(self.linear.weight.dtype))
+        return self.scaled(self.linear(hidden_BTC.to(self.linear.weight.dtype)))
+
+    def scaled(self, logits_BTV: Tensor) -> Tensor:
+        """What the linear layer has made, divided and capped."""
         if self.divisor != 1:
             logits_BTV = logits_BTV / self.divisor
         return logits_BTV if self.softcap is None else (logits_BTV / self.softcap).tanh() * self.softcap

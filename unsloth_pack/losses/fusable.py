@@ -18,13 +18,14 @@ def head_of(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
 
     Args:
         is_wrapper: whether the model is one around a text model, as of vision and language. transformers
-            neither divides nor caps the logits there.
+            does not divide the logits there, and caps them only where the spec says so.
     """
     linear: Any = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    softcap = spec.softcap_of_logits(config)
     if is_wrapper:
-        return Head(linear)
-    config = model.config
-    return Head(linear, spec.divisor_of_logits(config), spec.softcap_of_logits(config))
+        return Head(linear, softcap=softcap if spec.wrapper_has_softcap else None)
+    return Head(linear, spec.divisor_of_logits(config), softcap)
 
 
 def outputs_of_head(model: Any) -> int | None:

@@ -104,5 +104,6 @@ class RecomputePlan:
 def _estimate(layer: nn.Module, config: Any) -> float:
     """Numbers that a layer holds for each token: the outputs of its projections, and four hidden states."""
     outputs = sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
-    experts = getattr(config, "num_experts_per_tok", 0) * getattr(config, "moe_intermediate_size", 0)
+    per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    experts = per_token * (getattr(config, "moe_intermediate_size", None) or 0)
     return outputs + 3 * experts + 4 * config.hidden_size

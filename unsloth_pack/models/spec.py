@@ -14,6 +14,7 @@ class ArchSpec:
 
     Args:
         model_type: `config.model_type` of the text model.
+        attention: the mixer of the layers that attend.
         mixers: for layer types of `config.layer_types` that do not attend, which mixer they have. "" for none:
             such a layer is an MLP alone.
         names: what modules are called here, by their names in Llama: of the decoder (`norm`, `rotary_emb`;
@@ -37,7 +38,11 @@ class ArchSpec:
         sinks: the attention has a learned logit for each head, to which a query attends beside its keys.
         norm: the decoder's norms: RMS norms, or layer norms without bias.
         norm_offset: what RMS norms add to their weight (Gemma stores weights around 0).
+        norm_keeps_dtype: norms return the dtype of their input under a weight of a wider one, too.
         softcap: config field of the attention logit softcap.
+        kv_sharing: layers take `shared_kv_states`, through which some read the keys and values of others.
+        per_layer_inputs: layers take embeddings of their own, where `config.hidden_size_per_layer_input` is
+            not 0.
         rotary_per_layer_type: sliding and full layers rotate with different bases.
         embedding_multiplier: config field by which the embeddings are multiplied on entry.
         logit_divisor: config field by which the head's logits are divided.
@@ -46,12 +51,16 @@ class ArchSpec:
         unread: attributes of the attention module that transformers' own forward does not read either.
         only: attributes of the attention module or fields of its config, each with the only value that the
             shared forward computes.
+        placeholders: config fields of a model around the text model, with the tokens that stand for images
+            and the like: it reads them as padding.
+        wrapper_has_softcap: a model around the text model, as of vision and language, caps its logits too.
         stands_alone: whether transformers has a causal language model of it; otherwise it is the text model
             inside another, as of vision and language.
         tiny: overrides that make the smallest config which still has all of the above.
     """
 
     model_type: str
+    attention: str = "attention"
     mixers: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     projections: tuple[str, ...] = ()
@@ -67,7 +76,10 @@ class ArchSpec:
     sinks: bool = False
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
+    norm_keeps_dtype: bool = False
     softcap: str | None = None
+    kv_sharing: bool = False
+    per_layer_inputs: bool = False
     rotary_per_layer_type: bool = False
     embedding_multiplier: str | None = None
     logit_divisor: str | None = None
@@ -75,6 +87,8 @@ class ArchSpec:
     logit_softcap: str | None = None
     unread: tuple[str, ...] = ()
     only: Mapping[str, Any] = field(default_factory=dict)
+    placeholders: tuple[str, ...] = ()
+    wrapper_has_softcap: bool = False
     stands_alone: bool = True
     tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -84,7 +98,7 @@ class ArchSpec:
 
     def mixer_of(self, config: Any, layer: int) -> str:
         """What a layer, counted from 0, does between tokens: a key of `forwards.mixers.MIXERS`, or ""."""
-        return self.mixers.get(config.layer_types[layer], "attention") if self.mixers else "attention"
+        return self.mixers.get(config.layer_types[layer], self.attention) if self.mixers else self.attention
 
     def divisor_of_logits(self, config: Any) -> float:
         """What the head's logits are divided by; 1 where nothing is declared."""

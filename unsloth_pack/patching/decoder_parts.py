@@ -20,7 +20,9 @@ class DecoderParts:
     Args:
         mixers: the module of every layer that works between tokens, with its kind and how it computes; also
             the copies that `modules_to_save` made.
+        norms: those with a weight.
         mlps: each with the number of its layer, and the names of its projections where it can be fused.
+        experts: routed experts beside the MLP of a layer.
         loras: LoRA layers on linear layers, of a type in `LORA_TYPES`.
         other_loras: those in 8 bits, or on parameters such as stacked experts.
     """
@@ -28,6 +30,7 @@ class DecoderParts:
     mixers: list[tuple[Mixer, Any, Choice]]
     norms: list[nn.Module]
     mlps: list[tuple[int, nn.Module, GatedProjections | None]]
+    experts: list[nn.Module]
     loras: list[LoraLayer]
     other_loras: list[LoraLayer]
 
@@ -45,11 +48,16 @@ class DecoderParts:
                 for (mixer, one), choice in zip(by_layer, choices, strict=True)
                 for module in itself_and_copies(one)
             ],
-            norms=_alike(decoder, getattr(decoder, spec.name("norm"))),
+            norms=[
+                norm
+                for norm in _alike(decoder, getattr(decoder, spec.name("norm")))
+                if hasattr(norm, "weight")
+            ],
             mlps=[
                 (number, mlp, gated_projections(mlp, spec))
                 for number, mlp in _mlps_by_layer(decoder, spec, {id(one) for _, one in by_layer})
             ],
+            experts=[layer.experts for layer in decoder.layers if hasattr(layer, "experts")],
             loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
             other_loras=[
                 module

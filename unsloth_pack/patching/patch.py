@@ -247,7 +247,9 @@ def _swap_inside_layers(
     for mixer, module, choice in parts.mixers:
         patch.swap(module, mixer.forward, **mixer.attributes(spec, backend, choice))
     for norm in parts.norms:
-        patch.swap(norm, NORMS[spec.norm], norm_offset=spec.norm_offset)
+        patch.swap(
+            norm, NORMS[spec.norm], norm_offset=spec.norm_offset, norm_keeps_dtype=spec.norm_keeps_dtype
+        )
     for number, mlp, projections in parts.mlps:
         if projections is not None:
             patch.swap(
@@ -333,9 +335,10 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
                 f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
                 "document; leave them out"
             )
-    if getattr(decoder.config, "use_bidirectional_attention", False):
+    bidirectional = getattr(decoder.config, "use_bidirectional_attention", False)
+    if bidirectional and bidirectional != "vision":  # of an image's tokens alone
         raise InputError(
-            "use_bidirectional_attention=True: only causal attention is patched; set it to False"
+            f"use_bidirectional_attention={bidirectional}: only causal attention is patched; set it to False"
         )
     if not getattr(decoder.config, "is_causal", True):
         raise InputError("is_causal=False: only causal attention is patched; set it to True")
@@ -395,7 +398,7 @@ def _why_never_captured(
         return "CUDA graphs need CUDA"
     if why := next((choice.why_not_captured for choice in choices if choice.why_not_captured), None):
         return why
-    if any(hasattr(mlp, "experts") for _, mlp, _ in parts.mlps):
+    if parts.experts or any(hasattr(mlp, "experts") for _, mlp, _ in parts.mlps):
         return "routed experts depend on the tokens"
     if parts.other_loras:
         return f"the adapter is on a {type(parts.other_loras[0].get_base_layer()).__name__}"

@@ -6,7 +6,9 @@ Each mixer is a module of this folder, and an entry of `MIXERS`.
 from unsloth_pack.forwards.mixers.attention import AttentionMixer
 from unsloth_pack.forwards.mixers.contract import Choice, Mixer, Request
 from unsloth_pack.forwards.mixers.gated_delta_net import GATED_DELTA_NET
+from unsloth_pack.forwards.mixers.latent_attention import LatentAttentionMixer
 from unsloth_pack.forwards.mixers.mamba2 import MAMBA2
+from unsloth_pack.forwards.mixers.shared_kv_attention import SharedKVAttentionMixer
 from unsloth_pack.forwards.mixers.short_convolution import SHORT_CONVOLUTION
 
 __all__ = ["MIXERS", "AttentionMixer", "Choice", "Mixer", "Request"]
@@ -16,4 +18,6 @@ MIXERS: dict[str, Mixer] = {
     "gated_delta_net": GATED_DELTA_NET,
     "mamba2": MAMBA2,
     "short_convolution": SHORT_CONVOLUTION,
+    "latent_attention": LatentAttentionMixer(),
+    "shared_kv_attention": SharedKVAttentionMixer(),
 }

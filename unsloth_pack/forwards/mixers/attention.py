@@ -3,7 +3,7 @@
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,11 +67,7 @@ class FastAttention(nn.Module):
         Returns:
             `[B, T, hidden]`, and None in place of attention weights, which are never built.
         """
-        asked = kwargs.get("output_attentions")
-        if self.config.output_attentions if asked is None else asked:
-            raise InputError(
-                "output_attentions=True: a patched model builds no attention weights; undo the patch"
-            )
+        refuse_attention_weights(self.config, kwargs)
         batch, length = hidden_states.shape[:2]
         options = attention_options(self, self.spec)
         sinks = self.sinks if self.spec.sinks else None
@@ -133,6 +129,22 @@ class FastAttention(nn.Module):
         return q.view(by_head), k.view(by_head), v.view(by_head), gate, qk_norm
 
 
+def refuse_attention_weights(config: PreTrainedConfig, asked_for: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for attention weights.
+
+    Args:
+        asked_for: its keywords.
+
+    Raises:
+        InputError: they, or else the configuration, ask for them.
+    """
+    asked = asked_for.get("output_attentions")
+    if config.output_attentions if asked is None else asked:
+        raise InputError(
+            "output_attentions=True: a patched model builds no attention weights; undo the patch"
+        )
+
+
 def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
     """What an attention module needs of a backend, read off the module where its spec declares it."""
     config = attention.config
@@ -175,16 +187,31 @@ def qk_norms(attention: Any, spec: ArchSpec) -> tuple[Any, Any]:
 
 
 def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
-    """The q and k norms as the rotary kernel takes them, or None.
+    """The q and k norms of an attention module as the rotary kernel takes them, or None."""
+    return fusable_norms(*qk_norms(attention, spec), spec)
+
+
+def fusable_norms(q_norm: Any, k_norm: Any, spec: ArchSpec) -> QKNorm | None:
+    """These norms as the rotary kernel takes them, or None.
 
     None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.
     """
-    q_norm, k_norm = qk_norms(attention, spec)
     if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
         return None
     if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
         return None
     return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")
+
+
+def choice_for(need: AttentionNeed, request: Request) -> Choice:
+    """The backend for the attention of one layer.
+
+    Raises:
+        BackendUnavailable: the one that is asked for cannot run.
+    """
+    name, reason = choose_backend(request.backend, need, request.source)
+    on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
+    return Choice(name, reason, on_host)
 
 
 # Attributes of transformers' attention modules that the forward reads, or that change nothing
@@ -219,9 +246,7 @@ class AttentionMixer:
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
         options = attention_options(module, spec)
         need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
-        name, reason = choose_backend(request.backend, need, request.source)
-        on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
-        return Choice(name, reason, on_host)
+        return choice_for(need, request)
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
         names = (*_KNOWN, *_known_by_field(spec))

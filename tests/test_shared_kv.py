@@ -1,0 +1,154 @@
+"""Gemma 4's text model: keys and values shared by layers, layers of two head sizes, embeddings by layer."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
+
+from unsloth_pack import patch_model
+from unsloth_pack.attention import BACKENDS, choose_backend, why_unavailable
+from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.forwards.mixers import Choice
+from unsloth_pack.patching.decoder_parts import DecoderParts
+from unsloth_pack.patching.patch import _why_never_captured
+
+LENGTHS = [5, 40, 1, 17]
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+
+
+def patched(dtype=torch.float32, backend="auto", **overrides):
+    model = tiny_model("gemma4_text", dtype, **overrides)
+    return model, patch_model(model, backend)
+
+
+def joined(documents):
+    return torch.cat(documents)[None].to(DEVICE)
+
+
+@pytest.fixture
+def small_flash(monkeypatch):
+    """A backend named flash that takes the heads of sliding layers only, and computes as sdpa."""
+
+    def why_not(need):
+        return None if need.head_dim <= 8 else f"its head size is at most 8, not {need.head_dim}"
+
+    flash = replace(BACKENDS["sdpa"], why_unavailable=why_not, can_be_captured=True)
+    monkeypatch.setitem(BACKENDS, "flash", flash)
+    monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], why_unavailable=lambda _: "not here"))
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
+    yield
+    for cached in (why_unavailable, choose_backend):
+        cached.cache_clear()
+
+
+def test_layers_of_other_head_sizes_have_other_backends(small_flash):
+    model, patch = patched()
+    assert patch.report.attn_backend == "flash and sdpa"
+    assert "flash: its head size is at most 8, not 16" in patch.report.attn_reason
+    assert "attention backend: flash and sdpa" in str(patch.report)
+    documents = random_documents(LENGTHS)
+    alone = run_alone(tiny_model("gemma4_text"), documents)
+    assert error(run_packed(model, documents).logits, alone.logits) < 1e-5
+    with pytest.raises(BackendUnavailable, match=r"'flash' cannot run: .* not 16; use 'auto' or one of"):
+        patched(backend="flash")
+
+
+@pytest.mark.parametrize("overrides", [EXPERTS, {}], ids=["experts", "dense"])
+def test_experts_beside_the_mlp_are_reported_and_never_captured(overrides):
+    model, patch = patched(**overrides)
+    documents = random_documents(LENGTHS)
+    alone = run_alone(tiny_model("gemma4_text", **overrides), documents)
+    packed = run_packed(model, documents, alone.routes)
+    assert error(packed.logits, alone.logits) < 1e-5
+    assert len(alone.routes) == (4 if overrides else 0)
+    said = "Gemma4TextExperts of 4 layers, beside the MLP" if overrides else None
+    assert patch.report.not_fused.get("experts") == said
+    decoder = model.get_decoder()
+    tables, spec = decoder.rotary_tables, decoder.spec
+    patch.undo()
+    choices = [Choice("sdpa", "", None)] * len(decoder.layers)
+    parts = DecoderParts.of(decoder, spec, choices)
+    on_gpu = SimpleNamespace(weight=SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    decoder.get_input_embeddings = lambda: on_gpu
+    why = _why_never_captured(decoder, parts, tables, [])
+    assert why == ("routed experts depend on the tokens" if overrides else None)
+
+
+def test_a_layer_that_reuses_sends_gradients_through_what_it_reads():
+    """The loss reaches the stored values only through later layers, where the storing layer's own are off."""
+    model, _ = patched()
+    first = model.get_decoder().layers[0].self_attn  # of sliding layers, the one that stores
+    torch.nn.init.zeros_(first.o_proj.base_layer.weight)
+    torch.nn.init.zeros_(first.o_proj.lora_B["default"].weight)
+    run_packed(model, random_documents(LENGTHS))
+    assert first.v_proj.lora_B["default"].weight.grad.norm() > 0
+    assert first.o_proj.lora_A["default"].weight.grad.norm() == 0
+
+
+def test_reentrant_checkpointing_is_refused():
+    model, _ = patched()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(InputError, match=r"use_reentrant=True loses .*'use_reentrant': False"):
+        run_packed(model, random_documents(LENGTHS))
+    model.eval()
+    model(input_ids=joined(random_documents(LENGTHS)), packed_seq_lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["return_shared_kv_states", "shared_kv_states"])
+def test_a_packed_row_hands_out_no_keys_and_values(name):
+    model, _ = patched()
+    ids = joined(random_documents(LENGTHS))
+    with pytest.raises(InputError, match=f"{name} comes with a packed row; give such a call unpacked"):
+        model(input_ids=ids, packed_seq_lengths=LENGTHS, **{name: True})
+    out = model.eval()(input_ids=ids, return_shared_kv_states=True)  # as transformers
+    assert set(out.shared_kv_states) == {"sliding_attention", "full_attention"}
+
+
+@pytest.mark.parametrize("describe", ["packed", "padded"])
+def test_embeddings_may_come_from_outside(describe):
+    model, _ = patched()
+    model.eval()
+    base = model.get_base_model()
+    if describe == "packed":
+        ids, more = joined(random_documents(LENGTHS)), {"packed_seq_lengths": LENGTHS}
+        kept = torch.ones_like(ids)
+    else:
+        ids = torch.stack(random_documents([9, 9])).to(DEVICE)
+        kept = torch.ones_like(ids)
+        kept[1, 6:] = 0
+        more = {"attention_mask": kept, "use_cache": False}
+    with torch.no_grad():
+        expected = model(input_ids=ids, **more).logits
+        own = base.model.get_per_layer_inputs(ids, None)
+        embeds = base.get_input_embeddings()(ids)
+        found = model(inputs_embeds=embeds, **more).logits  # looked up in the vocabulary
+        given = model(inputs_embeds=embeds, per_layer_inputs=own, **more).logits
+        other = model(inputs_embeds=embeds, per_layer_inputs=own.flip(1), **more).logits
+    for logits in (found, given):
+        assert torch.equal(logits[kept == 1], expected[kept == 1])
+    assert not torch.equal(other[kept == 1], expected[kept == 1])
+    with pytest.raises((InputError, ValueError), match="per_layer_inputs"):
+        model(input_ids=ids, per_layer_inputs=own, **more)
+
+
+def test_norms_keep_the_dtype_of_their_input():
+    """With norms in float32 between layers in bfloat16, as transformers' own."""
+    documents = random_documents(LENGTHS)
+    models = [tiny_model("gemma4_text", torch.bfloat16) for _ in range(2)]
+    for model in models:
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.float()
+    patch_model(models[1])
+    plain, ours = (model.eval()(input_ids=documents[1][None].to(DEVICE)).logits for model in models)
+    assert ours.dtype == plain.dtype == torch.bfloat16
+    assert error(ours.double(), plain.double()) < 0.05
+
+
+def test_only_images_may_be_attended_both_ways():
+    patched(use_bidirectional_attention="vision")
+    with pytest.raises(InputError, match="use_bidirectional_attention=all: only causal attention is patched"):
+        patched(use_bidirectional_attention="all")
