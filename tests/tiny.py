@@ -155,14 +155,15 @@ def routing(model, routes=None):
 
     def hook_of(name):
         def hook(module, args, output):
-            logits, scores, experts = output
+            logits, scores, experts = in_order(output, len(module.weight))
             if routes is not None:
-                weigh = weighing(output)
+                weigh = weighing(logits, scores, experts)
                 start = sum(map(len, seen.get(name, []))) % len(routes[name])  # recomputation starts over
-                experts = routes[name][start : start + len(logits)].to(logits.device)
-                scores = weigh(experts)
+                chosen = routes[name][start : start + len(logits)].to(logits.device)
+                replaced = {id(experts): chosen, id(scores): weigh(chosen)}
+                output, experts = tuple(replaced.get(id(part), part) for part in output), chosen
             seen.setdefault(name, []).append(experts.cpu())
-            return logits, scores, experts
+            return output
 
         return hook
 
@@ -176,9 +177,16 @@ def routing(model, routes=None):
             hook.remove()
 
 
-def weighing(output):
+def in_order(output, n_experts):
+    """The logits, the weights and the numbers of the experts: routers return them in different orders."""
+    (experts,) = (part for part in output if not part.is_floating_point())
+    first, second = (part for part in output if part.is_floating_point())
+    logits_last = first.shape[-1] != n_experts
+    return (second, first, experts) if logits_last else (first, second, experts)
+
+
+def weighing(logits, scores, experts):
     """How a router weighs experts, as a function of their numbers: found by its own output."""
-    logits, scores, experts = output
 
     def by(function, chosen):
         weights = function(logits.float()).gather(1, chosen)
