@@ -91,18 +91,17 @@ class Kernels:
         **kwargs,
     ):
         """Yang et al. 2024, equation 10; `[B, T, H, D]`."""
-        assert not kwargs and initial_state is None and use_qk_l2norm_in_kernel
+        assert (kwargs, initial_state, use_qk_l2norm_in_kernel) == ({}, None, True)
         lengths = None
         if cu_seqlens is not None:
-            assert q.shape[0] == 1 and cu_seqlens.dtype in (torch.int32, torch.int64)
-            assert cu_seqlens_cpu.dtype == torch.int64 and cu_seqlens_cpu.tolist() == cu_seqlens.tolist()
+            assert len(q) == 1
+            assert cu_seqlens.dtype in (torch.int32, torch.int64)
+            assert cu_seqlens_cpu.dtype == torch.int64
+            assert cu_seqlens_cpu.tolist() == cu_seqlens.tolist()
             lengths = cu_seqlens.diff().tolist()
             assert sum(lengths) == q.shape[1]
         n_groups = v.shape[2] // q.shape[2]
-        q, k = (
-            (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(n_groups, 2)
-            for x in (q, k)
-        )
+        q, k = (_normed(x).repeat_interleave(n_groups, 2) for x in (q, k))
         parts = [
             self._parts("chunk_gated_delta_rule", x, 1, lengths)
             for x in (q * q.shape[-1] ** -0.5, k, v, g.exp(), beta)
@@ -138,7 +137,7 @@ class Kernels:
         return_varlen_states=False,
     ):
         """Dao and Gu 2024, equation 1; `[B, T, H, P]`."""
-        assert z is None and initial_states is None and cu_seqlens is None and not return_final_states
+        assert (z, initial_states, cu_seqlens, return_final_states) == (None, None, None, False)
         lengths = _lengths_of(seq_idx, *x.shape[:2])
         dt = F.softplus(dt + dt_bias).clamp(*dt_limit)
         n_heads = x.shape[2] // B.shape[2]
@@ -178,7 +177,7 @@ class Kernels:
         norm_before_gate=True,
     ):
         """All of the above between the two projections, and the second one."""
-        assert activation == "silu" and not norm_before_gate
+        assert (activation, norm_before_gate) == ("silu", False)
         self.calls.append("mamba_split_conv1d_scan_combined")
         width, n_states = len(A) * headdim, (len(conv1d_weight) - len(A) * headdim) // 2
         z, xbc, dt = zxbcdt.split([width, len(conv1d_weight), len(A)], -1)
@@ -208,10 +207,15 @@ class Kernels:
         return [x] if lengths is None or name in self.carrying else x.split(lengths, dim)
 
 
+def _normed(x):
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 def _lengths_of(seq_idx, n_rows, n_tokens):
     if seq_idx is None:
         return None
-    assert seq_idx.dtype == torch.int32 and seq_idx.shape == (n_rows, n_tokens) == (1, n_tokens)
+    assert seq_idx.dtype == torch.int32
+    assert seq_idx.shape == (n_rows, n_tokens) == (1, n_tokens)
     numbers, counts = seq_idx[0].unique_consecutive(return_counts=True)
     assert numbers.tolist() == list(range(len(numbers)))
     return counts.tolist()

@@ -4,6 +4,7 @@ The kernels are stand-ins: those that people install need a GPU, on which none o
 """
 
 import logging
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -115,7 +116,8 @@ def test_without_kernels_a_gpu_is_warned_of_and_told_what_to_install(arch, caplo
     request = Request("cuda", torch.bfloat16, "auto", "the test", decoder.config)
     choice = mixer.choose(module, HYBRIDS[arch], request)
     assert choice.name == BY_DOCUMENT
-    assert "not installed; pip install " in choice.remedy and "causal-conv1d" in choice.remedy
+    assert "not installed; pip install " in choice.remedy
+    assert "causal-conv1d" in choice.remedy
     assert "reads the row on the host" in choice.why_not_captured
     with caplog.at_level(logging.WARNING, "unsloth_pack"):
         patch_model(tiny_model(arch, device="cpu"))
@@ -217,4 +219,16 @@ def test_architectures_that_leak_are_refused_by_name(model_type):
     with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' cannot be packed: ") as refusal:
         spec_of(model_type)
     assert "\n" not in str(refusal.value)
-    assert AutoConfig.for_model(model_type).model_type == model_type
+    if version("transformers") >= "5.23":
+        assert AutoConfig.for_model(model_type).model_type == model_type
+
+
+def test_an_architecture_without_a_patch_is_told_which_is_the_nearest():
+    for model_type, near in {
+        "smollm3": "the nearest is 'qwen3': its configuration adds mlp_bias, no_rope_",
+        "qwen9": "the nearest name is 'qwen",  # which transformers does not know
+        "gpt2": "add a file to unsloth_pack/models",  # nothing is near
+    }.items():
+        with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' has no patch; {near}") as refusal:
+            spec_of(model_type)
+        assert "\n" not in str(refusal.value)

@@ -12,6 +12,8 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from unsloth_pack import FastLanguageModel, patch_model, verify
@@ -66,7 +68,20 @@ def qwen2_5_vl(dtype, **text):
     return Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype)
 
 
-WRAPPERS = {"gemma3": gemma3, "gemma4": gemma4, "qwen2_5_vl": qwen2_5_vl}
+def qwen3_5(dtype, **text):
+    config = Qwen3_5Config(
+        text_config=spec_of("qwen3_5_text").tiny_config(vocab_size=300, **text).to_dict(),
+        vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
+        | dict(patch_size=14),
+        image_token_id=299,
+        video_token_id=298,
+        vision_start_token_id=297,
+        vision_end_token_id=296,
+    )
+    return Qwen3_5ForConditionalGeneration._from_config(config, dtype=dtype)
+
+
+WRAPPERS = {"gemma3": gemma3, "gemma4": gemma4, "qwen2_5_vl": qwen2_5_vl, "qwen3_5": qwen3_5}
 
 
 def made(name, dtype=torch.float32, adapter=True, seed=0):
@@ -82,7 +97,9 @@ def made(name, dtype=torch.float32, adapter=True, seed=0):
     model = model.to(DEVICE).train()
     if not adapter:
         return model.requires_grad_(False)
-    targets = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+    targets = (
+        r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|in_proj.*|out_proj)"
+    )
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(model, config, autocast_adapter_dtype=False)
     for key, weight in model.named_parameters():

@@ -18,6 +18,9 @@ OPTIONAL = {
     "bitsandbytes": ("load_in_4bit, load_in_8bit and 8-bit optimizers", False),
     "xformers": ("the xformers attention backend", False),
     "flash-attn": ("flash attention with attention dropout; torch and triton bring the rest", False),
+    "fla-core": ("gated delta nets of hybrid models: whole rows at once", False),
+    "causal-conv1d": ("convolutions of hybrid models: whole rows at once", False),
+    "mamba-ssm": ("Mamba-2 layers of hybrid models: whole rows at once", False),
     "flash-attn-4": ("attention about twice as fast for long documents on Hopper GPUs", False),
 }
 

@@ -43,6 +43,7 @@ from unsloth_pack.models import (
     seed_oss,
     smollm3,
 )
+from unsloth_pack.models.nearest import nearest
 from unsloth_pack.models.refused import LEAKING
 from unsloth_pack.models.spec import ArchSpec
 
@@ -108,7 +109,9 @@ def spec_of(model_type: str) -> ArchSpec:
             "transformers"
         )
     if model_type not in _SPECS:
+        near = nearest(model_type, _SPECS.keys())
         raise UnsupportedArchitecture(
-            f"model type {model_type!r} has no patch; supported are {', '.join(sorted(_SPECS))}"
+            f"model type {model_type!r} has no patch; {near + '; ' if near else ''}add a file to "
+            f"unsloth_pack/models, see CONTRIBUTING.md; supported are {', '.join(sorted(_SPECS))}"
         )
     return _SPECS[model_type]

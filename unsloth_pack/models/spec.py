@@ -15,8 +15,8 @@ class ArchSpec:
     Args:
         model_type: `config.model_type` of the text model.
         attention: the mixer of the layers that attend.
-        mixers: for layer types of `config.layer_types` that do not attend, which mixer they have. "" for none:
-            such a layer is an MLP alone.
+        mixers: for layer types of `config.layer_types` that do not attend, which mixer they have; "" where a
+            layer is an MLP alone.
         names: what modules are called here, by their names in Llama: of the decoder (`norm`, `rotary_emb`;
             "" where nothing rotates), of its layers (`self_attn`, `mlp`), inside attention (`o_proj`,
             `q_norm`) and the MLP (`gate_proj`). Also mixers, by the `attribute` that they have elsewhere, and

@@ -1,5 +1,7 @@
-"""Gated delta net (Yang et al. 2024, "Gated Delta Networks"): a short convolution, then a linear attention
-whose state decays. The state and the last tokens of the convolution would go over from document to document."""
+"""Gated delta net (Yang et al. 2024, "Gated Delta Networks"): a short convolution, then a linear attention.
+
+The state of the linear attention and the last tokens of the convolution would go over to the next document.
+"""
 
 from typing import Any
 
@@ -28,12 +30,10 @@ GATED_DELTA_NET = StateMixer(
     attribute="linear_attn",
     boundaries=_boundaries,
     packages={"fla": "fla-core", "causal_conv1d": "causal-conv1d"},
-    known_names=frozenset(
-        """
+    known_names="""
         A_log a_proj activation allow_neg_eigval b_proj config conv1d conv_dim conv_kernel_size dt_bias
         eps g_proj head_k_dim head_v_dim hidden_size in_proj_a in_proj_b in_proj_ba in_proj_qkv
         in_proj_qkvz in_proj_z k_proj key_dim layer_idx layer_norm_epsilon layer_type norm num_k_heads
         num_v_heads o_norm o_proj out_proj q_proj v_proj value_dim
-        """.split()
-    ),
+        """,
 )

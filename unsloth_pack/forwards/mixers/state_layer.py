@@ -1,10 +1,10 @@
 """Layers that carry a state from token to token: recurrences and short convolutions.
 
-transformers' own forward computes them. A packed row goes through it in one of two ways, with the same result:
+transformers' own forward computes them. A packed row goes through it in one of two ways, with one result:
 
 - once, with the boundaries of the documents, where kernels are installed that restart the state at each;
-- without such kernels in stacks of documents of similar length, each in a row of its own, padded on the right.
-  What comes later reaches no token of such a layer, so padding changes nothing.
+- without such kernels in stacks of documents of similar length, each in a row of its own, padded on the
+  right. What comes later reaches no token of such a layer, so padding changes nothing.
 
 Which of the two is tried out, see `why_not_in_one_row`: kernels that are missing, or that do not know the
 boundaries, are found there and not by a version number.
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from unsloth_pack.forwards.mixers.contract import Choice, Request
 from unsloth_pack.models.spec import ArchSpec
@@ -71,16 +70,16 @@ class FastStateLayer(nn.Module):
         """
         row = seq_idx if packed_row is None else packed_row
         if row is None:
-            return self._whole(hidden_states, *args, **kwargs)
+            return self.run_whole(hidden_states, *args, **kwargs)
         hidden_NC = hidden_states.flatten(0, 1)
         if self.boundaries is not None:
-            out = self._whole(hidden_NC[None], **self.boundaries(row))
+            out = self.run_whole(hidden_NC[None], **self.boundaries(row))
         else:
-            stacks = [self._whole(hidden_NC[stack_SL]).flatten(0, 1) for stack_SL in row.stacks]
+            stacks = [self.run_whole(hidden_NC[stack_SL]).flatten(0, 1) for stack_SL in row.stacks]
             out = torch.cat(stacks)[row.unstack]
         return out.view(*hidden_states.shape[:2], -1)
 
-    def _whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run_whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """transformers' forward."""
         return super().forward(hidden_states, *args, **kwargs)
 
@@ -94,7 +93,7 @@ class StateMixer:
         attribute: see `Mixer`.
         boundaries: see `FastStateLayer`.
         packages: the modules of the kernels that take them, and what installs each.
-        known_names: see `Mixer.known`.
+        known_names: of parameters, submodules and attributes that transformers' modules have, in any version.
         forward: see `Mixer`.
     """
 
@@ -102,17 +101,24 @@ class StateMixer:
     attribute: str
     boundaries: Boundaries
     packages: Mapping[str, str]
-    known_names: frozenset[str]
+    known_names: str
     forward: type[nn.Module] = FastStateLayer
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
         captured = f"a {self.kind} reads the row on the host"
-        why_not = self._why_not_in_one_row(module, request)
+        missing = [name for package, name in self.packages.items() if find_spec(package) is None]
+        if missing:
+            why_not: str | None = f"{' and '.join(missing)} not installed"
+            remedy = f"pip install {' '.join(missing)}"
+        else:
+            why_not = self._why_not_in_one_row(module, request)
+            remedy = f"install other releases of {' and '.join(self.packages.values())}"
         if why_not is None:
             return Choice(IN_ONE_ROW, f"{self.kind}: its kernels take the boundaries", captured)
-        remedy = f"{self.kind} layers run document by document, which is slow: {why_not}; {self._remedy}"
-        on_gpu = request.device_type == "cuda"
-        return Choice(BY_DOCUMENT, f"{self.kind}: {why_not}", captured, remedy if on_gpu else None)
+        slow = f"{self.kind} layers run document by document, which is slow: {why_not}; {remedy}"
+        return Choice(
+            BY_DOCUMENT, f"{self.kind}: {why_not}", captured, slow if request.device_type == "cuda" else None
+        )
 
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
         return {"boundaries": self.boundaries if choice.name == IN_ONE_ROW else None}
@@ -121,21 +127,14 @@ class StateMixer:
         return {}, {self.kind: "as transformers wrote it, documents kept apart; its LoRA layers one by one"}
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        return self.known_names
-
-    @property
-    def _remedy(self) -> str:
-        return f"pip install {' '.join(self.packages.values())}"
+        """The names that this mixer accounts for in transformers' module."""
+        return frozenset(self.known_names.split())
 
     def _why_not_in_one_row(self, module: Any, request: Request) -> str | None:
-        missing = [name for package, name in self.packages.items() if find_spec(package) is None]
-        if missing:
-            return f"{' and '.join(missing)} not installed"
         own = getattr(module, "original_module", module)
         theirs = type(own).__bases__[1] if isinstance(own, FastStateLayer) else type(own)
         assert request.config is not None
-        buffers = {name: buffer for name, buffer in own._buffers.items() if buffer is not None}
-        make = partial(_like, theirs, request.config, own.layer_idx, buffers)
+        make = partial(theirs, request.config, own.layer_idx)
         place = torch.device(request.device_type), request.dtype, request.config.hidden_size
         why_not: str | None = request.once(
             (self.kind, theirs), partial(why_not_in_one_row, make, self.boundaries, *place)
@@ -152,46 +151,36 @@ def why_not_in_one_row(
 ) -> str | None:
     """Try out whether a module keeps the documents of a row apart. None where it does.
 
-    Changing the documents before must change no bit of the last one.
+    Changing the documents before may change the last one by no more than another equal run does: by no bit,
+    where its kernels add up in one order.
 
     Args:
         make: the module with fresh weights, which are replaced.
         width: C of its input.
     """
     row = PackedRow.of_lengths(_TRIED_LENGTHS, device)
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    given_TC = torch.randn(row.n_tokens, width, generator=generator, device="cpu")
-    mixed_TC = torch.randn(row.n_tokens, width, generator=generator, device="cpu")
     start = int(row.starts[-1])
-    mixed_TC[start:] = given_TC[start:]
     cuda = [torch.cuda.current_device()] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda), torch.no_grad(), torch.device(device):
+            torch.manual_seed(0)
             module = make().to(dtype)
             for parameter in module.parameters():
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, device="cpu"))
+                parameter.normal_(std=0.1)
+            given, mixed = torch.randn(2, 1, row.n_tokens, width).to(dtype)
+            mixed[:, start:] = given[:, start:]
             for training in (True, False):
                 module.train(training)
-                outs = [
-                    module(x.to(device, dtype)[None], **boundaries(row))[0, start:]
-                    for x in (given_TC, mixed_TC)
-                ]
-                if not torch.equal(*outs) or not outs[0].isfinite().all() or not outs[0].any():
+                before, after, again = (
+                    module(x, **boundaries(row))[0, start:] for x in (given, mixed, given)
+                )
+                if not before.isfinite().all() or not before.any():
+                    return "the installed kernels give nothing"
+                if (after - before).abs().max() > (again - before).abs().max():
                     return "the installed kernels do not keep documents apart"
     except Exception as error:  # of Triton, of a missing operator, of an argument that nothing takes
         return f"the installed kernels do not run ({type(error).__name__}: {_first_line(error)})"
     return None
-
-
-def _like(
-    kind: type[nn.Module], config: PreTrainedConfig, layer_idx: int, buffers: Mapping[str, Tensor]
-) -> nn.Module:
-    """A module as transformers makes it, with the buffers that its decoder may have added."""
-    made: Any = kind
-    module: nn.Module = made(config, layer_idx)
-    for name in buffers.keys() - module._buffers.keys():
-        module.register_buffer(name, buffers[name])
-    return module
 
 
 def _first_line(error: Exception) -> str:
