@@ -59,6 +59,8 @@ def draw_overrides(spec, rng):
         overrides["original_max_position_embeddings"] = 16
     else:
         overrides["rope_parameters"] = _draw_rope(rng, overrides.get("qk_rope_head_dim", head_dim))
+    if spec.query_scale:
+        overrides["rope_parameters"] |= {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}
     return overrides
 
 

@@ -26,6 +26,7 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4PreTrainedModel
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLitePreTrainedModel
 from transformers.models.granite.modeling_granite import GranitePreTrainedModel
+from transformers.models.youtu.modeling_youtu import YoutuPreTrainedModel
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.errors import InputError
@@ -197,10 +198,15 @@ class Glm4MoeLiteForSequenceClassification(GenericForSequenceClassification, Glm
     """Likewise."""
 
 
+class YoutuForSequenceClassification(GenericForSequenceClassification, YoutuPreTrainedModel):
+    """Likewise."""
+
+
 OWN_CLASSIFIERS = {
     "granite": GraniteForSequenceClassification,
     "gemma4_text": Gemma4ForSequenceClassification,
     "glm4_moe_lite": Glm4MoeLiteForSequenceClassification,
+    "youtu": YoutuForSequenceClassification,
 }
 
 

@@ -152,7 +152,8 @@ def _scores_of(router, logits, experts):
     is_sigmoid = hasattr(router, "e_score_correction_bias")
     scores = (logits.float().sigmoid() if is_sigmoid else logits.float().softmax(-1)).gather(1, experts)
     scores = scores / scores.sum(-1, keepdim=True)
-    return scores * router.routed_scaling_factor if is_sigmoid else scores.to(logits.dtype)
+    scores = scores * getattr(router, "routed_scaling_factor", 1.0)
+    return scores if is_sigmoid else scores.to(logits.dtype)
 
 
 def error(got, truth):

@@ -10,12 +10,14 @@ from unsloth_pack.models import (
     granite,
     llama,
     mistral,
+    mistral4,
     olmo2,
     phi3,
     qwen2,
     qwen2_5_vl,
     qwen3,
     qwen3_moe,
+    youtu,
 )
 from unsloth_pack.models.spec import ArchSpec
 
@@ -33,6 +35,8 @@ _MODULES = (
     olmo2,
     deepseek_v3,
     glm4_moe_lite,
+    mistral4,
+    youtu,
     qwen2_5_vl,
 )
 _SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}

@@ -20,6 +20,8 @@ class ArchSpec:
         window: where a layer's sliding window stands: nowhere, in the config, or on the attention module.
         fused_qkv: one `qkv_proj` holds q, k and v.
         qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation.
+        query_scale: queries grow with the logarithm of their position, past the length that
+            `config.rope_parameters` names as the original one.
         norm_offset: what RMS norms add to their weight (Gemma stores weights around 0).
         norm_keeps_dtype: norms return the dtype of their input under a weight of a wider one, too.
         softcap: config field of the attention logit softcap.
@@ -45,6 +47,7 @@ class ArchSpec:
     window: Literal["none", "config", "layer"] = "none"
     fused_qkv: bool = False
     qk_norm: Literal["head", "flat"] | None = None
+    query_scale: bool = False
     norm_offset: float = 0.0
     norm_keeps_dtype: bool = False
     softcap: str | None = None

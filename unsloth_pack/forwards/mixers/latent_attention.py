@@ -86,6 +86,9 @@ class FastLatentAttention(nn.Module):
         q_rope_BTHR = rotated(q_rope_BTHR, cos, sin, interleaved)
         k_rope_BT1R = rotated(k_rope_BTR[:, :, None], cos, sin, interleaved)
         q_BTHD = torch.cat([q_nope_BTHP, q_rope_BTHR], dim=-1)
+        if self.spec.query_scale:
+            positions = kwargs["position_ids"] if packed_row is None else packed_row.position_ids
+            q_BTHD = q_BTHD * self._query_scale(positions.reshape(-1, length), q_BTHD.dtype)
         if packed_row is not None:
             k_BTHD, v_BTHV = self._keys_and_values(latent_BTL, k_rope_BT1R)
             q_NHD, k_NHD, v_NHV = (x.flatten(0, 1) for x in (q_BTHD, k_BTHD, v_BTHV))
@@ -110,6 +113,13 @@ class FastLatentAttention(nn.Module):
         latent_BTL, k_rope_BTR = kv_a.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         q_BTHD = q.view(*q.shape[:2], -1, self.qk_head_dim)
         return q_BTHD, self.kv_a_layernorm(latent_BTL), k_rope_BTR
+
+    def _query_scale(self, positions_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[B, T, 1, 1]`: 1 + beta log(1 + floor(position / L)), where L is the original length."""
+        parameters = self.config.rope_parameters
+        n_lengths = torch.floor(positions_BT / parameters["original_max_position_embeddings"])
+        scale_BT = 1 + parameters["llama_4_scaling_beta"] * torch.log(1 + n_lengths)
+        return scale_BT[:, :, None, None].to(dtype)
 
     def _keys_and_values(self, latent_BSL: Tensor, k_rope_BS1R: Tensor) -> tuple[Tensor, Tensor]:
         """k `[B, S, H, D]` and v `[B, S, H, V]`."""
