@@ -159,8 +159,8 @@ class LatentAttentionMixer:
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
         options = attention_options(module, spec)
-        other_v = None if module.v_head_dim == module.qk_head_dim else module.v_head_dim
-        need = AttentionNeed(request.device_type, request.dtype, module.qk_head_dim, options, other_v)
+        sizes = module.qk_head_dim, module.v_head_dim
+        need = AttentionNeed(request.device_type, request.dtype, sizes[0], options, sizes[1])
         return choice_for(need, request)
 
     def attributes(self, spec: ArchSpec, backend: str) -> dict[str, Any]:
