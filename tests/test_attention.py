@@ -11,7 +11,7 @@ from largest import Largest
 from tiny import DEVICE, error, tiny_model
 from torch.nn import functional as F
 
-from unsloth_pack import patch_model
+from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import (
     BACKENDS,
     AttentionNeed,
@@ -26,6 +26,7 @@ from unsloth_pack.attention import (
 )
 from unsloth_pack.attention.flash import VarlenKernel, flash_attn_4, refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.recipe.checks import check_backend
 from unsloth_pack.row.packed_row import PackedRow
 
 ROWS = {
@@ -110,6 +111,21 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
         slack = 2 if name == "triton" and dtype == torch.float32 else 1.5
         for what, g, p, t in zip(["out", "q", "k", "v"], got, plain, truth, strict=True):
             assert error(g, t) <= slack * error(p, t), (name, what)
+
+
+@pytest.mark.parametrize("arch", supported_architectures())
+def test_a_config_tells_the_head_sizes_of_its_layers(arch):
+    """As `train` asks for them, before it loads a model."""
+    spec = supported_architectures()[arch]
+    config = spec.tiny_config()
+    layers = tiny_model(arch, device="cpu").get_decoder().layers
+    attentions = [layer.self_attn for layer in layers]
+    sizes = set()
+    for attention in attentions:
+        size = getattr(attention, "qk_head_dim", None) or attention.head_dim
+        sizes.add((size, attention.o_proj.in_features // config.num_attention_heads))
+    assert spec.head_sizes(config) == sizes
+    check_backend("auto", config, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["window"]], ids=["plain", "window"])

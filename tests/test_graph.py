@@ -797,9 +797,11 @@ def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
         gc.collect()
         return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
 
-    for mixer in ("attention", "shared_kv_attention"):
-        name = f"unsloth_pack.forwards.mixers.{mixer}.attend"
-        monkeypatch.setattr(name, lambda q, k, v, *_: q + k.sum() + v.sum())
+    def attend(q, k, v, *_):
+        return q[..., : v.shape[-1]] + k.sum() + v.sum()
+
+    for mixer in ("attention", "latent_attention", "shared_kv_attention"):
+        monkeypatch.setattr(f"unsloth_pack.forwards.mixers.{mixer}.attend", attend)
     model = tiny_model(arch, device="cpu", lora={"lora_dropout": 0.1})
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.static(64, 64, 48, CPU)

@@ -16,7 +16,7 @@ from unsloth_pack.modules import sharding
 DOCUMENTS = random_documents(MIXED_LENGTHS)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "olmo2", "gemma4_text", "youtu"])
 def test_weights_of_zero3_are_read_by_their_own_modules_alone(arch):
     model = tiny_model(arch)
     patch = patch_model(model)
@@ -88,7 +88,7 @@ def assert_same_step(ours, theirs):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "offload"])
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "phi3", "gemma4_text"])
 def test_fsdp2_makes_the_step_of_whole_weights(arch, checkpointing, mesh, monkeypatch, caplog):
     model = tiny_model(arch)
     patch = patch_model(model)

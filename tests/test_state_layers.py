@@ -225,7 +225,7 @@ def test_architectures_that_leak_are_refused_by_name(model_type):
 
 def test_an_architecture_without_a_patch_is_told_which_is_the_nearest():
     for model_type, near in {
-        "smollm3": "the nearest is 'qwen3': its configuration adds mlp_bias, no_rope_",
+        "granitemoe": "the nearest is 'granite': its configuration adds num_experts_per_tok, num_local_",
         "qwen9": "the nearest name is 'qwen",  # which transformers does not know
         "gpt2": "add a file to unsloth_pack/models",  # nothing is near
     }.items():

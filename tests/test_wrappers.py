@@ -10,6 +10,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
@@ -81,7 +83,26 @@ def qwen3_5(dtype, **text):
     return Qwen3_5ForConditionalGeneration._from_config(config, dtype=dtype)
 
 
-WRAPPERS = {"gemma3": gemma3, "gemma4": gemma4, "qwen2_5_vl": qwen2_5_vl, "qwen3_5": qwen3_5}
+def mistral4(dtype, **text):
+    plain = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    plain |= dict(num_attention_heads=4, max_position_embeddings=2048, initializer_range=0.08)
+    plain |= dict(spec_of("mistral4").tiny) | dict(model_type="mistral4", first_k_dense_replace=2)
+    config = Mistral3Config(
+        text_config=plain | text,
+        vision_config=dict(model_type="pixtral", hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+        | dict(num_attention_heads=2, head_dim=16, image_size=28, patch_size=14),
+        image_token_index=299,
+    )
+    return Mistral3ForConditionalGeneration._from_config(config, dtype=dtype)
+
+
+WRAPPERS = {
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "mistral4": mistral4,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_5": qwen3_5,
+}
 
 
 def made(name, dtype=torch.float32, adapter=True, seed=0):

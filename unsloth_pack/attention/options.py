@@ -30,7 +30,7 @@ class AttentionNeed:
 
     Args:
         head_dim: the head size of q and k.
-        v_head_dim: the head size of v, where it is another one.
+        v_head_dim: the head size of v; None where it is that of q and k.
     """
 
     device_type: str
@@ -38,6 +38,10 @@ class AttentionNeed:
     head_dim: int
     options: AttentionOptions
     v_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim == self.head_dim:  # needs that mean the same are equal
+            object.__setattr__(self, "v_head_dim", None)
 
     @property
     def padded_head_dim(self) -> int:

@@ -31,8 +31,6 @@ def attend(
     Raises:
         BackendUnavailable: `backend` cannot run on this device, dtype, head size or options.
     """
-    size, size_of_v = q_NHD.shape[-1], v_NKV.shape[-1]
-    other_v = None if size == size_of_v else size_of_v
-    need = AttentionNeed(q_NHD.device.type, q_NHD.dtype, size, options, other_v)
+    need = AttentionNeed(q_NHD.device.type, q_NHD.dtype, q_NHD.shape[-1], options, v_NKV.shape[-1])
     name, _ = choose_backend(backend, need)
     return BACKENDS[name].run(q_NHD, k_NKD, v_NKV, row, options, sinks_H)

@@ -25,6 +25,7 @@ from unsloth_pack.models import (
     ministral,
     ministral3,
     mistral,
+    mistral4,
     mixtral,
     nemotron_h,
     olmo2,
@@ -42,6 +43,7 @@ from unsloth_pack.models import (
     qwen3_next,
     seed_oss,
     smollm3,
+    youtu,
 )
 from unsloth_pack.models.nearest import nearest
 from unsloth_pack.models.refused import LEAKING
@@ -69,6 +71,7 @@ _MODULES = (
     glm4_moe,
     glm4_moe_lite,
     deepseek_v3,
+    youtu,
     olmo2,
     olmo3,
     olmoe,
@@ -88,6 +91,7 @@ _MODULES = (
     bamba,
     nemotron_h,
     qwen2_5_vl,
+    mistral4,
 )
 _SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}
 

@@ -100,6 +100,15 @@ class ArchSpec:
         """What a layer, counted from 0, does between tokens: a key of `forwards.mixers.MIXERS`, or ""."""
         return self.mixers.get(config.layer_types[layer], self.attention) if self.mixers else self.attention
 
+    def head_sizes(self, config: Any) -> set[tuple[int, int]]:
+        """The head sizes that the layers have: of q and k, and of v."""
+        if self.attention == "latent_attention":
+            return {(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)}
+        layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+        usual = config.hidden_size // config.num_attention_heads
+        sizes = {getattr(layer, "head_dim", None) or usual for layer in layers}
+        return {(size, size) for size in sizes}
+
     def divisor_of_logits(self, config: Any) -> float:
         """What the head's logits are divided by; 1 where nothing is declared."""
         if self.logit_multiplier:

@@ -354,7 +354,7 @@ def check_backend(attn_backend: str, config: Any, dtype: Any, device_type: str) 
     from unsloth_pack.models import spec_of
 
     spec = spec_of(config.model_type)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = AttentionOptions(scale=1.0, softcap=getattr(config, spec.softcap) if spec.softcap else None)
     backend, source = requested_backend(attn_backend)
-    choose_backend(backend, AttentionNeed(device_type, dtype, head_dim, attention), source)
+    for head_dim, v_head_dim in spec.head_sizes(config):
+        choose_backend(backend, AttentionNeed(device_type, dtype, head_dim, attention, v_head_dim), source)

@@ -20,6 +20,7 @@ from unsloth_pack.attention import attend, attend_dense
 from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.forwards.mixers.attention import attention_options, choice_for, refuse_attention_weights
 from unsloth_pack.forwards.mixers.contract import Choice, Request
+from unsloth_pack.forwards.query_scale import scaled_by_position
 from unsloth_pack.lora.layers import project
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.eager import runs_eagerly
@@ -89,6 +90,8 @@ class FastLatentAttention(nn.Module):
         if packed_row is not None:
             k_BTHD, v_BTHV = self._keys_and_values(latent_BTL, k_rope_BT1R)
             q_NHD, k_NHD, v_NHV = (x.flatten(0, 1) for x in (q_BTHD, k_BTHD, v_BTHV))
+            if self.spec.query_scale:
+                q_NHD = scaled_by_position(q_NHD, packed_row.position_ids, self.config)
             out = attend(q_NHD, k_NHD, v_NHV, packed_row, options, self.attn_backend)
         else:
             if past_key_values is not None:
@@ -97,6 +100,8 @@ class FastLatentAttention(nn.Module):
                 latent_BTL, k_rope_BT1R = latent_B1SL[:, 0], k_rope_B1SR.transpose(1, 2)
             k_BSHD, v_BSHV = self._keys_and_values(latent_BTL, k_rope_BT1R)
             q_BHTD, k_BHSD, v_BHSV = (x.transpose(1, 2) for x in (q_BTHD, k_BSHD, v_BSHV))
+            if self.spec.query_scale:
+                q_BHTD = scaled_by_position(q_BHTD, kwargs["position_ids"], self.config)
             out = attend_dense(q_BHTD, k_BHSD, v_BHSV, attention_mask, options)
         return self.o_proj(out.reshape(batch, length, -1)), None
 
@@ -149,8 +154,8 @@ class LatentAttentionMixer:
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
         options = attention_options(module, spec)
-        other_v = None if module.v_head_dim == module.qk_head_dim else module.v_head_dim
-        need = AttentionNeed(request.device_type, request.dtype, module.qk_head_dim, options, other_v)
+        sizes = module.qk_head_dim, module.v_head_dim
+        need = AttentionNeed(request.device_type, request.dtype, sizes[0], options, sizes[1])
         return choice_for(need, request)
 
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
