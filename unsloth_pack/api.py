@@ -176,7 +176,7 @@ class FastLanguageModel:
         Args:
             model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
             r: rank, from 1 to the model's hidden size.
-            target_modules: names of linear layers, "all-linear", or None for all projections of
+            target_modules: names of linear layers, "all-linear", or None for the architecture's projections of
                 attention and MLP.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
