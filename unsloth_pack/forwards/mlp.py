@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
+from unsloth_pack.forwards.gate_and_up import GateAndUpPlan, keeps_gate_and_up
 from unsloth_pack.kernels import gated
 from unsloth_pack.lora.gated_mlp import gate_and_up, gated_mlp
 from unsloth_pack.lora.layers import project, run_fused
@@ -51,13 +51,8 @@ class FastMLP(nn.Module):
         return down(gated(gate, up, activation))
 
     def _keeps(self, x: Tensor) -> bool:
-        """Whether gate and up are kept for the backward pass; never in a layer that is recomputed."""
-        layer = self.decoder_layer
-        if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
-            return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
-        width = x.shape[-1]
-        n_bytes: int = 2 * self.down_proj.in_features * x.element_size() * (x.numel() // width)
-        return not x.is_cuda or self.gate_and_up_plan.keeps(self.number, width, n_bytes)
+        features = self.down_proj.in_features
+        return keeps_gate_and_up(self.gate_and_up_plan, self.decoder_layer, self.number, x, features)
 
 
 def activation_of(mlp: nn.Module) -> str | None:

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
-
 from unsloth_pack.forwards.door import trl_head_of
+from unsloth_pack.forwards.experts import gate_of, why_experts_not_fused, why_reads_host
 from unsloth_pack.forwards.mixers import Choice
 from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
-from unsloth_pack.lora.layers import LORA_TYPES, why_not_fused
+from unsloth_pack.lora.layers import is_lora_linear, why_not_fused
 from unsloth_pack.lora.nf4 import is_linear_4bit
+from unsloth_pack.lora.stacks import is_expert_adapter, why_adapter_not_fused
 from unsloth_pack.losses.fusable import why_head_not_fused, why_loss_not_fused
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.patching.decoder_parts import DecoderParts
@@ -65,11 +65,11 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
         for said, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
             said |= more
     fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
-    gated_mlps = [mlp for mlp, activation in parts.mlps if activation is not None]
+    gated_mlps = [mlp for _, mlp, activation in parts.mlps if activation is not None]
     if gated_mlps:
         fused["MLP"] = f"activation and product of {len(gated_mlps)} of {len(parts.mlps)} layers {how}"
     if len(gated_mlps) < len(parts.mlps):
-        kinds = {type(mlp).__name__ for mlp, activation in parts.mlps if activation is None}
+        kinds = {type(mlp).__name__ for _, mlp, activation in parts.mlps if activation is None}
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
     if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"
@@ -84,7 +84,8 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
         not_fused=not_fused,
     )
     say_loss(report, base)
-    say_loras(report, parts.loras, parts.other_loras)
+    say_experts(report, [(experts, gate is not None) for _, experts, gate in parts.experts])
+    say_loras(report, [*parts.loras, *parts.expert_loras], parts.other_loras)
     return report
 
 
@@ -112,12 +113,30 @@ def say_loss(report: PatchReport, model: Any) -> None:
         say(report, "TRL's loss", "from the same kernel", None)
 
 
-def say_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
+def say_experts(report: PatchReport, experts: list[tuple[Any, bool]]) -> None:
+    """How many layers of routed experts are fused.
+
+    Args:
+        experts: each with whether the patch covers it.
+    """
+    reasons = Counter(
+        why_experts_not_fused(one) if is_covered else "no kernel computes what they do with gate and up"
+        for one, is_covered in experts
+    )
+    n_fused = reasons.pop(None, 0)
+    how = f"{n_fused} layers, each as one autograd node"
+    if n_fused and (why := why_reads_host(experts[0][0])):
+        how += f"; one expert after another: {why}"
+    not_fused = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
+    say(report, "experts", how if n_fused else None, not_fused)
+
+
+def say_loras(report: PatchReport, loras: list[Any], other_loras: list[Any]) -> None:
     """How many LoRA layers are fused. `other_loras` never are: the patch does not cover them."""
-    reasons = Counter(why_not_fused(lora) for lora in loras)
+    reasons = Counter(_why_lora_not_fused(lora) for lora in loras)
     reasons.update(
         "put on after the patch; call patch_model again"
-        if type(lora) in LORA_TYPES
+        if is_lora_linear(lora) or is_expert_adapter(lora)
         else f"on a {type(lora.get_base_layer()).__name__}"
         for lora in other_loras
     )
@@ -125,6 +144,15 @@ def say_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer
     how = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
     why = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
     say(report, "LoRA", how if n_fused else None, why)
+
+
+def _why_lora_not_fused(lora: Any) -> str | None:
+    if not is_expert_adapter(lora):
+        return why_not_fused(lora)
+    experts = lora.get_base_layer()
+    if gate_of(experts) is None or why_experts_not_fused(experts):
+        return "its experts are not fused"
+    return why_adapter_not_fused(lora)
 
 
 def say_step(report: PatchReport, graphs: StepGraphs) -> None:
