@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import supported_architectures
-from unsloth_pack.api import PROJECTIONS
+from unsloth_pack.lora.targets import default_names
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
@@ -47,9 +47,7 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
 
 
 def with_lora(base, lora=None):
-    targets = [
-        name for name in PROJECTIONS if any(key.endswith("." + name) for key, _ in base.named_modules())
-    ]
+    targets = default_names(base)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **lora or {})
     return get_peft_model(base, config, autocast_adapter_dtype=False)
 
