@@ -214,8 +214,12 @@ class FastLanguageModel:
                 use_rslora=use_rslora,
                 use_dora=use_dora,
                 # Not by keyword: PEFT declares alpha an int, and takes any number
-                **{"lora_alpha": lora_alpha, "task_type": "CAUSAL_LM", **loftq},
-                **targets.config_fields(r, lora_alpha, given),
+                **{
+                    "lora_alpha": lora_alpha,
+                    "task_type": "CAUSAL_LM",
+                    **loftq,
+                    **targets.config_fields(r, lora_alpha, given),
+                },
             )
             with warnings.catch_warnings():  # PEFT looks for these patterns among modules alone
                 warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any")

@@ -177,7 +177,7 @@ class _Choice:
     def _stacks(self) -> tuple[list[str], bool]:
         """`target_parameters` for experts, and whether their gate and up were named apart."""
         chosen, doubles = [], False
-        for path in self._experts:
+        for path in filter(self._is_kept, self._experts):
             named = {name for name in self._expert_names() if self._is_wanted(f"{path}.{name}")}
             for halves in _HALVES:
                 if len(missing := halves - named) == 1:
@@ -188,7 +188,7 @@ class _Choice:
                     )
                 doubles |= halves <= named
             chosen += [(path, stack) for stack in sorted({_STACK_OF[name] for name in named})]
-        if self._by_name and len(self._experts) == len({path for path, _ in chosen}):
+        if self._by_name and {path for path, _ in chosen} == self._experts.keys():
             return sorted({stack for _, stack in chosen}), doubles
         return [f"{path}.{stack}" for path, stack in chosen if self._is_kept(path, stack)], doubles
 
