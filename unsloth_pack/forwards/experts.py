@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan, keeps_gate_and_up
 from unsloth_pack.forwards.mlp import ACTIVATIONS
@@ -113,9 +114,9 @@ def features_of(experts: ExpertsModule) -> int:
 
 def why_experts_not_fused(experts: Any) -> str | None:
     """Why stacked experts run as transformers wrote them; None where they are fused."""
-    if "parametrizations" in experts._modules:
+    if is_parametrized(experts):
         return "PEFT folds the adapter into the weights"
-    if (act := experts._modules.get("act_fn")) is not getattr(experts, "gate_module", act):
+    if (act := getattr(experts, "act_fn", None)) is not getattr(experts, "gate_module", act):
         return "the activation was replaced"
     if act is not None and has_hooks(act):
         return "hooks inside"
@@ -123,10 +124,9 @@ def why_experts_not_fused(experts: Any) -> str | None:
         return "a norm after every expert"
     if getattr(experts, "_is_expert_parallel", False):
         return "the experts are spread over processes"
-    held = experts._parameters.values()
-    if any(map(is_gathered_by_module, held)):
+    if any(map(is_gathered_by_module, experts.parameters(recurse=False))):
         return GATHERED_BY_MODULE
-    if any(parameter.requires_grad for parameter in held):
+    if any(parameter.requires_grad for parameter in experts.parameters(recurse=False)):
         return "the weights are trained"
     return None
 
@@ -145,8 +145,7 @@ def gate_of(experts: Any) -> Gate | None:
     """
     if not getattr(experts, "has_gate", False):
         return None
-    act = experts._modules.get("act_fn")
-    activation = ACTIVATIONS.get(type(act), "silu")
+    activation = ACTIVATIONS.get(type(getattr(experts, "act_fn", None)), "silu")
     alphas, limits = ({None, _number(experts, name)} for name in ("alpha", "limit"))
     is_interleaved = not getattr(experts, "is_concatenated", True)
     farthest = 2 * max(8.0, _number(experts, "limit") or 0.0)

@@ -47,7 +47,6 @@ class PeftStack(nn.Module):
     active_adapters: list[str]
     disable_adapters: bool
     merged: bool
-    _did_swap_in_out_features: bool
     get_base_layer: Callable[[], Any]
 
 
@@ -67,8 +66,10 @@ class ExpertAdapter(NamedTuple):
 
 def is_experts(module: Any) -> bool:
     """Whether a module holds stacked experts in the way of transformers, with a gate."""
-    held = [module._parameters.get(name) for name in STACKS]
-    return hasattr(module, "is_transposed") and all(p is not None and p.dim() == 3 for p in held)
+    if not hasattr(module, "is_transposed"):
+        return False
+    held = [getattr(module, name, None) for name in STACKS]
+    return all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in held)
 
 
 def is_expert_adapter(module: Any) -> bool:
@@ -120,4 +121,5 @@ def _is_in_known_layout(wrapper: PeftStack, lora_a: Tensor, lora_b: Tensor) -> b
     ranks = len(lora_a)
     shapes_fit = lora_a.shape == (ranks, n_inputs) and lora_b.shape == (n_outputs, ranks)
     # Where inputs and outputs are equally many, shapes do not tell them apart
-    return shapes_fit and ranks % sizes[0] == 0 and wrapper._did_swap_in_out_features != experts.is_transposed
+    is_swapped = getattr(wrapper, "_did_swap_in_out_features", None)
+    return shapes_fit and ranks % sizes[0] == 0 and is_swapped is (not experts.is_transposed)

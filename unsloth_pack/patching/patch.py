@@ -261,7 +261,7 @@ def _swap_inside_layers(
                 experts,
                 FastExperts,
                 gate=gate,
-                gate_module=experts._modules.get("act_fn"),
+                gate_module=getattr(experts, "act_fn", None),
                 decoder_layer=decoder.layers[number],
                 number=number,
                 gate_and_up_plan=gate_and_up_plan,
