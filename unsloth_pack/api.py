@@ -31,6 +31,8 @@ from unsloth_pack.files.loading import (
 )
 from unsloth_pack.files.saving import remember_use_cache, save_demo_adapter, save_pretrained_merged
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
+from unsloth_pack.lora.quantised_stacks import stand_ins
+from unsloth_pack.lora.stacks import quantise_experts
 from unsloth_pack.lora.targets import check_names, lora_targets
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import spec_of
@@ -131,6 +133,8 @@ class FastLanguageModel:
                     f"load_in_fp8=True computes in bfloat16, dtype is {model.dtype}; leave dtype out"
                 )
             quantize_to_fp8(model)
+        if load_in_4bit:
+            quantise_experts(model, "nf4")  # bitsandbytes quantises linear layers alone
         model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:
             if has_own_tokenizer:
@@ -223,7 +227,8 @@ class FastLanguageModel:
             )
             with warnings.catch_warnings():  # PEFT looks for these patterns among modules alone
                 warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any")
-                adapted = get_peft_model(model, config)
+                with stand_ins(model):
+                    adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
         for path, module in adapted.named_modules():

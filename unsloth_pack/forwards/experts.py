@@ -6,16 +6,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
+from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan, keeps_gate_and_up
 from unsloth_pack.forwards.mlp import ACTIVATIONS
 from unsloth_pack.kernels import Gate
 from unsloth_pack.kernels.grouped import why_not_grouped
 from unsloth_pack.lora.experts import Stack, routed_experts
 from unsloth_pack.lora.layers import computes_in
-from unsloth_pack.lora.stacks import (
+from unsloth_pack.lora.quantised_stacks import (
     STACKS,
+    Fp8Stack,
+    Nf4Stack,
+    dequantised,
+    is_quantised,
+    stored_stack,
+)
+from unsloth_pack.lora.stacks import (
     ExpertAdapter,
     ExpertsModule,
     PeftStack,
@@ -63,7 +70,7 @@ class FastExperts(ExpertsModule):
         """Whether a call is one autograd node, so far as the module itself allows."""
         if kwargs or len(args) != 2 or x.dim() != 2 or args[0].dim() != 2:
             return False
-        return why_experts_not_fused(self) is None and self.gate_up_proj.dtype == computes_in(x)
+        return why_experts_not_fused(self) is None and _stack(self, "gate_up_proj").dtype == computes_in(x)
 
     def fused(self, x_NC: Tensor, experts_Nk: Tensor, weights_Nk: Tensor, adapters: Sequence[Any]) -> Tensor:
         """`forward` as one autograd node.
@@ -75,12 +82,13 @@ class FastExperts(ExpertsModule):
         stacks, factors = zip(*(self._stack(name, by_name.get(name)) for name in STACKS), strict=True)
         features = experts_Nk.shape[1] * features_of(self)
         keep = keeps_gate_and_up(self.gate_and_up_plan, self.decoder_layer, self.number, x_NC, features)
-        x = x_NC.to(self.gate_up_proj.dtype)
+        x = x_NC.to(stacks[0].weight.dtype)
         y = routed_experts(x, experts_Nk, weights_Nk, stacks, [*factors[0], *factors[1]], self.gate, keep)
         return y.to(x_NC.dtype)
 
     def _stack(self, name: str, adapter: ExpertAdapter | None) -> tuple[Stack, Sequence[Tensor | None]]:
-        weight = getattr(self, name).detach()
+        weight = _stack(self, name)
+        weight = weight.detach() if isinstance(weight, Tensor) else weight
         bias = getattr(self, f"{name}_bias").detach() if self.has_bias else None
         scaling = None if adapter is None else adapter.scaling
         return Stack(weight, self.is_transposed, bias, scaling), (
@@ -94,6 +102,19 @@ class FastExpertsLora(PeftStack):
     Calls that cannot be fused go through PEFT's own forward.
     """
 
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """As PEFT merges.
+
+        Raises:
+            InputError: the experts are quantised: PEFT would add to a copy, and lose it.
+        """
+        if is_quantised(self.get_base_layer()):
+            raise InputError(
+                "experts in few bits cannot be merged in place; use save_pretrained_merged, or load the "
+                "model in 16 bits"
+            )
+        super().merge(*args, **kwargs)
+
     @runs_eagerly
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[N, C]`, as of the experts inside."""
@@ -101,20 +122,21 @@ class FastExpertsLora(PeftStack):
         wrappers = list(wrappers_of(self))
         is_fused = isinstance(base, FastExperts) and base.runs_fused(x, args, kwargs)
         if not is_fused or has_hooks(base, *wrappers[1:]) or any(map(why_adapter_not_fused, wrappers)):
-            return super().forward(x, *args, **kwargs)
+            with dequantised(base):
+                return super().forward(x, *args, **kwargs)
         experts_Nk, weights_Nk = args
         return base.fused(x, experts_Nk, weights_Nk, [wrapper for wrapper in wrappers if in_use(wrapper)])
 
 
 def features_of(experts: ExpertsModule) -> int:
     """Features of gate inside an expert."""
-    n_joined: int = experts.gate_up_proj.shape[2 if experts.is_transposed else 1]
+    n_joined: int = _stack(experts, "gate_up_proj").shape[2 if experts.is_transposed else 1]
     return n_joined // 2
 
 
 def why_experts_not_fused(experts: Any) -> str | None:
     """Why stacked experts run as transformers wrote them; None where they are fused."""
-    if is_parametrized(experts):
+    if any(stored_stack(experts, name) is None for name in STACKS):
         return "PEFT folds the adapter into the weights"
     if (act := getattr(experts, "act_fn", None)) is not getattr(experts, "gate_module", act):
         return "the activation was replaced"
@@ -124,17 +146,24 @@ def why_experts_not_fused(experts: Any) -> str | None:
         return "a norm after every expert"
     if getattr(experts, "_is_expert_parallel", False):
         return "the experts are spread over processes"
-    if any(map(is_gathered_by_module, experts.parameters(recurse=False))):
+    if any(map(is_gathered_by_module, experts.parameters())):
         return GATHERED_BY_MODULE
-    if any(parameter.requires_grad for parameter in experts.parameters(recurse=False)):
+    if any(parameter.requires_grad for parameter in experts.parameters()):
         return "the weights are trained"
     return None
 
 
 def why_reads_host(experts: ExpertsModule) -> str | None:
     """Why fused experts wait for the device, so that no step can be captured; None where they do not."""
-    sizes = [*experts.gate_up_proj.shape[1:], *experts.down_proj.shape[1:]]
-    return why_not_grouped(experts.gate_up_proj, *sizes)
+    stacks = [_stack(experts, name) for name in STACKS]
+    device = next(experts.parameters()).device
+    return why_not_grouped(stacks[0].dtype, device, *(size for stack in stacks for size in stack.shape[1:]))
+
+
+def _stack(experts: Any, name: str) -> Tensor | Nf4Stack | Fp8Stack:
+    stack = stored_stack(experts, name)
+    assert stack is not None
+    return stack
 
 
 def gate_of(experts: Any) -> Gate | None:

@@ -46,21 +46,21 @@ def grouped_outer(left_SI: Tensor, right_SO: Tensor, ends_E: Tensor) -> Tensor:
     return reference.grouped_outer(left_SI, right_SO, ends_E)
 
 
-def why_not_grouped(weight: Tensor, *sizes: int) -> str | None:
-    """Why GEMMs with weights like this one run group by group; None where they are one grouped GEMM.
+def why_not_grouped(dtype: torch.dtype, device: torch.device, *sizes: int) -> str | None:
+    """Why GEMMs in a dtype run group by group; None where they are one grouped GEMM.
 
     Args:
         sizes: the inputs and outputs of all of them.
     """
-    if weight.dtype != torch.bfloat16:
-        return f"torch has no grouped GEMM in {str(weight.dtype).removeprefix('torch.')}"
-    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0):
+    if dtype != torch.bfloat16:
+        return f"torch has no grouped GEMM in {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "torch's grouped GEMM needs compute capability 8.0"
-    if odd := [size for size in sizes if size * weight.element_size() % _BYTES]:
+    if odd := [size for size in sizes if size * dtype.itemsize % _BYTES]:
         return f"torch's grouped GEMM needs sizes that are multiples of 8, one is {odd[0]}"
     return None
 
 
 def _run_grouped(left: Tensor, right: Tensor, *sizes: int) -> bool:
     is_aligned = left.data_ptr() % _BYTES == right.data_ptr() % _BYTES == 0
-    return is_aligned and len(left) > 0 and why_not_grouped(right, *sizes) is None
+    return is_aligned and len(left) > 0 and why_not_grouped(right.dtype, right.device, *sizes) is None

@@ -40,8 +40,8 @@ class HasWeight(Protocol):
     """The frozen part of a layer."""
 
     @property
-    def weight(self) -> Weight:
-        """As a tensor, or what it is dequantised from."""
+    def weight(self) -> Any:
+        """A tensor, or a tuple of what it is dequantised from, that of the weights first."""
 
 
 class Frozen(NamedTuple):

@@ -42,7 +42,7 @@ class Stack(NamedTuple):
     """The frozen weights of all experts for one projection.
 
     Args:
-        weight: `[E, O, I]`, or `[E, I, O]` where `is_transposed`.
+        weight: `[E, O, I]`, or `[E, I, O]` where `is_transposed`; quantised, it is dequantised at each use.
         bias: `[E, O]`, or None.
         scaling: factor on the adapter's output; None without an adapter.
     """
@@ -111,7 +111,7 @@ def routed_experts(
             without an adapter. PEFT's layout.
         keep: whether gate and up are kept for the backward pass.
     """
-    routing = Routing.of(experts_Nk, len(stacks[0].weight))
+    routing = Routing.of(experts_Nk, stacks[0].weight.shape[0])
     call = _Call(stacks, gate, routing, keep)
     if torch.is_grad_enabled() and x_NC.requires_grad and not keep:
         x_NC = Start.apply(x_NC, (x_NC, weights_Nk.detach()))
@@ -152,7 +152,7 @@ class _Adapter(NamedTuple):
         lora_a, lora_b = factors
         if stack.scaling is None or lora_a is None or lora_b is None:
             return None
-        n_experts, n_outputs = len(stack.weight), len(lora_b)
+        n_experts, n_outputs = stack.weight.shape[0], len(lora_b)
         rank = len(lora_a) // n_experts
         a_ErI = _padded(lora_a.view(n_experts, rank, -1), dtype)
         b_ErO = _padded(lora_b.view(n_outputs, rank, n_experts).permute(2, 1, 0), dtype)
@@ -232,7 +232,7 @@ class _RoutedExperts(torch.autograd.Function):
         routing = call.routing
         inner, down = _projections(call, held, x_NC.dtype)
         weight_S = weights_Nk.reshape(-1)[routing.slot_S]
-        base, low_rank, h_inner = inner.forward(x_NC[routing.token_S])
+        base, low_rank, h_inner = inner.forward(x_NC.index_select(0, routing.token_S))
         total = _inner_sum(base, low_rank, call)
         product_SF = routed_gate_(total, weight_S, call.gate, call.keep)
         del base, low_rank
@@ -260,9 +260,9 @@ class _RoutedExperts(torch.autograd.Function):
             total, h_inner = InnerSum(kept[0]), kept[1]
             g_inner = torch.empty_like(kept[0])  # what is kept may be read again
         else:
-            base, low_rank, h_inner = inner.forward(x_NC[routing.token_S])
+            base, low_rank, h_inner = inner.forward(x_NC.index_select(0, routing.token_S))
             total, g_inner = _inner_sum(base, low_rank, call), base
-        g_SC = grad_NC[routing.token_S]
+        g_SC = grad_NC.index_select(0, routing.token_S)
         product_SF, through_adapter, gh_down = down.backward(g_SC)  # its gradient, until the kernel has run
         g_weight_S = routed_gate_backward_(product_SF, through_adapter, total, weight_S, call.gate, g_inner)
         del total, through_adapter
@@ -274,7 +274,7 @@ class _RoutedExperts(torch.autograd.Function):
         g_SC, through_adapter, gh_inner = inner.backward(g_inner)
         grad_x = sum_of_rows(_parts(g_SC, through_adapter), routing.place_Nk)
         del g_SC, through_adapter
-        x_SC = x_NC[routing.token_S]
+        x_SC = x_NC.index_select(0, routing.token_S)
         of_inner = inner.factor_gradients(g_inner, gh_inner, x_SC, h_inner, ctx.dtypes[:2])
         return grad_x, g_weights_Nk, None, *of_inner, *of_down
 
@@ -301,7 +301,7 @@ def _parts(y_SC: Tensor, of_adapter: Scaled | None) -> list[Scaled]:
 
 def _by_expert(weights_Nk: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
     """`[N, E]`: the weight of every expert for a token, 0 for those that it does not go to."""
-    own_E = torch.arange(len(call.stacks[1].weight), device=weights_Nk.device)
+    own_E = torch.arange(call.stacks[1].weight.shape[0], device=weights_Nk.device)
     chosen_NkE = call.routing.experts_Nk()[..., None] == own_E
     return (chosen_NkE * weights_Nk[..., None]).sum(1).to(dtype)
 

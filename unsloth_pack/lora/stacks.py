@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
+from unsloth_pack.lora.quantised_stacks import STACKS, quantise_stacks, stored_stack
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import is_gathered_as_group
-
-STACKS = ("gate_up_proj", "down_proj")  # the names of the stacked parameters
 
 
 class ExpertsModule(nn.Module):
@@ -48,6 +47,7 @@ class PeftStack(nn.Module):
     disable_adapters: bool
     merged: bool
     get_base_layer: Callable[[], Any]
+    merge: Callable[..., None]
 
 
 class ExpertAdapter(NamedTuple):
@@ -68,8 +68,18 @@ def is_experts(module: Any) -> bool:
     """Whether a module holds stacked experts in the way of transformers, with a gate."""
     if not hasattr(module, "is_transposed"):
         return False
-    held = [getattr(module, name, None) for name in STACKS]
-    return all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in held)
+    held = [stored_stack(module, name) for name in STACKS]
+    return all(stack is not None and len(stack.shape) == 3 for stack in held)
+
+
+def quantise_experts(model: Any, kind: str) -> int:
+    """Quantise the experts of a model's decoder, one layer after another, and return in how many layers.
+
+    Args:
+        kind: "nf4" or "fp8".
+    """
+    found = [module for module in model.get_decoder().layers.modules() if is_experts(module)]
+    return sum(quantise_stacks(module, kind) for module in found)
 
 
 def is_expert_adapter(module: Any) -> bool:
@@ -116,7 +126,10 @@ def why_adapter_not_fused(wrapper: PeftStack) -> str | None:
 
 def _is_in_known_layout(wrapper: PeftStack, lora_a: Tensor, lora_b: Tensor) -> bool:
     experts: Any = wrapper.get_base_layer()
-    sizes = getattr(experts, wrapper.parameter_name).shape
+    stack = stored_stack(experts, wrapper.parameter_name)
+    if stack is None:
+        return False
+    sizes = stack.shape
     n_inputs, n_outputs = sizes[1:] if experts.is_transposed else (sizes[2], sizes[1])
     ranks = len(lora_a)
     shapes_fit = lora_a.shape == (ranks, n_inputs) and lora_b.shape == (n_outputs, ranks)

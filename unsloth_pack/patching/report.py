@@ -13,6 +13,7 @@ from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.layers import is_lora_linear, why_not_fused
 from unsloth_pack.lora.nf4 import is_linear_4bit
+from unsloth_pack.lora.quantised_stacks import is_quantised
 from unsloth_pack.lora.stacks import is_expert_adapter, why_adapter_not_fused
 from unsloth_pack.losses.fusable import why_head_not_fused, why_loss_not_fused
 from unsloth_pack.models.spec import ArchSpec
@@ -127,6 +128,8 @@ def say_experts(report: PatchReport, experts: list[tuple[Any, bool]]) -> None:
     how = f"{n_fused} layers, each as one autograd node"
     if n_fused and (why := why_reads_host(experts[0][0])):
         how += f"; one expert after another: {why}"
+    if n_fused and is_quantised(experts[0][0]):
+        how += "; their weights are dequantised at each use"
     not_fused = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
     say(report, "experts", how if n_fused else None, not_fused)
 
