@@ -147,7 +147,7 @@ class _Choice:
         quantised = [path for path in of_mlps if type(self._linear[path]) is not nn.Linear]
         if quantised:
             logger.warning(
-                "%s and %d more layers beside the experts are not adapted: PEFT has no name for them while "
+                "%s and %d more layers beside the experts are not adapted: PEFT cannot adapt both while "
                 "they are quantised",
                 quantised[0],
                 len(quantised) - 1,
