@@ -5,8 +5,8 @@
 layer   Forward and backward pass of one layer's experts with LoRA of rank 16 on both stacks, in bfloat16:
         fused with gate and up kept or computed again, over weights in NF4 and in fp8, and PEFT's own forward
         over transformers' grouped GEMM. The median of the runs, and the peak of memory above what is held.
-model   A training step of Qwen3-30B-A3B cut to a few layers, with AdamW, in 16 bits, and with its experts (96 %
-        of the weights) in NF4: its time and peak. Both grow by the same amount with each layer, so that 48
+model   A training step of Qwen3-30B-A3B cut to a few layers, with AdamW, in 16 bits, and with its experts
+        (96 % of the weights) in NF4: its time and peak. Both grow by the same amount with each layer, so 48
         layers are extrapolated from the first two numbers of layers. The others are measured too, to show
         how far such a line is off.
 

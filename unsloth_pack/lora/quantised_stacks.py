@@ -141,8 +141,9 @@ def quantise_stacks(experts: Any, kind: str) -> bool:
 
 def dequantised_copy(experts: Any, dtype: torch.dtype) -> Any:
     """A copy of a module of experts in `dtype`, whose stacks are parameters."""
-    beside = {id(one): one for one in vars(experts).values() if isinstance(one, nn.Module)}  # no children
-    copied = copy.deepcopy(experts, beside)
+    inside = {id(module) for module in experts.modules()}
+    referred_to = [one for one in vars(experts).values() if isinstance(one, nn.Module)]
+    copied = copy.deepcopy(experts, {id(one): one for one in referred_to if id(one) not in inside})
     if is_quantised(copied):
         _replace_by_parameters(copied, {name: getattr(copied, name).detach() for name in STACKS})
     return copied.to(dtype)
