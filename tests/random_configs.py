@@ -11,6 +11,7 @@ def draw_overrides(spec, rng):
     n_kv, groups, n_layers = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.randint(1, 4)
     n_heads, head_dim = n_kv * groups, rng.choice([4, 6, 10, 16])
     has_head_dim = "head_dim" in spec.tiny or spec.model_type == "llama"
+    has_head_dim |= getattr(known, "head_dim", head_dim) is None  # older files leave it out
     overrides = {
         "vocab_size": rng.choice([33, 64, 131]),
         "hidden_size": n_heads * (rng.choice([4, 8]) if has_head_dim else head_dim),
@@ -54,6 +55,11 @@ def draw_overrides(spec, rng):
         overrides["original_max_position_embeddings"] = 16
     else:
         overrides["rope_parameters"] = _draw_rope(rng, head_dim)
+    if spec.query_scale:
+        scale = {"llama_4_scaling_beta": rng.choice([0.1, 0.5]), "original_max_position_embeddings": 16}
+        overrides["rope_parameters"] |= scale
+    if spec.rope_layers == "use_rope":
+        overrides["no_rope_layers"] = [rng.randint(0, 1) for _ in range(n_layers)]
     return overrides
 
 

@@ -303,7 +303,7 @@ def test_xformers_is_told_what_the_options_mean(options, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_softcapped_logits_of_a_long_document_exist_by_blocks(window, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.attention.sdpa._SOFTCAPPED_BLOCK", 32)
+    monkeypatch.setattr("unsloth_pack.attention.sdpa._WRITTEN_OUT_BLOCK", 32)
     lengths, options = (500, 3, 33), AttentionOptions(0.5, window=window, softcap=2.0)
     row = PackedRow.of_lengths(lengths, torch.device("cpu"))
     torch.manual_seed(0)
@@ -320,7 +320,7 @@ def test_softcapped_logits_of_a_long_document_exist_by_blocks(window, monkeypatc
 
 def test_blocks_draw_the_same_dropout_in_the_backward_pass(monkeypatch):
     """The output is linear in v: the gradient has the weights that the forward pass had."""
-    monkeypatch.setattr("unsloth_pack.attention.sdpa._SOFTCAPPED_BLOCK", 32)
+    monkeypatch.setattr("unsloth_pack.attention.sdpa._WRITTEN_OUT_BLOCK", 32)
     options = AttentionOptions(0.5, softcap=2.0, dropout=0.3)
     row = PackedRow.of_lengths((100, 7), torch.device("cpu"))
     q, k, v, grad = (torch.randn(107, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))

@@ -56,6 +56,9 @@ class MeanMixer:
     def choose(self, module, spec, request):
         return Choice("mean", f"asked for by {request.source}", "a mean has no graph")
 
+    def known(self, spec):
+        return frozenset(("out_proj",))
+
     def attributes(self, spec, backend):
         return {"scale": 1.0}
 

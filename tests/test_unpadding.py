@@ -16,13 +16,14 @@ from test_wrappers import WRAPPERS, made
 from tiny import DEVICE, Outcome, error, random_documents, routing, run_alone, tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DynamicCache,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.models.granite.modeling_granite import GranitePreTrainedModel
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.errors import InputError
@@ -98,13 +99,15 @@ def test_a_padded_batch_trains_as_its_rows_alone(arch, side):
         truth = run_alone(exact, documents)
         alone = run_alone(plain, documents, truth.routes)
         batch = {name: x.cpu() for name, x in batch_of(documents, side).items()}
+        if supported_architectures()[arch].query_scale:  # else padding on the left counts
+            batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
         model.zero_grad()
         with routing(model, truth.routes) as seen:
             out = model(**batch)
             out.loss.backward()
         logits = out.logits[batch["attention_mask"] == 1].detach().double()
         grads = {name: grad.double() for name, grad in gradients(model).items()}
-        routes = {name: torch.cat(parts) for name, parts in seen.items()}
+        routes = {name: torch.cat(parts) for name, parts in seen.items() if parts}
         got = Outcome(logits, out.loss.detach().double(), grads, routes)
         return got, Draw(truth, alone, alone)
 
@@ -180,16 +183,21 @@ def test_routed_experts_see_no_padding():
     assert torch.allclose(scored.aux_loss, theirs.aux_loss, rtol=1e-5)
 
 
-class GraniteForSequenceClassification(GenericForSequenceClassification, GranitePreTrainedModel):
-    """Which transformers lacks, made as it makes the others."""
+def sequence_classifier(config):
+    """transformers' class, or where it has none one that is made as it makes the others."""
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    pretrained = MODEL_MAPPING[type(config)].__bases__[0]
+    name = pretrained.__name__.replace("PreTrainedModel", "ForSequenceClassification")
+    return type(name, (GenericForSequenceClassification, pretrained), {})
 
 
 def with_answers(auto_class, arch="llama", dtype=torch.float32, **overrides):
     config = supported_architectures()[arch].tiny_config(pad_token_id=PAD, num_labels=N_ANSWERS, **overrides)
     torch.manual_seed(0)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if arch == "granite" and auto_class is AutoModelForSequenceClassification:
-        model = GraniteForSequenceClassification._from_config(config, **options)
+    if auto_class is AutoModelForSequenceClassification:
+        model = sequence_classifier(config)._from_config(config, **options)
     else:
         model = auto_class.from_config(config, **options)
     if dtype == torch.float64:

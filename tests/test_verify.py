@@ -31,7 +31,7 @@ from unsloth_pack import (
     verify,
 )
 from unsloth_pack.attention.backends import BACKENDS
-from unsloth_pack.forwards import attention
+from unsloth_pack.forwards.mixers import attention
 from unsloth_pack.losses import contract
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.training.trl import row_collator
@@ -286,8 +286,8 @@ def test_attention_that_is_wrong_beyond_its_first_tile(monkeypatch):
     """As kernels that take 128 tokens at a time may be."""
     right = BACKENDS["sdpa"]
 
-    def leaking(q, k, v, row, options):
-        out = right.attend(q, k, v, row, options)
+    def leaking(q, k, v, row, options, sinks):
+        out = right.attend(q, k, v, row, options, sinks)
         return torch.cat([out[:128], out[128:] + 1e-2 * v[0].sum()])
 
     monkeypatch.setitem(BACKENDS, "sdpa", replace(right, attend=leaking))

@@ -3,9 +3,11 @@
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +25,7 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
     """
     spec = supported_architectures()[arch]
     config = spec.tiny_config(**overrides)
-    options = {"attn_implementation": "eager"} if spec.softcap else {}  # older SDPA paths drop the softcap
+    options = {"attn_implementation": "eager"} if spec.softcap or spec.sinks else {}  # SDPA paths drop them
     torch.manual_seed(seed)
     model = with_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options), lora)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -107,7 +109,7 @@ def run_packed(model, documents, routes=None, tail=0, **describe):
 
 def _outcome(model, logits, loss, seen):
     grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
-    routes = {name: torch.cat(parts) for name, parts in seen.items()}
+    routes = {name: torch.cat(parts) for name, parts in seen.items() if parts}
     return Outcome(logits.detach().double().cpu(), loss.detach().double().cpu(), grads, routes)
 
 
@@ -116,31 +118,47 @@ def routing(model, routes=None):
     """Record which experts each token goes to, or send it where `routes` says.
 
     Which experts a token gets is a discrete choice: in bfloat16 a near tie may fall either way, and a
-    comparison of rounding errors would then compare luck.
+    comparison of rounding errors would then compare luck. All routers choose by `torch.topk`.
     """
-    seen, hooks = {}, []
-
-    def hook_of(name):
-        def hook(module, args, output):
-            logits, scores, experts = output
-            if routes is not None:
-                start = sum(map(len, seen.get(name, []))) % len(routes[name])  # recomputation starts over
-                experts = routes[name][start : start + len(logits)].to(logits.device)
-                scores = logits.float().softmax(-1).gather(1, experts)
-                scores = (scores / scores.sum(-1, keepdim=True)).to(logits.dtype)
-            seen.setdefault(name, []).append(experts.cpu())
-            return logits, scores, experts
-
-        return hook
-
-    for name, module in model.named_modules():
-        if type(module).__name__.endswith("TopKRouter"):
-            hooks.append(module.register_forward_hook(hook_of(name)))
+    seen, undo = {}, []
+    for name, block in model.named_modules():
+        if isinstance(getattr(block, "experts", None), nn.Module):
+            undo += _routed(block, seen.setdefault(name, []), None if routes is None else routes[name])
     try:
         yield seen
     finally:
-        for hook in hooks:
+        for hook in undo:
             hook.remove()
+
+
+def _routed(block, seen, route):
+    n_experts = next(block.experts.parameters()).shape[0]
+    topk, patchers = torch.topk, []
+
+    def chosen(scores, k, dim=-1, **options):
+        values, experts = topk(scores, k, dim=dim, **options)
+        if scores.shape[-1] != n_experts or k != _experts_a_token(block):
+            return values, experts
+        if route is not None:
+            start = sum(map(len, seen)) % len(route)  # recomputation starts over
+            experts = route[start : start + len(scores)].to(scores.device)
+            values = scores.gather(-1, experts)
+        seen.append(experts.cpu())
+        return values, experts
+
+    def enter(module, args):
+        patchers.append(mock.patch("torch.topk", chosen))
+        patchers[-1].start()
+
+    def leave(module, args, output):
+        patchers.pop().stop()
+
+    hooks = [block.register_forward_pre_hook(enter)]
+    return [*hooks, block.register_forward_hook(leave, always_call=True)]
+
+
+def _experts_a_token(block):
+    return next(module.top_k for module in block.modules() if hasattr(module, "top_k"))
 
 
 def error(got, truth):

@@ -69,7 +69,9 @@ def compile(kernel, tile, size, head_dim, memory, flags, none=()):
     for name in kernel.arg_names:
         of_stride = "i32" if name.endswith(("_sn", "_sh")) else element
         signature[name] = (NO_POINTERS | EXACT).get(name, "constexpr" if name.isupper() else of_stride)
-    capped, windowed, group, members = flags
+    capped, windowed, group, members, *sinks = flags
+    if "sinks" in kernel.arg_names and not sinks:
+        none = (*none, "sinks")
     constants = dict(K=2, G=group, D=head_dim, CAPPED=capped, WINDOWED=windowed, BLOCK_D=head_dim)
     constants |= dict(BLOCK_Q=tile.queries, BLOCK_J=tile.keys) | dict.fromkeys(none)
     if "MEMBERS" in kernel.arg_names:
@@ -90,6 +92,7 @@ for (size, head_dim), by_memory in host.TILES.items():
     some = [(True, True, 2, 2)]
     if HOPPER and head_dim == 64:
         some += [(False, False, 7, 7), (False, False, 7, 1), (True, False, 2, 2), (False, True, 1, 1)]
+        some += [(False, True, 8, 8, "sinks")]
     for flags in some:
         compile(kernels.forward_kernel, tiles.forward, size, head_dim, memory, flags)
         compile(kernels.q_gradient_kernel, tiles.q_gradient, size, head_dim, memory, flags)
@@ -102,7 +105,7 @@ for (size, head_dim), by_memory in host.TILES.items():
 
 
 def test_the_kernels_of_attention_compile_for_hopper(tmp_path):
-    assert compiled(ATTENTION, tmp_path, "Hopper").count("compiled") == 3 * (5 + 2) + 1
+    assert compiled(ATTENTION, tmp_path, "Hopper").count("compiled") == 3 * (6 + 2) + 1
 
 
 @pytest.mark.nightly

@@ -31,6 +31,7 @@ class Inputs:
     position_ids: Tensor | None
     norm: QKNorm | None
     g_outs: tuple[Tensor, Tensor]
+    interleaved: bool = False
 
     def leaves(self) -> list[Tensor]:
         weights = [] if self.norm is None else [self.norm.q_weight, self.norm.k_weight]
@@ -43,18 +44,22 @@ class Inputs:
         if norm is not None:
             norm = replace(norm, q_weight=leaf(norm.q_weight, dtype), k_weight=leaf(norm.k_weight, dtype))
         q, k, cos, sin, gq, gk = (leaf(x, dtype) for x in (self.q, self.k, self.cos, self.sin, *self.g_outs))
-        return Inputs(q, k, cos, sin, self.position_ids, norm, (gq, gk))
+        return Inputs(q, k, cos, sin, self.position_ids, norm, (gq, gk), self.interleaved)
 
 
-def plain_rope_qk(q, k, cos, sin, position_ids=None, *, qk_norm=None):
+def plain_rope_qk(q, k, cos, sin, position_ids=None, *, qk_norm=None, interleaved=False):
     """transformers' way: every step rounds to the inputs' dtype, cos and sin too."""
     if position_ids is not None:
         cos, sin = cos[position_ids], sin[position_ids]
     R = cos.shape[-1]
     cos, sin = (x.to(q.dtype) for x in (cos, sin))
     cos, sin = (x.reshape(-1, 1, R) if q.dim() == 3 else x.unsqueeze(-3) for x in (cos, sin))
+    if interleaved:  # as GLM 4 does
+        cos, sin = (x[..., : R // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
 
     def rotate_half(x):
+        if interleaved:
+            return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
         return torch.cat((-x[..., R // 2 :], x[..., : R // 2]), dim=-1)
 
     def turn(x, weight):
@@ -88,7 +93,7 @@ def plain_norm(x, weight, norm):
 def run(fn, inputs: Inputs) -> list[Tensor]:
     """q_out, k_out, and the gradients of the inputs that require one."""
     i = inputs
-    outs = fn(i.q, i.k, i.cos, i.sin, i.position_ids, qk_norm=i.norm)
+    outs = fn(i.q, i.k, i.cos, i.sin, i.position_ids, qk_norm=i.norm, interleaved=i.interleaved)
     return [*outs, *torch.autograd.grad(outs, i.leaves(), i.g_outs)]
 
 
@@ -128,7 +133,9 @@ def make_norm(kind: str | None, HQ: int, HK: int, D: int, dtype, trained=True) -
     return QKNorm(weight(HQ), weight(HK), 1e-6, offset, flat)
 
 
-def make(T, HQ, HK, D, *, R=None, B=None, dtype=torch.float32, norm=None, trained=True) -> Inputs:
+def make(
+    T, HQ, HK, D, *, R=None, B=None, dtype=torch.float32, norm=None, trained=True, interleaved=False
+) -> Inputs:
     """Random inputs `[T, H, D]`, or `[B, H, T, D]` if B is given, with shuffled positions."""
 
     def randn(H: int) -> Tensor:
@@ -137,9 +144,8 @@ def make(T, HQ, HK, D, *, R=None, B=None, dtype=torch.float32, norm=None, traine
     q, k = randn(HQ).requires_grad_(), randn(HK).requires_grad_()
     cos, sin = tables(2 * T + 1, D if R is None else R)
     positions = torch.randint(0, 2 * T + 1, (T,) if B is None else (B, T)).to(DEVICE)
-    return Inputs(
-        q, k, cos, sin, positions, make_norm(norm, HQ, HK, D, dtype, trained), (randn(HQ), randn(HK))
-    )
+    made = make_norm(norm, HQ, HK, D, dtype, trained)
+    return Inputs(q, k, cos, sin, positions, made, (randn(HQ), randn(HK)), interleaved)
 
 
 def nan_around(x: Tensor, axis: int, stop_gap: int = 1) -> Tensor:
@@ -157,8 +163,9 @@ def nan_around(x: Tensor, axis: int, stop_gap: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm", [None, *NORMS])
-def test_no_less_exact_than_the_plain_path(norm, dtype):
-    assert_no_worse_than_plain(make(9, 4, 2, 64, dtype=dtype, norm=norm))
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_no_less_exact_than_the_plain_path(norm, dtype, interleaved):
+    assert_no_worse_than_plain(make(9, 4, 2, 64, dtype=dtype, norm=norm, interleaved=interleaved))
 
 
 @pytest.mark.parametrize(("HQ", "HK"), [(2, 2), (4, 1), (7, 1), (8, 1), (14, 2), (3, 5)])
@@ -191,6 +198,15 @@ def test_head_dims_and_partial_rotary(D, R):
     assert torch.equal(gq[..., R:], inputs.g_outs[0][..., R:])
 
 
+@pytest.mark.parametrize("norm", [None, *NORMS])
+@pytest.mark.parametrize(("D", "R"), [(80, 32), (10, 6), (32, 8), (128, 128)])
+def test_pairs_of_neighbours(D, R, norm):
+    for B in (None, 2):
+        inputs = make(5, 7, 1, D, R=R, B=B, norm=norm, interleaved=True)
+        assert_no_worse_than_plain(inputs)
+        assert not torch.equal(run(rope_qk, inputs)[0], run(rope_qk, replace(inputs, interleaved=False))[0])
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     ("T", "HQ", "HK", "D", "R"), [(1, 1, 1, 64, 64), (6, 7, 1, 80, 32), (3, 3, 2, 96, 96), (2, 8, 1, 256, 64)]
@@ -202,14 +218,15 @@ def test_norms_of_ragged_shapes(norm, T, HQ, HK, D, R):
 
 @pytest.mark.parametrize("norm", [None, *NORMS])
 def test_the_reference_is_the_plain_path_in_float64(norm):
-    for B in (None, 2):
-        inputs = make(5, 4, 2, 16, R=8, norm=norm, B=B).copy(torch.float64)
+    for B, interleaved in ((None, False), (2, False), (None, True), (2, True)):
+        inputs = make(5, 4, 2, 16, R=8, norm=norm, B=B, interleaved=interleaved).copy(torch.float64)
         for x, truth in zip(run(rope_qk, inputs), run(plain_rope_qk, inputs), strict=True):
             torch.testing.assert_close(x, truth, rtol=1e-13, atol=1e-13)
 
 
 def test_the_plain_path_is_transformers():
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.glm4 import modeling_glm4
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
@@ -228,6 +245,11 @@ def test_the_plain_path_is_transformers():
             plain_rope_qk(i.q, i.k, i.cos, i.sin, i.position_ids, qk_norm=i.norm), expected, strict=True
         ):
             assert torch.equal(x, y)
+    i = make(5, 4, 2, 16, R=8, B=2, dtype=torch.bfloat16, interleaved=True)
+    cos, sin = i.cos[i.position_ids].bfloat16(), i.sin[i.position_ids].bfloat16()
+    expected = modeling_glm4.apply_rotary_pos_emb(i.q, i.k, cos, sin)
+    found = plain_rope_qk(i.q, i.k, i.cos, i.sin, i.position_ids, interleaved=True)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 # Layouts
@@ -410,7 +432,7 @@ def test_frozen_weights_cost_nothing(norm, monkeypatch):
     monkeypatch.setattr(
         rope,
         "_norm_backward",
-        lambda *a, weight_grads: asked.append(weight_grads) or backward(*a, weight_grads=weight_grads),
+        lambda *a, **options: asked.append(options["weight_grads"]) or backward(*a, **options),
     )
     run(rope_qk, inputs)
     run(rope_qk, make(5, 4, 2, 16, norm=norm, trained=True))

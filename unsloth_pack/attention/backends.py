@@ -23,7 +23,8 @@ class Backend:
 
     Args:
         why_unavailable: one clause that says why it cannot serve a need, or None where it can.
-        attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row and the options.
+        attend: `[N, H, D]` from queries of H heads, keys and values of K heads, the row, the options, and the
+            sinks `[H]` where there are any.
         name_of_kernel: which of its kernels serves a need, where it has several.
         can_be_captured: whether CUDA graphs can hold it: it reads nothing of the row on the host.
         why_not_by_default: one clause that says why `auto` passes it over even where it can run, or None.
@@ -31,7 +32,7 @@ class Backend:
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
-    attend: Callable[[Tensor, Tensor, Tensor, PackedRow, AttentionOptions], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, PackedRow, AttentionOptions, Tensor | None], Tensor]
     name_of_kernel: Callable[[AttentionNeed], str | None] = lambda need: None
     can_be_captured: bool = False
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
@@ -134,7 +135,8 @@ def _error_of_a_tiny_step(backend: Backend, need: AttentionNeed) -> str | None:
                 torch.zeros(8, heads, need.head_dim, dtype=need.dtype, device=device, requires_grad=True)
                 for heads in (2, 1, 1)
             )
-            backend.attend(q, k, v, row, need.options).sum().backward()
+            sinks = torch.zeros(2, dtype=need.dtype, device=device) if need.options.sinks else None
+            backend.attend(q, k, v, row, need.options, sinks).sum().backward()
     except Exception as error:  # kernels that compile themselves raise their compiler's own errors
         return f"a tiny step failed with {type(error).__name__}: {first_line(error)[:120]}"
     return None

@@ -8,7 +8,12 @@ from unsloth_pack.attention.options import AttentionOptions
 
 
 def attend_dense(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None, options: AttentionOptions
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of T queries over S keys.
 
@@ -19,6 +24,7 @@ def attend_dense(
             added to the logits. It includes the window and padding. With None one query sees all keys, and
             several queries are causal: query i sees the keys up to i. Keys after the last query are then
             empty slots of a static cache.
+        sinks_H: `[H]`, the logit of each head's sink, where `options.sinks`.
 
     Returns:
         `[B, T, H, D]` in the dtype of `q_BHTD`.
@@ -27,7 +33,7 @@ def attend_dense(
     is_causal = mask is None and n_queries > 1
     if is_causal:
         k_BKSD, v_BKSD = k_BKSD[:, :, :n_queries], v_BKSD[:, :, :n_queries]
-    if options.softcap is None:
+    if not is_written_out(options):
         out_BHTD = F.scaled_dot_product_attention(
             q_BHTD,
             k_BKSD,
@@ -41,8 +47,13 @@ def attend_dense(
     else:
         if is_causal:
             mask = causal_mask(n_queries, n_queries, None, q_BHTD.device)
-        out_BHTD = _softcapped(q_BHTD, k_BKSD, v_BKSD, mask, options)
+        out_BHTD = _written_out(q_BHTD, k_BKSD, v_BKSD, mask, options, sinks_H)
     return out_BHTD.transpose(1, 2)
+
+
+def is_written_out(options: AttentionOptions) -> bool:
+    """Whether no fused operator in torch has an option, so that the logits of all pairs exist in memory."""
+    return options.softcap is not None or options.sinks
 
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -52,20 +63,29 @@ def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.d
     return (age >= 0) if window is None else (age >= 0) & (age < window)
 
 
-def _softcapped(
-    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None, options: AttentionOptions
+def _written_out(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    """Softcapped attention (Gemma 2, 2024) written out: no fused operator in torch takes the cap."""
-    assert options.softcap is not None
+    """Attention with a softcap (Gemma 2, 2024) or sinks (gpt-oss, 2025): `[B, H, T, D]`."""
     groups = q_BHTD.shape[1] // k_BKSD.shape[1]
     k_BHSD, v_BHSD = (x.repeat_interleave(groups, dim=1) for x in (k_BKSD, v_BKSD))
     logits = (q_BHTD @ k_BHSD.transpose(2, 3)).to(
         torch.promote_types(q_BHTD.dtype, torch.float32)
     ) * options.scale
-    logits = options.softcap * torch.tanh(logits / options.softcap)
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
     if mask is not None and mask.dtype == torch.bool:
         logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
     elif mask is not None:
         logits = logits + mask
-    weights = F.dropout(logits.softmax(-1), options.dropout).to(q_BHTD.dtype)
-    return weights @ v_BHSD
+    n_keys = logits.shape[-1]
+    if sinks_H is not None:
+        sinks = sinks_H.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = logits.softmax(-1)[..., :n_keys]
+    return F.dropout(weights, options.dropout).to(q_BHTD.dtype) @ v_BHSD

@@ -26,6 +26,8 @@ def why_unavailable(need: AttentionNeed) -> str | None:
         return f"it computes in float16 and bfloat16, not {need.dtype}"
     if need.head_dim > _MAX_HEAD_DIM or need.head_dim % 8:
         return f"its head size is a multiple of 8 up to {_MAX_HEAD_DIM}, not {need.head_dim}"
+    if need.options.sinks:
+        return "it has no attention sinks"
     if torch.cuda.get_device_capability() < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}"
     if varlen_kernel(need.head_dim, need.options) is None:
@@ -34,7 +36,15 @@ def why_unavailable(need: AttentionNeed) -> str | None:
     return None
 
 
-def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions) -> Tensor:
+def attend(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    row: PackedRow,
+    options: AttentionOptions,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    assert sinks_H is None  # `why_unavailable` has made sure
     refuse_int32_overflow(q_NHD, row)
     kernel = varlen_kernel(q_NHD.shape[-1], options)
     assert kernel is not None  # `why_unavailable` has made sure

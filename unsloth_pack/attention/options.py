@@ -14,12 +14,14 @@ class AttentionOptions:
         window: how many keys a query sees, its own included; None for all up to its own.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         dropout: probability of dropping an attention weight.
+        sinks: whether a query also attends to its head's sink, a logit without a value.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     dropout: float = 0.0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ def attend(
     row: PackedRow,
     options: AttentionOptions,
     backend: str = "auto",
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention in which no token sees another document.
 
@@ -22,6 +23,7 @@ def attend(
         k_NKD, v_NKD: `[N, K, D]`; K divides H.
         row: the segments of the N tokens.
         backend: "auto", or a name in `BACKENDS`.
+        sinks_H: `[H]`, the logit of each head's sink, where `options.sinks`. It may require a gradient.
 
     Returns:
         `[N, H, D]` in the dtype of `q_NHD`.
@@ -30,4 +32,4 @@ def attend(
         BackendUnavailable: `backend` cannot run on this device, dtype, head size or options.
     """
     name, _ = choose_backend(backend, AttentionNeed(q_NHD.device.type, q_NHD.dtype, q_NHD.shape[-1], options))
-    return BACKENDS[name].attend(q_NHD, k_NKD, v_NKD, row, options)
+    return BACKENDS[name].attend(q_NHD, k_NKD, v_NKD, row, options, sinks_H)

@@ -2,8 +2,8 @@
 
 No mask over the whole row is ever built. Such a batch, a stack, is padded on the right, where the causal mask
 hides the padding anyway. Where a sliding window is shorter than the stack, each block of queries looks only
-at the keys that it can reach, under a mask of at most 2 * max(window, 256) keys a side. With a softcap the
-logits are written out; those of long documents block by block, and again in the backward pass.
+at the keys that it can reach, under a mask of at most 2 * max(window, 256) keys a side. With a softcap or
+sinks the logits are written out; those of long documents block by block, and again in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -13,57 +13,75 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unsloth_pack.attention.dense import attend_dense, causal_mask
+from unsloth_pack.attention.dense import attend_dense, causal_mask, is_written_out
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.row.packed_row import PackedRow
 
 _SHORTEST_BLOCK = 256
-_SOFTCAPPED_BLOCK = 1024  # queries whose logits exist at the same time
+_WRITTEN_OUT_BLOCK = 1024  # queries whose logits exist at the same time
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:
     return None
 
 
-def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions) -> Tensor:
+def attend(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    row: PackedRow,
+    options: AttentionOptions,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     outs = []
     for stack_SL in row.stacks:
         q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
         length = stack_SL.shape[1]
         window = None if options.window is None or options.window >= length else options.window
-        if options.softcap is not None and length > _SOFTCAPPED_BLOCK:
-            out_SLHD = _attend_softcapped(q_SHLD, k_SKLD, v_SKLD, window, options)
+        if is_written_out(options) and length > _WRITTEN_OUT_BLOCK:
+            out_SLHD = _attend_written_out(q_SHLD, k_SKLD, v_SKLD, window, options, sinks_H)
         elif window is not None:
-            out_SLHD = _attend_window(q_SHLD, k_SKLD, v_SKLD, window, row, options)
+            out_SLHD = _attend_window(q_SHLD, k_SKLD, v_SKLD, window, row, options, sinks_H)
         else:
-            out_SLHD = attend_dense(q_SHLD, k_SKLD, v_SKLD, None, options)
+            out_SLHD = attend_dense(q_SHLD, k_SKLD, v_SKLD, None, options, sinks_H)
         outs.append(out_SLHD.flatten(0, 1))
     return torch.cat(outs)[row.unstack]
 
 
 def _attend_window(
-    q_SHLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, window: int, row: PackedRow, options: AttentionOptions
+    q_SHLD: Tensor,
+    k_SKLD: Tensor,
+    v_SKLD: Tensor,
+    window: int,
+    row: PackedRow,
+    options: AttentionOptions,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     outs = []
     for queries, keys in _blocks(q_SHLD.shape[2], max(window, _SHORTEST_BLOCK), window):
         sizes = (queries.stop - queries.start, keys.stop - keys.start)
         mask = row.once(("window mask", window, sizes), partial(causal_mask, *sizes, window, row.device))
         qkv = q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys]
-        outs.append(attend_dense(*qkv, mask, options))
+        outs.append(attend_dense(*qkv, mask, options, sinks_H))
     return torch.cat(outs, dim=1)
 
 
-def _attend_softcapped(
-    q_SHLD: Tensor, k_SKLD: Tensor, v_SKLD: Tensor, window: int | None, options: AttentionOptions
+def _attend_written_out(
+    q_SHLD: Tensor,
+    k_SKLD: Tensor,
+    v_SKLD: Tensor,
+    window: int | None,
+    options: AttentionOptions,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
-        return attend_dense(q, k, v, mask, options)
+        return attend_dense(q, k, v, mask, options, sinks)
 
     outs = []
-    for queries, keys in _blocks(q_SHLD.shape[2], _SOFTCAPPED_BLOCK, window):
-        qkv = q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys]
-        outs.append(checkpoint(block, *qkv, use_reentrant=False, preserve_rng_state=options.dropout > 0))
+    for queries, keys in _blocks(q_SHLD.shape[2], _WRITTEN_OUT_BLOCK, window):
+        given = q_SHLD[:, :, queries], k_SKLD[:, :, keys], v_SKLD[:, :, keys], sinks_H
+        outs.append(checkpoint(block, *given, use_reentrant=False, preserve_rng_state=options.dropout > 0))
     return torch.cat(outs, dim=1)
 
 

@@ -1,6 +1,6 @@
 """Packed attention through the package's own Triton kernels.
 
-They keep the heads of a group in one tile, so that short documents fill it, and they take a softcap.
+They keep the heads of a group in one tile, so that short documents fill it. They take a softcap and sinks.
 """
 
 import torch
@@ -34,22 +34,38 @@ def why_unavailable(need: AttentionNeed) -> str | None:
 def why_not_by_default(need: AttentionNeed) -> str | None:
     if need.device_type != "cuda":
         return "`auto` takes it on CUDA only: the interpreter is slow"
+    if need.options.sinks:
+        return None
     kernel = None if flash.why_unavailable(need) else flash.varlen_kernel(need.head_dim, need.options)
     if need.options.softcap is not None:
         return None if kernel is None else f"{kernel.name} has the softcap too"
     if kernel is None:
-        return "`auto` takes it where flash can run, or for a softcap"
+        return "`auto` takes it where flash can run, or for a softcap or sinks"
     if kernel.capability >= (9, 0):
         return f"{kernel.name} is installed, which is made for this GPU"
     # Where it was measured to be faster than FlashAttention 2
     if torch.cuda.get_device_capability() != (9, 0) or need.head_dim > 128:
-        return "`auto` takes it for heads up to 128 on Hopper GPUs, or for a softcap"
+        return "`auto` takes it for heads up to 128 on Hopper GPUs, or for a softcap or sinks"
     return None
 
 
-def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions) -> Tensor:
+def attend(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    row: PackedRow,
+    options: AttentionOptions,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     # One compilation then serves layers with and without a window
     window = None if options.window is None or options.window >= row.longest else options.window
     return varlen_attention(
-        q_NHD, k_NKD, v_NKD, row.cu_seqlens, options.scale, window=window, softcap=options.softcap
+        q_NHD,
+        k_NKD,
+        v_NKD,
+        row.cu_seqlens,
+        options.scale,
+        window=window,
+        softcap=options.softcap,
+        sinks=sinks_H,
     )

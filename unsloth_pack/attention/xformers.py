@@ -16,6 +16,8 @@ def why_unavailable(need: AttentionNeed) -> str | None:
         return f"it computes in float16 and bfloat16, not {need.dtype}"
     if need.options.softcap is not None:
         return "it has no softcap"
+    if need.options.sinks:
+        return "it has no attention sinks"
     try:
         import xformers.ops  # noqa: F401
     except (ImportError, OSError) as error:
@@ -24,7 +26,15 @@ def why_unavailable(need: AttentionNeed) -> str | None:
     return None
 
 
-def attend(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions) -> Tensor:
+def attend(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    row: PackedRow,
+    options: AttentionOptions,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    assert sinks_H is None  # `why_unavailable` has made sure
     from xformers import ops
 
     flash.refuse_int32_overflow(q_NHD, row)  # its flash operator is the same kernel

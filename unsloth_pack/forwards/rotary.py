@@ -91,6 +91,13 @@ def rotary_tables(decoder: Any, spec: ArchSpec) -> dict[str | None, RotaryTables
     return {kind: RotaryTables(decoder.rotary_emb, kind) for kind in kinds}
 
 
+def angles_twice(table: Tensor, spec: ArchSpec) -> Tensor:
+    """`[..., R]` from a table of transformers' rotary module: the R/2 cosines or sines, twice."""
+    if spec.angles == "twice":
+        return table
+    return torch.cat([table[..., ::2] if spec.angles == "side_by_side" else table] * 2, dim=-1)
+
+
 # The length that stands for all texts which rotate like one of `n` positions.
 Regime = Callable[[PreTrainedConfig, Mapping[str, Any], int], int]
 _REGIMES: dict[str, Regime] = {  # rotary types not named here do not depend on the length

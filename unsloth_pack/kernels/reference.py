@@ -68,13 +68,15 @@ def rope_qk(
     position_ids: Tensor | None = None,
     *,
     qk_norm: QKNorm | None = None,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise q and k, where asked, and turn each pair of dims (i, i + R/2) by its token's angle.
+    """Normalise q and k, where asked, and turn each pair of dims by its token's angle.
 
     The contract is `unsloth_pack.kernels.rope_qk`'s. Computes in float32, or float64 for float64 inputs, and
     rounds once, to the inputs' dtype.
 
-    Source: Su et al. 2021, "RoFormer", eq. 34, with a pair's dims R/2 apart (transformers' `rotate_half`).
+    Source: Su et al. 2021, "RoFormer", eq. 34, whose pairs are neighbours. Otherwise a pair's dims are R/2
+    apart (transformers' `rotate_half`).
     """
     R = cos.shape[-1]
     cos, sin = cos[..., : R // 2], sin[..., : R // 2]  # the second half of the tables repeats the first
@@ -90,11 +92,16 @@ def rope_qk(
     if qk_norm is not None:
         q_wide = _rms_norm(q_wide, qk_norm.q_weight, qk_norm)
         k_wide = _rms_norm(k_wide, qk_norm.k_weight, qk_norm)
-    return _rotate(q_wide, cos, sin).to(q.dtype), _rotate(k_wide, cos, sin).to(k.dtype)
+    q_out, k_out = (_rotate(x, cos, sin, interleaved) for x in (q_wide, k_wide))
+    return q_out.to(q.dtype), k_out.to(k.dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
+    if interleaved:
+        x1, x2, rest = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]
+        turned = torch.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).flatten(-2)
+        return torch.cat([turned, rest], dim=-1)
     x1, x2, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], dim=-1)
 
@@ -223,6 +230,7 @@ def varlen_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention in which a token sees itself and the tokens before it in its segment.
 
@@ -241,7 +249,10 @@ def varlen_attention(
         tokens = torch.arange(len(q_LHD), device=q.device)
         age = tokens[:, None] - tokens[None, :]
         is_seen = (age >= 0) if window is None else (age >= 0) & (age < window)
-        weights = z_HLL.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        z_HLL = z_HLL.masked_fill(~is_seen, -torch.inf)
+        if sinks is not None:
+            z_HLL = torch.cat([z_HLL, sinks.to(wide)[:, None, None].expand(-1, len(tokens), 1)], dim=-1)
+        weights = z_HLL.softmax(-1)[..., : len(tokens)]
         outs.append(torch.einsum("hqk,khd->qhd", weights, v_LHD))
     return torch.cat(outs).to(q.dtype)
 

@@ -7,6 +7,8 @@ A tile `x1_THP` holds the first dim of each pair for a few tokens and all their 
     in its pairs   |  first   |  second  |     first      |     second     |
     turned by      |          θ          |  0: the tail, if any, is as it was  |
 
+Interleaved, the pairs of the first R dims are neighbours instead: 0 and 1, 2 and 3, and so on.
+
 A program owns a few tokens of both q and k, so it reads their angles once. The rotation's transpose is the
 rotation by -θ: the backward is the same kernel and needs nothing of q and k. With a norm it reads them again
 and recomputes their scale.
@@ -36,8 +38,9 @@ def rope_qk(
     position_ids: Tensor | None = None,
     *,
     qk_norm: QKNorm | None = None,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise q and k, where asked, and turn each pair of dims (i, i + R/2) by its token's angle.
+    """Normalise q and k, where asked, and turn each pair of dims by its token's angle.
 
     Args:
         q, k: `[T, H, D]` or `[B, H, T, D]`, D even, any strides; k may have fewer heads. bfloat16, float16 or
@@ -48,6 +51,7 @@ def rope_qk(
         position_ids: int32 or int64, `[T]`, `[1, T]` or `[B, T]`: each token's row of the tables, any order.
             Not checked against the tables' length, which would synchronise the device.
         qk_norm: RMSNorm of q and k before the rotation. Its weights get gradients if they require them.
+        interleaved: the pairs are the dims (2i, 2i + 1); otherwise (i, i + R/2).
 
     Returns:
         q and k turned: fresh tensors of the inputs' shapes and dtype, computed in float32 and rounded once.
@@ -62,38 +66,42 @@ def rope_qk(
     if qk_norm is not None:
         _check_norm(qk_norm, q, k)
     if not takes_fused_path(q, k):
-        return reference.rope_qk(q, k, cos.detach(), sin.detach(), position_ids, qk_norm=qk_norm)
+        tables = cos.detach(), sin.detach()
+        return reference.rope_qk(q, k, *tables, position_ids, qk_norm=qk_norm, interleaved=interleaved)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     if qk_norm is None:
-        return _RopeQK.apply(q, k, cos, sin, position_ids, None, None, None)
+        return _RopeQK.apply(q, k, cos, sin, position_ids, None, None, None, interleaved)
     weights = qk_norm.q_weight.contiguous(), qk_norm.k_weight.contiguous()
-    return _RopeQK.apply(q, k, cos, sin, position_ids, *weights, qk_norm)
+    return _RopeQK.apply(q, k, cos, sin, position_ids, *weights, qk_norm, interleaved)
 
 
 class _RopeQK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm | None):
+    def forward(ctx, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm | None, interleaved):
         q_and_k = (None, None) if norm is None else (q, k)
         ctx.save_for_backward(*q_and_k, cos, sin, position_ids, q_weight, k_weight)
-        ctx.norm = norm
-        return _turn(q, k, cos, sin, position_ids, q_weight, k_weight, norm)
+        ctx.norm, ctx.interleaved = norm, interleaved
+        return _turn(q, k, cos, sin, position_ids, q_weight, k_weight, norm, interleaved=interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gq_out, gk_out):
         q, k, cos, sin, position_ids, q_weight, k_weight = ctx.saved_tensors
         if ctx.norm is None:
-            gq, gk = _turn(gq_out, gk_out, cos, sin, position_ids, inverse=True)
-            return gq, gk, None, None, None, None, None, None
+            turned = (gq_out, gk_out, cos, sin, position_ids)
+            gq, gk = _turn(*turned, interleaved=ctx.interleaved, inverse=True)
+            return gq, gk, None, None, None, None, None, None, None
         gq, gk, gq_weight, gk_weight = _norm_backward(
             gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, ctx.norm,
-            weight_grads=any(ctx.needs_input_grad[5:7]),
+            interleaved=ctx.interleaved, weight_grads=any(ctx.needs_input_grad[5:7]),
         )  # fmt: skip
-        return gq, gk, None, None, None, gq_weight, gk_weight, None
+        return gq, gk, None, None, None, gq_weight, gk_weight, None, None
 
 
-def _turn(q, k, cos, sin, position_ids, q_weight=None, k_weight=None, norm=None, *, inverse=False):
+def _turn(
+    q, k, cos, sin, position_ids, q_weight=None, k_weight=None, norm=None, *, interleaved, inverse=False
+):
     N, T, HQ, HK, D = _sizes(q, k)
     q_out, k_out = _empty_like(q), _empty_like(k)
     eps, offset, flat = (None, None, False) if norm is None else (norm.eps, norm.offset, norm.flat)
@@ -103,14 +111,15 @@ def _turn(q, k, cos, sin, position_ids, q_weight=None, k_weight=None, norm=None,
             q, k, q_out, k_out, cos, sin, position_ids, q_weight, k_weight,
             eps, offset, -1.0 if inverse else 1.0,
             N, T, *_strides(q), *_strides(k), *_table_strides(cos, position_ids),
-            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], FLAT=flat, **blocks,
+            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INTERLEAVED=interleaved, FLAT=flat, **blocks,
         )  # fmt: skip
     return q_out, k_out
 
 
 def _norm_backward(
-    gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm, *, weight_grads: bool
-):
+    gq_out, gk_out, q, k, cos, sin, position_ids, q_weight, k_weight, norm: QKNorm, *,
+    interleaved: bool, weight_grads: bool,
+):  # fmt: skip
     """The gradients of q, k and, where asked (else None), of the norm's weights."""
     N, T, HQ, HK, D = _sizes(q, k)
     gq, gk = _empty_like(q), _empty_like(k)
@@ -129,7 +138,8 @@ def _norm_backward(
             norm.eps, norm.offset,
             N, T, *_strides(gq_out), *_strides(gk_out), *_strides(q), *_strides(k),
             *_table_strides(cos, position_ids),
-            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], FLAT=norm.flat, STEPS=STEPS, **blocks,
+            HQ=HQ, HK=HK, D=D, R=cos.shape[-1], INTERLEAVED=interleaved, FLAT=norm.flat, STEPS=STEPS,
+            **blocks,
         )  # fmt: skip
     if q_partial is None or k_partial is None:
         return gq, gk, None, None
@@ -255,7 +265,7 @@ def _turn_kernel(
     N, T, q_sb, q_st, q_sh, q_sd, k_sb, k_st, k_sh, k_sd,
     lookup_sb, lookup_st, table_sr, table_sc,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    FLAT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FLAT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """q_out, k_out `[N, H, D]`: q, k normed, unless the weights are None, and turned by θ times direction.
@@ -265,7 +275,7 @@ def _turn_kernel(
     Grid: blocks of BLOCK_T tokens.
     """
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    dims1, dims2, mask_P = _pairs(D, R, BLOCK_P)
+    dims1, dims2, mask_P = _pairs(D, R, INTERLEAVED, BLOCK_P)
     # The lookup heads a chain of two loads, so it goes first; the angles, which wait for it, come last.
     row_T = _table_rows(position_ids, token_T, N, T, lookup_sb, lookup_st, table_sr)
     q1, q2 = _load_pairs(q, dims1, dims2, mask_P, token_T, N, T, q_sb, q_st, q_sh, q_sd, HQ, BLOCK_HQ)
@@ -293,7 +303,7 @@ def _norm_backward_kernel(
     q_sb, q_st, q_sh, q_sd, k_sb, k_st, k_sh, k_sd,
     lookup_sb, lookup_st, table_sr, table_sc,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    FLAT: tl.constexpr, STEPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, FLAT: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """gq, gk `[N, H, D]`: the gradients of q, k.
@@ -302,7 +312,7 @@ def _norm_backward_kernel(
         None where those are not wanted.
     Grid: programs that each take STEPS blocks of BLOCK_T tokens in turn.
     """
-    dims1, dims2, mask_P = _pairs(D, R, BLOCK_P)
+    dims1, dims2, mask_P = _pairs(D, R, INTERLEAVED, BLOCK_P)
     wq1, wq2 = _load_weight(q_weight, offset, dims1, dims2, mask_P, HQ, D, FLAT, BLOCK_HQ)
     wk1, wk2 = _load_weight(k_weight, offset, dims1, dims2, mask_P, HK, D, FLAT, BLOCK_HK)
     if q_partial is not None:
@@ -342,13 +352,16 @@ def _norm_backward_kernel(
 
 
 @_jit
-def _pairs(D: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+def _pairs(D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr):
     """The first and the second dim of each pair, and whether the pair exists: `[1, 1, P]`."""
     pair = tl.arange(0, BLOCK_P)[None, None, :]
     dims1, dims2 = pair, pair + D // 2
     if R < D:
         dims1 = tl.where(pair < R // 2, pair, pair + R // 2)
         dims2 = tl.where(pair < R // 2, pair + R // 2, pair + D // 2)
+    if INTERLEAVED:
+        dims1 = tl.where(pair < R // 2, 2 * pair, dims1)
+        dims2 = tl.where(pair < R // 2, 2 * pair + 1, dims2)
     return dims1, dims2, pair < D // 2
 
 

@@ -7,6 +7,10 @@ its own segment that it sees:
 
     g_z = p (g_out·v - out·g_out)     g(q·k) = scale * (1 - (z / softcap)²) g_z     gv = Σ p g_out
 
+A sink is one more logit of every query of a head. It has no value, so the weights of the others sum to less
+than 1. Once the forward pass has added it to the log-sum-exp, all of the above holds. Its own gradient is
+-Σ exp(sink - lse) out·g_out over the queries of its head.
+
 The forward pass keeps the log-sum-exp of z. The backward pass computes p again from it: once for the gradient
 of q, a sum over keys, and once for those of k and v, sums over queries. Where there are few tiles of keys,
 the heads of a group are shared out among several programs, and their sums are added afterwards. No sum
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +90,7 @@ def varlen_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention in which a token sees itself and the tokens before it in its segment.
 
@@ -97,6 +103,7 @@ def varlen_attention(
         scale: factor on q · k, before the softcap.
         window: how many keys a query sees, its own included; None for all up to its own.
         softcap: logits become softcap * tanh(logits / softcap).
+        sinks: `[H]`, any float dtype: one more logit of every query of a head, without a value or a softcap.
 
     Returns:
         `[N, H, D]`, contiguous, in q's dtype; computed in float32 and rounded once.
@@ -105,42 +112,51 @@ def varlen_attention(
         ValueError: shapes, dtypes, devices or options do not fit together.
 
     Source: Dao 2023 (FlashAttention-2), algorithms 1 and 2, with a loop of its own for the gradient of q;
-    Gemma Team 2024 (Gemma 2) for the softcap.
+    Gemma Team 2024 (Gemma 2) for the softcap; OpenAI 2025 (gpt-oss) for the sinks.
     """
-    _check(q, k, v, cu_seqlens, scale, window, softcap)
+    _check(q, k, v, cu_seqlens, scale, window, softcap, sinks)
     if not takes_fused_path(q, k):
-        return reference.varlen_attention(q, k, v, cu_seqlens, scale, window=window, softcap=softcap)
-    return _VarlenAttention.apply(q, k, v, cu_seqlens.contiguous(), (float(scale), window, softcap))
+        return reference.varlen_attention(
+            q, k, v, cu_seqlens, scale, window=window, softcap=softcap, sinks=sinks
+        )
+    return _VarlenAttention.apply(q, k, v, cu_seqlens.contiguous(), sinks, (float(scale), window, softcap))
 
 
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, options):
+    def forward(ctx, q, k, v, cu_seqlens, sinks, options):
         q, k, v = _laid_out(q), _laid_out(k), _laid_out(v)
-        out, lse = _forward(q, k, v, cu_seqlens, options)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
+        out, lse = _forward(q, k, v, cu_seqlens, sinks, options)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, sinks)
         ctx.options = options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_out):
-        gq, gk, gv = _backward(ctx.saved_tensors, _laid_out(g_out), ctx.options)
-        return gq, gk, gv, None, None
+        *saved, sinks = ctx.saved_tensors
+        gq, gk, gv, delta = _backward(saved, _laid_out(g_out), ctx.options)
+        g_sinks = None
+        if ctx.needs_input_grad[4]:
+            g_sinks = _sinks_gradient(sinks, saved[4], delta)
+        return gq, gk, gv, None, g_sinks, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, options) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor | None, options
+) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exps `[N, H]`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     tile = _tiles(q).forward
     with torch.cuda.device_of(q):
-        _launch(kernels.forward_kernel, tile, True, (q, k, v, out, lse), (q, k, v), cu_seqlens, options)
+        tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, lse)
+        _launch(kernels.forward_kernel, tile, True, tensors, (q, k, v), cu_seqlens, options)
     return out, lse
 
 
-def _backward(saved: tuple[Tensor, ...], g_out: Tensor, options) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, given what `forward` saved."""
+def _backward(saved: Sequence[Tensor], g_out: Tensor, options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, given what `forward` saved; and out · g_out of every query, `[N, H]`."""
     q, k, v, out, lse, cu_seqlens = saved
     gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     tiles, strided = _tiles(q), (q, k, v, g_out)
@@ -160,7 +176,13 @@ def _backward(saved: tuple[Tensor, ...], g_out: Tensor, options) -> tuple[Tensor
             kernel = kernels.kv_gradient_kernel
             _launch(kernel, tile, False, arguments, strided, cu_seqlens, options, members=members)
     gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
-    return gq, gk, gv
+    return gq, gk, gv, delta
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """`[H]`; lse is in units of ln 2."""
+    weight = torch.exp2(sinks.float() / math.log(2) - lse)
+    return -(weight * delta).sum(0).to(sinks.dtype)
 
 
 def _members(q: Tensor, k: Tensor, tile: Tile) -> int:
@@ -236,6 +258,7 @@ def _check(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
     shapes = f"q {[*q.shape]}, k {[*k.shape]} and v {[*v.shape]}"
@@ -254,6 +277,8 @@ def _check(
     for name, x in (("k", k), ("v", v), ("cu_seqlens", cu_seqlens)):
         if x.device != q.device:
             raise ValueError(f"q is on {q.device} but {name} on {x.device}: move it there")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
+        raise ValueError(f"sinks are {[*sinks.shape]} on {sinks.device}: pass [{q.shape[1]}] on {q.device}")
     if not math.isfinite(scale):
         raise ValueError(f"scale is {scale}: pass a finite one")
     if window is not None and window < 1:

@@ -22,13 +22,14 @@ _jit = jit(do_not_specialize=["n_segments", "window", "part_elements"])
 
 @_jit
 def forward_kernel(
-    q, k, v, out, lse, cu_seqlens, n_segments, scale, softcap, window,
+    q, k, v, sinks, out, lse, cu_seqlens, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out `[N, K * G, D]`, and lse `[N, K * G]`: the log-sum-exp of every query's logits, in units of ln 2.
 
+    sinks: `[K * G]`, one more logit of every query, without a value; or None.
     Grid: tiles of queries, each for every key head. The last tiles, which see most keys, come first.
     """
     head, tile = tl.program_id(0) % K, (tl.num_programs(0) - 1 - tl.program_id(0)) // K
@@ -61,6 +62,13 @@ def forward_kernel(
         v_JD = _load_run(v, start + key, length - key, v_sn, D, BLOCK_J, BLOCK_D)
         out_QD = _dot(weight_QJ.to(v_JD.dtype), v_JD, out_QD * decay_Q[:, None])
 
+    if sinks is not None:
+        sink_Q = tl.load(sinks + head * G + member_Q).to(tl.float32) * 1.4426950408889634
+        new_max_Q = tl.maximum(max_Q, sink_Q)
+        decay_Q = tl.exp2(max_Q - new_max_Q)
+        sum_Q = sum_Q * decay_Q + tl.exp2(sink_Q - new_max_Q)
+        out_QD *= decay_Q[:, None]
+        max_Q = new_max_Q
     place = (start + first) * (K * G) + head * G
     place_Q = token_Q * (K * G) + member_Q
     tl.store(lse + place + place_Q, max_Q + tl.log2(sum_Q), mask=is_query_Q)

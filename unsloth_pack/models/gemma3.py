@@ -6,6 +6,7 @@ SPEC = ArchSpec(
     qk_norm="head",
     norm_offset=1.0,
     rotary_per_layer_type=True,
+    unread=("attn_logit_softcapping",),
     logit_softcap="final_logit_softcapping",
     tiny=dict(
         head_dim=32,

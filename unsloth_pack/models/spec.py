@@ -15,15 +15,29 @@ class ArchSpec:
     Args:
         model_type: `config.model_type` of the text model.
         mixers: for layer types of `config.layer_types` that do not attend, which mixer they have.
-        window: where a layer's sliding window stands: nowhere, in the config, or on the attention module.
+        window: where a layer's sliding window stands: nowhere, in the config, on the attention module, or in
+            the config for those modules whose `is_sliding` is true.
         fused_qkv: one `qkv_proj` holds q, k and v.
-        qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation.
+        qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation. A model may
+            leave it out, as GLM 4.5 Air does.
+        rope_layers: which layers rotate q and k: all, those whose `use_rope` is true, those with a sliding
+            window, or the latter only where the model has a window at all.
+        rotary: which two dimensions of a head rotate together: i and i + R/2 of R, or 2i and 2i + 1.
+        angles: how transformers' own tables hold the angles of R/2 pairs: all of them twice, each of them
+            twice side by side, or once.
+        query_scale: q grows with the logarithm of a token's position, see `forwards/query_scale.py`.
+        sinks: the attention has a learned logit for each head, to which a query attends beside its keys.
+        norm: the decoder's norms: RMS norms, or layer norms without bias.
         norm_offset: what RMS norms add to their weight (Gemma stores weights around 0).
         softcap: config field of the attention logit softcap.
         rotary_per_layer_type: sliding and full layers rotate with different bases.
         embedding_multiplier: config field by which the embeddings are multiplied on entry.
         logit_divisor: config field by which the head's logits are divided.
+        logit_multiplier: config field by which the head's logits are multiplied.
         logit_softcap: config field of the softcap of the head's logits.
+        unread: attributes of the attention module that transformers' own forward does not read either.
+        only: attributes of the attention module or fields of its config, each with the only value that the
+            shared forward computes.
         stands_alone: whether transformers has a causal language model of it; otherwise it is the text model
             inside another, as of vision and language.
         tiny: overrides that make the smallest config which still has all of the above.
@@ -31,15 +45,24 @@ class ArchSpec:
 
     model_type: str
     mixers: Mapping[str, str] = field(default_factory=dict)
-    window: Literal["none", "config", "layer"] = "none"
+    window: Literal["none", "config", "layer", "is_sliding"] = "none"
     fused_qkv: bool = False
     qk_norm: Literal["head", "flat"] | None = None
+    rope_layers: Literal["all", "use_rope", "windowed", "windowed_if_any"] = "all"
+    rotary: Literal["halves", "pairs"] = "halves"
+    angles: Literal["twice", "side_by_side", "once"] = "twice"
+    query_scale: bool = False
+    sinks: bool = False
+    norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
     softcap: str | None = None
     rotary_per_layer_type: bool = False
     embedding_multiplier: str | None = None
     logit_divisor: str | None = None
+    logit_multiplier: str | None = None
     logit_softcap: str | None = None
+    unread: tuple[str, ...] = ()
+    only: Mapping[str, Any] = field(default_factory=dict)
     stands_alone: bool = True
     tiny: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -48,7 +71,9 @@ class ArchSpec:
         return self.mixers.get(config.layer_types[layer], "attention") if self.mixers else "attention"
 
     def divisor_of_logits(self, config: Any) -> float:
-        """What the head's logits are divided by; 1 where none is declared."""
+        """What the head's logits are divided by; 1 where nothing is declared."""
+        if self.logit_multiplier:
+            return 1.0 / getattr(config, self.logit_multiplier)
         return getattr(config, self.logit_divisor) if self.logit_divisor else 1.0
 
     def softcap_of_logits(self, config: Any) -> float | None:

@@ -45,7 +45,7 @@ class DecoderParts:
             mixers=[
                 (mixer, module)
                 for mixer, one in mixers_by_layer(decoder, spec)
-                for module in _itself_and_copies(one)
+                for module in itself_and_copies(one)
             ],
             norms=_alike(decoder, decoder.norm),
             mlps=[one for number, layer in enumerate(decoder.layers) for one in _mlps(number, layer.mlp)],
@@ -89,7 +89,7 @@ def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
     ]
 
 
-def _itself_and_copies(one: nn.Module) -> list[nn.Module]:
+def itself_and_copies(one: nn.Module) -> list[nn.Module]:
     """A module, or the original and the copies where `modules_to_save` wraps it."""
     kind = type(getattr(one, "original_module", one))
     return [module for module in one.modules() if type(module) is kind]

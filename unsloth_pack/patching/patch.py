@@ -35,9 +35,9 @@ from unsloth_pack.forwards.experts import (
 )
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.leak_probe import OwnProbe
-from unsloth_pack.forwards.mixers import Choice, Request
+from unsloth_pack.forwards.mixers import Choice, Mixer, Request
 from unsloth_pack.forwards.mlp import FastMLP
-from unsloth_pack.forwards.norm import FastRMSNorm
+from unsloth_pack.forwards.norm import NORMS
 from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
 from unsloth_pack.forwards.row_answers import FastRowAnswers
 from unsloth_pack.forwards.unpadding import Unpadding
@@ -47,8 +47,9 @@ from unsloth_pack.lora.stacks import is_experts
 from unsloth_pack.losses.cross_entropy import cross_entropy
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.names import own_names
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
-from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
+from unsloth_pack.patching.decoder_parts import DecoderParts, itself_and_copies, mixers_by_layer
 from unsloth_pack.patching.report import (
     PatchReport,
     report_of,
@@ -63,6 +64,7 @@ from unsloth_pack.patching.trainers import prepare_trainers
 
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _MADE: WeakSet[type] = WeakSet()  # the classes of patched modules
+_EXPERTS = "routed experts that are not fused depend on the tokens"
 _FAST_LORAS = (FastLoraLinear, FastExpertsLora)
 _SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
@@ -214,6 +216,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     earlier = base.__dict__.get(_PATCH)
     _refuse_what_would_leak(model, decoder)
     _refuse_shared_parts(base, earlier)
+    for mixer, one in mixers_by_layer(decoder, spec):
+        _refuse_unknown_parts(mixer, one, spec)
     backend, source = requested_backend(attn_backend)
     embedding = decoder.get_input_embeddings().weight
     request = Request(embedding.device.type, embedding.dtype, backend, source)
@@ -250,7 +254,7 @@ def _swap_inside_layers(
     for mixer, module in parts.mixers:
         patch.swap(module, mixer.forward, **mixer.attributes(spec, backend))
     for norm in parts.norms:
-        patch.swap(norm, FastRMSNorm, norm_offset=spec.norm_offset)
+        patch.swap(norm, NORMS[spec.norm], norm_offset=spec.norm_offset)
     for number, mlp, activation in parts.mlps:
         if activation is not None:
             layer = decoder.layers[number]
@@ -353,6 +357,21 @@ def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
         raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
 
 
+def _refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
+    """Refuse a module that may compute what the shared forward does not."""
+    ours = mixer.attributes(spec, "")
+    for module in itself_and_copies(one):
+        if unknown := own_names(module) - mixer.known(spec) - ours.keys():
+            raise InputError(
+                f"{type(module).__name__} has {', '.join(sorted(unknown))}, of which the ArchSpec of "
+                f"{spec.model_type!r} says nothing; update unsloth_pack, or declare it in its models/ folder"
+            )
+        for name, value in spec.only.items():
+            found = getattr(module, name, getattr(module.config, name, value))
+            if found != value:
+                raise InputError(f"{name} is {found!r}: only {value!r} is computed; set it before you patch")
+
+
 def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
     """Refuse a second patch on a module: once one is undone, the module ignores the rows of the other."""
     own = {} if earlier is None else earlier.kinds
@@ -384,13 +403,13 @@ def _why_never_captured(
         return "CUDA graphs need CUDA"
     if why := next((choice.why_not_captured for choice in choices if choice.why_not_captured), None):
         return why
-    if unknown := [mlp for _, mlp, activation in parts.mlps if activation is None]:
-        return f"the MLP is a {type(unknown[0]).__name__}"
     for _, experts, gate in parts.experts:
-        if gate is None or (why := why_experts_not_fused(experts)):
-            return "routed experts that are not fused depend on the tokens"
+        if gate is None or why_experts_not_fused(experts):
+            return _EXPERTS
         if why := why_reads_host(experts):
             return why
+    if any(hasattr(mlp, "experts") for _, mlp, activation in parts.mlps if activation is None):
+        return _EXPERTS
     if parts.other_loras:
         return f"the adapter is on a {type(parts.other_loras[0].get_base_layer()).__name__}"
     if not all(table.is_static for table in tables.values()):

@@ -65,7 +65,8 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
     for mixer, module in parts.mixers:
         for said, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
             said |= more
-    fused["norms"] = f"{len(parts.norms)} RMS norms, each {how}"
+    kind = {"rms": "RMS", "layer": "layer"}[spec.norm]
+    fused["norms"] = f"{len(parts.norms)} {kind} norms, each {how}"
     gated_mlps = [mlp for _, mlp, activation in parts.mlps if activation is not None]
     if gated_mlps:
         fused["MLP"] = f"activation and product of {len(gated_mlps)} of {len(parts.mlps)} layers {how}"

@@ -3,9 +3,11 @@
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from unsloth_pack.attention import BACKENDS, AttentionOptions, attend, attend_dense, choose_backend
@@ -13,6 +15,8 @@ from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.mixers.contract import Choice, Request
 from unsloth_pack.forwards.norm import norm_eps
+from unsloth_pack.forwards.query_scale import scaled_by_position
+from unsloth_pack.forwards.rotary import angles_twice
 from unsloth_pack.kernels import QKNorm, rope_qk
 from unsloth_pack.lora.layers import project
 from unsloth_pack.models.spec import ArchSpec
@@ -39,6 +43,8 @@ class FastAttention(nn.Module):
     o_proj: nn.Module
     q_norm: nn.Module
     k_norm: nn.Module
+    sinks: Tensor
+    residual_dropout: float = 0.0
 
     @runs_eagerly
     def forward(
@@ -70,20 +76,32 @@ class FastAttention(nn.Module):
             )
         batch, length = hidden_states.shape[:2]
         options = attention_options(self, self.spec)
+        sinks = self.sinks if self.spec.sinks else None
         q_BTHD, k_BTKD, v_BTKD, qk_norm = self._project(hidden_states)
         assert position_embeddings is not None
         if packed_row is not None:
             cos, sin, table_rows = position_embeddings
             q_NHD, k_NKD, v_NKD = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
-            q_NHD, k_NKD = rope_qk(q_NHD, k_NKD, cos, sin, table_rows, qk_norm=qk_norm)
-            out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend)
+            if rotates(self, self.spec):
+                q_NHD, k_NKD = self._rotate(q_NHD, k_NKD, cos, sin, table_rows, qk_norm=qk_norm)
+            if self.spec.query_scale:
+                q_NHD = scaled_by_position(q_NHD, packed_row.position_ids, self.config)
+            out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend, sinks)
         else:
             q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
-            q_BHTD, k_BKTD = rope_qk(q_BHTD, k_BKTD, *position_embeddings, qk_norm=qk_norm)
+            if rotates(self, self.spec):
+                tables = (angles_twice(table, self.spec) for table in position_embeddings)
+                q_BHTD, k_BKTD = self._rotate(q_BHTD, k_BKTD, *tables, qk_norm=qk_norm)
+            if self.spec.query_scale:
+                q_BHTD = scaled_by_position(q_BHTD, kwargs["position_ids"], self.config)
             if past_key_values is not None:
                 k_BKTD, v_BKTD = past_key_values.update(k_BKTD, v_BKTD, self.layer_idx)
-            out = attend_dense(q_BHTD, k_BKTD, v_BKTD, attention_mask, options)
-        return self.o_proj(out.reshape(batch, length, -1)), None
+            out = attend_dense(q_BHTD, k_BKTD, v_BKTD, attention_mask, options, sinks)
+        out = self.o_proj(out.reshape(batch, length, -1))
+        return F.dropout(out, self.residual_dropout, self.training), None
+
+    def _rotate(self, q: Tensor, k: Tensor, *tables: Tensor, qk_norm: QKNorm | None) -> tuple[Tensor, Tensor]:
+        return rope_qk(q, k, *tables, qk_norm=qk_norm, interleaved=self.spec.rotary == "pairs")
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
         """q, k and v as `[B, T, heads, D]`, and the norm that q and k still need, if any."""
@@ -96,8 +114,8 @@ class FastAttention(nn.Module):
         else:
             q, k, v = project(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
         qk_norm = None
-        if self.spec.qk_norm is not None:
-            qk_norm = fusable_qk_norm(self, self.spec)
+        if has_qk_norm(self, self.spec):
+            qk_norm = fusable_qk_norm(self, self.spec) if rotates(self, self.spec) else None
             if qk_norm is None and self.spec.qk_norm == "flat":
                 q, k = self.q_norm(q), self.k_norm(k)
             elif qk_norm is None:
@@ -108,15 +126,34 @@ class FastAttention(nn.Module):
 def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
     """What an attention module needs of a backend, read off the module where its spec declares it."""
     config = attention.config
-    window = None
-    if spec.window != "none":
-        window = (attention if spec.window == "layer" else config).sliding_window
     return AttentionOptions(
         scale=attention.scaling,
-        window=window,
+        window=window_of(attention, spec),
         softcap=getattr(config, spec.softcap) if spec.softcap else None,
         dropout=attention.attention_dropout if attention.training else 0.0,
+        sinks=spec.sinks,
     )
+
+
+def window_of(attention: Any, spec: ArchSpec) -> int | None:
+    """How many keys a query of this layer sees, its own included; None for all up to its own."""
+    if spec.window == "none" or (spec.window == "is_sliding" and not attention.is_sliding):
+        return None
+    return getattr(attention if spec.window == "layer" else attention.config, "sliding_window", None)
+
+
+def rotates(attention: Any, spec: ArchSpec) -> bool:
+    """Whether this layer rotates q and k by their positions."""
+    if spec.rope_layers == "use_rope":
+        return bool(attention.use_rope)
+    if spec.rope_layers == "windowed_if_any" and attention.config.sliding_window is None:
+        return True
+    return spec.rope_layers == "all" or window_of(attention, spec) is not None
+
+
+def has_qk_norm(attention: Any, spec: ArchSpec) -> bool:
+    """Whether this layer norms q and k: some configurations of an architecture that can do not."""
+    return spec.qk_norm is not None and hasattr(attention, "q_norm")
 
 
 def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
@@ -132,6 +169,29 @@ def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
     return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")
 
 
+# Attributes of transformers' attention modules that the forward reads, or that change nothing
+_KNOWN = frozenset({
+    "config", "layer_idx", "layer_type", "attention_type", "hidden_size", "head_dim", "num_heads",
+    "num_attention_heads", "num_key_value_heads", "num_key_value_groups", "scaling", "is_causal",
+    "attention_dropout", "residual_dropout", "rope_parameters", "o_proj",
+})  # fmt: skip
+
+
+def _known_by_field(spec: ArchSpec) -> Iterator[str]:
+    """The attributes that a field of the spec names."""
+    yield from ("qkv_proj",) if spec.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    if spec.window != "none":
+        yield from ("sliding_window", "is_sliding", "sliding_window_pattern")
+    if spec.qk_norm is not None:
+        yield from ("q_norm", "k_norm", "use_qk_norm")
+    if spec.rope_layers == "use_rope":
+        yield "use_rope"
+    if spec.softcap is not None:
+        yield spec.softcap
+    if spec.sinks:
+        yield "sinks"
+
+
 class AttentionMixer:
     """Softmax attention, by the backends of `unsloth_pack.attention`: a `Mixer`."""
 
@@ -145,12 +205,18 @@ class AttentionMixer:
         on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
         return Choice(name, reason, on_host)
 
+    def known(self, spec: ArchSpec) -> frozenset[str]:
+        return _KNOWN | spec.only.keys() | {*spec.unread, *_known_by_field(spec)}
+
     def attributes(self, spec: ArchSpec, backend: str) -> dict[str, Any]:
         return {"spec": spec, "attn_backend": backend}
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
-        fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
-        if spec.qk_norm is None:
+        fused = {"attention": "documents kept apart"}
+        if not rotates(module, spec):
+            return fused, {}
+        fused["rotary embedding"] = f"of q and k {how}"
+        if not has_qk_norm(module, spec):
             return fused, {}
         if fusable_qk_norm(module, spec) is None:
             return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}

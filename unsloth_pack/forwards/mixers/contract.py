@@ -63,6 +63,11 @@ class Mixer(Protocol):
         """
         ...
 
+    def known(self, spec: ArchSpec) -> frozenset[str]:
+        """The parameters, submodules and attributes of transformers' module that `forward` reads under this
+        spec, or that change nothing. A module that has others is refused."""
+        ...
+
     def attributes(self, spec: ArchSpec, backend: str) -> dict[str, Any]:
         """What `forward` reads off the module, beside transformers' own attributes."""
         ...

@@ -1,0 +1,103 @@
+"""What an `ArchSpec` declares is what the model has: no more, and no less."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from tiny import MIXED_LENGTHS, error, random_documents, run_alone, run_packed, tiny_model
+from torch import nn
+
+from unsloth_pack import patch_model, supported_architectures
+from unsloth_pack.errors import InputError
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.patching import patch as patching
+
+SPECS = supported_architectures()
+PLAIN = ArchSpec("plain")
+NO_DIFFERENCE = {"model_type", "tiny", "stands_alone", "only", "unread"}
+DECLARED = [
+    (arch, field.name)
+    for arch, spec in SPECS.items()
+    for field in fields(spec)
+    if field.name not in NO_DIFFERENCE and getattr(spec, field.name) != getattr(PLAIN, field.name)
+]
+
+
+def patched_as(spec, monkeypatch, **overrides):
+    monkeypatch.setattr(patching, "spec_of", lambda model_type: spec)
+    model = tiny_model(spec.model_type, device="cpu", **overrides)
+    patch_model(model, unpad=False)
+    return model
+
+
+def padded_batch(documents):
+    ids = nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(document) for document in documents], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(("arch", "field"), DECLARED)
+def test_every_declared_difference_matters_in_the_tiny_configuration(arch, field, monkeypatch):
+    """Without it the model is refused, or its answers to a packed row or a padded batch are far off."""
+    plain, documents = tiny_model(arch, device="cpu"), random_documents(MIXED_LENGTHS)
+    alone = run_alone(plain, documents)
+    batch = padded_batch(documents)
+    with torch.no_grad():
+        padded = plain(**batch).logits
+    spec = replace(SPECS[arch], **{field: getattr(PLAIN, field)})
+    try:
+        model = patched_as(spec, monkeypatch)
+        packed = run_packed(model, documents, alone.routes)
+        with torch.no_grad():
+            changed = model(**batch).logits
+    except (InputError, TypeError, AttributeError, RuntimeError):
+        return
+    seen = batch["attention_mask"] == 1
+    assert max(error(packed.logits, alone.logits), error(changed[seen], padded[seen])) > 1e-3
+
+
+@pytest.mark.parametrize("arch", SPECS)
+def test_a_difference_that_is_not_declared_is_refused(arch, monkeypatch):
+    model = tiny_model(arch, device="cpu")
+    mixer = model.get_base_model().get_decoder().layers[-1].self_attn
+    classes = [type(module) for module in model.modules()]
+    for name, what in [
+        ("temperature", nn.Parameter(torch.ones(()))),
+        ("gate", nn.Linear(2, 2)),
+        ("flag", True),
+    ]:
+        setattr(mixer, name, what)
+        with pytest.raises(InputError, match=f"has {name}, of which the ArchSpec of '{arch}' says nothing"):
+            patch_model(model)
+        delattr(mixer, name)
+    assert [type(module) for module in model.modules()] == classes
+    patch_model(model)
+
+
+def test_attention_sinks_under_the_spec_of_another_architecture_are_refused(monkeypatch):
+    with pytest.raises(InputError, match="GptOssAttention has sinks, sliding_window, of which"):
+        patched_as(replace(SPECS["llama"], model_type="gpt_oss"), monkeypatch)
+
+
+def test_an_option_that_is_not_computed_is_refused():
+    with pytest.raises(
+        InputError, match=r"^clip_qkv is 1.0: only None is computed; set it before you patch$"
+    ):
+        patch_model(tiny_model("olmoe", device="cpu", clip_qkv=1.0))
+    patch_model(tiny_model("olmoe", device="cpu"))
+
+
+def test_seed_oss_drops_from_both_branches_of_a_layer():
+    """As transformers does, which draws the same numbers in the same order."""
+    options = {"device": "cpu", "residual_dropout": 0.5}
+    plain, model = tiny_model("seed_oss", **options), tiny_model("seed_oss", **options)
+    patch_model(model)
+    (document,) = random_documents([40])
+    outs = []
+    for one, row in ((plain, {}), (model, {"packed_seq_lengths": [40]})):
+        torch.manual_seed(0)
+        out = one(input_ids=document[None], use_cache=False, **row).logits
+        out.square().sum().backward()
+        outs.append([out, *(p.grad for p in one.parameters() if p.grad is not None)])
+    assert all(error(x, y) < 1e-5 for x, y in zip(*outs, strict=True))
+    assert error(plain.eval()(input_ids=document[None]).logits, outs[0][0]) > 0.1

@@ -1,0 +1,5 @@
+from unsloth_pack.models.spec import ArchSpec
+
+SPEC = ArchSpec(
+    "arcee",
+)
