@@ -68,7 +68,7 @@ def test_all_layers_by_the_names_that_people_use(targets, overrides):
         (None, {"target_parameters": ["experts.down_proj"]}, ATTENTION | DENSE | {"layers.0.mlp.experts"}),
         (["gate"], {}, {"layers.0.mlp.gate"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )  # fmt: skip
 def test_some_layers(targets, options, expected):
     assert places(adapted(base(), targets, **options)) == expected
