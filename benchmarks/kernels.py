@@ -181,6 +181,7 @@ def unit_of(ceiling: str) -> str:
 def subjects(shape: Shape) -> Iterator[Subject]:
     yield from rotary(shape)
     yield from elementwise(shape)
+    yield from experts(shape)
     yield from fp8(shape)
     yield from four_bits(shape)
     yield from lora(shape)
@@ -284,6 +285,52 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
         inputs=lambda: ((randn(T, shape.hidden, grad=False),), ()),
         ours=lambda x: dropout(x, seed, 0.1),
         plain=lambda x: F.dropout(x, 0.1),
+    )
+
+
+def experts(shape: Shape) -> Iterator[Subject]:
+    """What is between the GEMMs of experts like those of Qwen3-30B-A3B: 8 of 768 features for a token."""
+    from unsloth_pack.kernels import (
+        Gate,
+        InnerSum,
+        Scaled,
+        reference,
+        routed_gate_,
+        routed_gate_backward_,
+        sum_of_rows,
+    )
+
+    k, features, tokens = 8, 768, shape.tokens
+    rows, gate = k * tokens, Gate("silu")
+    inner, wide = 2.0 * rows * features, 2.0 * rows * shape.hidden
+    weight = torch.rand(rows, device=DEVICE)
+    places = torch.randperm(rows, device=DEVICE).view(tokens, k)
+    low_rank = Scaled(randn(rows, 2 * features, grad=False), 1.0)
+    of_g = Scaled(randn(rows, features, grad=False), 1.0)
+    yield Subject(
+        name="routed_gate_",
+        ceiling="copy",
+        work=(7 * inner, None),
+        inputs=lambda: ((randn(rows, 2 * features, grad=False),), ()),
+        ours=lambda base: routed_gate_(InnerSum(base, low_rank), weight, gate, True),
+        plain=lambda base: reference.routed_gate_(InnerSum(base, low_rank), weight, gate, True),
+    )
+    yield Subject(
+        name="routed_gate_backward_",
+        ceiling="copy",
+        work=(7 * inner, None),
+        inputs=lambda: ((randn(rows, features, grad=False), randn(rows, 2 * features, grad=False)), ()),
+        ours=lambda g, base: routed_gate_backward_(g, of_g, InnerSum(base), weight, gate, base),
+        plain=lambda g, base: reference.routed_gate_backward_(g, of_g, InnerSum(base), weight, gate, base),
+    )
+    more = Scaled(randn(rows, shape.hidden, grad=False), 1.0)
+    yield Subject(
+        name="sum_of_rows",
+        ceiling="copy",
+        work=(2 * wide + wide / k, None),
+        inputs=lambda: ((randn(rows, shape.hidden, grad=False),), ()),
+        ours=lambda y: sum_of_rows([Scaled(y, 1.0), more], places),
+        plain=lambda y: reference.sum_of_rows([Scaled(y, 1.0), more], places),
     )
 
 

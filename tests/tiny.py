@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import supported_architectures
-from unsloth_pack.api import lora_targets
+from unsloth_pack.lora.targets import lora_targets
 from unsloth_pack.models import spec_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,8 +52,9 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
 
 
 def with_lora(base, lora=None):
-    targets = lora_targets(base, None)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM", **lora or {})
+    """Adapters on all that `FastLanguageModel` adapts by default: experts and what stands beside them too."""
+    fields = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **(lora or {})}
+    config = LoraConfig(**lora_targets(base, None, fields).config_fields(4, 8, fields))
     return get_peft_model(base, config, autocast_adapter_dtype=False)
 
 

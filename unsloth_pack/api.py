@@ -2,9 +2,8 @@
 
 import json
 import os
-import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,22 +31,13 @@ from unsloth_pack.files.loading import (
 )
 from unsloth_pack.files.saving import remember_use_cache, save_demo_adapter, save_pretrained_merged
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
+from unsloth_pack.lora.quantised_stacks import stand_ins
+from unsloth_pack.lora.stacks import quantise_experts
+from unsloth_pack.lora.targets import check_names, lora_targets
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import spec_of
 from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
-
-PROJECTIONS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "qkv_proj",
-    "gate_up_proj",
-)
 
 
 class FastLanguageModel:
@@ -143,6 +133,8 @@ class FastLanguageModel:
                     f"load_in_fp8=True computes in bfloat16, dtype is {model.dtype}; leave dtype out"
                 )
             quantize_to_fp8(model)
+        if load_in_4bit:
+            quantise_experts(model, "nf4")  # bitsandbytes quantises linear layers alone
         model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:
             if has_own_tokenizer:
@@ -176,8 +168,9 @@ class FastLanguageModel:
         Args:
             model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
             r: rank, from 1 to the model's hidden size.
-            target_modules: names of linear layers, "all-linear", or None for the architecture's projections of
-                attention and MLP.
+            target_modules: names of linear layers, "all-linear", or None for the projections of the
+                architecture. Names of an expert's layers, such as "gate_proj", mean the stacks of all
+                experts too, and neither None nor "all-linear" adapts their routers.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
             bias, layers_to_transform, modules_to_save, use_rslora, use_dora: as in PEFT's `LoraConfig`.
@@ -205,12 +198,13 @@ class FastLanguageModel:
         if in_fp8 and (use_dora or loftq_config):
             named = "use_dora" if use_dora else "loftq_config"
             raise InputError(f"{named} needs the exact base weights; load without load_in_fp8")
-        loftq = (
+        loftq: dict[str, Any] = (
             {"init_lora_weights": "loftq", "loftq_config": LoftQConfig(**loftq_config)}
             if loftq_config
             else {}
         )
-        targets = of_text_model(model, lora_targets(model, target_modules))
+        given = {"layers_to_transform": layers_to_transform, **lora_kwargs}
+        targets = lora_targets(model, target_modules, given)
         _check_parts(model, bias, layers_to_transform, modules_to_save)
         set_seed(random_state)
         patch = patch_of(model)
@@ -218,17 +212,23 @@ class FastLanguageModel:
         try:
             config = LoraConfig(
                 r=r,
-                target_modules=targets,
                 lora_dropout=lora_dropout,
                 bias=bias,
-                layers_to_transform=layers_to_transform,
                 modules_to_save=modules_to_save,
                 use_rslora=use_rslora,
                 use_dora=use_dora,
                 # Not by keyword: PEFT declares alpha an int, and takes any number
-                **{"lora_alpha": lora_alpha, "task_type": "CAUSAL_LM", **loftq, **lora_kwargs},
+                **{
+                    "lora_alpha": lora_alpha,
+                    "task_type": "CAUSAL_LM",
+                    **loftq,
+                    **targets.config_fields(r, lora_alpha, given),
+                },
             )
-            adapted = get_peft_model(model, config)
+            with warnings.catch_warnings():  # PEFT looks for these patterns among modules alone
+                warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any")
+                with stand_ins(model):
+                    adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
         for path, module in adapted.named_modules():
@@ -347,69 +347,6 @@ def _device_map(device_map: Any) -> Any:
     return own_device() if device_map is None else device_map
 
 
-def _own_projections(model: Any) -> tuple[str, ...]:
-    return spec_of(model.get_decoder().config.model_type).projections
-
-
-def lora_targets(model: nn.Module, target_modules: str | Collection[str] | None) -> str | list[str]:
-    """The `target_modules` for `LoraConfig`.
-
-    Args:
-        target_modules: None for those of `PROJECTIONS`, and of the architecture's own, that the model has.
-
-    Raises:
-        InputError: a target that the model does not have.
-    """
-    linear_names = {
-        path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
-    if target_modules is None:
-        return [name for name in (*PROJECTIONS, *_own_projections(model)) if name in linear_names]
-    if isinstance(target_modules, str):
-        try:
-            matches = target_modules == "all-linear" or any(
-                re.fullmatch(target_modules, path) for path, _ in model.named_modules()
-            )
-        except re.error as error:
-            raise InputError(f"target_modules is {target_modules!r}: {error}; correct the pattern") from None
-        if not target_modules or not matches:
-            raise InputError(
-                f"target_modules is {target_modules!r}, which matches nothing; give 'all-linear', a list of "
-                "names, or a regular expression of whole paths"
-            )
-        return target_modules
-    if not isinstance(target_modules, Sequence | Set) or not target_modules:
-        raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
-    _check_names(model, "target_modules", target_modules)
-    return list(target_modules)
-
-
-def of_text_model(model: nn.Module, targets: str | list[str]) -> str | list[str]:
-    """Targets of the text model alone, where it is inside a model of vision and language.
-
-    A vision tower has projections of the same names, which rows of text never reach. A regular expression is
-    taken as it is.
-    """
-    base: Any = model
-    decoder = base.get_decoder()
-    if base.base_model is decoder or (isinstance(targets, str) and targets != "all-linear"):
-        return targets
-    (prefix,) = (path for path, module in model.named_modules() if module is decoder)
-    linear = [path for path, module in decoder.named_modules() if isinstance(module, nn.Linear)]
-    wanted = [path for path in linear if targets == "all-linear" or path.rpartition(".")[2] in targets]
-    return [f"{prefix}.{path}" for path in wanted]
-
-
-def _check_names(model: nn.Module, name: str, wanted: Collection[str]) -> None:
-    """Refuse names of modules that the model does not have."""
-    paths = [path for path, _ in model.named_modules()]
-    for one in wanted:
-        if not any(path == one or path.endswith(f".{one}") for path in paths):
-            weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
-            known = {path.rpartition(".")[2] for path in weighted}
-            raise InputError(f"{name} names {one!r}; the model has {', '.join(sorted(known))}")
-
-
 def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_to_save: Any) -> None:
     """Refuse values that PEFT would ignore without a word, or fail on without saying why."""
     if bias not in ("none", "all", "lora_only"):
@@ -421,7 +358,7 @@ def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_
     if modules_to_save is not None:
         if not isinstance(modules_to_save, list | tuple):
             raise InputError(f"modules_to_save is {modules_to_save!r}; give a list of names")
-        _check_names(model, "modules_to_save", modules_to_save)
+        check_names(model, "modules_to_save", modules_to_save)
 
 
 def _finish(model: PreTrainedModel | PeftModel) -> Any:

@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from tiny import DEVICE, MIXED_LENGTHS, tiny_model, with_lora
 from torch import nn
 from torch.nn import functional as F
@@ -95,7 +96,8 @@ def _in_nf4(model, lora):
 
 
 def _is_linear(layer):
-    return isinstance(layer.get_base_layer(), nn.Linear)
+    """Beside experts PEFT adapts linear layers as parameters, which it cannot do in four bits."""
+    return isinstance(layer.get_base_layer(), nn.Linear) and not isinstance(layer, ParamWrapper)
 
 
 class _TokenDropout(nn.Dropout):

@@ -210,3 +210,36 @@ for dtype, rank in itertools.product([torch.bfloat16, torch.float32], [16, 64, 1
 
 def test_the_kernels_of_gated_layers_fit_into_the_least_shared_memory(tmp_path):
     assert compiled(GATED, tmp_path).count("compiled") == 12
+
+
+EXPERTS = """
+import itertools
+from importlib import import_module
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+host = import_module("unsloth_pack.kernels.routed")
+INTS = dict.fromkeys(("weight_stride", "F", "C"), "i32")
+FLOATS = ("low_rank_scale", "g_scale", "alpha", "limit", "offset", "scale", "more_scale")
+EXACT = {"expert": "*i16", "weight": "*fp32", "g_weight": "*fp32", "places": "*i64"}
+PARTS = ("low_rank", "bias", "expert", "of_g_out", "more")
+for dtype, with_parts, gate in itertools.product(["*bf16", "*fp32"], [0, 1], ["silu", "gelu_tanh"]):
+    for kernel in (host._routed_gate_kernel, host._routed_gate_backward_kernel, host._sum_of_rows_kernel):
+        names = kernel.arg_names
+        constants = {"KEEP": True, "ACTIVATION": gate, "INTERLEAVED": gate == "silu", "BLOCK": 1024, "K": 8}
+        constants |= {} if with_parts else dict.fromkeys(PARTS)
+        own = {name: value for name, value in constants.items() if name in names}
+        types = INTS | dict.fromkeys(FLOATS, "fp32") | EXACT | dict.fromkeys(own, "constexpr")
+        signature = {name: types.get(name, dtype) for name in names}
+        wide = [i for i, name in enumerate(names) if signature[name] == dtype or name in "FC"]
+        attrs = {(i,): [["tt.divisibility", 16]] for i in wide}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=own, attrs=attrs)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": host._WARPS})
+        print("compiled", kernel.__name__, dtype, with_parts, gate)
+"""
+
+
+def test_the_kernels_of_experts_compile_for_hopper(tmp_path):
+    assert compiled(EXPERTS, tmp_path).count("compiled") == 2 * 2 * 2 * 3

@@ -138,7 +138,12 @@ PRIVATE_NAMES = (
         "transformers.modeling_utils",
         "_gradient_checkpointing_func",
         "to recompute by a plan, or to offload",
-        ("forwards/causal_lm.py", "forwards/layer_inputs.py", "forwards/mlp.py", "memory/checkpointing.py"),
+        (
+            "forwards/causal_lm.py",
+            "forwards/gate_and_up.py",
+            "forwards/layer_inputs.py",
+            "memory/checkpointing.py",
+        ),
     ),
     PrivateName(
         "transformers.modeling_utils",
@@ -212,7 +217,28 @@ PRIVATE_NAMES = (
         for name in ("_active_adapter", "_disable_adapters")
     ),
     PrivateName(
-        "peft.tuners.lora.layer", "ParamWrapper", "adapters of experts are merged", ("files/merged_layer.py",)
+        "peft.tuners.lora.layer",
+        "ParamWrapper",
+        "adapters of experts are fused and merged",
+        ("files/merged_layer.py", "lora/layers.py", "lora/stacks.py"),
+    ),
+    PrivateName(
+        "peft.tuners.lora.layer",
+        "_did_swap_in_out_features",
+        "how the factors of an adapter on experts lie",
+        ("lora/stacks.py",),
+    ),
+    PrivateName(
+        "transformers.integrations.moe",
+        "_apply_gate",
+        "what experts do with gate and up",
+        ("forwards/experts.py",),
+    ),
+    PrivateName(
+        "transformers.integrations.moe",
+        "_is_expert_parallel",
+        "whether a process holds some of the experts",
+        ("forwards/experts.py",),
     ),
     PrivateName(
         "peft.utils.integrations",

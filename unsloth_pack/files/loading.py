@@ -28,6 +28,7 @@ from transformers import (
 from unsloth_pack.data.sources import HUB_NAME
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
+from unsloth_pack.lora.quantised_stacks import stand_ins
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EMBEDDING = re.compile(r"\.embed_tokens\.(.*\.)?weight$")
@@ -270,7 +271,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
     complaint = f"cannot load the adapter {adapter} onto its base model"
     _check_files(adapter, "adapter", use_safetensors)
     try:
-        with _without_reports():
+        with _without_reports(), stand_ins(model):
             adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
             found = adapted.load_adapter(adapter, "default", is_trainable=True)  # only this reports
     except (*_UNREADABLE, RuntimeError) as error:

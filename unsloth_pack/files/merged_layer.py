@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.nf4 import is_linear_4bit, why_not_dequantised
+from unsloth_pack.lora.quantised_stacks import dequantised_copy
+from unsloth_pack.lora.stacks import is_experts
 
 REMEDY = "save the adapter alone, with PEFT's save_pretrained"
 # How far the largest output may move when sums are taken in another order: far above float32's rounding, and
@@ -115,6 +117,8 @@ def _active_but_not_merged(layer: Any) -> list[str]:
 
 def _float32_copy(layer: nn.Module) -> nn.Module:
     """The layer in float32, dequantised."""
+    if is_experts(layer):
+        return dequantised_copy(layer, torch.float32)
     if not isinstance(layer, nn.Linear):
         return copy.deepcopy(layer).float()
     plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")

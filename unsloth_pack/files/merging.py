@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.merged_layer import REMEDY, is_finite, kind_of, merged_layer, own_weights
+from unsloth_pack.lora.quantised_stacks import dequantised_copy, is_quantised
+from unsloth_pack.lora.stacks import is_experts
 
 
 def merged_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -59,6 +61,9 @@ class _Merging:
         elif isinstance(module, BaseTunerLayer):
             for child_path, child in merged_layer(module, path, self._parameters).named_modules():
                 self._collect(child, f"{path}.{child_path}" if child_path else path)
+        elif is_experts(module) and is_quantised(module):
+            self._visited |= set(map(id, module.modules()))
+            self._collect(dequantised_copy(module, self._dtype), path)
         elif type(module).__module__.startswith("peft."):
             raise InputError(f"the adapter of {path}, {kind_of(module)}, cannot be merged; {REMEDY}")
         else:

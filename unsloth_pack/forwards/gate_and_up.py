@@ -5,8 +5,10 @@ that is done only where memory is short, and not in every layer.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from unsloth_pack.graphs.gauge import free_bytes
 
@@ -19,11 +21,11 @@ class GateAndUpPlan:
     """Which layers of a decoder keep gate and up, decided for every step by its tokens and the free memory.
 
     Args:
-        features: of gate in every gated MLP of the layers.
+        features: of gate, for a token, in every module that may keep them.
     """
 
     def __init__(self, features: Sequence[int]):
-        self._features = features
+        self._features = list(features)
         self._has_room = False
 
     def decide(self, tokens: int, element_size: int, device: torch.device) -> None:
@@ -44,3 +46,18 @@ class GateAndUpPlan:
             n_bytes: of gate and up in the layer.
         """
         return self._has_room or n_bytes < _MANY_BYTES or number % max(2, width // _SPARING) > 0
+
+
+def keeps_gate_and_up(plan: GateAndUpPlan, layer: Any, number: int, x: Tensor, features: int) -> bool:
+    """Whether a module keeps them for the backward pass; never in a layer that is recomputed.
+
+    Args:
+        layer: the decoder layer that holds it, of this number from 0.
+        x: its input, `[.., width]`.
+        features: of gate, for a token.
+    """
+    if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
+        return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
+    width = x.shape[-1]
+    n_bytes: int = 2 * features * x.element_size() * (x.numel() // width)
+    return not x.is_cuda or plan.keeps(number, width, n_bytes)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
+from unsloth_pack.forwards.gate_and_up import GateAndUpPlan, keeps_gate_and_up
 from unsloth_pack.kernels import gated
 from unsloth_pack.lora.gated_mlp import gate_and_up, gated_mlp
 from unsloth_pack.lora.layers import project, run_fused
@@ -75,13 +75,8 @@ class FastMLP(nn.Module):
         return down(gated(gate, up, activation))
 
     def _keeps(self, x: Tensor) -> bool:
-        """Whether gate and up are kept for the backward pass; never in a layer that is recomputed."""
-        layer = self.decoder_layer
-        if layer.gradient_checkpointing:  # in eval mode too: it may be set between forward and recomputation
-            return not getattr(layer._gradient_checkpointing_func, "recomputes", True)
-        width = x.shape[-1]
-        n_bytes = 2 * self.projections.features(self) * x.element_size() * (x.numel() // width)
-        return not x.is_cuda or self.gate_and_up_plan.keeps(self.number, width, n_bytes)
+        features = self.projections.features(self)
+        return keeps_gate_and_up(self.gate_and_up_plan, self.decoder_layer, self.number, x, features)
 
 
 def gated_projections(mlp: nn.Module, spec: ArchSpec) -> GatedProjections | None:

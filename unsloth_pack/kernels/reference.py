@@ -11,6 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .reference_experts import (  # noqa: F401
+    grouped_mm,
+    grouped_outer,
+    routed_gate_,
+    routed_gate_backward_,
+    sum_of_rows,
+)
+
 Field = Literal["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]  # of TokenScores, beside log_prob
 
 

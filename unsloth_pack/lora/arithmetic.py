@@ -13,7 +13,7 @@ B `[O, r]`, h = drop(x) Aᵀ `[N, R]`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ from unsloth_pack.lora.nf4 import Nf4Weight
 
 Weight = Tensor | Fp8Rows | Nf4Weight
 Versions = list[tuple[Tensor | None, int]]  # tensors that a node reads again, with torch's count of changes
+
+
+class HasWeight(Protocol):
+    """The frozen part of a layer."""
+
+    @property
+    def weight(self) -> Any:
+        """A tensor, or a tuple of what it is dequantised from, that of the weights first."""
 
 
 class Frozen(NamedTuple):
@@ -287,7 +295,7 @@ def as_they_are(tensors: Sequence[Any]) -> list[Any]:
     return [None if tensor is None else tensor.detach() for tensor in tensors]
 
 
-def versions(frozen: Sequence[Frozen], tensors: Sequence[Tensor | None] = ()) -> Versions:
+def versions(frozen: Sequence[HasWeight], tensors: Sequence[Tensor | None] = ()) -> Versions:
     """What `unchanged` compares with, for tensors that a node keeps by reference.
 
     They are not saved through autograd: under checkpointing all that is saved is computed again, and a

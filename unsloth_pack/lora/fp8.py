@@ -13,6 +13,7 @@ from unsloth_pack.kernels import (
     quantize_rows,
 )
 from unsloth_pack.kernels.backward import once_differentiable
+from unsloth_pack.lora.stacks import quantise_experts
 
 
 class Fp8Linear(nn.Linear):
@@ -65,11 +66,15 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def quantize_to_fp8(model: Any) -> int:
-    """Put the linear layers of a model's decoder into fp8, one after another, and return how many.
+    """Put the linear layers and experts of a model's decoder into fp8, one after another.
 
     The head, the embeddings, and layers whose sizes are not multiples of 16 stay as they are.
+
+    Returns:
+        How many linear layers.
     """
     n_quantized = 0
+    quantise_experts(model, "fp8")
     for parent in list(model.get_decoder().layers.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.in_features % 16 == child.out_features % 16 == 0:

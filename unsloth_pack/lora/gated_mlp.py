@@ -6,8 +6,8 @@ The activations inside are a decoder layer's largest. Gate and up are kept for t
 again there; their product is always computed again. The product and the gradients inside exist for one tile
 at a time, never for all tokens.
 
-Where the layer is checkpointed, its recomputation ends at `_Start`. A checkpoint stops as soon as it has
-recomputed all that was saved; `_Start` saves the MLP's inputs, and this node saves nothing through autograd,
+Where the layer is checkpointed, its recomputation ends at `Start`. A checkpoint stops as soon as it has
+recomputed all that was saved; `Start` saves the MLP's inputs, and this node saves nothing through autograd,
 only the factors and what down's A makes of the product, which are small. So down is not computed a second
 time.
 
@@ -43,7 +43,7 @@ def gated_mlp(
     layers = [*inner, down]
     plan = _Plan(activation, [layer.frozen() for layer in layers], recipe.compute, len(recipe.inputs), keep)
     if torch.is_grad_enabled() and x.requires_grad and not keep:
-        x = _Start.apply(x, recipe.inputs)
+        x = Start.apply(x, recipe.inputs)
         plan.start = x.grad_fn
     tensors = [tensor for layer in layers for tensor in layer.tensors()]
     return _GatedMLP.apply(x, plan, recipe.inputs, *tensors)
@@ -62,7 +62,7 @@ class _Plan:
 
     Args:
         compute: makes x of the first `n_inputs` saved tensors.
-        start: the autograd node of `_Start`, where that saved them.
+        start: the autograd node of `Start`, where that saved them.
     """
 
     activation: str
@@ -83,7 +83,7 @@ def _dequantised(stacks: Sequence[_Stack], dtype: torch.dtype) -> list[_Stack]:
     return [_Stack(stack.a, arithmetic.dequantised(stack.layers, dtype)) for stack in stacks]
 
 
-class _Start(torch.autograd.Function):
+class Start(torch.autograd.Function):
     """Passes x through, and saves what the MLP's backward pass begins with."""
 
     @staticmethod

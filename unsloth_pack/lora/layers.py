@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from unsloth_pack.lora import arithmetic
@@ -15,7 +16,7 @@ from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import GATHERED_BY_MODULE, is_gathered_as_group, is_gathered_by_module
 
-LORA_TYPES: tuple[type[nn.Module], ...] = (LoraLinear, *LORA_4BIT_TYPES)
+_LORA_TYPES: tuple[type[nn.Module], ...] = (LoraLinear, *LORA_4BIT_TYPES)
 
 
 class Recipe(NamedTuple):
@@ -31,7 +32,7 @@ class Recipe(NamedTuple):
 
 
 class PeftLinear(nn.Module):
-    """A PEFT layer in `LORA_TYPES`: the types of its attributes, which PEFT leaves open."""
+    """LoRA on a linear layer, by PEFT: the types of its attributes, which PEFT leaves open."""
 
     base_layer: nn.Linear
     lora_A: Mapping[str, nn.Linear]
@@ -45,7 +46,7 @@ class PeftLinear(nn.Module):
 
 
 class FastLoraLinear(PeftLinear):
-    """Takes the place of the class of a PEFT layer in `LORA_TYPES`.
+    """Takes the place of the class of a PEFT layer for which `is_lora_linear` is True.
 
     Calls that cannot be fused go through PEFT's own forward.
     """
@@ -95,6 +96,13 @@ class FastLoraLinear(PeftLinear):
             own = self.scaling[adapter] * lora_b.bias
             bias = own if bias is None else bias + own
         return bias, self.lora_A[adapter].weight, lora_b.weight
+
+
+def is_lora_linear(module: nn.Module) -> bool:
+    """Whether a module is LoRA on a linear layer: PEFT puts it on the layer, or on its parameter `weight`."""
+    if type(module) is ParamWrapper:
+        return module.parameter_name == "weight" and isinstance(module.base_layer, nn.Linear)
+    return type(module) in _LORA_TYPES
 
 
 def project(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:

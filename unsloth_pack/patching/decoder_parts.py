@@ -7,9 +7,12 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from unsloth_pack.forwards.experts import features_of, gate_of
 from unsloth_pack.forwards.mixers import MIXERS, Choice, Mixer
 from unsloth_pack.forwards.mlp import GatedProjections, gated_projections
-from unsloth_pack.lora.layers import LORA_TYPES
+from unsloth_pack.kernels import Gate
+from unsloth_pack.lora.layers import is_lora_linear
+from unsloth_pack.lora.stacks import is_expert_adapter, is_experts
 from unsloth_pack.models.spec import ArchSpec
 
 
@@ -21,18 +24,21 @@ class DecoderParts:
         mixers: the module of every layer that works between tokens, with its kind and how it computes; also
             the copies that `modules_to_save` made.
         norms: those with a weight.
-        mlps: each with the number of its layer, and the names of its projections where it can be fused.
-        experts: routed experts beside the MLP of a layer.
-        loras: LoRA layers on linear layers, of a type in `LORA_TYPES`.
-        other_loras: those in 8 bits, or on parameters such as stacked experts.
+        mlps: each with the number of its layer, and the names of its projections where it can be fused. Those
+            of shared experts are among them.
+        experts: stacked experts, each with its layer's number and its gate, None where it cannot be fused.
+        loras: LoRA layers on linear layers.
+        expert_loras: LoRA layers on stacked experts.
+        other_loras: those in 8 bits, or on other parameters.
     """
 
     mixers: list[tuple[Mixer, Any, Choice]]
     norms: list[nn.Module]
-    mlps: list[tuple[int, nn.Module, GatedProjections | None]]
-    experts: list[nn.Module]
-    loras: list[LoraLayer]
-    other_loras: list[LoraLayer]
+    mlps: list[tuple[int, Any, GatedProjections | None]]
+    experts: list[tuple[int, Any, Gate | None]]
+    loras: list[Any]
+    expert_loras: list[Any]
+    other_loras: list[Any]
 
     @classmethod
     def of(cls, decoder: Any, spec: ArchSpec, choices: Sequence[Choice]) -> "DecoderParts":
@@ -42,6 +48,7 @@ class DecoderParts:
             choices: how its mixers compute, in the order of `mixers_by_layer`.
         """
         by_layer = mixers_by_layer(decoder, spec)
+        modules: list[Any] = list(decoder.modules())
         return cls(
             mixers=[
                 (mixer, module, choice)
@@ -53,18 +60,29 @@ class DecoderParts:
                 for norm in _alike(decoder, getattr(decoder, spec.name("norm")))
                 if hasattr(norm, "weight")
             ],
-            mlps=[
-                (number, mlp, gated_projections(mlp, spec))
-                for number, mlp in _mlps_by_layer(decoder, spec, {id(one) for _, one in by_layer})
+            mlps=_mlps_by_layer(decoder, spec, {id(one) for _, one in by_layer}),
+            experts=[
+                (number, module, gate_of(module))
+                for number, layer in enumerate(decoder.layers)
+                for module in layer.modules()
+                if is_experts(module)
             ],
-            experts=[layer.experts for layer in decoder.layers if hasattr(layer, "experts")],
-            loras=[module for module in decoder.modules() if type(module) in LORA_TYPES],
+            loras=[module for module in modules if is_lora_linear(module)],
+            expert_loras=[module for module in modules if is_expert_adapter(module)],
             other_loras=[
                 module
-                for module in decoder.modules()
-                if isinstance(module, LoraLayer) and type(module) not in LORA_TYPES
+                for module in modules
+                if not (is_lora_linear(module) or is_expert_adapter(module)) and isinstance(module, LoraLayer)
             ],
         )
+
+    def gate_features(self, config: Any) -> list[int]:
+        """Features of gate for a token, in every module that is fused."""
+        of_mlps = [projections.features(mlp) for _, mlp, projections in self.mlps if projections is not None]
+        chosen: int = getattr(config, "num_experts_per_tok", 1) or 1
+        return of_mlps + [
+            chosen * features_of(experts) for _, experts, gate in self.experts if gate is not None
+        ]
 
 
 def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
@@ -74,10 +92,21 @@ def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
     return [(mixer, getattr(layer, spec.name(mixer.attribute))) for mixer, layer in pairs]
 
 
-def _mlps_by_layer(decoder: Any, spec: ArchSpec, mixers: set[int]) -> list[tuple[int, nn.Module]]:
+def _mlps_by_layer(
+    decoder: Any, spec: ArchSpec, mixers: set[int]
+) -> list[tuple[int, Any, GatedProjections | None]]:
     """The MLPs, each with its layer's number; where a layer has either, a mixer may stand in its place."""
     found = [(number, getattr(layer, spec.name("mlp"))) for number, layer in enumerate(decoder.layers)]
-    return [(number, mlp) for number, mlp in found if id(mlp) not in mixers]
+    return [one for number, mlp in found if id(mlp) not in mixers for one in _mlps(number, mlp, spec)]
+
+
+def _mlps(number: int, mlp: nn.Module, spec: ArchSpec) -> list[tuple[int, Any, GatedProjections | None]]:
+    """The MLP of a layer, or those gated ones that work beside its routed experts."""
+    projections = gated_projections(mlp, spec)
+    if projections is not None or not any(map(is_experts, mlp.modules())):
+        return [(number, mlp, projections)]
+    inside = [(number, module, gated_projections(module, spec)) for module in mlp.modules()]
+    return [one for one in inside if one[2] is not None and not is_experts(one[1])]
 
 
 def itself_and_copies(one: nn.Module) -> list[nn.Module]:

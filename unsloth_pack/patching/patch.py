@@ -28,6 +28,12 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, forget, let_in, set_forwards
+from unsloth_pack.forwards.experts import (
+    FastExperts,
+    FastExpertsLora,
+    why_experts_not_fused,
+    why_reads_host,
+)
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.mixers import Choice, Mixer, Request
@@ -38,6 +44,7 @@ from unsloth_pack.forwards.row_answers import FastRowAnswers
 from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.lora.stacks import is_experts
 from unsloth_pack.losses.cross_entropy import cross_entropy
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
@@ -48,6 +55,7 @@ from unsloth_pack.patching.report import (
     PatchReport,
     report_of,
     say,
+    say_experts,
     say_loras,
     say_loss,
     say_padding,
@@ -58,6 +66,8 @@ from unsloth_pack.patching.trainers import prepare_trainers
 logger = logging.getLogger("unsloth_pack")
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _MADE: WeakSet[type] = WeakSet()  # the classes of patched modules
+_EXPERTS = "routed experts that are not fused depend on the tokens"
+_FAST_LORAS = (FastLoraLinear, FastExpertsLora)
 _SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
 
@@ -86,11 +96,13 @@ class Patch:
     def report(self) -> PatchReport:
         """What is fused in the model as it is now: adapters may have come or gone since the patch."""
         if self._swapped:
-            loras = [module for module in self._decoder.modules() if isinstance(module, LoraLayer)]
+            modules = list(self._decoder.modules())
+            say_experts(self._report, [(m, isinstance(m, FastExperts)) for m in modules if is_experts(m)])
+            loras = [module for module in modules if isinstance(module, LoraLayer)]
             say_loras(
                 self._report,
-                [lora for lora in loras if isinstance(lora, FastLoraLinear)],
-                [lora for lora in loras if not isinstance(lora, FastLoraLinear)],
+                [lora for lora in loras if isinstance(lora, _FAST_LORAS)],
+                [lora for lora in loras if not isinstance(lora, _FAST_LORAS)],
             )
             say_loss(self._report, self._model)
             say_padding(self._report, self.unpadding)
@@ -218,9 +230,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     _warn_of_slow_layers(spec, choices)
     parts = DecoderParts.of(decoder, spec, choices)
     patch = Patch(base, attn_backend, unpad, report_of(spec, base, parts, choices))
-    gate_and_up_plan = GateAndUpPlan(
-        [projections.features(mlp) for _, mlp, projections in parts.mlps if projections is not None]
-    )
+    gate_and_up_plan = GateAndUpPlan(parts.gate_features(decoder.config))
     _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
     _swap_decoder(patch, base, decoder, parts, spec, choices, gate_and_up_plan)
     if base is not decoder and base.get_output_embeddings() is not None:
@@ -261,8 +271,21 @@ def _swap_inside_layers(
                 number=number,
                 gate_and_up_plan=gate_and_up_plan,
             )
+    for number, experts, gate in parts.experts:
+        if gate is not None:
+            patch.swap(
+                experts,
+                FastExperts,
+                gate=gate,
+                gate_module=getattr(experts, "act_fn", None),
+                decoder_layer=decoder.layers[number],
+                number=number,
+                gate_and_up_plan=gate_and_up_plan,
+            )
     for lora in parts.loras:
         patch.swap(lora, FastLoraLinear)
+    for lora in parts.expert_loras:
+        patch.swap(lora, FastExpertsLora)
 
 
 def _swap_decoder(
@@ -398,8 +421,13 @@ def _why_never_captured(
         return "CUDA graphs need CUDA"
     if why := next((choice.why_not_captured for choice in choices if choice.why_not_captured), None):
         return why
-    if parts.experts or any(hasattr(mlp, "experts") for _, mlp, _ in parts.mlps):
-        return "routed experts depend on the tokens"
+    for _, experts, gate in parts.experts:
+        if gate is None or why_experts_not_fused(experts):
+            return _EXPERTS
+        if why := why_reads_host(experts):
+            return why
+    if any(hasattr(mlp, "experts") for _, mlp, projections in parts.mlps if projections is None):
+        return _EXPERTS
     if parts.other_loras:
         return f"the adapter is on a {type(parts.other_loras[0].get_base_layer()).__name__}"
     if not all(table.is_static for table in tables.values()):

@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
-
 from unsloth_pack.forwards.door import trl_head_of
+from unsloth_pack.forwards.experts import gate_of, why_experts_not_fused, why_reads_host
 from unsloth_pack.forwards.mixers import Choice
 from unsloth_pack.forwards.rotary import rotary_module
 from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
-from unsloth_pack.lora.layers import LORA_TYPES, why_not_fused
+from unsloth_pack.lora.layers import is_lora_linear, why_not_fused
 from unsloth_pack.lora.nf4 import is_linear_4bit
+from unsloth_pack.lora.quantised_stacks import is_quantised
+from unsloth_pack.lora.stacks import is_expert_adapter, why_adapter_not_fused
 from unsloth_pack.losses.fusable import why_head_not_fused, why_loss_not_fused
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.patching.decoder_parts import DecoderParts
@@ -76,9 +77,6 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
     if len(gated_mlps) < len(parts.mlps):
         kinds = {type(mlp).__name__ for _, mlp, projections in parts.mlps if projections is None}
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
-    if parts.experts:
-        kinds = {type(experts).__name__ for experts in parts.experts}
-        not_fused["experts"] = f"{', '.join(sorted(kinds))} of {len(parts.experts)} layers, beside the MLP"
     if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"
     if n_nf4 := sum(is_linear_4bit(lora.get_base_layer()) for lora in parts.loras):
@@ -92,7 +90,8 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
         not_fused=not_fused,
     )
     say_loss(report, base)
-    say_loras(report, parts.loras, parts.other_loras)
+    say_experts(report, [(experts, gate is not None) for _, experts, gate in parts.experts])
+    say_loras(report, [*parts.loras, *parts.expert_loras], parts.other_loras)
     return report
 
 
@@ -120,12 +119,32 @@ def say_loss(report: PatchReport, model: Any) -> None:
         say(report, "TRL's loss", "from the same kernel", None)
 
 
-def say_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer]) -> None:
+def say_experts(report: PatchReport, experts: list[tuple[Any, bool]]) -> None:
+    """How many layers of routed experts are fused.
+
+    Args:
+        experts: each with whether the patch covers it.
+    """
+    reasons = Counter(
+        why_experts_not_fused(one) if is_covered else "no kernel computes what they do with gate and up"
+        for one, is_covered in experts
+    )
+    n_fused = reasons.pop(None, 0)
+    how = f"{n_fused} layers, each as one autograd node"
+    if n_fused and (why := why_reads_host(experts[0][0])):
+        how += f"; one expert after another: {why}"
+    if n_fused and is_quantised(experts[0][0]):
+        how += "; their weights are dequantised at each use"
+    not_fused = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
+    say(report, "experts", how if n_fused else None, not_fused)
+
+
+def say_loras(report: PatchReport, loras: list[Any], other_loras: list[Any]) -> None:
     """How many LoRA layers are fused. `other_loras` never are: the patch does not cover them."""
-    reasons = Counter(why_not_fused(lora) for lora in loras)
+    reasons = Counter(_why_lora_not_fused(lora) for lora in loras)
     reasons.update(
         "put on after the patch; call patch_model again"
-        if type(lora) in LORA_TYPES
+        if is_lora_linear(lora) or is_expert_adapter(lora)
         else f"on a {type(lora.get_base_layer()).__name__}"
         for lora in other_loras
     )
@@ -133,6 +152,15 @@ def say_loras(report: PatchReport, loras: list[Any], other_loras: list[LoraLayer
     how = f"{n_fused} layers; those over one input, and those of an MLP, as one autograd node"
     why = ", ".join(f"{n} layers: {reason}" for reason, n in reasons.items())
     say(report, "LoRA", how if n_fused else None, why)
+
+
+def _why_lora_not_fused(lora: Any) -> str | None:
+    if not is_expert_adapter(lora):
+        return why_not_fused(lora)
+    experts = lora.get_base_layer()
+    if gate_of(experts) is None or why_experts_not_fused(experts):
+        return "its experts are not fused"
+    return why_adapter_not_fused(lora)
 
 
 def say_step(report: PatchReport, graphs: StepGraphs) -> None:

@@ -1,0 +1,192 @@
+"""The kernels of routed experts against float64 truth, beside plain torch in the same dtype.
+
+Under Triton's interpreter without a GPU and on the GPU with one.
+"""
+
+import itertools
+
+import pytest
+import torch
+from exactness import DEVICE, assert_cpu_takes_the_reference
+from torch import Tensor
+
+from unsloth_pack.kernels import (
+    Gate,
+    InnerSum,
+    Scaled,
+    grouped_mm,
+    grouped_outer,
+    reference,
+    routed_gate_,
+    routed_gate_backward_,
+    sum_of_rows,
+)
+
+pytest.importorskip("triton")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GATES = {
+    "silu": Gate("silu"),
+    "gelu": Gate("gelu_tanh"),
+    "limited": Gate("silu", 1.702, 0.7, 1.0, interleaved=True),
+}
+all_gates = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+all_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+
+
+def rand(*shape: int, dtype=FP32) -> Tensor:
+    """Numbers that no limit is near: which side of it a rounded one is on would be luck."""
+    x = torch.randn(shape)
+    return torch.where((x.abs() - 0.7).abs() < 0.02, 2 * x, x).to(DEVICE, dtype)
+
+
+def plain(inner: InnerSum, weight: Tensor, gate: Gate, g: Tensor, of_g: Scaled | None, dtype) -> list[Tensor]:
+    """The weighted product and the gradients of the sum and of the weight, all in `dtype`."""
+    total = inner.base.to(dtype)
+    if inner.low_rank is not None:
+        total = total + inner.low_rank.scale * inner.low_rank.values.to(dtype)
+    if inner.bias is not None:
+        total = total + inner.bias.to(dtype)[inner.expert.long()]
+    leaves = total.detach().requires_grad_(), weight.detach().to(dtype).requires_grad_()
+    product = leaves[1][:, None] * gate.product(*gate.halves(leaves[0]))
+    g = g.to(dtype)
+    if of_g is not None:
+        g = g + of_g.scale * of_g.values.to(dtype)
+    return [product, *torch.autograd.grad(product, leaves, g)]
+
+
+def ours(inner: InnerSum, weight, gate, g, of_g, in_place=False) -> list[Tensor]:
+    """Likewise by the kernels; the sum is kept, or made again over its own base."""
+    before = inner.base.clone()
+    product = routed_gate_(inner, weight, gate, keep=False)
+    assert torch.equal(inner.base, before)
+    if not in_place:
+        assert torch.equal(product, routed_gate_(inner, weight, gate, keep=True))
+        inner = InnerSum(inner.base)
+    again, g_inner = g.clone(), inner.base if in_place else torch.full_like(inner.base, torch.nan)
+    g_weight = routed_gate_backward_(again, of_g, inner, weight, gate, g_inner)
+    assert torch.equal(again, product)
+    return [product, g_inner, g_weight]
+
+
+def no_less_exact(results, yardsticks, truths) -> None:
+    for x, y, t in zip(results, yardsticks, truths, strict=True):
+        error, yardstick = ((r.double() - t).norm().item() for r in (x, y))
+        slack = 4 * torch.finfo(FP32).eps * t.norm().item()
+        assert error <= yardstick + slack, (error, yardstick, slack)
+
+
+@all_gates
+@all_dtypes
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_weighted_product_is_no_less_exact_than_plain_torch(dtype, gate, in_place):
+    S, F, E = 40, 72, 3
+    base, low_rank, g = rand(S, 2 * F, dtype=dtype), rand(S, 2 * F, dtype=dtype), rand(S, F, dtype=dtype)
+    weight = torch.rand(S, device=DEVICE)
+    expert = torch.arange(S, device=DEVICE, dtype=torch.int16) % E
+    part, of_g = Scaled(0.1 * low_rank, 0.25), Scaled(rand(S, F, dtype=dtype), 0.3)
+    for low, bias, of in itertools.product((None, part), (None, rand(E, 2 * F, dtype=dtype)), (None, of_g)):
+        if gate.limit is not None and (low, bias) != (None, None):
+            continue  # a sum may come near the limit
+        inner = InnerSum(base.clone(), low, bias, None if bias is None else expert)
+        given = InnerSum(base, *inner[1:])
+        results = ours(inner, weight, gate, g, of, in_place)
+        assert results[0].dtype == results[1].dtype == dtype
+        assert results[2].dtype == FP32
+        truths = plain(given, weight, gate, g, of, torch.float64)
+        no_less_exact(results, plain(given, weight, gate, g, of, dtype), truths)
+
+
+@pytest.mark.parametrize("S", [0, 1, 33])
+@pytest.mark.parametrize("F", [1, 8, 65, 1025])
+def test_ragged_shapes(S, F):
+    base, g, weight = rand(S, 2 * F), rand(S, F), torch.rand(S, device=DEVICE)
+    expert = torch.zeros(S, device=DEVICE, dtype=torch.int16)
+    for gate in GATES.values():
+        bias = None if gate.limit else rand(2, 2 * F)
+        inner = InnerSum(base.clone(), None, bias, None if bias is None else expert)
+        given = InnerSum(base, *inner[1:])
+        results = ours(inner, weight, gate, g, None)
+        truths = plain(given, weight, gate, g, None, torch.float64)
+        no_less_exact(results, plain(given, weight, gate, g, None, FP32), truths)
+
+
+def test_a_limit_stops_the_gradient_beyond_it():
+    gate = Gate("silu", 1.702, 7.0, 1.0, interleaved=True)
+    rows = torch.tensor([[8.0, 1.0], [1.0, 8.0], [1.0, -8.0], [-8.0, 1.0], [7.0, 7.0]], device=DEVICE)
+    g_inner = torch.full_like(rows, torch.nan)
+    ones = torch.ones(5, device=DEVICE)
+    routed_gate_backward_(ones[:, None].clone(), None, InnerSum(rows), ones, gate, g_inner)
+    is_zero = [[True, False], [False, True], [False, True], [False, False], [False, False]]
+    assert (g_inner == 0).tolist() == is_zero
+
+
+@all_dtypes
+@pytest.mark.parametrize("C", [1, 24, 1030])
+@pytest.mark.parametrize("k", [1, 3])
+def test_rows_are_summed_in_their_order(dtype, C, k):
+    N = 17
+    y, more = rand(N * k, C, dtype=dtype), Scaled(rand(N * k, C, dtype=dtype), 0.3)
+    places = torch.randperm(N * k, device=DEVICE).view(N, k)
+    for parts in ([Scaled(y, 1.0)], [Scaled(y, 1.0), more]):
+        wide = sum(part.scale * part.values.double() for part in parts)
+        plain = sum(part.scale * part.values for part in parts)
+        got = sum_of_rows(parts, places)
+        assert got.dtype == dtype
+        no_less_exact([got], [plain[places].sum(1)], [wide[places].sum(1)])
+        assert torch.equal(got, sum_of_rows(parts, places))
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 9, 0], [0, 0, 0, 14], [1, 1, 11, 1], [14, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_grouped_gemms(counts, dtype):
+    n_in, n_out = 16, 24
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    x, g = rand(14, n_in, dtype=dtype), rand(14, n_out, dtype=dtype)
+    weight = rand(4, n_out, n_in, dtype=dtype)
+    rows = [slice(end - n, end) for n, end in zip(counts, ends.tolist(), strict=True)]
+    for view in (weight.transpose(1, 2), weight.transpose(1, 2).contiguous()):
+        parts = [x[own].double() @ view[e].double() for e, own in enumerate(rows)]
+        plain = torch.cat([x[own] @ view[e] for e, own in enumerate(rows)])
+        no_less_exact([grouped_mm(x, view, ends)], [plain], [torch.cat(parts)])
+    outer = grouped_outer(x, g, ends)
+    truth = torch.stack([x[own].double().t() @ g[own].double() for own in rows])
+    plain = torch.stack([x[own].t() @ g[own] for own in rows])
+    no_less_exact([outer], [plain], [truth])
+    assert all((outer[e] == 0).all() for e, n in enumerate(counts) if n == 0)
+
+
+def test_the_oracle_does_not_read_what_it_has_overwritten():
+    """In float32 and float64 a cast is no copy."""
+    for dtype in (FP32, torch.float64):
+        base, g, weight = torch.randn(4, 16), torch.zeros(4, 8), torch.rand(4)
+        made = reference.routed_gate_backward_(
+            g.to(dtype), None, InnerSum(base.to(dtype)), weight.to(dtype), GATES["silu"], base.to(dtype)
+        )
+        assert (made == 0).all()
+
+
+def test_cpu_takes_the_reference():
+    inner = "InnerSum(torch.randn(5, 8))"
+    made = f"{inner}, torch.rand(5), Gate('silu'), False"
+    assert_cpu_takes_the_reference("routed_gate_", f"({made})", ["InnerSum", "Gate"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inner": InnerSum(torch.ones(5, 7))}, r"gate and up are \[5, 7\]: pass \[S, 2F\]"),
+        ({"inner": InnerSum(torch.ones(8, 5).t())}, "not contiguous"),
+        ({"inner": InnerSum(torch.ones(5, 8), Scaled(torch.ones(5, 4), 1.0))}, r"low-rank part is \[5, 4\]"),
+        ({"inner": InnerSum(torch.ones(5, 8), None, torch.ones(2, 8))}, "bias and expert one is missing"),
+        ({"inner": InnerSum(torch.ones(5, 8), None, torch.ones(2, 4), torch.ones(5))}, r"bias is \[2, 4\]"),
+        ({"weight": torch.ones(4)}, r"weight is \[4\]: pass \[5\]"),
+        ({"gate": Gate("relu")}, "activation is 'relu'"),
+        ({"gate": Gate("gelu_tanh", alpha=2.0)}, "alpha is 2.0 with gelu_tanh"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, message):
+    good = {"inner": InnerSum(torch.ones(5, 8)), "weight": torch.ones(5), "gate": Gate("silu"), "keep": True}
+    with pytest.raises(ValueError, match=message) as error:
+        routed_gate_(**(good | changes))
+    assert "\n" not in str(error.value)
+    routed_gate_(**good)

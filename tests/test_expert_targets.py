@@ -1,0 +1,179 @@
+"""Which parts of a model with experts an adapter is put on, and that its files are PEFT's."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import DEVICE, error, random_documents
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
+from unsloth_pack.errors import InputError
+from unsloth_pack.files.loading import load_adapter
+from unsloth_pack.files.merging import merged_state_dict
+from unsloth_pack.lora.targets import default_names, lora_targets
+
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION = {f"layers.{i}.self_attn.{name}" for i in (0, 1) for name in SEVEN[:4]}
+STACKS = {f"layers.{i}.mlp.experts{inner}" for i in (0, 1) for inner in ("", ".base_layer")}
+DENSE = {f"layers.1.mlp.{name}" for name in SEVEN[4:]}
+EVERY_LAYER = dict(mlp_only_layers=[])  # as in Qwen3-30B-A3B
+
+
+def base(**overrides):
+    torch.manual_seed(0)
+    config = supported_architectures()["qwen3_moe"].tiny_config(**overrides)
+    return AutoModelForCausalLM.from_config(config).requires_grad_(False).to(DEVICE)
+
+
+def adapted(model, targets, **options):
+    patch_model(model)
+    return FastLanguageModel.get_peft_model(model, r=3, lora_alpha=5, target_modules=targets, **options)
+
+
+def places(model):
+    """Where there is an A."""
+    return {
+        name.removeprefix("base_model.model.model.").partition(".lora_A")[0]
+        for name, _ in model.named_parameters()
+        if "lora_A" in name
+    }
+
+
+@pytest.mark.parametrize("targets", [SEVEN, None, "all-linear", r".*_proj"], ids=str)
+@pytest.mark.parametrize("overrides", [EVERY_LAYER, {}], ids=str)
+def test_all_layers_by_the_names_that_people_use(targets, overrides):
+    model = adapted(base(**overrides), targets)
+    stacks = STACKS if overrides else {place for place in STACKS if "layers.0" in place}
+    assert places(model) == ATTENTION | stacks | (set() if overrides else DENSE)
+    assert not model.get_base_model().unsloth_pack_patch.report.not_fused.keys() & {"LoRA", "experts", "MLP"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "expected"),
+    [
+        (["down_proj"], {}, {"layers.0.mlp.experts", "layers.1.mlp.down_proj"}),
+        (["mlp.down_proj"], {}, {"layers.1.mlp.down_proj"}),
+        (["experts.down_proj"], {}, {"layers.0.mlp.experts"}),
+        (r".*layers\.0.*\.(gate|up)_proj", {}, {"layers.0.mlp.experts"}),
+        (r".*layers\.1.*\.(q|up)_proj", {}, {"layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"}),
+        (None, {"layers_to_transform": [1]}, DENSE | {place for place in ATTENTION if "layers.1" in place}),
+        ("all-linear", {"layers_to_transform": 1}, DENSE | {p for p in ATTENTION if "layers.1" in p}),
+        (SEVEN[5:], {"exclude_modules": ["down_proj", "experts"]}, {"layers.1.mlp.up_proj"}),
+        (SEVEN[4:], {"exclude_modules": r".*experts.*"}, DENSE),
+        (SEVEN[:4], {"target_parameters": ["experts.down_proj"]}, ATTENTION | {"layers.0.mlp.experts"}),
+        (None, {"target_parameters": ["experts.down_proj"]}, ATTENTION | DENSE | {"layers.0.mlp.experts"}),
+        (["gate"], {}, {"layers.0.mlp.gate"}),
+    ],
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
+)  # fmt: skip
+def test_some_layers(targets, options, expected):
+    assert places(adapted(base(), targets, **options)) == expected
+
+
+def test_what_is_refused():
+    for targets, message in (
+        (["gate_proj"], "names 'gate_proj' of experts without 'up_proj'"),
+        (["w_proj"], "target_modules names 'w_proj'; the model has down_proj, "),
+        (r".*experts\.(w_proj|q)", "which matches nothing"),
+    ):
+        with pytest.raises(InputError, match=message):
+            adapted(base(**EVERY_LAYER), targets)
+    with pytest.raises(InputError, match="lora_dropout"):
+        adapted(base(**EVERY_LAYER), None, lora_dropout=0.1)
+
+
+def test_all_linear_says_that_routers_stay(caplog):
+    with caplog.at_level(logging.WARNING, "unsloth_pack"):
+        model = get_peft_model(
+            shared(), LoraConfig(**lora_targets(shared(), "all-linear").config_fields(3, 5, {}))
+        )
+    assert "all-linear leaves the routers of experts as they are" in caplog.text
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert not [name for name in trained if ".gate." in name or "shared_expert_gate" in name]
+    assert sum("shared_expert." in name for name in trained) == 2 * 3
+    assert lora_targets(shared(), ["shared_expert_gate"]).modules == ["shared_expert_gate"]
+
+
+def shared():
+    """A model whose layers have a shared expert beside the routed ones."""
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, num_hidden_layers=1)
+    sizes |= dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(shared_expert_intermediate_size=32, **sizes))
+
+
+def test_names_without_experts_are_peft_s_own():
+    model = AutoModelForCausalLM.from_config(supported_architectures()["llama"].tiny_config())
+    for targets in (["q_proj"], "all-linear", r".*q_proj"):
+        found = lora_targets(model, targets)
+        assert (found.modules, found.parameters, found.doubles_gate_and_up) == (targets, (), False)
+    assert default_names(model) == SEVEN
+
+
+def test_the_ranks_are_those_that_peft_makes_of_these_names():
+    ours = adapted(base(**EVERY_LAYER), SEVEN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LoraConfig(r=3, lora_alpha=5, target_modules=SEVEN, task_type="CAUSAL_LM")
+        plain = get_peft_model(base(**EVERY_LAYER), config)
+    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in (ours, plain)]
+    assert shapes[0] == shapes[1]
+    scalings = [
+        [m.scaling for m in model.modules() if hasattr(m, "scaling") and hasattr(m, "lora_A")]
+        for model in (ours, plain)
+    ]
+    assert scalings[0] == scalings[1]
+    given = adapted(base(**EVERY_LAYER), SEVEN, rank_pattern={"gate_up_proj": 2, "q_proj": 1})
+    assert given.get_base_model().model.layers[0].mlp.experts.base_layer.r == {"default": 2}
+    assert given.get_base_model().model.layers[0].self_attn.q_proj.r == {"default": 1}
+
+
+@pytest.fixture(scope="module", params=[EVERY_LAYER, {}], ids=str)
+def trained(request, tmp_path_factory):
+    """A folder of a model, one with an adapter, and what both give."""
+    folder = tmp_path_factory.mktemp("experts")
+    base(**request.param).save_pretrained(folder / "base")
+    model = adapted(AutoModelForCausalLM.from_pretrained(folder / "base").to(DEVICE), None)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = (0.2 * torch.randn(weight.shape, generator=generator)).to(DEVICE)
+    model.save_pretrained(folder / "adapter")
+    return folder, model, logits(model)
+
+
+def logits(model):
+    model.eval()
+    (ids,) = random_documents([23])
+    with torch.no_grad():
+        return model(input_ids=ids[None].to(DEVICE), use_cache=False).logits
+
+
+def test_files_go_to_plain_peft_and_come_back(trained, tmp_path):
+    folder, _, expected = trained
+    assert error(logits(AutoModelForCausalLM.from_pretrained(folder / "base").to(DEVICE)), expected) > 0.1
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter"
+    )
+    assert error(logits(plain.to(DEVICE)), expected) < 1e-5
+    plain.save_pretrained(tmp_path / "again")
+    back = load_adapter(AutoModelForCausalLM.from_pretrained(folder / "base"), tmp_path / "again").to(DEVICE)
+    report = patch_model(back).report
+    assert "LoRA" not in report.not_fused
+    assert error(logits(back), expected) < 1e-5
+
+
+def test_merged_is_trained_is_peft_s_own(trained):
+    folder, model, expected = trained
+    weights = merged_state_dict(model, torch.float32)
+    fresh = AutoModelForCausalLM.from_pretrained(folder / "base").to(DEVICE)
+    fresh.load_state_dict(weights)
+    assert error(logits(fresh), expected) < 1e-5
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter"
+    )
+    theirs = plain.merge_and_unload().state_dict()
+    assert max(error(theirs[name], weights[name]) for name in weights) < 1e-6

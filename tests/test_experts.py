@@ -1,0 +1,352 @@
+"""Routed experts as one node: what PEFT's own forward gives, with no full gradient and in every state."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+
+from unsloth_pack import patch_model
+from unsloth_pack.forwards import experts as fast
+from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
+from unsloth_pack.lora import experts as module
+from unsloth_pack.lora.stacks import is_expert_adapter, is_experts
+from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.patching.decoder_parts import _mlps
+
+EXPERTS, WIDTH, FEATURES, RANK = 5, 32, 24, 3
+LAYOUTS = {
+    "stacked": lambda: Qwen3MoeExperts(
+        Qwen3MoeConfig(num_experts=EXPERTS, hidden_size=WIDTH, moe_intermediate_size=FEATURES)
+    ),
+    "transposed": lambda: GptOssExperts(
+        GptOssConfig(num_local_experts=EXPERTS, hidden_size=WIDTH, intermediate_size=FEATURES)
+    ),
+}
+ROUTES = {  # which experts 13 tokens go to
+    "spread": lambda: torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(13)]),
+    "some without tokens": lambda: torch.tensor([[3, 1]] * 12 + [[1, 3]]),
+    "one token in one": lambda: torch.tensor([[0, 4]] * 12 + [[2, 4]]),
+    "all in one": lambda: torch.full((13, 1), 2),
+    "one token": lambda: torch.tensor([[4, 0]]),
+}
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+class Block(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x, index, weights):
+        return self.experts(x, index, weights)
+
+
+def adapted(layout, dtype, targets=STACKS):
+    """A PEFT model of one stack of experts whose weights are exact in bfloat16."""
+    experts = LAYOUTS[layout]()
+    experts.config._experts_implementation = "eager"
+    config = LoraConfig(r=RANK, lora_alpha=4, target_modules=[], target_parameters=targets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(Block(experts), config, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        weight.data = (0.4 * torch.randn(weight.shape, generator=generator)).bfloat16().to(dtype)
+    return model.to(DEVICE)
+
+
+def fused(model, keep=True):
+    """The same modules, with the classes that a patch gives them."""
+    model = copy.deepcopy(model)
+    layer = nn.Module()
+    layer.gradient_checkpointing = not keep
+    layer._gradient_checkpointing_func = None
+    for one in list(model.modules()):
+        if is_experts(one):
+            own = dict(gate=fast.gate_of(one), gate_module=getattr(one, "act_fn", None), number=0)
+            assert own["gate"] is not None
+            vars(one).update(own, decoder_layer=layer, gate_and_up_plan=GateAndUpPlan([]))
+            one.__class__ = type("Fast", (fast.FastExperts, type(one)), {})
+        elif is_expert_adapter(one):
+            one.__class__ = type("Fast", (fast.FastExpertsLora, type(one)), {})
+    return model
+
+
+def outcome(model, index, dtype):
+    generator = torch.Generator().manual_seed(1)
+    n, k = index.shape
+    x, g = (torch.randn(n, WIDTH, generator=generator).bfloat16().to(DEVICE, dtype) for _ in range(2))
+    weights = torch.rand(n, k, generator=generator).bfloat16().to(DEVICE, dtype)
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    y = model(x, index.to(DEVICE), weights)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(y, [x, weights, *trained.values()], g, allow_unused=True)
+    named = dict(zip(["y", "x", "weights", *trained], [y.detach(), *grads], strict=True))
+    # PEFT's own leaves the factors of an expert without tokens out where its parameter gets no gradient
+    return {name: torch.zeros(1) if value is None else value.double().cpu() for name, value in named.items()}
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_exact_as_peft_in_every_dtype(layout, routes):
+    torch.manual_seed(2)
+    index = ROUTES[routes]()
+    truth = outcome(adapted(layout, torch.float64), index, torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        model = adapted(layout, dtype)
+        plain = outcome(model, index, dtype)
+        for keep in (True, False):
+            got = outcome(fused(model, keep), index, dtype)
+            for name, expected in truth.items():
+                ours, theirs = (error(one[name], expected) for one in (got, plain))
+                assert ours <= 1.5 * theirs + 4 * torch.finfo(dtype).eps, (dtype, keep, name, ours, theirs)
+
+
+@pytest.mark.parametrize("targets", [[], STACKS[:1], STACKS[1:]], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_an_adapter_on_one_stack_or_none(layout, targets):
+    torch.manual_seed(2)
+    index = ROUTES["spread"]()
+    model = adapted(layout, torch.float64, targets or STACKS)
+    if not targets:
+        model = model.unload().requires_grad_(False)
+    expected, got = (outcome(one, index, torch.float64) for one in (model, fused(model)))
+    assert expected.keys() == got.keys()
+    assert max(error(got[name], expected[name]) for name in got) < 1e-13
+
+
+class Sizes(TorchDispatchMode):
+    """Records how many elements every new tensor has, beside views of a model's parameters."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.seen = []
+        self._known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [one for one in [out] if isinstance(one, torch.Tensor)]
+        self.seen += [t.numel() for t in tensors if t.untyped_storage().data_ptr() not in self._known]
+        return out
+
+
+def test_no_gradient_as_large_as_a_stack_is_made_and_nothing_as_wide_is_kept():
+    model = adapted("stacked", torch.float32)
+    index = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(16)]).to(DEVICE)
+    largest = {}
+    for name, one in (("ours", fused(model, keep=False)), ("plain", model)):
+        x, kept = torch.randn(16, WIDTH, device=DEVICE, requires_grad=True), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            y = one(x, index, torch.rand(16, 2, device=DEVICE))
+        with Sizes(one) as sizes:
+            y.sum().backward()
+        largest[name] = max(sizes.seen)
+        if name == "ours":
+            assert {tuple(t.shape) for t in kept} == {(16, WIDTH), (16, 2)}
+    assert largest["ours"] < EXPERTS * FEATURES * WIDTH < 2 * EXPERTS * FEATURES * WIDTH <= largest["plain"]
+
+
+def test_the_same_bits_every_time():
+    torch.manual_seed(2)
+    model, index = fused(adapted("stacked", torch.float32)), ROUTES["spread"]()
+    first, second = (outcome(model, index, torch.float32) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_rows_of_experts_stay_on_the_device():
+    index = torch.stack([torch.randperm(9)[:3] for _ in range(50)])
+    routing = module.Routing.of(index, 9)
+    counts = torch.bincount(index.flatten(), minlength=9)
+    assert torch.equal(routing.ends_E, counts.cumsum(0).int())
+    assert torch.equal(routing.experts_Nk(), index)
+    assert torch.equal(routing.token_S[routing.place_Nk], torch.arange(50)[:, None].expand(50, 3))
+    assert all(x.shape == (150,) for x in (routing.expert_S, routing.slot_S, routing.token_S))
+
+
+# In models
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return random_documents([5, 1, 19, 8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_layer_has_experts(documents, dtype):
+    """The layout of Qwen3-30B-A3B: the names of an expert's layers are those of no module."""
+    truth = run_alone(tiny_model("qwen3_moe", torch.float64, mlp_only_layers=[]), documents)
+    assert any("layers.1.mlp.experts" in name for name in truth.grads)
+    plain = run_alone(tiny_model("qwen3_moe", dtype, mlp_only_layers=[]), documents, truth.routes)
+    model = tiny_model("qwen3_moe", dtype, mlp_only_layers=[])
+    report = patch_model(model).report
+    assert report.fused["experts"].startswith("2 layers")
+    assert report.fused["LoRA"].startswith("12 layers")
+    assert not {"MLP", "experts", "LoRA"} & report.not_fused.keys()
+    got = run_packed(model, documents, truth.routes)
+    assert got.grads.keys() == truth.grads.keys()
+    assert error(got.logits, truth.logits) <= 1.5 * error(plain.logits, truth.logits)
+    for name, grad in truth.grads.items():
+        assert error(got.grads[name], grad) <= 1.5 * error(plain.grads[name], grad), name
+
+
+@pytest.mark.parametrize("mode", [True, "offload", "auto"])
+def test_checkpointing_computes_down_once(documents, mode, monkeypatch):
+    model = tiny_model("qwen3_moe", mlp_only_layers=[])
+    patch = patch_model(model)
+    expected = run_packed(model, documents)
+    runs = []
+    forward = module._RoutedExperts.forward
+    monkeypatch.setattr(
+        module._RoutedExperts, "forward", staticmethod(lambda *args: runs.append(1) or forward(*args))
+    )
+    enable_checkpointing(model, mode)
+    patch.skip_probe()
+    got = run_packed(model, documents)
+    assert len(runs) == 2, "a layer of experts is not computed again as a whole"
+    for name in expected.grads:
+        assert torch.equal(got.grads[name], expected.grads[name]), name
+
+
+def test_what_a_model_computes_without_an_adapter_or_with_several(documents):
+    model = tiny_model("qwen3_moe", torch.float32)
+    config = copy.deepcopy(model.peft_config["default"])
+    model.add_adapter("other", config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".other." in name:
+                weight.normal_(std=0.2)
+    plain = copy.deepcopy(model)
+    patch = patch_model(model)
+    states = {
+        "one": lambda m: m.set_adapter("default"),
+        "the other": lambda m: m.set_adapter("other"),
+        "both": lambda m: m.base_model.set_adapter(["default", "other"]),
+        "merged": lambda m: (m.set_adapter("default"), m.merge_adapter()),
+        "unmerged": lambda m: m.unmerge_adapter(),
+        "disabled": lambda m: m.base_model.disable_adapter_layers(),
+    }
+    ids = documents[2][None].to(DEVICE)
+    outputs = []
+    for state, reach in states.items():
+        for one in (model, plain):
+            reach(one)
+        said = patch.report.not_fused.get("LoRA", "")
+        assert ("2 active adapters" in said) == (state == "both"), (state, said)
+        logits, expected = (one(input_ids=ids, use_cache=False).logits for one in (model, plain))
+        assert error(logits, expected) < 1e-5, state
+        outputs.append(expected)
+        if state in ("one", "the other", "both"):
+            grads = []
+            for one in (model, plain):
+                one.zero_grad()
+                one(input_ids=ids, use_cache=False).logits.sum().backward()
+                grads.append({n: p.grad for n, p in one.named_parameters() if p.grad is not None})
+            assert grads[0].keys() == grads[1].keys()
+            assert max(error(grads[0][n], grads[1][n]) for n in grads[0]) < 1e-4, state
+    assert error(outputs[0], outputs[1]) > 0.01 < error(outputs[0], outputs[2])
+
+
+def test_undo_gives_back_what_came_in(documents):
+    model = tiny_model("qwen3_moe", torch.float32)
+    before = {name: (type(one), {*vars(one)}) for name, one in model.named_modules()}
+    patch = patch_model(model)
+    run_packed(model, documents)
+    copied = copy.deepcopy(model)
+    assert error(run_packed(copied, documents).logits, run_packed(model, documents).logits) == 0
+    patch.undo()
+    for name, one in model.named_modules():
+        assert (type(one), {*vars(one)}) == before[name], name
+
+
+def test_hooks_inside_run(documents):
+    model = tiny_model("qwen3_moe", torch.float32)
+    patch = patch_model(model)
+    expected = run_packed(model, documents)
+    layer = model.get_base_model().model.layers[0].mlp.experts
+    called = []
+    for one in (layer.base_layer, layer.lora_A["default"], layer.get_base_layer().act_fn):
+        handle = one.register_forward_hook(lambda *_: called.append(1))
+        got = run_packed(model, documents)
+        if one is not layer.lora_A["default"]:  # PEFT itself reads the weight of this one
+            assert called, type(one)
+        called.clear()
+        handle.remove()
+        assert error(got.logits, expected.logits) < 1e-5
+    assert patch.report.fused["experts"].startswith("1 layers")
+
+
+def test_trained_weights_of_experts_are_not_fused(documents):
+    model = tiny_model("qwen3_moe", torch.float32)
+    experts = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    patch = patch_model(model)
+    experts.down_proj.requires_grad_()
+    assert patch.report.not_fused["experts"] == "1 layers: the weights are trained"
+    assert "its experts are not fused" in patch.report.not_fused["LoRA"]
+    run_packed(model, documents)
+    assert experts.down_proj.grad is not None
+
+
+def test_a_router_that_is_trained_gets_its_gradient(documents):
+    truth = run_alone(trained_router(torch.float64), documents)
+    name = next(name for name in truth.grads if name.endswith("mlp.gate.weight"))
+    plain = run_alone(trained_router(torch.float32), documents)
+    model = trained_router(torch.float32)
+    patch_model(model)
+    got = run_packed(model, documents)
+    assert error(got.grads[name], truth.grads[name]) <= 1.5 * error(plain.grads[name], truth.grads[name])
+
+
+def trained_router(dtype):
+    model = tiny_model("qwen3_moe", dtype)
+    model.get_base_model().model.layers[0].mlp.gate.weight.requires_grad_()
+    return model
+
+
+def test_the_auxiliary_loss_is_plains_and_sees_no_padding(documents):
+    row = torch.cat(documents).to(DEVICE)[None]
+    lengths = [len(document) for document in documents]
+    asked = dict(output_router_logits=True)
+    plain = tiny_model("qwen3_moe", torch.float32, mlp_only_layers=[])
+    model = copy.deepcopy(plain)
+    patch_model(model)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE)
+    expected = plain(input_ids=row, labels=row, position_ids=positions, use_cache=False, **asked)
+    got = model(input_ids=row, labels=row, packed_seq_lengths=lengths, **asked)
+    assert error(got.aux_loss, expected.aux_loss) < 1e-6
+    # Two documents of 5 and 19 tokens as a padded batch: plain counts its tokens by the mask
+    ids = torch.zeros(2, 19, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for place, document in enumerate((documents[0], documents[2])):
+        ids[place, : len(document)], mask[place, : len(document)] = document, 1
+    batch = dict(input_ids=ids.to(DEVICE), attention_mask=mask.to(DEVICE), labels=ids.to(DEVICE))
+    expected, got = (one(**batch, use_cache=False, **asked) for one in (plain, model))
+    assert error(got.aux_loss, expected.aux_loss) < 1e-6
+    assert error(got.loss, expected.loss) < 1e-5
+
+
+def test_generation_with_and_without_a_cache_is_plains():
+    plain = tiny_model("qwen3_moe", torch.float32, mlp_only_layers=[]).eval()
+    model = copy.deepcopy(plain)
+    patch_model(model)
+    ids = torch.arange(3, 12, device=DEVICE)[None]
+    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for use_cache in (True, False):
+        answers = [one.generate(input_ids=ids, use_cache=use_cache, **options) for one in (model, plain)]
+        assert torch.equal(*answers)
+
+
+def test_a_shared_expert_is_a_gated_mlp():
+    """That of qwen2_moe stands beside the routed ones."""
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+    config = Qwen2MoeConfig(hidden_size=64, shared_expert_intermediate_size=32, **sizes)
+    block = Qwen2MoeSparseMoeBlock(config)
+    assert [type(one).__name__ for one in block.modules() if is_experts(one)] == ["Qwen2MoeExperts"]
+    assert [(type(mlp).__name__, name) for _, mlp, name in _mlps(0, block)] == [("Qwen2MoeMLP", "silu")]

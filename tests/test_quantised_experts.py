@@ -1,0 +1,144 @@
+"""Experts in 4 bits and in fp8: what they compute is what their weights stand for; files, merging, copies."""
+
+import copy
+
+import pytest
+import torch
+from peft import PeftModel
+from test_expert_targets import EVERY_LAYER, adapted, base, logits
+from tiny import DEVICE, error, random_documents, run_packed
+from transformers import AutoModelForCausalLM
+from transformers.utils import is_bitsandbytes_available
+
+from unsloth_pack import FastLanguageModel, patch_model
+from unsloth_pack.errors import InputError
+from unsloth_pack.files.loading import load_adapter
+from unsloth_pack.files.merging import merged_state_dict
+from unsloth_pack.lora.fp8 import quantize_to_fp8
+from unsloth_pack.lora.quantised_stacks import dequantised_copy, is_quantised
+from unsloth_pack.lora.stacks import is_experts, quantise_experts
+
+needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
+kinds = pytest.mark.parametrize("kind", [pytest.param("nf4", marks=needs_bitsandbytes), "fp8"])
+
+
+def quantised(kind, **overrides):
+    model = base(**overrides)
+    assert quantise_experts(model, kind) == (2 if overrides else 1)
+    return model
+
+
+def exact(model):
+    """The model with the weights that its experts stand for."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if is_experts(child):
+                setattr(parent, name, dequantised_copy(child, torch.float32))
+    return model
+
+
+def with_factors(model):
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = (0.2 * torch.randn(weight.shape, generator=generator)).to(DEVICE)
+    return model
+
+
+@kinds
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_logits_and_gradients_are_those_of_what_the_weights_stand_for(kind, is_recomputed):
+    documents = random_documents([5, 1, 19])
+    frozen = quantised(kind, **EVERY_LAYER)
+    options = dict(use_gradient_checkpointing=is_recomputed)
+    expected, got = (
+        run_packed(with_factors(adapted(model, None, **options)), documents)
+        for model in (exact(frozen), frozen)
+    )
+    assert error(got.logits, expected.logits) < 1e-5
+    assert got.grads.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        assert error(got.grads[name], grad) < 1e-4, name
+    report = frozen.unsloth_pack_patch.report
+    assert "dequantised at each use" in report.fused["experts"]
+    assert not report.not_fused.keys() & {"LoRA", "experts"}
+    assert error(logits(base(**EVERY_LAYER)), logits(frozen)) > 0.01
+
+
+@kinds
+def test_a_stack_takes_the_memory_of_its_bits(kind):
+    model = quantised(kind, **EVERY_LAYER)
+    experts = [one for one in model.modules() if is_experts(one)]
+    held = [*experts[0].parameters(), *experts[0].buffers()]
+    n_bytes = sum(t.numel() * t.element_size() for t in held)
+    n_weights = sum(getattr(experts[0], name).numel() for name in ("gate_up_proj", "down_proj"))
+    bound = {"nf4": 0.6, "fp8": 1.1}[kind]  # with the scales
+    assert n_bytes < bound * n_weights + 4096
+    with_adapter = adapted(model, None)
+    assert all(map(is_quantised, [m for m in with_adapter.modules() if is_experts(m)]))
+
+
+@kinds
+def test_files_are_those_of_an_adapter_on_16_bits(kind, tmp_path):
+    frozen = quantised(kind, **EVERY_LAYER)
+    as_exact = exact(frozen)
+    as_exact.save_pretrained(tmp_path / "base")
+    model = with_factors(adapted(frozen, None))
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    plain = PeftModel.from_pretrained(plain, tmp_path / "adapter").to(DEVICE)
+    assert error(logits(plain), expected) < 1e-5
+    back = load_adapter(quantised(kind, **EVERY_LAYER), tmp_path / "adapter").to(DEVICE)
+    report = patch_model(back).report
+    assert not report.not_fused.keys() & {"LoRA", "experts"}
+    assert error(logits(back), expected) < 1e-5
+
+
+@kinds
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_merging_gives_what_is_computed(kind, has_adapter):
+    model = quantised(kind)
+    patch_model(model)
+    if has_adapter:
+        model = with_factors(FastLanguageModel.get_peft_model(model, r=3))
+        with pytest.raises(InputError, match="cannot be merged in place; use save_pretrained_merged"):
+            model.merge_adapter()
+    fresh = base()
+    fresh.load_state_dict(merged_state_dict(model, torch.float32))
+    assert error(logits(fresh), logits(model)) < 1e-5
+
+
+@kinds
+def test_undo_and_copies(kind):
+    model = with_factors(adapted(quantised(kind), None))
+    expected = logits(model)
+    assert torch.equal(logits(copy.deepcopy(model)), expected)
+    kept = {name: type(one).__name__ for name, one in model.named_modules()}
+    handle = (
+        model.get_base_model().model.layers[0].mlp.experts.base_layer.register_forward_hook(lambda *_: None)
+    )
+    for _ in range(2):
+        assert error(logits(model), expected) < 1e-5, "through PEFT's own forward"
+    handle.remove()
+    assert torch.equal(logits(model), expected)
+    model.get_base_model().unsloth_pack_patch.undo()
+    assert {name: type(one).__name__ for name, one in model.named_modules()} == kept
+    patch_model(model)
+    assert torch.equal(logits(model), expected)
+
+
+def test_experts_whose_sizes_do_not_fit_stay_as_they_are():
+    model = base(moe_intermediate_size=20, **EVERY_LAYER)
+    assert quantise_experts(model, "fp8") == 0
+    assert not any(is_quantised(one) for one in model.modules() if is_experts(one))
+
+
+def test_all_of_a_decoder_goes_into_fp8():
+    model = base(**EVERY_LAYER)
+    assert quantize_to_fp8(model) == 8
+    assert all(is_quantised(one) for one in model.modules() if is_experts(one))
+    patch_model(model)
+    adapted_model = FastLanguageModel.get_peft_model(model, r=3)
+    assert torch.isfinite(run_packed(adapted_model, random_documents([7, 4])).loss)

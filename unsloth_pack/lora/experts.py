@@ -1,0 +1,316 @@
+"""Routed experts with LoRA as one autograd node: grouped GEMMs over rows that are sorted by expert.
+
+    y_n = Σ_k w_nk down_e(act(gate_e(x_n)) * up_e(x_n)),    e = experts[n, k]
+
+Every stack of weights W `[E, ..]` is frozen, and has an adapter of its own for every expert:
+
+    down_e(x) = x W_e + b_e + s (x A_eᵀ) B_eᵀ
+
+The gradient of W is never made, and of the adapters' path only what is as narrow as a rank is kept. The rows
+of x are gathered again in the backward pass; gate and up are kept or computed again there. All shapes depend
+on the number of tokens alone, and nothing waits for the device, so a step may be captured. The sum over a
+token's experts has one order, so it gives the same bits every time.
+
+Shapes: N tokens of k experts each, S = N * k rows sorted by expert, E experts, C inputs and outputs of an
+expert, F features inside, r the rank of an expert's adapter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unsloth_pack.kernels import (
+    Gate,
+    InnerSum,
+    Scaled,
+    grouped_mm,
+    grouped_outer,
+    routed_gate_,
+    routed_gate_backward_,
+    sum_of_rows,
+)
+from unsloth_pack.lora import arithmetic
+from unsloth_pack.lora.gated_mlp import Start
+
+_RANK_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that grouped GEMMs read at a time
+
+
+class Stack(NamedTuple):
+    """The frozen weights of all experts for one projection.
+
+    Args:
+        weight: `[E, O, I]`, or `[E, I, O]` where `is_transposed`; quantised, it is dequantised at each use.
+        bias: `[E, O]`, or None.
+        scaling: factor on the adapter's output; None without an adapter.
+    """
+
+    weight: Any
+    is_transposed: bool
+    bias: Tensor | None
+    scaling: float | None
+
+    def weight_EIO(self, dtype: torch.dtype) -> Tensor:
+        """A view of the weights, or of what they are dequantised to."""
+        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dequantized(dtype)
+        return weight if self.is_transposed else weight.transpose(1, 2)
+
+
+class Routing(NamedTuple):
+    """Where the rows of each expert are. It stays on the device.
+
+    Args:
+        expert_S: the expert of each row, ascending.
+        slot_S: which of the N * k choices of an expert a row is.
+        token_S: the token of each row.
+        place_Nk: the row of each token's choices.
+        ends_E: int32, the first row after those of each expert.
+    """
+
+    expert_S: Tensor
+    slot_S: Tensor
+    token_S: Tensor
+    place_Nk: Tensor
+    ends_E: Tensor
+
+    @classmethod
+    def of(cls, experts_Nk: Tensor, n_experts: int) -> "Routing":
+        narrow = experts_Nk.reshape(-1).to(torch.int16)  # a quarter of the passes of a sort in 64 bits
+        expert_S, slot_S = narrow.sort(stable=True)
+        place_S = torch.empty_like(slot_S)
+        place_S[slot_S] = torch.arange(len(slot_S), device=slot_S.device)
+        own_E = torch.arange(n_experts, device=slot_S.device, dtype=torch.int16)
+        ends_E = torch.searchsorted(expert_S, own_E, right=True, out_int32=True)
+        token_S = slot_S // experts_Nk.shape[1]
+        return cls(expert_S, slot_S, token_S, place_S.view(experts_Nk.shape), ends_E)
+
+    def experts_Nk(self) -> Tensor:
+        """int64, the experts of each token."""
+        return self.expert_S[self.place_Nk].long()
+
+
+def routed_experts(
+    x_NC: Tensor,
+    experts_Nk: Tensor,
+    weights_Nk: Tensor,
+    stacks: tuple[Stack, Stack],
+    factors: Sequence[Tensor | None],
+    gate: Gate,
+    keep: bool,
+) -> Tensor:
+    """`[N, C]`: for each token the weighted sum of what its experts make of it.
+
+    Args:
+        x_NC: in the dtype that the experts compute in.
+        experts_Nk: int64, the experts of each token.
+        weights_Nk: what their outputs are multiplied by.
+        stacks: of gate and up in one, and of down.
+        factors: A `[E * r, I]`, expert by expert, and B `[O, r * E]`, rank by rank, of the two stacks; None
+            without an adapter. PEFT's layout.
+        keep: whether gate and up are kept for the backward pass.
+    """
+    routing = Routing.of(experts_Nk, stacks[0].weight.shape[0])
+    call = _Call(stacks, gate, routing, keep)
+    if torch.is_grad_enabled() and x_NC.requires_grad and not keep:
+        x_NC = Start.apply(x_NC, (x_NC, weights_Nk.detach()))
+        call.start = x_NC.grad_fn
+    return _RoutedExperts.apply(x_NC, weights_Nk, call, *factors)
+
+
+@dataclass
+class _Call:
+    """What one call of the node needs beside tensors with gradients.
+
+    Args:
+        start: the autograd node of `Start`, where that saved the inputs.
+    """
+
+    stacks: tuple[Stack, Stack]
+    gate: Gate
+    routing: Routing
+    keep: bool
+    start: Any = None
+
+
+class _Adapter(NamedTuple):
+    """An adapter as grouped GEMMs take it, in the dtype that is computed in.
+
+    Args:
+        a_ErI, b_ErO: contiguous; r is a multiple of 8, and what the factors lack is 0.
+        rank: of the factors.
+    """
+
+    a_ErI: Tensor
+    b_ErO: Tensor
+    rank: int
+    scaling: float
+
+    @classmethod
+    def of(cls, stack: Stack, factors: Sequence[Tensor | None], dtype: torch.dtype) -> "_Adapter | None":
+        lora_a, lora_b = factors
+        if stack.scaling is None or lora_a is None or lora_b is None:
+            return None
+        n_experts, n_outputs = stack.weight.shape[0], len(lora_b)
+        rank = len(lora_a) // n_experts
+        a_ErI = _padded(lora_a.view(n_experts, rank, -1), dtype)
+        b_ErO = _padded(lora_b.view(n_outputs, rank, n_experts).permute(2, 1, 0), dtype)
+        return cls(a_ErI, b_ErO, rank, stack.scaling)
+
+    def gradients(self, grad_a_ErI: Tensor, grad_b_ErO: Tensor, dtypes: Sequence[Any]) -> list[Tensor]:
+        """Of PEFT's A and B in their dtypes, from the unscaled ones of the padded factors."""
+        in_peft_order = grad_a_ErI[:, : self.rank], grad_b_ErO[:, : self.rank].permute(2, 1, 0)
+        grads = []
+        for grad, dtype in zip(in_peft_order, dtypes, strict=True):
+            copied = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+            copied.copy_(grad)
+            grads.append(copied if self.scaling == 1 else copied.mul_(self.scaling))
+        return [grads[0].flatten(0, 1), grads[1].flatten(1)]
+
+
+def _padded(factor_ErX: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, with the rank rounded up to what a grouped GEMM reads."""
+    n_experts, rank, width = factor_ErX.shape
+    missing = -rank % _RANK_MULTIPLE
+    padded = factor_ErX.new_empty((n_experts, rank + missing, width), dtype=dtype)
+    padded[:, :rank] = factor_ErX
+    if missing:
+        padded[:, rank:] = 0
+    return padded
+
+
+class _Projection(NamedTuple):
+    """One stack with its adapter, over rows sorted by expert."""
+
+    stack: Stack
+    adapter: _Adapter | None
+    ends_E: Tensor
+
+    def forward(self, x_SI: Tensor) -> tuple[Tensor, Scaled | None, Tensor | None]:
+        """x W, the adapter's part, and h, what A makes of x."""
+        y_SO = grouped_mm(x_SI, self.stack.weight_EIO(x_SI.dtype), self.ends_E)
+        if self.adapter is None:
+            return y_SO, None, None
+        h_Sr = grouped_mm(x_SI, self.adapter.a_ErI.transpose(1, 2), self.ends_E)
+        return y_SO, self.of_adapter(h_Sr), h_Sr
+
+    def of_adapter(self, h_Sr: Tensor) -> Scaled:
+        """The adapter's part of the output."""
+        assert self.adapter is not None
+        return Scaled(grouped_mm(h_Sr, self.adapter.b_ErO, self.ends_E), self.adapter.scaling)
+
+    def backward(self, g_SO: Tensor) -> tuple[Tensor, Scaled | None, Tensor | None]:
+        """The gradient of x through W, that through the adapter, and that of h, unscaled."""
+        gx_SI = grouped_mm(g_SO, self.stack.weight_EIO(g_SO.dtype).transpose(1, 2), self.ends_E)
+        if self.adapter is None:
+            return gx_SI, None, None
+        gh_Sr = grouped_mm(g_SO, self.adapter.b_ErO.transpose(1, 2), self.ends_E)
+        through_adapter = Scaled(grouped_mm(gh_Sr, self.adapter.a_ErI, self.ends_E), self.adapter.scaling)
+        return gx_SI, through_adapter, gh_Sr
+
+    def factor_gradients(
+        self,
+        g_SO: Tensor,
+        gh_Sr: Tensor | None,
+        x_SI: Tensor,
+        h_Sr: Tensor | None,
+        dtypes: Sequence[Any],
+    ) -> list[Tensor | None]:
+        """Of A and B."""
+        if self.adapter is None or gh_Sr is None or h_Sr is None:
+            return [None, None]
+        grad_a_ErI = grouped_outer(gh_Sr, x_SI, self.ends_E)
+        grad_b_ErO = grouped_outer(h_Sr, g_SO, self.ends_E)
+        return [*self.adapter.gradients(grad_a_ErI, grad_b_ErO, dtypes)]
+
+
+class _RoutedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, weights_Nk: Tensor, call: _Call, *factors: Tensor | None) -> Tensor:
+        held = arithmetic.as_they_are(factors)
+        routing = call.routing
+        inner, down = _projections(call, held, x_NC.dtype)
+        weight_S = weights_Nk.reshape(-1)[routing.slot_S]
+        base, low_rank, h_inner = inner.forward(x_NC.index_select(0, routing.token_S))
+        total = _inner_sum(base, low_rank, call)
+        product_SF = routed_gate_(total, weight_S, call.gate, call.keep)
+        del base, low_rank
+        y_SC, of_adapter, ctx.h_of_down = down.forward(product_SF)
+        y_NC = sum_of_rows(_parts(y_SC, of_adapter), routing.place_Nk)
+        if down.stack.bias is not None:
+            y_NC += _by_expert(weights_Nk, call, y_NC.dtype) @ down.stack.bias
+        if call.start is None:
+            ctx.save_for_backward(x_NC, weights_Nk, *([total.base, h_inner] if call.keep else []))
+        ctx.call, ctx.factors = call, held
+        ctx.dtypes = [None if factor is None else factor.dtype for factor in factors]
+        ctx.versions = arithmetic.versions(call.stacks, held)
+        return y_NC
+
+    @staticmethod
+    @arithmetic.backward_pass
+    def backward(ctx: Any, grad_NC: Tensor) -> tuple[Tensor | None, ...]:
+        arithmetic.unchanged(ctx.versions)
+        call: _Call = ctx.call
+        routing = call.routing
+        x_NC, weights_Nk, *kept = (ctx if call.start is None else call.start).saved_tensors
+        inner, down = _projections(call, ctx.factors, x_NC.dtype)
+        weight_S = weights_Nk.reshape(-1)[routing.slot_S]
+        if kept:
+            total, h_inner = InnerSum(kept[0]), kept[1]
+            g_inner = torch.empty_like(kept[0])  # what is kept may be read again
+        else:
+            base, low_rank, h_inner = inner.forward(x_NC.index_select(0, routing.token_S))
+            total, g_inner = _inner_sum(base, low_rank, call), base
+        g_SC = grad_NC.index_select(0, routing.token_S)
+        product_SF, through_adapter, gh_down = down.backward(g_SC)  # its gradient, until the kernel has run
+        g_weight_S = routed_gate_backward_(product_SF, through_adapter, total, weight_S, call.gate, g_inner)
+        del total, through_adapter
+        of_down = down.factor_gradients(g_SC, gh_down, product_SF, ctx.h_of_down, ctx.dtypes[2:])
+        del g_SC, product_SF
+        g_weights_Nk = None
+        if ctx.needs_input_grad[1]:
+            g_weights_Nk = _weight_gradient(g_weight_S, grad_NC, weights_Nk, down.stack, call)
+        g_SC, through_adapter, gh_inner = inner.backward(g_inner)
+        grad_x = sum_of_rows(_parts(g_SC, through_adapter), routing.place_Nk)
+        del g_SC, through_adapter
+        x_SC = x_NC.index_select(0, routing.token_S)
+        of_inner = inner.factor_gradients(g_inner, gh_inner, x_SC, h_inner, ctx.dtypes[:2])
+        return grad_x, g_weights_Nk, None, *of_inner, *of_down
+
+
+def _projections(
+    call: _Call, factors: Sequence[Tensor | None], dtype: torch.dtype
+) -> tuple[_Projection, _Projection]:
+    """Gate and up, and down."""
+    inner, down = (
+        _Projection(stack, _Adapter.of(stack, factors[2 * i : 2 * i + 2], dtype), call.routing.ends_E)
+        for i, stack in enumerate(call.stacks)
+    )
+    return inner, down
+
+
+def _inner_sum(base_SF: Tensor, low_rank: Scaled | None, call: _Call) -> InnerSum:
+    bias = call.stacks[0].bias
+    return InnerSum(base_SF, low_rank, bias, None if bias is None else call.routing.expert_S)
+
+
+def _parts(y_SC: Tensor, of_adapter: Scaled | None) -> list[Scaled]:
+    return [Scaled(y_SC, 1.0), *([] if of_adapter is None else [of_adapter])]
+
+
+def _by_expert(weights_Nk: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
+    """`[N, E]`: the weight of every expert for a token, 0 for those that it does not go to."""
+    own_E = torch.arange(call.stacks[1].weight.shape[0], device=weights_Nk.device)
+    chosen_NkE = call.routing.experts_Nk()[..., None] == own_E
+    return (chosen_NkE * weights_Nk[..., None]).sum(1).to(dtype)
+
+
+def _weight_gradient(
+    g_weight_S: Tensor, grad_NC: Tensor, weights_Nk: Tensor, stack: Stack, call: _Call
+) -> Tensor:
+    """Of the router's weights: what is in `g_weight_S`, and the part of down's bias."""
+    grad_Nk = g_weight_S[call.routing.place_Nk]
+    if stack.bias is not None:
+        grad_Nk += (grad_NC @ stack.bias.t()).gather(1, call.routing.experts_Nk())
+    return grad_Nk.to(weights_Nk.dtype)

@@ -1,0 +1,298 @@
+"""Which layers an adapter is put on, by the names that people use.
+
+Since transformers 5 the experts of a layer are stacked parameters, and no layers of their own. So the names
+of an expert's layers mean the stack that holds them, which PEFT takes as `target_parameters`. PEFT 0.21
+translates these names itself for some model types, and then leaves out the linear layers of the same names:
+the MLPs of layers without experts, and shared experts. Here they are adapted too, through their parameter
+`weight`, which PEFT does not translate. Routers are never adapted by such a name.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.lora.stacks import is_experts
+from unsloth_pack.models import spec_of
+
+PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+)
+_STACK_OF = {  # the name of an expert's layer -> the stack that holds it
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "gate_up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+    "w1": "gate_up_proj",
+    "w3": "gate_up_proj",
+    "w2": "down_proj",
+}
+_HALVES = ({"gate_proj", "up_proj"}, {"w1", "w3"})  # of gate_up_proj
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # what None and "all-linear" mean of an expert
+_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
+
+logger = logging.getLogger("unsloth_pack")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What of a model is adapted, as PEFT's `LoraConfig` takes it.
+
+    Args:
+        modules: `target_modules`.
+        parameters: `target_parameters`.
+        doubles_gate_and_up: whether the stacks of gate and up have twice the rank, once for each of the two.
+    """
+
+    modules: str | list[str]
+    parameters: tuple[str, ...] = ()
+    doubles_gate_and_up: bool = False
+
+    def config_fields(self, r: int, lora_alpha: float, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a `LoraConfig`.
+
+        Args:
+            given: fields of the caller, which go before those of the same meaning here.
+        """
+        fields = {**given, "target_modules": self.modules}
+        if self.parameters:
+            fields["target_parameters"] = sorted({*(given.get("target_parameters") or ()), *self.parameters})
+        if self.doubles_gate_and_up:
+            for name, value in (("rank_pattern", 2 * r), ("alpha_pattern", 2 * lora_alpha)):
+                fields[name] = {**(given.get(name) or {})}
+                fields[name].setdefault(r".*\.gate_up_proj", value)  # the pattern that PEFT itself makes
+        return fields
+
+
+def default_names(model: Any) -> list[str]:
+    """The names in `PROJECTIONS`, and of the architecture's own, that the model has."""
+    named = list(model.named_modules())
+    names = {path.rpartition(".")[2] for path, module in named if isinstance(module, nn.Linear)}
+    if any(is_experts(module) for _, module in named):
+        names.update(_OF_EXPERTS)
+    own = spec_of(model.get_decoder().config.model_type).projections
+    return [name for name in dict.fromkeys((*PROJECTIONS, *own)) if name in names]
+
+
+def lora_targets(
+    model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any] | None = None
+) -> Targets:
+    """What an adapter is put on.
+
+    Args:
+        target_modules: names of layers, whole paths or their ends; a regular expression of whole paths;
+            "all-linear"; or None for those of `PROJECTIONS` that the model has.
+        given: further fields of the `LoraConfig`. With `target_parameters`, None leaves the experts to it.
+
+    Raises:
+        InputError: a target that the model does not have, or gate without up.
+    """
+    given = given or {}
+    names = default_names(model) if target_modules is None else target_modules
+    experts = {path: module for path, module in model.named_modules() if is_experts(module)}
+    _check_targets(model, names, experts)
+    if not experts:
+        return Targets(of_text_model(model, names if isinstance(names, str) else list(names)))
+    if target_modules is None and given.get("target_parameters"):
+        experts = {}
+    return _Choice(model, names, experts, given).targets()
+
+
+class _Choice:
+    """What an adapter is put on in a model with routed experts.
+
+    Args:
+        experts: the modules of stacked experts that are adapted by names, by path.
+        given: fields of the `LoraConfig`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        names: str | Collection[str],
+        experts: Mapping[str, nn.Module],
+        given: Mapping[str, Any],
+    ):
+        self._names, self._experts = names, experts
+        decoder = model.get_decoder()
+        self._linear = {
+            path: module
+            for path, module in _inside(model, decoder)
+            if isinstance(module, nn.Linear) and not (names == "all-linear" and _is_router(model, path))
+        }
+        self._layers, self._excluded = given.get("layers_to_transform"), given.get("exclude_modules")
+        self._is_wanted = _matcher(names)
+        # Names choose as PEFT does, by the ends of paths; anything else is spelt out
+        is_whole = self._layers is None and not self._excluded and model.base_model is decoder
+        self._by_name = is_whole and not isinstance(names, str)
+
+    def targets(self) -> Targets:
+        """The choice.
+
+        Raises:
+            InputError: gate without up.
+        """
+        stacks, doubles = self._stacks()
+        of_mlps = [path for path in self._wanted_linear() if _leaf(path) in _STACK_OF]
+        quantised = [path for path in of_mlps if type(self._linear[path]) is not nn.Linear]
+        if quantised:
+            logger.warning(
+                "%s and %d more layers beside the experts are not adapted: PEFT cannot adapt both while "
+                "they are quantised",
+                quantised[0],
+                len(quantised) - 1,
+            )
+        if self._names == "all-linear":
+            logger.warning("all-linear leaves the routers of experts as they are; name them to adapt them")
+        plain = [path for path in of_mlps if path not in quantised]
+        return Targets(self._modules(), (*stacks, *self._weights(plain)), doubles)
+
+    def _modules(self) -> list[str]:
+        """`target_modules`: without the names that PEFT would translate."""
+        if isinstance(self._names, str):
+            wanted = [path for path in self._wanted_linear() if _leaf(path) not in _STACK_OF]
+            return [path for path in wanted if self._is_kept(path)]
+        return [name for name in self._names if _leaf(name) not in _STACK_OF]
+
+    def _wanted_linear(self) -> list[str]:
+        return [path for path in self._linear if self._is_wanted(path)]
+
+    def _weights(self, paths: Sequence[str]) -> list[str]:
+        """`target_parameters` for linear layers of these paths."""
+        if not self._by_name:
+            return [f"{path}.weight" for path in paths if self._is_kept(path)]
+        ends = [name for name in self._names if any(_ends_with(path, name) for path in paths)]
+        return [f"{name}.weight" for name in ends]
+
+    def _stacks(self) -> tuple[list[str], bool]:
+        """`target_parameters` for experts, and whether their gate and up were named apart."""
+        chosen, doubles = [], False
+        for path in filter(self._is_kept, self._experts):
+            named = {name for name in self._expert_names() if self._is_wanted(f"{path}.{name}")}
+            for halves in _HALVES:
+                if len(missing := halves - named) == 1:
+                    (found,) = halves & named
+                    raise InputError(
+                        f"target_modules names {found!r} of experts without {missing.pop()!r}, but one stack "
+                        "holds both; name both or neither"
+                    )
+                doubles |= halves <= named
+            chosen += [(path, stack) for stack in sorted({_STACK_OF[name] for name in named})]
+        if self._by_name and {path for path, _ in chosen} == self._experts.keys():
+            return sorted({stack for _, stack in chosen}), doubles
+        return [f"{path}.{stack}" for path, stack in chosen if self._is_kept(path, stack)], doubles
+
+    def _expert_names(self) -> Iterable[str]:
+        return _OF_EXPERTS if self._names == "all-linear" else _STACK_OF
+
+    def _is_kept(self, *parts: str) -> bool:
+        """Whether `layers_to_transform` and `exclude_modules` let a path be adapted."""
+        path = ".".join(parts)
+        if self._layers is not None:
+            layers = [self._layers] if isinstance(self._layers, int) else self._layers
+            number = _LAYER_NUMBER.search(f".{path}")
+            if number is None or int(number[1]) not in layers:
+                return False
+        if not self._excluded:
+            return True
+        is_excluded = _matcher(self._excluded)
+        others = [f"{parts[0]}.{name}" for name, stack in _STACK_OF.items() if stack == parts[-1]]
+        return not any(map(is_excluded, [path, parts[0], *others]))
+
+
+def of_text_model(model: Any, targets: str | list[str]) -> str | list[str]:
+    """Targets of the text model alone, where it is inside a model of vision and language.
+
+    A vision tower has projections of the same names, which rows of text never reach. A regular expression is
+    taken as it is.
+    """
+    decoder = model.get_decoder()
+    if model.base_model is decoder or (isinstance(targets, str) and targets != "all-linear"):
+        return targets
+    linear = [path for path, module in _inside(model, decoder) if isinstance(module, nn.Linear)]
+    return [path for path in linear if targets == "all-linear" or _leaf(path) in targets]
+
+
+def check_names(model: nn.Module, name: str, wanted: Collection[str], others: Iterable[str] = ()) -> None:
+    """Refuse names of modules that the model does not have.
+
+    Args:
+        name: of the argument that holds them.
+        others: paths that are taken beside those of modules.
+
+    Raises:
+        InputError: one is not there.
+    """
+    paths = [*(path for path, _ in model.named_modules()), *others]
+    for one in wanted:
+        if not any(_ends_with(path, one) for path in paths):
+            weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
+            known = {_leaf(path) for path in [*weighted, *others]}
+            raise InputError(f"{name} names {one!r}; the model has {', '.join(sorted(known))}")
+
+
+def _check_targets(
+    model: nn.Module, target_modules: str | Collection[str], experts: Mapping[str, nn.Module]
+) -> None:
+    """Refuse targets that the model does not have."""
+    of_experts = [f"{path}.{name}" for path in experts for name in _STACK_OF]
+    if isinstance(target_modules, str):
+        paths = [*(path for path, _ in model.named_modules()), *of_experts]
+        try:
+            matches = target_modules == "all-linear" or any(re.fullmatch(target_modules, p) for p in paths)
+        except re.error as error:
+            raise InputError(f"target_modules is {target_modules!r}: {error}; correct the pattern") from None
+        if not target_modules or not matches:
+            raise InputError(
+                f"target_modules is {target_modules!r}, which matches nothing; give 'all-linear', a list of "
+                "names, or a regular expression of whole paths"
+            )
+        return
+    if not isinstance(target_modules, Sequence | Set) or not target_modules:
+        raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
+    check_names(model, "target_modules", target_modules, of_experts)
+
+
+def _matcher(names: str | Collection[str]) -> Callable[[str], bool]:
+    """Whether a path is meant by names or a pattern, as PEFT reads them."""
+    if names == "all-linear":
+        return lambda path: True
+    if isinstance(names, str):
+        pattern = re.compile(names)
+        return lambda path: pattern.fullmatch(path) is not None
+    return lambda path: any(_ends_with(path, name) for name in names)
+
+
+def _ends_with(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _inside(model: nn.Module, decoder: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a decoder, by their paths in the model."""
+    (prefix,) = (path for path, module in model.named_modules() if module is decoder)
+    return [(f"{prefix}.{path}" if prefix else path, module) for path, module in decoder.named_modules()]
+
+
+def _is_router(model: nn.Module, path: str) -> bool:
+    """Whether a linear layer decides about experts: it stands beside them, and makes one number for each of
+    them, or one for the shared expert."""
+    beside = model.get_submodule(path.rpartition(".")[0])
+    experts: list[Any] = [module for module in beside.children() if is_experts(module)]
+    linear: Any = model.get_submodule(path)
+    return any(linear.out_features in (1, len(module.down_proj)) for module in experts)
