@@ -154,7 +154,7 @@ def replay_nothing(graphs: Any) -> None:
     """Capture forms as on a GPU, in graphs whose replay computes nothing."""
     import torch
 
-    from unsloth_pack.forwards import attention
+    from unsloth_pack.forwards.mixers import attention
     from unsloth_pack.graphs import step_graphs
 
     capture_form = step_graphs.capture_form

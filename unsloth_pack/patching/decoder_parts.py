@@ -7,7 +7,7 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from unsloth_pack.forwards.experts import features_of, gate_of
+from unsloth_pack.forwards.experts import features_of, gate_of, why_experts_not_fused, why_reads_host
 from unsloth_pack.forwards.mixers import MIXERS, Choice, Mixer
 from unsloth_pack.forwards.mlp import GatedProjections, gated_projections
 from unsloth_pack.kernels import Gate
@@ -75,6 +75,13 @@ class DecoderParts:
                 if not (is_lora_linear(module) or is_expert_adapter(module)) and isinstance(module, LoraLayer)
             ],
         )
+
+    def why_experts_not_captured(self) -> str | None:
+        """Why no step can be captured, so far as routed experts decide it, or None."""
+        unknown = [mlp for _, mlp, named in self.mlps if named is None and hasattr(mlp, "experts")]
+        if unknown or any(gate is None or why_experts_not_fused(one) for _, one, gate in self.experts):
+            return "routed experts that are not fused depend on the tokens"
+        return next(filter(None, (why_reads_host(experts) for _, experts, _ in self.experts)), None)
 
     def gate_features(self, config: Any) -> list[int]:
         """Features of gate for a token, in every module that is fused."""

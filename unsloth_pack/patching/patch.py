@@ -28,12 +28,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, forget, let_in, set_forwards
-from unsloth_pack.forwards.experts import (
-    FastExperts,
-    FastExpertsLora,
-    why_experts_not_fused,
-    why_reads_host,
-)
+from unsloth_pack.forwards.experts import FastExperts, FastExpertsLora
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.mixers import Choice, Mixer, Request
@@ -66,7 +61,6 @@ from unsloth_pack.patching.trainers import prepare_trainers
 logger = logging.getLogger("unsloth_pack")
 _PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
 _MADE: WeakSet[type] = WeakSet()  # the classes of patched modules
-_EXPERTS = "routed experts that are not fused depend on the tokens"
 _FAST_LORAS = (FastLoraLinear, FastExpertsLora)
 _SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
@@ -421,13 +415,8 @@ def _why_never_captured(
         return "CUDA graphs need CUDA"
     if why := next((choice.why_not_captured for choice in choices if choice.why_not_captured), None):
         return why
-    for _, experts, gate in parts.experts:
-        if gate is None or why_experts_not_fused(experts):
-            return _EXPERTS
-        if why := why_reads_host(experts):
-            return why
-    if any(hasattr(mlp, "experts") for _, mlp, projections in parts.mlps if projections is None):
-        return _EXPERTS
+    if why := parts.why_experts_not_captured():
+        return why
     if parts.other_loras:
         return f"the adapter is on a {type(parts.other_loras[0].get_base_layer()).__name__}"
     if not all(table.is_static for table in tables.values()):
