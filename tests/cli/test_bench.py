@@ -207,7 +207,7 @@ def test_what_fails_there_is_one_line(case, tmp_path, monkeypatch):
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "GEMMs"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>", "GEMMs"),
         ("kv_gradient_kernel", "attention"),
-        ("_turn_kernel", "fused kernels"),
+        ("turn_kernel", "fused kernels"),
         ("_gated_lora_backward_kernel", "fused kernels"),
         ("_forward_kernel", "loss"),
         ("void cunn_SoftMaxForward<8, c10::BFloat16, LogSoftMaxForwardEpilogue>", "loss"),

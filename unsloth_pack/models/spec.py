@@ -29,6 +29,7 @@ class ArchSpec:
         activation: the MLP's, as `kernels.gated` calls it, where the MLP has no module of it.
         qk_norm: RMS norm of q and k, per head or over all heads at once, before the rotation. A model may
             leave it out, as GLM 4.5 Air does.
+        qk_norm_after_rope: that norm comes after the rotation.
         rope_layers: which layers rotate q and k: all, those whose `use_rope` is true, those with a sliding
             window, or the latter only where the model has a window at all.
         rotary: which two dimensions of a head rotate together: i and i + R/2 of R, or 2i and 2i + 1.
@@ -69,6 +70,7 @@ class ArchSpec:
     output_gate: bool = False
     activation: str | None = None
     qk_norm: Literal["head", "flat"] | None = None
+    qk_norm_after_rope: bool = False
     rope_layers: Literal["all", "use_rope", "windowed", "windowed_if_any"] = "all"
     rotary: Literal["halves", "pairs"] = "halves"
     angles: Literal["twice", "side_by_side", "once"] = "twice"

@@ -31,7 +31,7 @@ from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, forget, let_in, set_forw
 from unsloth_pack.forwards.experts import FastExperts, FastExpertsLora
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.leak_probe import OwnProbe
-from unsloth_pack.forwards.mixers import Choice, Mixer, Request
+from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mlp import FastMLP
 from unsloth_pack.forwards.norm import NORMS
 from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
@@ -43,9 +43,9 @@ from unsloth_pack.lora.stacks import is_experts
 from unsloth_pack.losses.cross_entropy import cross_entropy
 from unsloth_pack.models import spec_of
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.modules.names import own_names
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
-from unsloth_pack.patching.decoder_parts import DecoderParts, itself_and_copies, mixers_by_layer
+from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
+from unsloth_pack.patching.refusals import refuse_unknown_parts, refuse_what_would_leak
 from unsloth_pack.patching.report import (
     PatchReport,
     report_of,
@@ -210,10 +210,10 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     decoder = base.get_decoder()
     spec = spec_of(decoder.config.model_type)
     earlier = base.__dict__.get(_PATCH)
-    _refuse_what_would_leak(model, decoder)
+    refuse_what_would_leak(model, decoder)
     _refuse_shared_parts(base, earlier)
     for mixer, one in mixers_by_layer(decoder, spec):
-        _refuse_unknown_parts(mixer, one, spec)
+        refuse_unknown_parts(mixer, one, spec)
     backend, source = requested_backend(attn_backend)
     embedding = decoder.get_input_embeddings().weight
     request = Request(embedding.device.type, embedding.dtype, backend, source, decoder.config)
@@ -337,46 +337,6 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
             f"cannot patch a {type(model).__name__}; give a transformers model, or a PEFT model of one"
         )
     return base
-
-
-def _refuse_what_would_leak(model: Any, decoder: Any) -> None:
-    for name, config in getattr(model, "peft_config", {}).items():
-        if getattr(config, "is_prompt_learning", False):
-            raise InputError(
-                f"adapter {name!r} is {config.peft_type}: its virtual tokens shift the documents; use LoRA"
-            )
-        if getattr(config, "is_adaption_prompt", False):
-            raise InputError(f"adapter {name!r} is {config.peft_type}: it wraps the attention; use LoRA")
-        if getattr(config, "alora_invocation_tokens", None):
-            raise InputError(
-                f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
-                "document; leave them out"
-            )
-    bidirectional = getattr(decoder.config, "use_bidirectional_attention", False)
-    if bidirectional and bidirectional != "vision":  # of an image's tokens alone
-        raise InputError(
-            f"use_bidirectional_attention={bidirectional}: only causal attention is patched; set it to False"
-        )
-    if not getattr(decoder.config, "is_causal", True):
-        raise InputError("is_causal=False: only causal attention is patched; set it to True")
-    devices = {str(parameter.device) for parameter in decoder.parameters()}
-    if len(devices) > 1:
-        raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
-
-
-def _refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
-    """Refuse a module that may compute what the shared forward does not."""
-    ours = mixer.attributes(spec, "", Choice("", "", None))
-    for module in itself_and_copies(one):
-        if unknown := own_names(module) - mixer.known(spec) - ours.keys():
-            raise InputError(
-                f"{type(module).__name__} has {', '.join(sorted(unknown))}, of which the ArchSpec of "
-                f"{spec.model_type!r} says nothing; update unsloth_pack, or declare it in its models/ folder"
-            )
-        for name, value in spec.only.items():
-            found = getattr(module, name, getattr(module.config, name, value))
-            if found != value:
-                raise InputError(f"{name} is {found!r}: only {value!r} is computed; set it before you patch")
 
 
 def _warn_of_slow_layers(spec: ArchSpec, choices: Sequence[Choice]) -> None:

@@ -96,13 +96,17 @@ class FastAttention(nn.Module):
         return F.dropout(out, self.residual_dropout, self.training), None
 
     def _rotate(self, q: Tensor, k: Tensor, *tables: Tensor, qk_norm: QKNorm | None) -> tuple[Tensor, Tensor]:
-        return rope_qk(q, k, *tables, qk_norm=qk_norm, interleaved=self.spec.rotary == "pairs")
+        q, k = rope_qk(q, k, *tables, qk_norm=qk_norm, interleaved=self.spec.rotary == "pairs")
+        if self.spec.qk_norm_after_rope:
+            q_norm, k_norm = qk_norms(self, self.spec)
+            q, k = q_norm(q), k_norm(k)
+        return q, k
 
     def _project(
         self, hidden_states: Tensor, turns: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, QKNorm | None]:
         """q, k and v as `[B, T, heads, D]`, what gates the output, `[B, T, H, D]`, if anything does, and the
-        norm that q and k still need, if any.
+        norm that q and k need before the rotation, if any.
 
         Args:
             turns: whether q and k go through the rotary kernel, which can norm them too.
@@ -119,7 +123,7 @@ class FastAttention(nn.Module):
         if self.spec.output_gate:
             q, gate = q.view(*by_head[:-1], 2 * self.head_dim).chunk(2, dim=-1)
         qk_norm = None
-        if has_qk_norm(self, self.spec):
+        if has_qk_norm(self, self.spec) and not self.spec.qk_norm_after_rope:
             qk_norm = fusable_qk_norm(self, self.spec) if turns else None
             q_norm, k_norm = qk_norms(self, self.spec)
             if qk_norm is None and self.spec.qk_norm == "flat":
@@ -260,7 +264,7 @@ class AttentionMixer:
         if not rotates(module, spec):
             return fused, {}
         fused["rotary embedding"] = f"of q and k {how}"
-        if not has_qk_norm(module, spec):
+        if not has_qk_norm(module, spec) or spec.qk_norm_after_rope:
             return fused, {}
         if fusable_qk_norm(module, spec) is None:
             return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}

@@ -21,6 +21,7 @@ from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.forwards.mixers.attention import attention_options, choice_for, refuse_attention_weights
 from unsloth_pack.forwards.mixers.contract import Choice, Request
 from unsloth_pack.forwards.query_scale import scaled_by_position
+from unsloth_pack.kernels import rope_qk
 from unsloth_pack.lora.layers import project
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.eager import runs_eagerly
@@ -80,12 +81,7 @@ class FastLatentAttention(nn.Module):
         q_BTHD, latent_BTL, k_rope_BTR = self._project(hidden_states)
         q_nope_BTHP, q_rope_BTHR = q_BTHD.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         assert position_embeddings is not None
-        cos, sin, *table_rows = position_embeddings
-        if table_rows:  # of a packed row
-            cos, sin = (table[table_rows[0]].view(batch, length, -1) for table in (cos, sin))
-        interleaved = bool(self.config.rope_interleave)
-        q_rope_BTHR = rotated(q_rope_BTHR, cos, sin, interleaved)
-        k_rope_BT1R = rotated(k_rope_BTR[:, :, None], cos, sin, interleaved)
+        q_rope_BTHR, k_rope_BT1R = self._rotate(q_rope_BTHR, k_rope_BTR[:, :, None], position_embeddings)
         q_BTHD = torch.cat([q_nope_BTHP, q_rope_BTHR], dim=-1)
         if packed_row is not None:
             k_BTHD, v_BTHV = self._keys_and_values(latent_BTL, k_rope_BT1R)
@@ -116,6 +112,18 @@ class FastLatentAttention(nn.Module):
         q_BTHD = q.view(*q.shape[:2], -1, self.qk_head_dim)
         return q_BTHD, self.kv_a_layernorm(latent_BTL), k_rope_BTR
 
+    def _rotate(
+        self, q_BTHR: Tensor, k_BT1R: Tensor, position_embeddings: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        interleaved = bool(self.config.rope_interleave)
+        if len(position_embeddings) == 3:  # of a packed row
+            q, k = (x.flatten(0, 1) for x in (q_BTHR, k_BT1R))
+            q, k = rope_qk(q, k, *position_embeddings, interleaved=interleaved)
+            return q.view(q_BTHR.shape), k.view(k_BT1R.shape)
+        q, k = (x.transpose(1, 2) for x in (q_BTHR, k_BT1R))
+        q, k = rope_qk(q, k, *position_embeddings, interleaved=interleaved)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
     def _keys_and_values(self, latent_BSL: Tensor, k_rope_BS1R: Tensor) -> tuple[Tensor, Tensor]:
         """k `[B, S, H, D]` and v `[B, S, H, V]`."""
         sizes = [self.qk_nope_head_dim, self.v_head_dim]
@@ -123,27 +131,6 @@ class FastLatentAttention(nn.Module):
         k_nope_BSHP, v_BSHV = kv_BSHX.split(sizes, dim=-1)
         k_rope_BSHR = k_rope_BS1R.expand(-1, -1, k_nope_BSHP.shape[2], -1)
         return torch.cat([k_nope_BSHP, k_rope_BSHR], dim=-1), v_BSHV
-
-
-def rotated(x_BTHR: Tensor, cos_BTR: Tensor, sin_BTR: Tensor, interleaved: bool) -> Tensor:
-    """x with each pair of its dims turned by its token's angle, computed in float32 at least.
-
-    Args:
-        cos_BTR, sin_BTR: the second half of R repeats the first, and is not read.
-        interleaved: pairs are dims (2i, 2i + 1), else (i, i + R/2).
-
-    Returns:
-        `[B, T, H, R]`: first the first dims of all pairs, then the second ones, as in transformers. q and k
-        then share that order, so their products are those of any other order.
-
-    Source: Su et al. 2021 (RoFormer), eq. 34.
-    """
-    wide = torch.promote_types(x_BTHR.dtype, torch.float32)
-    half = x_BTHR.shape[-1] // 2
-    cos, sin = (table[..., None, :half].to(wide) for table in (cos_BTR, sin_BTR))
-    pairs = x_BTHR.unflatten(-1, (half, 2)).unbind(-1) if interleaved else x_BTHR.chunk(2, dim=-1)
-    x1, x2 = (x.to(wide) for x in pairs)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_BTHR.dtype)
 
 
 class LatentAttentionMixer:
@@ -163,7 +150,7 @@ class LatentAttentionMixer:
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
         kept_apart = "documents kept apart; the projections of the input as one autograd node"
-        return {"attention": kept_apart}, {"rotary embedding": "of part of each head, in plain torch"}
+        return {"attention": kept_apart, "rotary embedding": f"of part of each head {how}"}, {}
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
         """Names of parameters, submodules and attributes of transformers' module that `forward` heeds."""

@@ -1,0 +1,52 @@
+"""Models that are refused before anything of them is patched."""
+
+from typing import Any
+
+from torch import nn
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.mixers import Choice, Mixer
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.names import own_names
+from unsloth_pack.patching.decoder_parts import itself_and_copies
+
+
+def refuse_what_would_leak(model: Any, decoder: Any) -> None:
+    """Refuse adapters and options under which documents could not be kept apart."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise InputError(
+                f"adapter {name!r} is {config.peft_type}: its virtual tokens shift the documents; use LoRA"
+            )
+        if getattr(config, "is_adaption_prompt", False):
+            raise InputError(f"adapter {name!r} is {config.peft_type}: it wraps the attention; use LoRA")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise InputError(
+                f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
+                "document; leave them out"
+            )
+    bidirectional = getattr(decoder.config, "use_bidirectional_attention", False)
+    if bidirectional and bidirectional != "vision":  # of an image's tokens alone
+        raise InputError(
+            f"use_bidirectional_attention={bidirectional}: only causal attention is patched; set it to False"
+        )
+    if not getattr(decoder.config, "is_causal", True):
+        raise InputError("is_causal=False: only causal attention is patched; set it to True")
+    devices = {str(parameter.device) for parameter in decoder.parameters()}
+    if len(devices) > 1:
+        raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
+
+
+def refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
+    """Refuse a module that may compute what the shared forward does not."""
+    ours = mixer.attributes(spec, "", Choice("", "", None))
+    for module in itself_and_copies(one):
+        if unknown := own_names(module) - mixer.known(spec) - ours.keys():
+            raise InputError(
+                f"{type(module).__name__} has {', '.join(sorted(unknown))}, of which the ArchSpec of "
+                f"{spec.model_type!r} says nothing; update unsloth_pack, or declare it in its models/ folder"
+            )
+        for name, value in spec.only.items():
+            found = getattr(module, name, getattr(module.config, name, value))
+            if found != value:
+                raise InputError(f"{name} is {found!r}: only {value!r} is computed; set it before you patch")
