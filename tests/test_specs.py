@@ -88,6 +88,17 @@ def test_attention_sinks_under_the_spec_of_another_architecture_are_refused(monk
         patched_as(replace(SPECS["llama"], model_type="gpt_oss"), monkeypatch)
 
 
+def test_the_models_own_code_is_never_replaced():
+    model = tiny_model("llama", device="cpu")
+    attention = model.get_base_model().model.layers[1].self_attn
+    names = {"__module__": "transformers_modules.some_model.modeling", "__qualname__": "OwnAttention"}
+    attention.__class__ = type("OwnAttention", (type(attention),), names)
+    with pytest.raises(
+        InputError, match=r"OwnAttention is code of the model's own, .* without trust_remote_code"
+    ):
+        patch_model(model)
+
+
 def test_an_option_that_is_not_computed_is_refused():
     with pytest.raises(
         InputError, match=r"^clip_qkv is 1.0: only None is computed; set it before you patch$"

@@ -10,6 +10,8 @@ from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.names import own_names
 from unsloth_pack.patching.decoder_parts import itself_and_copies
 
+_REMOTE_CODE = "transformers_modules."  # where transformers imports the code that comes with a model
+
 
 def refuse_what_would_leak(model: Any, decoder: Any) -> None:
     """Refuse adapters and options under which documents could not be kept apart."""
@@ -41,6 +43,11 @@ def refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
     """Refuse a module that may compute what the shared forward does not."""
     ours = mixer.attributes(spec, "", Choice("", "", None))
     for module in itself_and_copies(one):
+        if type(module).__module__.startswith(_REMOTE_CODE):
+            raise InputError(
+                f"{type(module).__name__} is code of the model's own, which the patch would replace; load "
+                "the model without trust_remote_code"
+            )
         if unknown := own_names(module) - mixer.known(spec) - ours.keys():
             raise InputError(
                 f"{type(module).__name__} has {', '.join(sorted(unknown))}, of which the ArchSpec of "
