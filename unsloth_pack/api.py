@@ -176,7 +176,8 @@ class FastLanguageModel:
         Args:
             model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
             r: rank, from 1 to the model's hidden size.
-            target_modules: names of linear layers, "all-linear", or None for the usual projections of the architecture.
+            target_modules: names of linear layers, "all-linear", or None for the usual ones of the
+                architecture.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
             bias, layers_to_transform, modules_to_save, use_rslora, use_dora: as in PEFT's `LoraConfig`.
