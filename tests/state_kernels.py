@@ -30,6 +30,9 @@ class Kernels:
 
     def install(self, monkeypatch, arch):
         """As if the packages had been installed before transformers was imported."""
+        config = supported_architectures()[arch].tiny_config()
+        # Imported before the packages are there: what it finds then, it keeps
+        modeling = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
         functions = [
             ("fla", self.chunk_gated_delta_rule),
             ("causal_conv1d", self.causal_conv1d_fn),
@@ -42,8 +45,6 @@ class Kernels:
             monkeypatch.setitem(sys.modules, name, package)
         for name, function in functions:
             setattr(packages[name], function.__name__, function)
-        config = supported_architectures()[arch].tiny_config()
-        modeling = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
         for theirs, (package, function) in {
             "torch_chunk_gated_delta_rule": functions[0],
             "causal_conv1d_fn": functions[1],
