@@ -161,7 +161,7 @@ class SharedKVAttentionMixer:
         return {"spec": spec, "attn_backend": backend}
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
-        fused = {"attention": f"documents kept apart; rotary embedding of q and k {how}"}
+        fused = {"attention": "documents kept apart", "rotary embedding": f"of q and k {how}"}
         if _norms_of(module, spec) is None:
             return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}
         return fused | {"QK norm": "with the rotary embedding"}, {}
