@@ -248,6 +248,14 @@ def test_a_step_that_recomputes_is_not_captured(mode, n_recomputed):
     assert why == (None if (mode, n_recomputed) == ("auto", 0) else "gradient checkpointing")
 
 
+def test_a_step_that_recomputes_some_layers_is_not_captured():
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    decoder = model.get_decoder()
+    decoder.layers[1].gradient_checkpointing = True
+    assert DecoderState(decoder).why_not_captured() == "gradient checkpointing"
+
+
 @pytest.fixture
 def held_up(monkeypatch):
     """Rows of every size are known to wait for Python."""

@@ -47,7 +47,8 @@ class DecoderState:
         if not self._decoder.training:
             return "the model is not training"
         plan = self._decoder.recompute_plan
-        checkpointed = getattr(self._decoder.layers[0], "gradient_checkpointing", False)
+        # transformers can checkpoint every n-th layer, also counted from a vision tower's first
+        checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in self._decoder.layers)
         if checkpointed and (plan is None or plan.n_recomputed):
             return "gradient checkpointing"
         if self._n_trained > _MOST_TRAINED:

@@ -45,7 +45,7 @@ def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: Checkpointing
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     decoder = base.get_decoder()
-    if decoder.layers[0].gradient_checkpointing:  # perhaps in another mode
+    if any(layer.gradient_checkpointing for layer in decoder.layers):  # perhaps in another mode
         base.gradient_checkpointing_disable()
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if mode == "auto":
