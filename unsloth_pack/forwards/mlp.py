@@ -64,7 +64,8 @@ class FastMLP(nn.Module):
         activation = _activation_of(self, self.spec)
         if activation is None:  # the activation was replaced, or has hooks now
             return super().forward(hidden_states)
-        return F.dropout(self._gated(hidden_states, activation), self.residual_dropout, self.training)
+        out = self._gated(hidden_states, activation)
+        return F.dropout(out, self.residual_dropout, self.training) if self.residual_dropout else out
 
     def _gated(self, hidden_states: Tensor, activation: str) -> Tensor:
         inner: list[Any] = [getattr(self, name) for name in self.projections.inner]

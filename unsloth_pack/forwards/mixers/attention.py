@@ -93,7 +93,9 @@ class FastAttention(nn.Module):
         if gate is not None:
             out = out.reshape(gate.shape) * torch.sigmoid(gate)
         out = getattr(self, self.spec.name("o_proj"))(out.reshape(batch, length, -1))
-        return F.dropout(out, self.residual_dropout, self.training), None
+        if self.residual_dropout:
+            out = F.dropout(out, self.residual_dropout, self.training)
+        return out, None
 
     def _rotate(self, q: Tensor, k: Tensor, *tables: Tensor, qk_norm: QKNorm | None) -> tuple[Tensor, Tensor]:
         q, k = rope_qk(q, k, *tables, qk_norm=qk_norm, interleaved=self.spec.rotary == "pairs")
