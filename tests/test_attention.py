@@ -26,6 +26,8 @@ from unsloth_pack.attention import (
 )
 from unsloth_pack.attention.flash import VarlenKernel, flash_attn_4, refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.forwards.mixers import MIXERS
+from unsloth_pack.patching.decoder_parts import mixers_by_layer
 from unsloth_pack.recipe.checks import check_backend
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -118,12 +120,13 @@ def test_a_config_tells_the_head_sizes_of_its_layers(arch):
     """As `train` asks for them, before it loads a model."""
     spec = supported_architectures()[arch]
     config = spec.tiny_config()
-    layers = tiny_model(arch, device="cpu").get_decoder().layers
-    attentions = [layer.self_attn for layer in layers]
+    decoder = tiny_model(arch, device="cpu").get_base_model().get_decoder()
+    attentions = [one for kind, one in mixers_by_layer(decoder, spec) if kind is MIXERS[spec.attention]]
     sizes = set()
     for attention in attentions:
         size = getattr(attention, "qk_head_dim", None) or attention.head_dim
-        sizes.add((size, attention.o_proj.in_features // config.num_attention_heads))
+        out = getattr(attention, spec.name("o_proj"))
+        sizes.add((size, out.in_features // config.num_attention_heads))
     assert spec.head_sizes(config) == sizes
     check_backend("auto", config, torch.float32, "cpu")
 
