@@ -19,6 +19,7 @@ from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.lora import experts as module
 from unsloth_pack.lora.stacks import is_expert_adapter, is_experts
 from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.models import spec_of
 from unsloth_pack.patching.decoder_parts import _mlps
 
 EXPERTS, WIDTH, FEATURES, RANK = 5, 32, 24, 3
@@ -349,4 +350,6 @@ def test_a_shared_expert_is_a_gated_mlp():
     config = Qwen2MoeConfig(hidden_size=64, shared_expert_intermediate_size=32, **sizes)
     block = Qwen2MoeSparseMoeBlock(config)
     assert [type(one).__name__ for one in block.modules() if is_experts(one)] == ["Qwen2MoeExperts"]
-    assert [(type(mlp).__name__, name) for _, mlp, name in _mlps(0, block)] == [("Qwen2MoeMLP", "silu")]
+    ((_, mlp, projections),) = _mlps(0, block, spec_of("qwen2_moe"))
+    assert type(mlp).__name__ == "Qwen2MoeMLP"
+    assert projections == (("gate_proj", "up_proj"), "down_proj")
