@@ -35,8 +35,10 @@ class RotaryTables:
         self.rotary_emb = rotary_emb
         self.layer_type = layer_type
         self.static_table: tuple[Tensor, Tensor] | None = None
-        rope_type = rotary_emb.rope_type
+        rope_type, parameters = rotary_emb.rope_type, rotary_emb.config.rope_parameters or {}
         self.rope_type: str = rope_type if layer_type is None else rope_type[layer_type]
+        if self.rope_type == "dynamic" and parameters.get("alpha"):
+            self.rope_type = "ntk_alpha"  # fixed: no type of its own before transformers 5.23
 
     @property
     def is_static(self) -> bool:
