@@ -18,7 +18,12 @@ from transformers import PreTrainedConfig
 
 from unsloth_pack.attention import attend, attend_dense
 from unsloth_pack.attention.options import AttentionNeed
-from unsloth_pack.forwards.mixers.attention import attention_options, choice_for, refuse_attention_weights
+from unsloth_pack.forwards.mixers.attention import (
+    AttentionMixer,
+    attention_options,
+    choice_for,
+    refuse_attention_weights,
+)
 from unsloth_pack.forwards.mixers.contract import Choice, Request
 from unsloth_pack.forwards.query_scale import scaled_by_position
 from unsloth_pack.kernels import rope_qk
@@ -133,10 +138,9 @@ class FastLatentAttention(nn.Module):
         return torch.cat([k_nope_BSHP, k_rope_BSHR], dim=-1), v_BSHV
 
 
-class LatentAttentionMixer:
+class LatentAttentionMixer(AttentionMixer):
     """Multi-head latent attention, by the backends of `unsloth_pack.attention`: a `Mixer`."""
 
-    attribute = "self_attn"
     forward: type[nn.Module] = FastLatentAttention
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
@@ -145,13 +149,9 @@ class LatentAttentionMixer:
         need = AttentionNeed(request.device_type, request.dtype, sizes[0], options, sizes[1])
         return choice_for(need, request)
 
-    def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
-        return {"spec": spec, "attn_backend": backend}
-
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
         kept_apart = "documents kept apart; the projections of the input as one autograd node"
         return {"attention": kept_apart, "rotary embedding": f"of part of each head {how}"}, {}
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        """Names of parameters, submodules and attributes of transformers' module that `forward` heeds."""
         return _KNOWN

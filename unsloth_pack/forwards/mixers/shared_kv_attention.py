@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from unsloth_pack.attention import attend, attend_dense
-from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.forwards.mixers.attention import (
+    AttentionMixer,
     attention_options,
-    choice_for,
     fusable_norms,
     refuse_attention_weights,
 )
-from unsloth_pack.forwards.mixers.contract import Choice, Request
 from unsloth_pack.kernels import QKNorm, rms_norm, rope_qk
 from unsloth_pack.lora.layers import project
 from unsloth_pack.models.spec import ArchSpec
@@ -146,19 +144,10 @@ class FastSharedKVAttention(nn.Module):
         return rms_norm(v_BTKD, v_BTKD.new_zeros(self.head_dim), eps, offset=1.0)
 
 
-class SharedKVAttentionMixer:
+class SharedKVAttentionMixer(AttentionMixer):
     """Attention with shared keys and values, by the backends of `unsloth_pack.attention`: a `Mixer`."""
 
-    attribute = "self_attn"
     forward: type[nn.Module] = FastSharedKVAttention
-
-    def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
-        options = attention_options(module, spec)
-        need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
-        return choice_for(need, request)
-
-    def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
-        return {"spec": spec, "attn_backend": backend}
 
     def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
         fused = {"attention": "documents kept apart", "rotary embedding": f"of q and k {how}"}
@@ -167,7 +156,6 @@ class SharedKVAttentionMixer:
         return fused | {"QK norm": "with the rotary embedding"}, {}
 
     def known(self, spec: ArchSpec) -> frozenset[str]:
-        """Names of parameters, submodules and attributes of transformers' module that `forward` heeds."""
         return _KNOWN
 
 
