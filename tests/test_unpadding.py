@@ -99,7 +99,10 @@ def test_a_padded_batch_trains_as_its_rows_alone(arch, side):
         truth = run_alone(exact, documents)
         alone = run_alone(plain, documents, truth.routes)
         batch = {name: x.cpu() for name, x in batch_of(documents, side).items()}
-        if supported_architectures()[arch].query_scale:  # else padding on the left counts
+        spec = supported_architectures()[arch]
+        if (
+            spec.query_scale or spec.qk_norm_after_rope
+        ):  # positions are not relative: padding on the left counts
             batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
         model.zero_grad()
         with routing(model, truth.routes) as seen:
