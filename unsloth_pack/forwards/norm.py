@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,8 +45,10 @@ class FastLayerNorm(nn.Module):
     @runs_eagerly
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., C]` normalised over the last dimension; computed in float32 and rounded once."""
-        weight = self.weight.to(hidden_states.dtype)
-        return F.layer_norm(hidden_states, weight.shape, weight, None, norm_eps(self))
+        x, dtype = hidden_states, hidden_states.dtype
+        # In 16 bits torch sums a trained weight's gradient in them too
+        wide = torch.promote_types(dtype, torch.float32) if self.weight.requires_grad else dtype
+        return F.layer_norm(x.to(wide), x.shape[-1:], self.weight.to(wide), None, norm_eps(self)).to(dtype)
 
 
 NORMS: dict[str, type[nn.Module]] = {"rms": FastRMSNorm, "layer": FastLayerNorm}
