@@ -12,7 +12,7 @@ boundaries, are found there and not by a version number.
 Shapes: B rows of T tokens, N = B * T, S documents of a stack of L tokens each, C channels.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unsloth_pack.errors import first_line
 from unsloth_pack.forwards.mixers.contract import Choice, Request
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.eager import runs_eagerly
@@ -179,10 +180,5 @@ def why_not_in_one_row(
                 if (after - before).abs().max() > (again - before).abs().max():
                     return "the installed kernels do not keep documents apart"
     except Exception as error:  # of Triton, of a missing operator, of an argument that nothing takes
-        return f"the installed kernels do not run ({type(error).__name__}: {_first_line(error)})"
+        return f"the installed kernels do not run ({type(error).__name__}: {first_line(error)})"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    lines: Sequence[str] = str(error).splitlines()
-    return lines[0] if lines else "no message"
