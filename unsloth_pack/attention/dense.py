@@ -58,6 +58,19 @@ def attend_dense(
     return out_BHTD.transpose(1, 2)
 
 
+def attend_all(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention in which every query sees every key of its batch entry: `[B, T, H, D]`."""
+    out_BHTD = F.scaled_dot_product_attention(
+        q_BHTD,
+        k_BKSD,
+        v_BKSD,
+        dropout_p=options.dropout,
+        scale=options.scale,
+        enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
+    )
+    return out_BHTD.transpose(1, 2)
+
+
 def is_written_out(options: AttentionOptions) -> bool:
     """Whether no fused operator in torch has an option, so that the logits of all pairs exist in memory."""
     return options.softcap is not None or options.sinks

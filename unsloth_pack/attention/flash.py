@@ -17,6 +17,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.row.packed_row import PackedRow
 
 _MAX_HEAD_DIM = 256
+_LOADED_BYTES = 16
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:
@@ -48,7 +49,19 @@ def attend(
     refuse_int32_overflow(q_NHD, row)
     kernel = varlen_kernel(q_NHD.shape[-1], options)
     assert kernel is not None  # `why_unavailable` has made sure
+    q_NHD, k_NKD, v_NKD = map(_aligned, (q_NHD, k_NKD, v_NKD))
     return kernel.call(q_NHD, k_NKD, v_NKD, row.cu_seqlens, row.longest, options)
+
+
+def _aligned(x_NHD: Tensor) -> Tensor:
+    """The same numbers, with every head where the kernels may read it: they load 16 bytes at a time.
+
+    Values that are cut out of a wider projection may begin between such places.
+    """
+    begins = x_NHD.storage_offset(), *x_NHD.stride()[:-1]
+    if all(begin * x_NHD.element_size() % _LOADED_BYTES == 0 for begin in begins):
+        return x_NHD
+    return x_NHD.clone(memory_format=torch.contiguous_format)
 
 
 def name_of_kernel(need: AttentionNeed) -> str | None:
@@ -119,11 +132,12 @@ class VarlenKernel:
         """
         # FlashAttention counts the keys before the query, transformers counts the query too.
         before = -1 if options.window is None else options.window - 1
+        after = 0 if options.causal else -1
         wanted = {
             "scale": options.scale,
             "softmax_scale": options.scale,
-            "causal": True,
-            "window_size": (before, 0),
+            "causal": options.causal,
+            "window_size": (before, after),
             "softcap": options.softcap or 0.0,
             "dropout_p": options.dropout,
             "enable_gqa": True,

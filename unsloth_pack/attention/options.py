@@ -15,6 +15,8 @@ class AttentionOptions:
         softcap: logits become `softcap * tanh(logits / softcap)`.
         dropout: probability of dropping an attention weight.
         sinks: whether a query also attends to its head's sink, a logit without a value.
+        causal: whether a query sees no key behind it. Without it, as in the towers of images, a query sees
+            its whole segment, and there is no window.
     """
 
     scale: float
@@ -22,6 +24,7 @@ class AttentionOptions:
     softcap: float | None = None
     dropout: float = 0.0
     sinks: bool = False
+    causal: bool = True
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ def attend(
     backend: str = "auto",
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention in which no token sees another document.
+    """Attention in which no token sees another segment of the row.
 
     Args:
         q_NHD: `[N, H, D]`, any strides with a contiguous last dimension.

@@ -4,6 +4,8 @@ No mask over the whole row is ever built. Such a batch, a stack, is padded on th
 hides the padding anyway. Where a sliding window is shorter than the stack, each block of queries looks only
 at the keys that it can reach, under a mask of at most 2 * max(window, 256) keys a side. With a softcap or
 sinks the logits are written out; those of long documents block by block, and again in the backward pass.
+
+Without a causal mask a batch holds segments of one length only.
 """
 
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unsloth_pack.attention.dense import attend_dense, causal_mask, is_written_out
+from unsloth_pack.attention.dense import attend_all, attend_dense, causal_mask, is_written_out
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -22,6 +24,8 @@ _WRITTEN_OUT_BLOCK = 1024  # queries whose logits exist at the same time
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:
+    if not need.options.causal and is_written_out(need.options):
+        return "it has neither softcap nor sinks for attention that is not causal"
     return None
 
 
@@ -33,6 +37,8 @@ def attend(
     options: AttentionOptions,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
+    if not options.causal:
+        return _attend_whole_segments(q_NHD, k_NKD, v_NKD, row, options)
     outs = []
     for stack_SL in row.stacks:
         q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
@@ -46,6 +52,17 @@ def attend(
             out_SLHD = attend_dense(q_SHLD, k_SKLD, v_SKLD, None, options, sinks_H)
         outs.append(out_SLHD.flatten(0, 1))
     return torch.cat(outs)[row.unstack]
+
+
+def _attend_whole_segments(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, row: PackedRow, options: AttentionOptions
+) -> Tensor:
+    """Segments of one length as one batch: without a causal mask nothing would hide padding."""
+    outs = []
+    for stack_SL in row.equal_stacks:
+        q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
+        outs.append(attend_all(q_SHLD, k_SKLD, v_SKLD, options).flatten(0, 1))
+    return torch.cat(outs)[row.unstack_equal]
 
 
 def _attend_window(

@@ -22,6 +22,8 @@ def why_unavailable(need: AttentionNeed) -> str | None:
         return f"it computes in float16, bfloat16 and float32, not {need.dtype}"
     if need.padded_head_dim > MAX_HEAD_DIM:
         return f"its head size is at most {MAX_HEAD_DIM}, not {need.padded_head_dim}"
+    if not need.options.causal:
+        return "its kernels are causal"
     if need.options.dropout > 0:
         return "it has no attention dropout"
     if need.device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):

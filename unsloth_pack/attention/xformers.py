@@ -38,7 +38,7 @@ def attend(
     from xformers import ops
 
     flash.refuse_int32_overflow(q_NHD, row)  # its flash operator is the same kernel
-    bias = row.once(("xformers", options.window), lambda: _block_diagonal_mask(row, options.window))
+    bias = row.once(("xformers", options.window, options.causal), lambda: _block_diagonal_mask(row, options))
     groups = q_NHD.shape[1] // k_NKD.shape[1]
     # Its backward pass does not take grouped heads
     k_NHD, v_NHD = (x.repeat_interleave(groups, dim=1) for x in (k_NKD, v_NKD))
@@ -47,8 +47,9 @@ def attend(
     )[0]
 
 
-def _block_diagonal_mask(row: PackedRow, window: int | None):
-    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+def _block_diagonal_mask(row: PackedRow, options: AttentionOptions):
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask, BlockDiagonalMask
 
-    mask = BlockDiagonalCausalMask.from_seqlens(list(row.lengths), device=row.device)
-    return mask if window is None else mask.make_local_attention(window)
+    kind = BlockDiagonalCausalMask if options.causal else BlockDiagonalMask
+    mask = kind.from_seqlens(list(row.lengths), device=row.device)
+    return mask if options.window is None else mask.make_local_attention(options.window)

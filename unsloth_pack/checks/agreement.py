@@ -63,7 +63,7 @@ def check_alone(subject: Subject, documents: Sequence[Tensor]) -> list[Check]:
             alone = subject.gradients(document, run_alone)
             if sample == 0:
                 packed.append(_packed_errors(subject, documents, number, alone))
-            with _rounded_otherwise(subject):
+            with rounded_otherwise(subject):
                 got = subject.gradients(document, run_alone)
             rounded.append(_Errors.of(got, alone, got.embeddings[0]))
         checks = [_check_errors(what.name, packed, rounded, subject.dtype) for what in fields(_Errors)]
@@ -92,7 +92,7 @@ def _check_errors(
 
 
 @contextmanager
-def _rounded_otherwise(subject: Subject) -> Iterator[None]:
+def rounded_otherwise(subject: Subject) -> Iterator[None]:
     """Meanwhile the inputs of all layers are moved by up to one unit in the last place, at random."""
     eps = torch.finfo(subject.dtype).eps
 

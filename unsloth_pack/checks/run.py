@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unsloth_pack.checks import agreement, leaks
+from unsloth_pack.checks import agreement, images, leaks
 from unsloth_pack.checks.report import VerifyReport
 from unsloth_pack.checks.subject import Describe, Description, Subject
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
@@ -41,9 +41,11 @@ def verify(
         model: a causal language model of transformers, or a PEFT model of one; patched or not.
         tokenizer: for `documents` that are texts.
         documents: two or more texts, or token ids. None: random tokens in documents of 1 to 129 tokens, and
-            one longer than each sliding window that fits into the row.
+            one longer than each sliding window that fits into the row. A model that takes images gets a row
+            of random ones, too.
         describe: how calls describe the row: "packed_seq_lengths", "position_ids", "trl" for all that TRL's
-            collator gives, or a function from the list of lengths to keyword arguments. None:
+            collator gives, or a function from the list of lengths to keyword arguments. With images one that
+            takes `axes`, too, gets `[3, 1, T]`, positions in time, height and width. None:
             "packed_seq_lengths" where the model is patched, else "position_ids".
         collate: the trainer's collator, from rows with `seq_lengths` to a batch. None: TRL's.
         max_seq_length: tokens of the row at most. None: what the model was loaded with, else 8192.
@@ -68,7 +70,7 @@ def verify(
     else:
         row = _encoded(documents, tokenizer, room, subject.vocab_size)
     if collate is None:
-        from unsloth_pack.training.trl import row_collator
+        from unsloth_pack.training.trl_setup import row_collator
 
         collate = row_collator()
     with left_alone(model):
@@ -80,6 +82,7 @@ def verify(
             leaks.check_reach(subject, row),
             *against_alone,
             *agreement.check_counting(subject, row, collate, against_alone),
+            *images.check_images(subject, generator),
         ]
     return VerifyReport(
         model_type=subject.config.model_type,

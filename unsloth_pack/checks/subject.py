@@ -3,6 +3,7 @@
 Shapes: T tokens of a row or L of a document, C channels, V words of the vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_of
 
 Description = Literal["packed_seq_lengths", "position_ids", "trl"]
-Describe = Callable[[Sequence[int]], Mapping[str, Any]]
+Describe = Callable[..., Mapping[str, Any]]  # of the lengths; of `axes`, too, where it takes them
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Subject(Probed):
         self.vocab_size = min(self.config.vocab_size, len(embedding))
         if describe is None:
             describe = "position_ids" if patch is None else "packed_seq_lengths"
+        self.description = describe
         self._describe = describe if callable(describe) else _named_description(describe)
+        self._takes_axes = callable(describe) and "axes" in inspect.signature(describe).parameters
 
     @property
     def is_checkpointing(self) -> bool:
@@ -93,14 +96,25 @@ class Subject(Probed):
 
     def packed(self, documents: Sequence[Tensor], **more: Any) -> Any:
         """The model's output for one row of all documents, `[1, T]`."""
-        described = self._describe([len(document) for document in documents])
+        described = self.described([len(document) for document in documents])
+        return self.model(input_ids=torch.cat(list(documents)).to(self.device)[None], **described, **more)
+
+    def described(self, lengths: list[int], axes: Tensor | None = None) -> dict[str, Any]:
+        """What a call carries beside the ids.
+
+        Args:
+            axes: `[3, 1, T]`, positions in time, height and width. None: those of text.
+        """
+        more = {}
+        if self._takes_axes:
+            more["axes"] = _along(lengths)[None].expand(3, 1, -1) if axes is None else axes
+        described = self._describe(lengths, **more)
         if not isinstance(described, Mapping):
             raise InputError(
                 f"describe gives a {type(described).__name__}; give a function from the list of lengths to "
                 "keyword arguments"
             )
-        described = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
-        return self.model(input_ids=torch.cat(list(documents)).to(self.device)[None], **described, **more)
+        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in described.items()}
 
     def packed_outputs(self, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """`[L, V]` of every document in one row of all."""
@@ -111,14 +125,14 @@ class Subject(Probed):
         return self.model(input_ids=document.to(self.device)[None], use_cache=False).logits[0]
 
     def logits_beside(self, document: Tensor, neighbour: Tensor) -> Tensor:
-        """`[L, V]` of a document in an ordinary batch of two, padded to the length of its longer neighbour.
+        """`[L, V]` of a document in an ordinary batch of two, the shorter one padded.
 
         Rows of a batch never see each other, and padding on the right lies in nobody's past: what this
         differs from the document alone is rounding. Without a mask, with which a patched model would run the
         two as one packed row.
         """
-        ids = torch.zeros(2, len(neighbour), dtype=torch.int64, device="cpu")
-        ids[0, : len(document)], ids[1] = document, neighbour
+        ids = torch.zeros(2, max(len(document), len(neighbour)), dtype=torch.int64, device="cpu")
+        ids[0, : len(document)], ids[1, : len(neighbour)] = document, neighbour
         return self.model(input_ids=ids.to(self.device), use_cache=False).logits[0, : len(document)]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
@@ -206,12 +220,17 @@ def _named_description(name: str) -> Describe:
     if name == "packed_seq_lengths":
         return lambda lengths: {"packed_seq_lengths": list(lengths)}
     if name == "position_ids":
-        return lambda lengths: {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+        return lambda lengths: {"position_ids": _along(lengths)}
     if name == "trl":
-        from unsloth_pack.training.trl import row_collator
+        from unsloth_pack.training.trl_setup import row_collator
 
         return lambda lengths: _beside_the_ids(row_collator()([example_of(lengths)]))
     raise InputError(f"describe is {name!r}; choose packed_seq_lengths, position_ids, trl, or a function")
+
+
+def _along(lengths: Sequence[int]) -> Tensor:
+    """`[1, T]`: positions that restart with every document."""
+    return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
 def example_of(lengths: Sequence[int], ids: Tensor | None = None, labels: Tensor | None = None) -> dict:

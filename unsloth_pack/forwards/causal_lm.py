@@ -4,7 +4,6 @@ Shapes: B rows of T tokens, C features, V outputs of the head.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import Door, trl_head_of
 from unsloth_pack.losses.contract import LabelledHead, Loss
@@ -23,6 +23,7 @@ from unsloth_pack.losses.fusable import (
     has_own_loss,
     head_of,
     outputs_of_head,
+    refuse_passed_over,
     why_head_not_fused,
     why_loss_not_fused,
 )
@@ -35,8 +36,6 @@ from unsloth_pack.row.keywords import ROW_KEYWORDS
 from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, checked_labels, watch_gradient
 from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
-
-_OF_IMAGES = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
 
 
 class FastCausalLM(CountedParameters):
@@ -100,10 +99,11 @@ class FastCausalLM(CountedParameters):
         described = row_of_call(inputs, kwargs, partial(self._without_padding, inputs, labels, kwargs))
         for name in (*ROW_KEYWORDS, "packed_row"):
             kwargs.pop(name, None)
-        call = _Call(described, inputs, kwargs)
+        call = Call(described, inputs, kwargs)
+        if self.is_wrapper and described is not None:
+            self._take_images(call)
         if call.row is not None:
             inputs["attention_mask"] = call.row.token_mask
-            self._refuse_images(call)
             self._refuse_other_decoder()
         trl_head = None
         if kwargs.pop("fused_lm_head", False) and (trl_head := trl_head_of(self)) is None:
@@ -126,14 +126,18 @@ class FastCausalLM(CountedParameters):
         self, inputs: dict[str, Any], labels: Any, rest: Mapping[str, Any], known: PaddedBatch | None
     ) -> PaddedBatch | None:
         """The padded batch of a call that describes no row, or None where it keeps its padding."""
-        if self.is_wrapper and (_images_in(rest) or inputs["input_ids"] is None):
+        if self.is_wrapper and (not self._takes_images(images_in(rest)) or inputs["input_ids"] is None):
             return None
         given = {name: rest[name] for name in ("shift_labels", "ignore_index") if name in rest}
         return self.fast_decoder.unpadding.batch_of(self.fast_decoder, inputs, known, labels, **given)
 
-    def _refuse_images(self, call: "_Call") -> None:
-        given = _images_in(call.rest)
-        if self.is_wrapper and given:
+    def _takes_images(self, given: list[str]) -> bool:
+        """Whether a call with these arguments of images can be one packed row."""
+        return not given
+
+    def _take_images(self, call: Call) -> None:
+        """Take the images of a row out of a call."""
+        if given := images_in(call.rest):
             raise InputError(
                 f"a packed row comes with {given[0]}; a {type(self).__name__} packs rows of text alone: "
                 "give such examples unpacked"
@@ -145,7 +149,7 @@ class FastCausalLM(CountedParameters):
                 f"{type(self).__name__} has got another decoder since it was patched; call patch_model again"
             )
 
-    def _decoded(self, call: "_Call") -> Any:
+    def decoded(self, call: Call) -> Any:
         """The decoder's output; the call has been described."""
         inputs = dict(call.inputs)
         if self.is_wrapper and self.spec.placeholders and inputs["input_ids"] is not None:
@@ -159,11 +163,11 @@ class FastCausalLM(CountedParameters):
             input_ids = input_ids.masked_fill(is_placeholder, self.config.get_text_config().pad_token_id)
         return input_ids
 
-    def _is_left_alone(self, call: "_Call") -> bool:
+    def _is_left_alone(self, call: Call) -> bool:
         """Whether a call goes through a model around a text model as it is: images may come with it."""
         return self.is_wrapper and call.described is None
 
-    def _for_theirs(self, call: "_Call", step_labels: "_StepLabels") -> dict[str, Any]:
+    def _for_theirs(self, call: Call, step_labels: "_StepLabels") -> dict[str, Any]:
         """The arguments of transformers' forward or of TRL's, which hand them on to the decoder."""
         arguments = {**call.inputs, **call.rest, **step_labels.as_given()}
         if not self._is_left_alone(call):  # where what lies before the decoder takes no row
@@ -172,9 +176,7 @@ class FastCausalLM(CountedParameters):
 
     # A step of training: the loss alone
 
-    def _takes_fused_loss(
-        self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor
-    ) -> bool:
+    def _takes_fused_loss(self, call: Call, step_labels: "_StepLabels", logits_to_keep: int | Tensor) -> bool:
         """Whether a call is a training step whose loss can be computed with the head."""
 
         def asked(name: str) -> Any:
@@ -183,7 +185,7 @@ class FastCausalLM(CountedParameters):
 
         if step_labels.labels is None or not (self.training and torch.is_grad_enabled()):
             return False
-        if asked("return_dict") is False or asked("output_router_logits"):
+        if asked("return_dict") is False or self._wants_router(call):
             return False
         if self._is_left_alone(call):
             return False
@@ -193,27 +195,37 @@ class FastCausalLM(CountedParameters):
             raise InputError(f"training_loss needs the head: {why_not}; set it back to cross_entropy")
         return keeps_all and why_not is None
 
-    def _with_fused_loss(self, call: "_Call", step_labels: "_StepLabels") -> Any:
+    def _wants_router(self, call: Call) -> bool:
+        """Whether a call asks for the logits of routers, and with them for their auxiliary loss."""
+        asked = call.rest.get("output_router_logits")
+        if asked is None:
+            asked = getattr(self.config.get_text_config(), "output_router_logits", False)
+        return bool(asked)
+
+    def _with_fused_loss(self, call: Call, step_labels: "_StepLabels") -> Any:
         head = head_of(self, self.spec, self.is_wrapper)
         labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
         call.rest.pop("return_dict", None)
-        decoded = self._decoded(call)
+        decoded = self.decoded(call)
         loss = self.training_loss(labelled, decoded.last_hidden_state, call.row, step_labels.num_items)
         return loss_output(loss, head, decoded, step_labels.watch)
 
     # TRL's trainers: scores of tokens
 
-    def _scored_for_trl(self, trl_head: TrlHead, call: "_Call", step_labels: "_StepLabels") -> Any:
+    def _scored_for_trl(self, trl_head: TrlHead, call: Call, step_labels: "_StepLabels") -> Any:
         call.inputs["use_cache"] = False
-        if trl_head.why_not or why_head_not_fused(self) or self._is_left_alone(call):
+        why_not = trl_head.why_not or why_head_not_fused(self)
+        if self._is_left_alone(call):
+            why_not = why_not or "images may come with it"
+        if why_not:
+            refuse_passed_over(self, why_not)
             return trl_head.forward(**self._for_theirs(call, step_labels), fused_lm_head=True)
         text_config = self.config.get_text_config()
-        wants_router = call.rest.get("output_router_logits")
-        if wants_router is None and getattr(text_config, "output_router_logits", False):
-            wants_router = call.rest["output_router_logits"] = True
+        if wants_router := self._wants_router(call):
+            call.rest["output_router_logits"] = True
         head = head_of(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
         labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
-        decoded = self._decoded(call)
+        decoded = self.decoded(call)
         scores, mask = trl_head.scored(labelled, decoded.last_hidden_state), labelled.mask
         if step_labels.shift_labels is None:  # nothing follows the last token
             scores, mask = cut(scores, mask.shape[1] - 1), mask[:, :-1]
@@ -226,17 +238,19 @@ class FastCausalLM(CountedParameters):
 
     # Everything else: logits, as transformers makes them
 
-    def _with_logits(self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor) -> Any:
+    def _with_logits(self, call: Call, step_labels: "_StepLabels", logits_to_keep: int | Tensor) -> Any:
         if self.is_wrapper and call.described is not None:
             return self._text_with_logits(call, step_labels, logits_to_keep)
         return super().forward(**self._for_theirs(call, step_labels), logits_to_keep=logits_to_keep)
 
     def _text_with_logits(
-        self, call: "_Call", step_labels: "_StepLabels", logits_to_keep: int | Tensor
-    ) -> CausalLMOutputWithPast:
-        """A packed row of text through a model around a text model, past all that it does with images."""
+        self, call: Call, step_labels: "_StepLabels", logits_to_keep: int | Tensor
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """A packed row through a model around a text model, past all that it does with images."""
         call.rest.pop("return_dict", None)
-        decoded = self._decoded(call)
+        if wants_router := self._wants_router(call):
+            call.rest["output_router_logits"] = True
+        decoded = self.decoded(call)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(decoded.last_hidden_state[:, kept])
         logits = head_of(self, self.spec, self.is_wrapper).scaled(logits)
@@ -244,9 +258,16 @@ class FastCausalLM(CountedParameters):
         if step_labels.labels is not None:
             vocab_size = self.config.get_text_config().vocab_size
             loss = self.loss_function(logits=logits, vocab_size=vocab_size, **step_labels.as_given())
-        return CausalLMOutputWithPast(
+        output = CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=decoded.hidden_states, attentions=decoded.attentions
         )
+        if not wants_router:
+            return output
+        text_config = self.config.get_text_config()
+        aux_loss = load_balancing_loss(decoded.router_logits, text_config, call.inputs["attention_mask"])
+        if loss is not None:
+            output.loss = loss + text_config.router_aux_loss_coef * aux_loss
+        return MoeCausalLMOutputWithPast(**output, aux_loss=aux_loss, router_logits=decoded.router_logits)
 
     # Gradient checkpointing, as trainers switch it on
 
@@ -270,31 +291,6 @@ class FastCausalLM(CountedParameters):
             theirs.enable_input_require_grads()
 
 
-@dataclass
-class _Call:
-    """A call that has come in.
-
-    Args:
-        described: its packed row, or the padded batch that becomes one inside the decoder; None for a batch
-            that keeps its padding.
-        inputs: the decoder's named arguments.
-        rest: the others; neither the row's nor the loss's.
-    """
-
-    described: PackedRow | PaddedBatch | None
-    inputs: dict[str, Any]
-    rest: dict[str, Any]
-
-    @property
-    def row(self) -> PackedRow | None:
-        """The packed row that the caller has given."""
-        return self.described if isinstance(self.described, PackedRow) else None
-
-
-def _images_in(arguments: Mapping[str, Any]) -> list[str]:
-    return [name for name in _OF_IMAGES if arguments.get(name) is not None]
-
-
 class _StepLabels:
     """The labels of a call: checked, and masked where no loss may see them. Made before the decoder runs.
 
@@ -305,7 +301,7 @@ class _StepLabels:
         asked_by_trl: whether one of TRL's trainers asks, which counts labels without telling the model.
     """
 
-    def __init__(self, model: Any, call: _Call, labels: Tensor | None, asked_by_trl: bool):
+    def __init__(self, model: Any, call: Call, labels: Tensor | None, asked_by_trl: bool):
         self.ignore_index: int = call.rest.pop("ignore_index", IGNORE_INDEX)
         self.num_items = call.rest.pop("num_items_in_batch", None)
         self._model, self._row = model, call.row

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.deepstack import add_visual, visual_by_layer
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.layer_inputs import inputs_by_layer
 from unsloth_pack.forwards.leak_probe import OwnProbe
@@ -145,8 +146,10 @@ class FastDecoder(nn.Module):
         tokens = inputs.shape[0] * inputs.shape[1]
         if self.recompute_plan is not None:
             self.recompute_plan.decide(tokens, inputs.device)
-        element_size = self.get_input_embeddings().weight.element_size()
-        self.gate_and_up_plan.decide(tokens, element_size, inputs.device)
+        embedding = self.get_input_embeddings()
+        # PEFT's wrappers make their own `weight` anew at every look
+        weight = getattr(embedding, "original_module", embedding).weight
+        self.gate_and_up_plan.decide(tokens, weight.element_size(), inputs.device)
 
     def _refuse_other_masks(self, attention_mask: Any) -> None:
         """Of an ordinary batch: masks that the shared attention would misread.
@@ -179,9 +182,9 @@ class FastDecoder(nn.Module):
             raise InputError("a model call takes either input_ids or inputs_embeds; give exactly one")
         while True:
             if not self._asks_for_more(kwargs):
-                hidden_BTC = self.step_graphs.run(self, row, input_ids)
-                if hidden_BTC is not None:
-                    return PackedOutput(last_hidden_state=hidden_BTC)
+                made = self.step_graphs.run(self, row, input_ids, self._asks_for_router_logits(kwargs))
+                if made is not None:
+                    return PackedOutput(last_hidden_state=made.hidden, router_logits=made.router_logits)
             plan = self.recompute_plan if self.training and torch.is_grad_enabled() else None
             try:
                 with self.step_graphs.tried(row):
@@ -196,9 +199,14 @@ class FastDecoder(nn.Module):
             self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
 
     def _asks_for_more(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is to return more than the last hidden state, or its layers take more."""
-        is_asked = any(value is not None and value is not False for value in kwargs.values())
+        """Whether a call is to return more than graphs do, or its layers take more."""
+        others = (value for name, value in kwargs.items() if name != "output_router_logits")
+        is_asked = any(value is not None and value is not False for value in others)
         return is_asked or getattr(self.config, "output_hidden_states", False)
+
+    def _asks_for_router_logits(self, kwargs: Mapping[str, Any]) -> bool:
+        name = "output_router_logits"
+        return bool(kwargs.get(name, getattr(self.config, name, False)))
 
     @capture_outputs
     def _packed_forward(
@@ -209,6 +217,7 @@ class FastDecoder(nn.Module):
         if self.spec.embedding_multiplier:
             hidden_BTC = hidden_BTC * getattr(self.config, self.spec.embedding_multiplier)
         own_inputs = inputs_by_layer(self, input_ids, hidden_BTC, kwargs)
+        deepstack = visual_by_layer(row, kwargs)
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
         handed_on = {"packed_row": row, self.spec.name("packed_row"): row, **kwargs}
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
@@ -217,6 +226,8 @@ class FastDecoder(nn.Module):
             # Without tables nothing rotates
             out = layer(hidden_BTC, position_embeddings=rotations.get(kind), **more)
             hidden_BTC = out if isinstance(out, Tensor) else out[0]
+            if number < len(deepstack):
+                hidden_BTC = add_visual(hidden_BTC, row, deepstack[number])
         norm = getattr(self, self.spec.name("norm"))
         # router_logits stay None without experts
         return PackedOutput(last_hidden_state=norm(hidden_BTC))
@@ -234,4 +245,5 @@ class FastDecoder(nn.Module):
 class PackedOutput(MoeModelOutputWithPast):
     """What a decoder makes of a packed row. Models around it may read `shared_kv_states`: there are none."""
 
+    router_logits: Any = None
     shared_kv_states: Any = None

@@ -8,11 +8,16 @@ the instance's attributes:
 - a forward of TRL's is taken as a request, see `TrlHead`; calls still enter here;
 - any other forward that is set (accelerate's, a user's wrapper) is called first, as it expects to be;
 - `undo()` forgets both, so that the model that came in comes back.
+
+Its signature names what the original's does, too: `generate` refuses arguments that it does not find there,
+as those of images, and trainers drop such columns.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -33,18 +38,46 @@ class Door:
     def __get__(self, model: Any, owner: type | None = None) -> Callable[..., Any]:
         if model is None:
             return self._enter
-        return vars(model).get(_WRAPPER) or MethodType(self._enter, model)
+        enter = _with_parameters_of(type(model).__bases__[-1], self._enter)
+        return vars(model).get(_WRAPPER) or MethodType(enter, model)
 
     def __set__(self, model: Any, forward: Any) -> None:
         if request := TrlHead.of(forward):
             vars(model)[_TRL_HEAD] = request
-        elif getattr(forward, "__func__", None) is self._enter:
+        elif _enters_by(self._enter, forward):
             vars(model).pop(_WRAPPER, None)
         else:
             vars(model)[_WRAPPER] = forward
 
     def __delete__(self, model: Any) -> None:
         vars(model).pop(_WRAPPER, None)
+
+
+@cache
+def _with_parameters_of(original: type, enter: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the parameters of the original's forward in its signature."""
+    own = inspect.signature(enter)
+    theirs = inspect.signature(original.forward).parameters.values()  # type: ignore[attr-defined]
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    more = [
+        p.replace(kind=p.KEYWORD_ONLY) for p in theirs if p.name not in own.parameters and p.kind not in kinds
+    ]
+    if not more:
+        return enter
+
+    @wraps(enter)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return enter(model, *args, **kwargs)
+
+    *named, rest = own.parameters.values()
+    forward.__signature__ = own.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
+    return forward
+
+
+def _enters_by(door: Callable[..., Any], forward: Any) -> bool:
+    """Whether a bound method is the door's function, or that with more parameters."""
+    function = getattr(forward, "__func__", None)
+    return door in (function, getattr(function, "__wrapped__", None))
 
 
 def set_forwards(model: Any) -> dict[str, Any]:
@@ -69,7 +102,7 @@ def forget(model: Any, door: Callable[..., Any]) -> None:
     Args:
         door: the function that `Door` has decorated.
     """
-    if getattr(vars(model).get("_original_forward"), "__func__", None) is door:
+    if _enters_by(door, vars(model).get("_original_forward")):
         del model._original_forward
 
 

@@ -1,6 +1,7 @@
 """The forward of routed experts that all architectures share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -62,7 +63,8 @@ class FastExperts(ExpertsModule):
             args: the experts of each token and their weights, `[N, k]`.
         """
         if not self.runs_fused(hidden_states, args, kwargs):
-            return super().forward(hidden_states, *args, **kwargs)
+            with _biases_summed_wide(self):
+                return super().forward(hidden_states, *args, **kwargs)
         experts_Nk, weights_Nk = args
         return self.fused(hidden_states, experts_Nk, weights_Nk, [])
 
@@ -158,6 +160,29 @@ def why_reads_host(experts: ExpertsModule) -> str | None:
     stacks = [_stack(experts, name) for name in STACKS]
     device = next(experts.parameters()).device
     return why_not_grouped(stacks[0].dtype, device, *(size for stack in stacks for size in stack.shape[1:]))
+
+
+@contextmanager
+def _biases_summed_wide(experts: Any) -> Iterator[None]:
+    """Meanwhile biases that train in 16 bits are seen in float32.
+
+    transformers picks the bias of each token's expert. The gradient of that is a sum over all tokens of the
+    row, one after another in the type of the bias: in 16 bits it is off further the longer the row is.
+    """
+    names = [f"{name}_bias" for name in STACKS] if _adds_in_place(experts) else []
+    trained = {name: bias for name in names if (bias := getattr(experts, name)).requires_grad}
+    wide = {name: bias.float() for name, bias in trained.items() if bias.element_size() == 2}
+    experts.__dict__.update(wide)  # found before the parameters
+    try:
+        yield
+    finally:
+        for name in wide:
+            del experts.__dict__[name]
+
+
+def _adds_in_place(experts: Any) -> bool:
+    """Whether a bias is added to the outputs in their own type."""
+    return experts.has_bias and experts.config._experts_implementation in ("grouped_mm", "batched_mm")
 
 
 def _stack(experts: Any, name: str) -> Tensor | Nf4Stack | Fp8Stack:

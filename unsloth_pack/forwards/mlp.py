@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan, keeps_gate_and_up
+from unsloth_pack.forwards.trained_mlp import trained_gated_mlp, trains_fused
 from unsloth_pack.kernels import gated
 from unsloth_pack.lora.gated_mlp import gate_and_up, gated_mlp
 from unsloth_pack.lora.layers import project, run_fused
@@ -72,6 +73,8 @@ class FastMLP(nn.Module):
         down: Any = getattr(self, self.projections.down)
         if run_fused(hidden_states, [*inner, down]):
             return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
+        if trains_fused([*inner, down]):
+            return trained_gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
         gate, up = gate_and_up(project(hidden_states, inner))
         return down(gated(gate, up, activation))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from unsloth_pack.errors import InputError
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -27,13 +28,15 @@ class RotaryTables:
     Args:
         rotary_emb: transformers' rotary module.
         layer_type: "full_attention" or "sliding_attention" where they have different bases, else None.
+        axis_of_pair: `[R/2]` int64, the axis by which each pair of dimensions turns; None with one axis.
 
     `static_table` holds the `cos` and `sin` made last, where all documents rotate alike.
     """
 
-    def __init__(self, rotary_emb: Any, layer_type: str | None):
+    def __init__(self, rotary_emb: Any, layer_type: str | None, axis_of_pair: np.ndarray | None = None):
         self.rotary_emb = rotary_emb
         self.layer_type = layer_type
+        self.axis_of_pair = axis_of_pair
         self.static_table: tuple[Tensor, Tensor] | None = None
         rope_type, parameters = rotary_emb.rope_type, rotary_emb.config.rope_parameters or {}
         self.rope_type: str = rope_type if layer_type is None else rope_type[layer_type]
@@ -45,9 +48,22 @@ class RotaryTables:
         """Whether documents of all lengths rotate alike."""
         return self.rope_type not in _REGIMES
 
-    def for_row(self, row: PackedRow) -> tuple[Tensor, Tensor, Tensor]:
-        """`cos` and `sin` `[P, R]` float32, and `[N]` int64 the table row of every token."""
+    def for_row(self, row: PackedRow) -> tuple[Tensor, ...]:
+        """`cos` and `sin` `[P, R]` float32, and `[N]` int64 the table row of every token.
+
+        Where tokens have positions on several axes: `cos` and `sin` `[N, R]`, a row for each token.
+
+        Raises:
+            InputError: such positions, and a rotary type that depends on the length of a document.
+        """
         regime_of = _REGIMES.get(self.rope_type)
+        if row.axes is not None and self.axis_of_pair is not None:
+            if regime_of is not None:
+                raise InputError(
+                    f"rope type {self.rope_type!r} depends on the length of a document, which images do not "
+                    "tell; set rope_parameters to another type"
+                )
+            return row.once(("rotary axes", self.layer_type), partial(self._by_axes, row, self.axis_of_pair))
         if regime_of is None:
             return *self._static_table(int(row.positions.max()) + 1, row.device), row.position_ids
         return row.once(("rotary", self.layer_type), partial(self._table_by_length, row, regime_of))
@@ -58,12 +74,21 @@ class RotaryTables:
             or len(self.static_table[0]) < n_positions
             or self.static_table[0].device != device
         ):
-            prefix = "" if self.layer_type is None else f"{self.layer_type}_"
-            inv_freq = getattr(self.rotary_emb, f"{prefix}inv_freq")
-            scaling = getattr(self.rotary_emb, f"{prefix}attention_scaling")
+            inv_freq, scaling = self._frequencies()
             with torch.inference_mode(False):  # it outlives the call, and a backward pass may save it
                 self.static_table = _cos_sin(inv_freq.to(device), scaling, -(-n_positions // _GRAIN) * _GRAIN)
         return self.static_table
+
+    def _by_axes(self, row: PackedRow, axis_of_pair: np.ndarray) -> tuple[Tensor, Tensor]:
+        inv_freq, scaling = self._frequencies()
+        angles = row.axis_ids[row.upload(axis_of_pair)].T.float() * inv_freq.to(row.device).float()
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * scaling, angles.sin() * scaling
+
+    def _frequencies(self) -> tuple[Tensor, float]:
+        prefix = "" if self.layer_type is None else f"{self.layer_type}_"
+        inv_freq: Tensor = getattr(self.rotary_emb, f"{prefix}inv_freq")
+        return inv_freq, getattr(self.rotary_emb, f"{prefix}attention_scaling")
 
     def _table_by_length(self, row: PackedRow, regime_of: "Regime") -> tuple[Tensor, Tensor, Tensor]:
         config = self.rotary_emb.config
@@ -92,7 +117,24 @@ def rotary_tables(decoder: Any, spec: ArchSpec) -> dict[str | None, RotaryTables
     if (module := rotary_module(decoder, spec)) is None:
         return {}
     kinds = set(decoder.config.layer_types) if spec.rotary_per_layer_type else {None}
-    return {kind: RotaryTables(module, kind) for kind in kinds}
+    axis_of_pair = axes_of_pairs(module, spec)
+    return {kind: RotaryTables(module, kind, axis_of_pair) for kind in kinds}
+
+
+def axes_of_pairs(rotary_emb: Any, spec: ArchSpec) -> np.ndarray | None:
+    """`[R/2]` int64: whether each pair of dimensions turns by time (0), height (1) or width (2).
+
+    Source: Qwen2-VL (Wang et al. 2024), multimodal rotary position embedding; Qwen3-VL interleaves them.
+    """
+    if spec.axes is None:
+        return None
+    sections = rotary_emb.mrope_section
+    if spec.axes == "blocks":
+        return np.repeat(np.arange(len(sections)) % 3, sections)
+    axes = np.zeros(len(rotary_emb.inv_freq), dtype=np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def rotary_module(decoder: Any, spec: ArchSpec) -> Any:

@@ -1,5 +1,6 @@
 """One captured form: its two graphs, how they are captured and replayed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -19,17 +20,34 @@ _WARM_UPS = 2
 
 
 @dataclass(frozen=True, eq=False)
+class StepOutput:
+    """What a decoder makes of a row.
+
+    Args:
+        hidden: `[B, T, C]`, the last hidden state.
+        router_logits: `[B * T, experts]` of every layer that routes; None where they were not asked for.
+    """
+
+    hidden: Tensor
+    router_logits: tuple[Tensor, ...] | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.hidden, *(self.router_logits or ())]
+
+
+@dataclass(frozen=True, eq=False)
 class CapturedForm:
     """The graphs of a form, and the static tensors that they read and write.
 
     Args:
         memory: what the graphs compute lies there.
-        forward_graph: reads `row`, `input_ids` and the parameters, writes `hidden`.
-        backward_graph: reads `grad` and what the forward graph has left, writes `gradients`.
+        forward_graph: reads `row`, `input_ids` and the parameters, writes `outputs`.
+        backward_graph: reads `grads` and what the forward graph has left, writes `gradients`.
         row: a static row of the form's sizes.
         input_ids: `[1, tokens]` int64.
-        hidden: `[1, tokens, C]`, the last hidden state.
-        grad: `[1, tokens, C]`, the gradient of `hidden`.
+        outputs: `[tokens, ..]`, the last hidden state, and the router logits if these were asked for.
+        grads: their gradients; None for an output that no parameter reaches.
         parameters: the trained ones.
         gradients: of the parameters.
         kept_alive: owns memory that the graphs read and that nothing else here owns.
@@ -40,14 +58,15 @@ class CapturedForm:
     backward_graph: torch.cuda.CUDAGraph
     row: PackedRow
     input_ids: Tensor
-    hidden: Tensor
-    grad: Tensor
+    outputs: list[Tensor]
+    grads: list[Tensor | None]
+    has_router_logits: bool
     parameters: list[nn.Parameter]
     gradients: FlatGradients
     kept_alive: tuple[object, ...]
 
-    def replay(self, row: PackedRow, input_ids: Tensor) -> Tensor:
-        """The last hidden state `[B, T, C]` of a row that the form holds, with a gradient.
+    def replay(self, row: PackedRow, input_ids: Tensor) -> StepOutput:
+        """What the decoder makes of a row that the form holds, with gradients.
 
         Args:
             input_ids: `[B, T]` int64.
@@ -56,25 +75,36 @@ class CapturedForm:
         self.input_ids[0, :n_tokens].copy_(input_ids.reshape(-1))
         self.row.fill(row)
         self.forward_graph.replay()  # first of all: autograd looks at every parameter for its node
-        return _Replayed.apply(self, n_tokens, *self.parameters).view(*row.shape, -1)
+        hidden, *router_logits = _Replayed.apply(self, n_tokens, *self.parameters)
+        return StepOutput(
+            hidden.view(*row.shape, -1), tuple(router_logits) if self.has_router_logits else None
+        )
 
 
 class _Replayed(torch.autograd.Function):
-    """The last hidden state that the forward graph has left, `[tokens, C]`."""
+    """The outputs that the forward graph has left, `[tokens, ..]`."""
 
     @staticmethod
-    def forward(ctx: Any, captured: CapturedForm, n_tokens: int, *parameters: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, captured: CapturedForm, n_tokens: int, *parameters: nn.Parameter
+    ) -> tuple[Tensor, ...]:
         ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, Token()
+        ctx.set_materialize_grads(False)
         captured.memory.fill(ctx.token)
-        return captured.hidden[0, :n_tokens].clone()
+        copies = tuple(output[:n_tokens].clone() for output in captured.outputs)
+        reached = zip(copies, captured.grads, strict=True)
+        ctx.mark_non_differentiable(*(copied for copied, grad in reached if grad is None))
+        return copies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         captured: CapturedForm = ctx.captured
         captured.memory.use_up(ctx.token)
-        captured.grad[0, : ctx.n_tokens].copy_(grad)
-        captured.grad[0, ctx.n_tokens :].zero_()
+        for static, grad in zip(captured.grads, grads, strict=True):
+            if static is not None:
+                static[: ctx.n_tokens].copy_(grad) if grad is not None else static.zero_()
+                static[ctx.n_tokens :].zero_()
         captured.backward_graph.replay()
         return None, None, *captured.gradients.copies()
 
@@ -93,18 +123,19 @@ def capture_form(
     step = _StaticStep(decoder, form, device)
     tables = _make_rotary_tables(decoder, step.row)
     torch.cuda.empty_cache()  # of what uncaptured steps held: the graphs have memory of their own
-    grad = _warm_up(step, memory)
+    grads = _warm_up(step, memory)
     forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    hidden = _capture_forward(step, forward_graph, memory)
-    gradients = _capture_backward(step, hidden, grad, backward_graph, memory)
+    output = _capture_forward(step, forward_graph, memory)
+    gradients = _capture_backward(step, output, grads, backward_graph, memory)
     return CapturedForm(
         memory=memory,
         forward_graph=forward_graph,
         backward_graph=backward_graph,
         row=step.row,
         input_ids=step.input_ids,
-        hidden=hidden.detach(),
-        grad=grad,
+        outputs=[x.detach().view(form.tokens, -1) for x in output.tensors],
+        grads=[None if grad is None else grad.view(form.tokens, -1) for grad in grads],
+        has_router_logits=output.router_logits is not None,
         parameters=step.parameters,
         gradients=gradients,
         kept_alive=(step.stand_ins, tables),
@@ -122,20 +153,23 @@ class _StaticStep:
         self._leaves = self.stand_ins.of(self.parameters)
         self._decoder = decoder
         self._autocast = form.autocast
+        self._asked = {"output_router_logits": True} if form.router_logits else {}
 
-    def forward(self) -> Tensor:
-        """The last hidden state `[1, tokens, C]`."""
+    def forward(self) -> StepOutput:
+        """Of the static row, `[1, tokens, C]` and `[tokens, experts]`."""
         autocast = torch.autocast(
             "cuda", dtype=self._autocast, enabled=self._autocast is not None, cache_enabled=False
         )
         with autocast, self.stand_ins:
-            hidden = self._decoder._packed_forward(self.row, self.input_ids, None).last_hidden_state
-        assert hidden is not None
-        return hidden
+            made = self._decoder._packed_forward(self.row, self.input_ids, None, **self._asked)
+        assert made.last_hidden_state is not None
+        return StepOutput(made.last_hidden_state, made.router_logits if self._asked else None)
 
-    def backward(self, hidden: Tensor, grad: Tensor) -> list[Tensor | None]:
+    def backward(self, output: StepOutput, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of all parameters, None where none reaches one."""
-        return list(torch.autograd.grad(hidden, self._leaves, grad, allow_unused=True))
+        reached = [(x, grad) for x, grad in zip(output.tensors, grads, strict=True) if grad is not None]
+        outputs, their_grads = zip(*reached, strict=True)
+        return list(torch.autograd.grad(outputs, self._leaves, their_grads, allow_unused=True))
 
 
 def _make_rotary_tables(decoder: CapturableDecoder, row: PackedRow) -> list[tuple[Tensor, Tensor] | None]:
@@ -145,25 +179,34 @@ def _make_rotary_tables(decoder: CapturableDecoder, row: PackedRow) -> list[tupl
     return [tables.static_table for tables in decoder.rotary_tables.values()]
 
 
-def _warm_up(step: _StaticStep, memory: GraphMemory) -> Tensor:
-    """Run the step in the memory where it is captured next; the gradient of its output, zeros for now."""
+def _warm_up(step: _StaticStep, memory: GraphMemory) -> list[Tensor | None]:
+    """Run the step in the memory where it is captured next; the gradients of its outputs, zeros for now."""
     with memory.warming_up():
         for _ in range(_WARM_UPS):
-            hidden = step.forward()
-            step.backward(hidden, torch.zeros_like(hidden))
-        grad = torch.zeros_like(hidden)
-        del hidden
-    return grad
+            output = step.forward()
+            step.backward(output, _zeros_for(output))
+        grads = _zeros_for(output)
+        del output
+    return grads
 
 
-def _capture_forward(step: _StaticStep, graph: torch.cuda.CUDAGraph, memory: GraphMemory) -> Tensor:
+def _zeros_for(output: StepOutput) -> list[Tensor | None]:
+    """None where no gradient goes on from an output: that of the first layer's router, perhaps."""
+    return [torch.zeros_like(x) if x.requires_grad else None for x in output.tensors]
+
+
+def _capture_forward(step: _StaticStep, graph: torch.cuda.CUDAGraph, memory: GraphMemory) -> StepOutput:
     with memory.capturing(graph):
         return step.forward()
 
 
 def _capture_backward(
-    step: _StaticStep, hidden: Tensor, grad: Tensor, graph: torch.cuda.CUDAGraph, memory: GraphMemory
+    step: _StaticStep,
+    output: StepOutput,
+    grads: Sequence[Tensor | None],
+    graph: torch.cuda.CUDAGraph,
+    memory: GraphMemory,
 ) -> FlatGradients:
     dtype = reduce(torch.promote_types, (p.dtype for p in step.parameters))
     with memory.capturing(graph):
-        return FlatGradients(step.backward(hidden, grad), dtype)
+        return FlatGradients(step.backward(output, grads), dtype)

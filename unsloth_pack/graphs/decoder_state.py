@@ -7,15 +7,18 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from unsloth_pack.graphs.protocols import CapturableDecoder
-from unsloth_pack.modules.hooks import HOOKS
+from unsloth_pack.modules.hooks import HOOKS, is_recorder
 
-_MOST_TRAINED = 200_000_000  # parameters: graphs hold their gradients a second time
 _IS_TRAINED = attrgetter("requires_grad")
 _DROPOUTS = ("p", "attention_dropout")  # attributes of modules that hold a dropout probability
 
 
 class DecoderState:
-    """A decoder as it was when this was made. Graphs that were captured then are right while it matches."""
+    """A decoder as it was when this was made. Graphs that were captured then are right while it matches.
+
+    Attributes:
+        bytes_of_gradients: of all trained parameters.
+    """
 
     def __init__(self, decoder: CapturableDecoder):
         modules = list(decoder.modules())
@@ -29,7 +32,9 @@ class DecoderState:
         scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
         self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]
         self._dropouts = [(vars(m), name) for m in modules for name in _DROPOUTS if name in vars(m)]
-        self._n_trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+        self.bytes_of_gradients = sum(
+            p.numel() * p.element_size() for p in decoder.parameters() if p.requires_grad
+        )
         self._seen, self._dropouts_seen = self._look(), self._look_at_dropouts()
 
     def matches(self, decoder: CapturableDecoder) -> bool:
@@ -51,9 +56,7 @@ class DecoderState:
         checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in self._decoder.layers)
         if checkpointed and (plan is None or plan.n_recomputed):
             return "gradient checkpointing"
-        if self._n_trained > _MOST_TRAINED:
-            return f"{self._n_trained:,} parameters are trained"
-        if any(self._hooks):
+        if any(not is_recorder(hook) for held in filter(None, self._hooks) for hook in held.values()):
             return "modules have hooks"
         return None
 

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -36,6 +36,10 @@ class DecoderOutput(Protocol):
     def last_hidden_state(self) -> Tensor | None:
         """`[B, T, C]`."""
 
+    @property
+    def router_logits(self) -> tuple[Tensor, ...] | None:
+        """`[B * T, experts]` of every layer that routes, where they were asked for."""
+
 
 class PackedDecoder(Walkable, Protocol):
     """A decoder that runs packed rows."""
@@ -52,12 +56,13 @@ class PackedDecoder(Walkable, Protocol):
         """As in transformers: makes hidden states of token ids."""
 
     def _packed_forward(
-        self, row: PackedRow, input_ids: Tensor | None, inputs_embeds: Tensor | None
+        self, row: PackedRow, input_ids: Tensor | None, inputs_embeds: Tensor | None, **asked: Any
     ) -> DecoderOutput:
         """The hidden states of a packed row.
 
         Args:
             input_ids: `[B, T]` int64, or None where `inputs_embeds` `[B, T, C]` is given.
+            asked: `output_router_logits=True`, or nothing.
         """
 
 

@@ -16,28 +16,31 @@ class RowForm:
         segments: of the padded row: its documents, and what the padding is cut into.
         longest: tokens of a segment at most, and positions that the row reaches.
         autocast: the dtype that autocast computes in; None without autocast.
+        router_logits: whether these are asked for, beside the last hidden state.
     """
 
     tokens: int
     segments: int
     longest: int
     autocast: torch.dtype | None
+    router_logits: bool = False
 
     @classmethod
-    def of(cls, row: PackedRow) -> "RowForm":
+    def of(cls, row: PackedRow, router_logits: bool = False) -> "RowForm":
         """The form of a row: tokens in steps of a sixteenth of the power of 2 above, the rest powers of 2."""
         tokens = _round_up(row.n_tokens, max(64, _power_of_2(row.n_tokens) // 16))
         longest = _power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, _power_of_2(_segments(row, tokens, longest)))
-        return cls(tokens, segments, longest, _autocast())
+        return cls(tokens, segments, longest, _autocast(), router_logits)
 
-    def holds(self, row: PackedRow) -> bool:
+    def holds(self, row: PackedRow, router_logits: bool = False) -> bool:
         """Whether the row fits into the form, under the autocast that is on now."""
         return (
             row.n_tokens <= self.tokens
             and _longest(row) <= self.longest
             and _segments(row, self.tokens, self.longest) <= self.segments
             and _autocast() == self.autocast
+            and router_logits == self.router_logits
         )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.errors import first_line
-from unsloth_pack.graphs.capture import CapturedForm, capture_form
+from unsloth_pack.graphs.capture import CapturedForm, StepOutput, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder
@@ -65,12 +65,19 @@ class StepGraphs:
             return said
         return f"not captured: {self.why_not or 'no form of row has come often enough yet'}"
 
-    def run(self, decoder: CapturableDecoder, row: PackedRow, input_ids: Tensor | None) -> Tensor | None:
-        """The last hidden state `[B, T, C]` of a row, or None where it has to run uncaptured.
+    def run(
+        self,
+        decoder: CapturableDecoder,
+        row: PackedRow,
+        input_ids: Tensor | None,
+        router_logits: bool = False,
+    ) -> StepOutput | None:
+        """What a decoder makes of a row, or None where it has to run uncaptured.
 
         Args:
             row: on a CUDA device.
             input_ids: `[B, T]`, or None where embeddings came in.
+            router_logits: whether these are asked for, too.
         """
         self._on_trial = None
         if self._why_never is not None or input_ids is None or not torch.is_grad_enabled():
@@ -87,7 +94,7 @@ class StepGraphs:
             self.why_not = "the row before has not been through its backward pass yet"
             return None
         with torch.cuda.device_of(input_ids):  # a capture is of the current device, which may be another
-            form = self._form_for(decoder, row)
+            form = self._form_for(decoder, row, router_logits)
             if form is None:
                 return None
             with self._trials.replay(form.tokens, row.device):
@@ -109,11 +116,11 @@ class StepGraphs:
         self._state = DecoderState(decoder)
         return self._state
 
-    def _form_for(self, decoder: CapturableDecoder, row: PackedRow) -> RowForm | None:
+    def _form_for(self, decoder: CapturableDecoder, row: PackedRow, router_logits: bool) -> RowForm | None:
         """The row's own form, else any captured one that holds it: waste costs less than launches."""
-        form = RowForm.of(row)
+        form = RowForm.of(row, router_logits)
         self._rows_seen[form] += 1
-        holding = [other for other in self._graphs if other.holds(row)]
+        holding = [other for other in self._graphs if other.holds(row, router_logits)]
         nearest = min(holding, key=lambda other: (other.tokens, other.longest, other.segments), default=None)
         is_common = self._rows_seen[form] > _ROWS_BEFORE_CAPTURE
         if nearest is None:
@@ -134,7 +141,8 @@ class StepGraphs:
         """Whether replaying is known to save time and leaves enough memory; if not, `why_not` says why."""
         is_held_up = self._trials.is_held_up(form.tokens)
         if is_held_up and form.tokens not in self._too_large:
-            self._too_large[form.tokens] = self._trials.why_too_large(form.tokens, device)
+            gradients = 0 if self._state is None else self._state.bytes_of_gradients
+            self._too_large[form.tokens] = self._trials.why_too_large(form.tokens, device, gradients)
         if is_held_up:
             self.why_not = self._too_large[form.tokens]
             return self.why_not is None

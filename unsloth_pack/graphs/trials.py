@@ -115,19 +115,24 @@ class Trials:
         at_least = max((self._device[n] for n in judged), default=0)
         return False if self._host < _HELD_UP_FROM * at_least else None
 
-    def why_too_large(self, tokens: int, device: torch.device) -> str | None:
+    def why_too_large(self, tokens: int, device: torch.device, gradients: int) -> str | None:
         """Why graphs for rows of this size would leave too little memory, or None.
 
-        They hold what a step allocates, and rows that no graph holds take as much again beside them.
+        They hold what a step allocates, and its gradients a second time; rows that no graph holds take as
+        much as a step again beside them.
+
+        Args:
+            gradients: bytes of a step's gradients.
         """
         gauge = self._gauge_of(device)
         self._learn_peak(gauge)
         needed = max((taken * tokens / n for n, taken in self._taken.items()), default=0)
         free = gauge.free()
-        if free >= 2 * needed:
+        held = needed + gradients
+        if free >= held + needed:
             return None
         return (
-            f"graphs would hold {needed / _GIB:.1f} GiB beside the {needed / _GIB:.1f} GiB of a step, and "
+            f"graphs would hold {held / _GIB:.1f} GiB beside the {needed / _GIB:.1f} GiB of a step, and "
             f"{free / _GIB:.1f} GiB are free"
         )
 

@@ -8,6 +8,7 @@ when TRITON_INTERPRET=1 is set before the first import. Triton itself is optiona
 
 from .chunked_head import LabelledRows
 from .dropout import dropout
+from .extra_logits import ExtraLogits
 from .four_bits import dequantize_4bit
 from .fp8 import Fp8Columns, Fp8Rows, fp8_linear, fp8_linear_backward, fp8_transposed, quantize_rows
 from .gated import gated
@@ -23,6 +24,7 @@ from .token_scores import TokenScores, token_scores
 from .varlen_attention import varlen_attention
 
 __all__ = [
+    "ExtraLogits",
     "Fp8Columns",
     "Fp8Rows",
     "Gate",

@@ -9,7 +9,7 @@ Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from unsloth_pack.errors import InputError
 from unsloth_pack.host_copy import HostCopy
 
+from .extra_logits import ExtraLogits
 from .launch import MAX_WARPS, PER_THREAD, floor_power_of_2, jit, tl, triton
 
 IGNORE_INDEX = -100
@@ -69,36 +70,25 @@ def even_chunks(N: int, most: int) -> Iterator[slice]:
     return (slice(start, min(start + size, N)) for start in range(0, N, size))
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a b in out's dtype, which is that of a and b or float32."""
-    if a.is_cuda and a.dtype != out.dtype:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
-def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out += a b, likewise."""
-    if a.is_cuda and a.dtype != out.dtype:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
-
-
 def as_head_inputs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor | LabelledRows,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor | None, LabelledRows]:
-    """hidden, weight and bias, cast as autocast casts them, and the rows with a label, all checked."""
+    extra: ExtraLogits | None,
+) -> tuple[Tensor, Tensor, Tensor | None, ExtraLogits | None, LabelledRows]:
+    """hidden, weight, bias and extra, cast as autocast casts them, and the rows with a label, all checked."""
     device = hidden.device.type
     hidden, weight = _as_autocast(hidden, device), _as_autocast(weight, device)
     bias = None if bias is None else _as_autocast(bias, device)
     labelled = labels if isinstance(labels, LabelledRows) else LabelledRows(labels)
     check_head(hidden, weight, labelled, bias, softcap)
-    return hidden, weight, bias, labelled
+    if extra is not None:
+        own_b = None if extra.b is None else _as_autocast(extra.b, device)
+        extra = extra._replace(h=_as_autocast(extra.h, device), b=own_b)
+        extra.check(hidden, weight)
+    return hidden, weight, bias, extra, labelled
 
 
 def _as_autocast(x: Tensor, device: str) -> Tensor:
@@ -113,6 +103,13 @@ def project_to_logits(x_LC: Tensor, weight: Tensor, bias: Tensor | None, buffer_
     if bias is None:
         return torch.mm(x_LC, weight.t(), out=logits_LV)
     return torch.addmm(bias, x_LC, weight.t(), out=logits_LV)
+
+
+def spread(x_NX: Tensor, rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """`[*shape, X]` with 0 in the rows that have no label."""
+    spread_X = x_NX.new_zeros((*shape, x_NX.shape[-1]))
+    spread_X.view(-1, x_NX.shape[-1]).index_copy_(0, rows, x_NX)
+    return spread_X
 
 
 def plain_logits(logits: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:

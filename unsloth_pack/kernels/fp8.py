@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .launch import PER_THREAD, as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
+from .launch import FUSED_DTYPES, PER_THREAD, as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
 
+_ELEMENTS = 4096  # that a program dequantises
+_COLUMNS = 512  # of these, at most
 _TILE = 64  # rows and columns that a program transposes
 _MAX_WARPS = 32  # a program holds the gradients of gate and up of a whole row
 
@@ -36,8 +38,17 @@ class Fp8Rows(NamedTuple):
     scale: Tensor
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """`[N, C]` in `dtype`."""
-        return (self.values.float() * self.scale).to(dtype)
+        """`[N, C]` in `dtype`, computed in float32 and rounded once, in one launch."""
+        if not takes_fused_path(self.scale, self.scale) or dtype not in FUSED_DTYPES:
+            return reference.dequantize_rows(self.values, self.scale, dtype)
+        (N, C), out = self.values.shape, self.values.new_empty(self.values.shape, dtype=dtype)
+        block = min(_COLUMNS, triton.next_power_of_2(C))
+        rows = _ELEMENTS // block
+        with torch.cuda.device_of(out):
+            _dequantize_kernel[(triton.cdiv(N, rows), triton.cdiv(C, block))](
+                self.values, self.scale, out, N, C, rows, block, num_warps=4
+            )
+        return out
 
 
 class Fp8Columns(NamedTuple):
@@ -160,6 +171,18 @@ def _quantize_kernel(parts, strides, widths, column_scales, values, scale, C, BL
         tl.store(start + column, q_C.to(tl.float8e4nv), mask=column < widths[i])
         start += widths[i]
     tl.store(scale + row, s)
+
+
+@jit(do_not_specialize=["N"])
+def _dequantize_kernel(values, scale, out, N, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out `[N, C]`. Grid: blocks of rows, blocks of columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < N)[:, None] & (column < C)[None, :]
+    places = row[:, None] * C + column[None, :]
+    x = tl.load(values + places, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(scale + row, mask=row < N, other=0.0)
+    tl.store(out + places, (x * s[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -6,6 +6,8 @@ For each row x of hidden, l = W x + b, and z = softcap * tanh(scale * l / softca
     gl   = (softmax(z) - onehot(label)) * dz/dl
     gx   = Wᵀ gl,  gW = Σ gl xᵀ,  gb = Σ gl
 
+An adapter on the head, or trained tokens, change l: see `ExtraLogits`.
+
 Rows are taken in chunks. A chunk's logits are one GEMM into a buffer that all chunks share; one kernel reads
 each row of it, writes the row's loss and puts gl in the row's place; another GEMM or two make gradients of
 that. So the gradients are ready when the forward is, logits are computed once, and the backward scales what
@@ -22,18 +24,19 @@ from torch import Tensor
 from .backward import once_differentiable
 from .chunked_head import (
     LabelledRows,
-    add_product,
     as_head_inputs,
     block_and_warps,
     even_chunks,
     load_block,
     logit_and_slope,
     most_rows,
-    multiply,
     plain_logits,
     project_to_logits,
+    spread,
 )
+from .extra_logits import ExtraLogits, ExtraRows
 from .launch import jit, takes_fused_path, tl
+from .products import add_product, multiply
 
 
 def linear_cross_entropy(
@@ -44,6 +47,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
+    extra: ExtraLogits | None = None,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
     """The mean cross-entropy of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
@@ -56,6 +60,7 @@ def linear_cross_entropy(
             labels[i]. As a `LabelledRows` made earlier they cost no wait, and another number may mark none.
         bias: `[V]`, of hidden's dtype. Gets a gradient if it requires one.
         softcap: logits become softcap * tanh(logits / softcap), after the scale.
+        extra: changes hidden Wᵀ + bias.
         num_items: the sum of losses is divided by this, where given, instead of by the number of labels.
 
     Returns:
@@ -70,8 +75,9 @@ def linear_cross_entropy(
     Source: Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", whose linear
     cross-entropy also takes rows in chunks and makes gradients in the forward pass.
     """
-    hidden, weight, bias, labelled = as_head_inputs(hidden, weight, bias, labels, softcap)
-    total = _LinearCrossEntropy.apply(hidden, weight, bias, labelled, scale, softcap, torch.is_grad_enabled())
+    hidden, weight, bias, extra, labelled = as_head_inputs(hidden, weight, bias, labels, softcap, extra)
+    options = (labelled, scale, softcap, torch.is_grad_enabled())
+    total = _LinearCrossEntropy.apply(hidden, weight, bias, *(extra or (None,) * 3), *options)
     if num_items is None:
         return total / labelled.count
     return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
@@ -81,46 +87,52 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of the losses."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labelled: LabelledRows, scale: float, softcap, with_grad: bool):
+    def forward(
+        ctx, hidden, weight, bias, h, b, outputs, labelled: LabelledRows, scale: float, softcap, with_grad
+    ):
         (V, C), N, rows = weight.shape, labelled.count, labelled.rows
         hidden_TC, labels_N = hidden.reshape(-1, C), labelled.labels.reshape(-1).index_select(0, rows)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses_N = hidden.new_empty(N, dtype=wide)
-        for_hidden, for_weight, for_bias = (with_grad and needed for needed in ctx.needs_input_grad[:3])
+        needed = [with_grad and one for one in ctx.needs_input_grad[:5]]
+        for_hidden, for_weight, for_bias = needed[:3]
         g_NC = hidden.new_empty((N, C), dtype=wide) if for_hidden else None
         g_weight = weight.new_zeros((V, C), dtype=wide) if for_weight else None
         g_bias = bias.new_zeros(V, dtype=wide) if for_bias else None
+        own = None if h is None else ExtraLogits(h, b, outputs)
+        extra = ExtraRows(own, rows, (needed[3], needed[4]))
         most = most_rows(V, hidden)
         # Sized by T, not N: a size that recurs every step is memory that PyTorch reuses.
         buffer_LV = hidden.new_empty((min(most, len(hidden_TC)), V))
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in even_chunks(N, most):
                 x_LC = hidden_TC.index_select(0, rows[chunk])
-                logits_LV = project_to_logits(x_LC, weight, bias, buffer_LV)
-                want = for_hidden or for_weight or for_bias
-                _cross_entropy(logits_LV, labels_N[chunk], losses_N[chunk], scale, softcap, want)
+                logits_LV = extra.put_into(project_to_logits(x_LC, weight, bias, buffer_LV), chunk)
+                _cross_entropy(logits_LV, labels_N[chunk], losses_N[chunk], scale, softcap, any(needed))
+                if any(needed):
+                    extra.take_from(logits_LV, chunk)
                 if g_NC is not None:
                     multiply(logits_LV, weight, g_NC[chunk])
                 if g_weight is not None:
                     add_product(logits_LV.t(), x_LC, g_weight)
                 if g_bias is not None:
                     g_bias += logits_LV.sum(0, dtype=wide)
-        ctx.save_for_backward(rows, g_NC, g_weight, g_bias)
+        ctx.save_for_backward(rows, g_NC, g_weight, g_bias, extra.g_h, extra.g_b)
         ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
         return losses_N.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        rows, g_NC, g_weight, g_bias = ctx.saved_tensors
-        g_hidden = None
-        if g_NC is not None:
-            g_hidden = g_NC.new_zeros(ctx.shape, dtype=ctx.dtype)
-            g_hidden.view(-1, ctx.shape[-1]).index_copy_(0, rows, _scaled(g_NC, g, ctx.dtype))
+        rows, g_NC, g_weight, g_bias, g_h_NR, g_b = ctx.saved_tensors
+        g_hidden, g_h = (
+            x if x is None else spread(_scaled(x, g, ctx.dtype), rows, ctx.shape[:-1]) for x in (g_NC, g_h_NR)
+        )
         if not len(rows):
             g = torch.zeros_like(g)  # the mean over no row has an infinite one
-        g_weight, g_bias = (x if x is None else _scaled(x, g, ctx.dtype) for x in (g_weight, g_bias))
-        return g_hidden, g_weight, g_bias, None, None, None, None
+        of_head = (g_weight, g_bias, g_b)
+        g_weight, g_bias, g_b = (x if x is None else _scaled(x, g, ctx.dtype) for x in of_head)
+        return g_hidden, g_weight, g_bias, g_h, g_b, None, None, None, None, None
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # In a file of their own, found here as all oracles are
+from .extra_logits import ExtraLogits
 from .reference_experts import grouped_mm as grouped_mm
 from .reference_experts import grouped_outer as grouped_outer
 from .reference_experts import routed_gate_ as routed_gate_
@@ -257,10 +258,20 @@ def varlen_attention(
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    scale: float,
+    extra: ExtraLogits | None,
 ) -> Tensor:
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    logits = scale * F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    logits = F.linear(hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    if extra is not None and extra.b is not None:
+        logits = logits + extra.h.to(wide) @ extra.b.to(wide).t()
+    elif extra is not None and extra.outputs is not None:
+        logits = logits.index_copy(-1, extra.outputs, extra.h.to(wide))
+    logits = scale * logits
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
@@ -272,6 +283,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
+    extra: ExtraLogits | None = None,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
     """The mean cross-entropy of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
@@ -279,7 +291,7 @@ def linear_cross_entropy(
     The contract is `unsloth_pack.kernels.linear_cross_entropy`'s, but for all logits at once. Computes in
     float32, or float64 if an input is.
     """
-    logits = _logits(hidden, weight, bias, softcap, scale)
+    logits = _logits(hidden, weight, bias, softcap, scale, extra)
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten().long(), reduction="none")
     return losses.sum() / ((labels != -100).sum() if num_items is None else num_items)
 
@@ -292,13 +304,14 @@ def token_scores(
     bias: Tensor | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
+    extra: ExtraLogits | None = None,
     fields: Collection[Field] = (),
 ) -> TokenScores:
     """Scores of labels, from all logits at once.
 
     The contract is `unsloth_pack.kernels.token_scores`'s. Computes in float32, or float64 if an input is.
     """
-    logits = _logits(hidden, weight, bias, softcap, scale)
+    logits = _logits(hidden, weight, bias, softcap, scale, extra)
     has_label = labels != -100
     log_p = logits.log_softmax(-1)
     scores = {
@@ -331,6 +344,10 @@ def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None)
         x = x * torch.cat(list(column_scales)).t()
     scale = (x.abs().amax(dim=1, keepdim=True) / 448).clamp(min=1e-30)
     return (x * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def dequantize_rows(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (values.float() * scale).to(dtype)
 
 
 def fp8_linear(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ scale * l without a softcap, and p = softmax(z):
 A loss weighs the log-probabilities of tokens as it likes, but those weights are known in the backward pass
 alone. The gradient of a row is its weight times the gradient for weight 1, which the forward pass makes
 beside the scores, while the chunk's logits are at hand. So a step computes logits once. They are computed
-again only where a gradient reaches the entropy, or the head itself is trained.
+again only where a gradient reaches the entropy, or the head itself is trained. For trained tokens alone they
+are not, see `ExtraLogits`.
 
 Shapes: T tokens, N of them with a label, L of a chunk, C features, V outputs of the head.
 """
@@ -31,18 +32,19 @@ from torch import Tensor
 from .backward import once_differentiable
 from .chunked_head import (
     LabelledRows,
-    add_product,
     as_head_inputs,
     block_and_warps,
     even_chunks,
     load_block,
     logit_and_slope,
     most_rows,
-    multiply,
     plain_logits,
     project_to_logits,
+    spread,
 )
+from .extra_logits import ExtraLogits, ExtraRows
 from .launch import jit, takes_fused_path, tl
+from .products import add_product, multiply
 from .reference import Field, TokenScores
 
 FIELDS = get_args(Field)
@@ -56,6 +58,7 @@ def token_scores(
     bias: Tensor | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
+    extra: ExtraLogits | None = None,
     fields: Collection[Field] = (),
 ) -> TokenScores:
     """Scores of labels under the logits scale * (hidden Wᵀ + bias), softcapped if asked.
@@ -68,6 +71,7 @@ def token_scores(
             labels[i]. As a `LabelledRows` made earlier they cost no wait, and another number may mark none.
         bias: `[V]`, of hidden's dtype. Gets a gradient if it requires one.
         softcap: logits become softcap * tanh(logits / softcap), after the scale.
+        extra: changes hidden Wᵀ + bias.
         fields: which scores are wanted beside the log-probability.
 
     Returns:
@@ -79,10 +83,10 @@ def token_scores(
     """
     if isinstance(fields, str) or not set(fields) <= set(FIELDS):
         raise ValueError(f"fields are {fields!r}: pass a collection of {', '.join(FIELDS)}")
-    hidden, weight, bias, labelled = as_head_inputs(hidden, weight, bias, labels, softcap)
+    hidden, weight, bias, extra, labelled = as_head_inputs(hidden, weight, bias, labels, softcap, extra)
     wanted = tuple(field in fields for field in FIELDS)
-    options = (scale, softcap, wanted, torch.is_grad_enabled())
-    log_prob, *others = _TokenScores.apply(hidden, weight, bias, labelled, *options)
+    options = (labelled, scale, softcap, wanted, torch.is_grad_enabled())
+    log_prob, *others = _TokenScores.apply(hidden, weight, bias, *(extra or (None,) * 3), *options)
     shape = labelled.labels.shape
     return TokenScores(log_prob.view(shape), *(None if x is None else x.view(shape) for x in others))
 
@@ -91,29 +95,39 @@ class _TokenScores(torch.autograd.Function):
     """`[T]` of each score."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labelled: LabelledRows, scale, softcap, wanted, with_grad):
+    def forward(
+        ctx, hidden, weight, bias, h, b, outputs, labelled: LabelledRows, scale, softcap, wanted, with_grad
+    ):
         ctx.set_materialize_grads(False)  # a score that no loss reads costs nothing
         (V, C), N, rows = weight.shape, labelled.count, labelled.rows
         hidden_TC, labels_N = hidden.reshape(-1, C), labelled.labels.reshape(-1).index_select(0, rows)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        for_hidden, *for_head = (with_grad and needed for needed in ctx.needs_input_grad[:3])
-        needs_logits_again = any(for_head) or (for_hidden and wanted[0])
-        g_NC = hidden.new_empty((N, C), dtype=wide) if for_hidden and not any(for_head) else None
+        for_hidden, for_weight, for_bias, for_h, for_b = (
+            with_grad and needed for needed in ctx.needs_input_grad[:5]
+        )
+        trains_head = for_weight or for_bias or for_b
+        at_once = (for_hidden or for_h) and not trains_head
+        needs_logits_again = trains_head or (at_once and wanted[0])
+        g_NC = hidden.new_empty((N, C), dtype=wide) if for_hidden and at_once else None
+        extra = ExtraRows(_extra(h, b, outputs), rows, (for_h and at_once, False))
         scores_N = [hidden.new_empty(N, dtype=wide) if asked else None for asked in (True, *wanted)]
         most = most_rows(V, hidden)
         # Sized by T, not N: a size that recurs every step is memory that PyTorch reuses.
         buffer_LV = hidden.new_empty((min(most, len(hidden_TC)), V))
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in even_chunks(N, most):
-                logits_LV = project_to_logits(hidden_TC.index_select(0, rows[chunk]), weight, bias, buffer_LV)
+                x_LC = hidden_TC.index_select(0, rows[chunk])
+                logits_LV = extra.put_into(project_to_logits(x_LC, weight, bias, buffer_LV), chunk)
                 parts = [None if score is None else score[chunk] for score in scores_N]
-                _score(logits_LV, labels_N[chunk], parts, scale, softcap, g_NC is not None)
+                _score(logits_LV, labels_N[chunk], parts, scale, softcap, at_once)
+                if at_once:
+                    extra.take_from(logits_LV, chunk)
                 if g_NC is not None:
                     multiply(logits_LV, weight, g_NC[chunk])
-        again = (hidden_TC, weight, bias, labels_N) if needs_logits_again else (None,) * 4
-        ctx.save_for_backward(rows, g_NC, *again)
+        again = (hidden_TC, weight, bias, h, b, outputs, labels_N) if needs_logits_again else (None,) * 7
+        ctx.save_for_backward(rows, g_NC, extra.g_h, *again)
         ctx.shape, ctx.dtype, ctx.options = hidden.shape, hidden.dtype, (scale, softcap)
-        scores_T = [_spread(score, rows, len(hidden_TC)) for score in scores_N]
+        scores_T = [_with_zeros(score, rows, len(hidden_TC)) for score in scores_N]
         if scores_T[2] is not None:
             scores_T[2] = scores_T[2].bool()
         ctx.mark_non_differentiable(*(score for score in scores_T[2:] if score is not None))
@@ -122,32 +136,41 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_log_prob_T, g_entropy_T, *_):
-        rows, g_NC, hidden_TC, weight, bias, labels_N = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
+        rows, g_NC, g_h, hidden_TC, weight, bias, h, b, outputs, labels_N = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:5]
         if g_log_prob_T is None and g_entropy_T is None:
-            return (None,) * 8
+            return (None,) * 11
         g_log_prob_N, g_entropy_N = (
             None if g is None else g.reshape(-1).index_select(0, rows) for g in (g_log_prob_T, g_entropy_T)
         )
-        g_weight = g_bias = None
-        if g_entropy_N is not None or any(needed[1:]):
+        g_weight = g_bias = g_b = None
+        if g_entropy_N is not None or needed[1] or needed[2] or needed[4]:
             upstream = (g_log_prob_N, g_entropy_N)
             x_NC = hidden_TC.index_select(0, rows)
+            extra = ExtraRows(_extra(h, b, outputs), rows, needed[3:])
             g_NC, g_weight, g_bias = _weighted_gradients(
-                x_NC, weight, bias, labels_N, upstream, ctx.options, needed
+                x_NC, weight, bias, extra, labels_N, upstream, ctx.options, needed
             )
-        elif g_NC is not None:
-            rounded = torch.empty_like(g_NC, dtype=ctx.dtype)
+            g_h, g_b = extra.g_h, None if extra.g_b is None else extra.g_b.to(ctx.dtype)
+        else:
             assert g_log_prob_N is not None
-            g_NC = torch.mul(g_NC, g_log_prob_N[:, None], out=rounded)
-        g_hidden = None
-        if g_NC is not None:
-            g_hidden = g_NC.new_zeros(ctx.shape, dtype=ctx.dtype)
-            g_hidden.view(-1, ctx.shape[-1]).index_copy_(0, rows, g_NC.to(ctx.dtype))
-        return g_hidden, g_weight, g_bias, None, None, None, None, None
+            g_NC, g_h = (x if x is None else _weighted(x, g_log_prob_N, ctx.dtype) for x in (g_NC, g_h))
+        g_hidden, g_h = (
+            x if x is None else spread(x.to(ctx.dtype), rows, ctx.shape[:-1]) for x in (g_NC, g_h)
+        )
+        return g_hidden, g_weight, g_bias, g_h, g_b, None, None, None, None, None, None
 
 
-def _spread(score_N: Tensor | None, rows: Tensor, n_tokens: int) -> Tensor | None:
+def _weighted(x_NX: Tensor, weights_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded once. x stays: the backward may run again."""
+    return torch.mul(x_NX, weights_N[:, None], out=torch.empty_like(x_NX, dtype=dtype))
+
+
+def _extra(h: Tensor | None, b: Tensor | None, outputs: Tensor | None) -> ExtraLogits | None:
+    return None if h is None else ExtraLogits(h, b, outputs)
+
+
+def _with_zeros(score_N: Tensor | None, rows: Tensor, n_tokens: int) -> Tensor | None:
     """`[T]` with 0 where there is no label."""
     return None if score_N is None else score_N.new_zeros(n_tokens).index_copy_(0, rows, score_N)
 
@@ -156,6 +179,7 @@ def _weighted_gradients(
     x_NC: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    extra: ExtraRows,
     labels_N: Tensor,
     upstream: tuple[Tensor | None, Tensor | None],
     options: tuple[float, float | None],
@@ -173,9 +197,10 @@ def _weighted_gradients(
     upstream_N = [None if g is None else g.to(wide).contiguous() for g in upstream]
     with torch.autocast(x_NC.device.type, enabled=False):
         for chunk in even_chunks(N, most):
-            g_LV = project_to_logits(x_NC[chunk], weight, bias, buffer_LV)
+            g_LV = extra.put_into(project_to_logits(x_NC[chunk], weight, bias, buffer_LV), chunk)
             weights = [None if g is None else g[chunk] for g in upstream_N]
             _to_gradient(g_LV, labels_N[chunk], weights, scale, softcap)
+            extra.take_from(g_LV, chunk)
             if g_NC is not None:
                 multiply(g_LV, weight, g_NC[chunk])
             if g_weight is not None:

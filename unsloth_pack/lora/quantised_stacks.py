@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from transformers.utils import is_bitsandbytes_available
 
-from unsloth_pack.kernels import NestedScales, dequantize_4bit, quantize_rows
+from unsloth_pack.kernels import Fp8Rows, NestedScales, dequantize_4bit, quantize_rows
 
 if is_bitsandbytes_available():
     from bitsandbytes import functional
@@ -61,8 +61,9 @@ class Fp8Stack(NamedTuple):
         return self.values.shape
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The stack in `dtype`: e4m3 is exact in 16 bits, so that it is rounded once."""
-        return self.values.to(dtype).mul_(self.scale)
+        """The stack in `dtype`."""
+        rows = Fp8Rows(self.values.flatten(0, 1), self.scale.view(-1, 1))
+        return rows.dequantized(dtype).view(self.shape)
 
 
 class _InNf4(nn.Module):

@@ -10,13 +10,14 @@ Cross-entropy is one user of it; distillation and preference losses are others.
 Shapes: B rows of T tokens, C features, V outputs of the head.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from unsloth_pack.kernels import LabelledRows, TokenScores, linear_cross_entropy, token_scores
+from unsloth_pack.kernels import ExtraLogits, LabelledRows, TokenScores, linear_cross_entropy, token_scores
 from unsloth_pack.kernels.reference import Field
 from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
 
@@ -28,21 +29,27 @@ class Head:
     """A language-model head: z = (W x + b) / divisor, or softcap * tanh(z / softcap) with a softcap.
 
     Args:
-        linear: W `[V, C]` and b `[V]`, or no b.
+        module: what makes W x + b; it may be a wrapper of PEFT's.
+        weight: W `[V, C]`.
+        bias: b `[V]`, or None.
+        extra: what an adapter or trained tokens change in W x + b, for x `[..., C]`; None without them.
     """
 
-    linear: nn.Linear
+    module: Callable[[Tensor], Tensor]
+    weight: Tensor
+    bias: Tensor | None = None
     divisor: float = 1.0
     softcap: float | None = None
+    extra: Callable[[Tensor], ExtraLogits] | None = None
 
     def at_temperature(self, temperature: float) -> "Head":
         """The head whose logits are divided by `temperature`."""
         softcap = None if self.softcap is None else self.softcap / temperature
-        return Head(self.linear, self.divisor * temperature, softcap)
+        return replace(self, divisor=self.divisor * temperature, softcap=softcap)
 
     def logits(self, hidden_BTC: Tensor) -> Tensor:
         """`[B, T, V]`, as transformers computes them."""
-        return self.scaled(self.linear(hidden_BTC.to(self.linear.weight.dtype)))
+        return self.scaled(self.module(hidden_BTC.to(self.weight.dtype)))
 
     def scaled(self, logits_BTV: Tensor) -> Tensor:
         """What the linear layer has made, divided and capped."""
@@ -65,26 +72,32 @@ class LabelledHead:
 
     def __init__(self, head: Head, labels: Tensor, ignore_index: int = IGNORE_INDEX):
         self.head = head
-        labels = labels.to(head.linear.weight.device)
+        labels = labels.to(head.weight.device)
         self.mask = labels != ignore_index
         self._labelled = LabelledRows(labels, ignore_index)
 
     def scores(self, hidden_BTC: Tensor, fields: Collection[Field] = ()) -> TokenScores:
         """`[B, T]` of each label: its log-probability, differentiable, and what `fields` name."""
-        return token_scores(*self._inputs(hidden_BTC), **self._options, fields=fields)
+        hidden, options = self._prepared(hidden_BTC)
+        return token_scores(hidden, self.head.weight, self._labelled, **options, fields=fields)
 
     def cross_entropy(self, hidden_BTC: Tensor, num_items: Tensor | float | None) -> Tensor:
         """The sum of minus the log-probabilities, over `num_items` or else over the number of labels."""
-        return linear_cross_entropy(*self._inputs(hidden_BTC), **self._options, num_items=num_items)
+        hidden, options = self._prepared(hidden_BTC)
+        return linear_cross_entropy(hidden, self.head.weight, self._labelled, **options, num_items=num_items)
 
-    def _inputs(self, hidden_BTC: Tensor) -> tuple[Tensor, Tensor, LabelledRows]:
-        weight = self.head.linear.weight
-        return hidden_BTC.to(weight.device), weight, self._labelled
-
-    @property
-    def _options(self) -> dict[str, Any]:
+    def _prepared(self, hidden_BTC: Tensor) -> tuple[Tensor, dict[str, Any]]:
         head = self.head
-        return {"bias": head.linear.bias, "softcap": head.softcap, "scale": 1 / head.divisor}
+        hidden_BTC = hidden_BTC.to(head.weight.device)
+        if not torch.is_autocast_enabled(hidden_BTC.device.type):
+            hidden_BTC = hidden_BTC.to(head.weight.dtype)  # a trained head may be float32
+        extra = None if head.extra is None else head.extra(hidden_BTC)
+        return hidden_BTC, {
+            "bias": head.bias,
+            "softcap": head.softcap,
+            "scale": 1 / head.divisor,
+            "extra": extra,
+        }
 
 
 class Loss(Protocol):

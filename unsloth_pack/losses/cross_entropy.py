@@ -32,7 +32,7 @@ def loss_output(
         decoded: the decoder's output.
         watch_logits: gets the logits, if they are asked for.
     """
-    hidden_BTC, weight = decoded.last_hidden_state, head.linear.weight
+    hidden_BTC, weight = decoded.last_hidden_state, head.weight
     version = weight._version
 
     def make_logits() -> Tensor:

@@ -1,12 +1,21 @@
 """Whether a loss can be computed with a model's head, and what that head does."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
-from torch import nn
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from unsloth_pack.errors import InputError
+from unsloth_pack.kernels import ExtraLogits
+from unsloth_pack.lora.layers import why_not_fused
 from unsloth_pack.losses.contract import Head
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.hooks import has_hooks
@@ -20,12 +29,13 @@ def head_of(model: Any, spec: ArchSpec, is_wrapper: bool) -> Head:
         is_wrapper: whether the model is one around a text model, as of vision and language. transformers
             does not divide the logits there, and caps them only where the spec says so.
     """
-    linear: Any = model.get_output_embeddings()
+    module: Any = model.get_output_embeddings()
+    linear, extra = _parts_of(module)
     config = model.config.get_text_config()
-    softcap = spec.softcap_of_logits(config)
+    softcap, divisor = spec.softcap_of_logits(config), spec.divisor_of_logits(config)
     if is_wrapper:
-        return Head(linear, softcap=softcap if spec.wrapper_has_softcap else None)
-    return Head(linear, spec.divisor_of_logits(config), softcap)
+        softcap, divisor = softcap if spec.wrapper_has_softcap else None, 1.0
+    return Head(module, linear.weight, linear.bias, divisor, softcap, extra)
 
 
 def outputs_of_head(model: Any) -> int | None:
@@ -34,23 +44,44 @@ def outputs_of_head(model: Any) -> int | None:
     if isinstance(head, ModulesToSaveWrapper):
         # From a tied head PEFT 0.21 makes a layer whose in_features and out_features are exchanged
         return len(head.weight)
+    if isinstance(head, TrainableTokensWrapper):
+        head = head.token_adapter.base_layer
     return getattr(head, "out_features", None)
 
 
 def why_head_not_fused(model: Any) -> str | None:
     """Why a model's head must make logits, or None."""
     head = model.get_output_embeddings()
-    if isinstance(head, BaseTunerLayer):
-        return "the head has an adapter"
     if is_managed_by_fsdp(head):  # FSDP looks for tensors in every field of an output
         return "FSDP shards the head"
-    if type(head) is not nn.Linear:  # wrapped by modules_to_save, quantised
-        return f"the head is a {type(head).__name__}"
-    if is_gathered_by_module(head.weight):
+    linear, _ = _parts_of(head)
+    if linear is not head and (why := _why_wrapper_not_fused(head)) is not None:
+        return why
+    if type(linear) is not nn.Linear:  # quantised, or wrapped in another way
+        return f"the head is a {type(linear).__name__}"
+    if any(map(is_gathered_by_module, head.parameters())):
         return GATHERED_BY_MODULE
-    if has_hooks(head):
+    if has_hooks(head, linear):
         return "the head has hooks"
     return None
+
+
+def refuse_passed_over(model: Any, why_not: str) -> None:
+    """Refuse a head whose adapter TRL's own loss would leave out without a word: it reads the weight alone.
+
+    Args:
+        why_not: why only TRL's own can answer.
+
+    Raises:
+        InputError: the head has an adapter in use.
+    """
+    if isinstance(head := model.get_output_embeddings(), BaseTunerLayer) and not (
+        head.disable_adapters or head.merged
+    ):
+        raise InputError(
+            f"the head has an adapter, which TRL's loss passes over here ({why_not}); leave lm_head out of "
+            "target_modules"
+        )
 
 
 def why_loss_not_fused(model: Any) -> str | None:
@@ -65,3 +96,56 @@ def why_loss_not_fused(model: Any) -> str | None:
 def has_own_loss(model: Any) -> bool:
     """Whether a model computes another loss than the causal language models of transformers."""
     return model.loss_function is not ForCausalLMLoss
+
+
+# What PEFT puts around a head
+
+
+def _parts_of(head: Any) -> tuple[Any, Callable[[Tensor], ExtraLogits] | None]:
+    """The linear layer inside, and what is added to its outputs or replaces them."""
+    if isinstance(head, ModulesToSaveWrapper):
+        is_off = head.disable_adapters or not head.active_adapters
+        return (head.original_module if is_off else head.modules_to_save[head.active_adapters[0]]), None
+    if isinstance(head, TrainableTokensWrapper):
+        head = head.token_adapter
+    if isinstance(head, TrainableTokensLayer):
+        names = [] if head.disable_adapters or head.merged else head.active_adapters
+        return head.base_layer, partial(_of_trained_tokens, head, names) if names else None
+    if isinstance(head, LoraLinear):
+        is_off = head.disable_adapters or head.merged
+        return head.base_layer, None if is_off else partial(_of_lora, head)
+    return head, None
+
+
+def _why_wrapper_not_fused(head: Any) -> str | None:
+    if isinstance(head, ModulesToSaveWrapper):
+        return None
+    if isinstance(head, TrainableTokensWrapper | TrainableTokensLayer):
+        layer = head.token_adapter if isinstance(head, TrainableTokensWrapper) else head
+        if layer.base_layer.bias is not None:  # which PEFT passes over
+            return "tokens of a head with a bias are trained"
+        return "several adapters train tokens of the head" if len(layer.active_adapters) > 1 else None
+    why = None if head.disable_adapters or head.merged else why_not_fused(head)
+    if why is None and not (head.disable_adapters or head.merged):
+        (name,) = head.active_adapters
+        if getattr(head.lora_dropout[name], "p", 0):
+            why = "LoRA dropout"
+        elif head.lora_B[name].bias is not None:
+            why = "its bias is trained"
+    return None if why is None else f"the head has an adapter: {why}"
+
+
+def _of_trained_tokens(layer: Any, names: list[str], x: Tensor) -> ExtraLogits:
+    (name,) = names
+    outputs = torch.tensor(layer.token_indices[name])
+    if x.is_cuda:  # from pinned memory, so that nothing waits
+        outputs = outputs.pin_memory().to(x.device, non_blocking=True)
+    trained = layer.trainable_tokens_delta[name].to(layer.base_layer.weight.dtype)
+    return ExtraLogits(F.linear(x, trained), outputs=outputs)
+
+
+def _of_lora(layer: Any, x: Tensor) -> ExtraLogits:
+    (name,) = layer.active_adapters
+    lora_a, lora_b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    dtype = layer.base_layer.weight.dtype
+    return ExtraLogits(F.linear(x, lora_a.to(dtype)) * layer.scaling[name], b=lora_b.to(dtype))

@@ -20,12 +20,16 @@ from unsloth_pack.models import (
     granite,
     granitemoehybrid,
     hunyuan_v1_dense,
+    idefics3,
+    internvl,
     lfm2,
     lfm2_moe,
     llama,
+    llava_onevision,
     ministral,
     ministral3,
     mistral,
+    mistral3,
     mistral4,
     mixtral,
     nemotron_h,
@@ -37,18 +41,23 @@ from unsloth_pack.models import (
     qwen2,
     qwen2_5_vl,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
+    qwen3_vl_moe,
     seed_oss,
     smollm3,
+    smolvlm,
     youtu,
 )
 from unsloth_pack.models.nearest import nearest
 from unsloth_pack.models.refused import LEAKING
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.models.vision_spec import VisionSpec
 
 _MODULES = (
     llama,
@@ -92,10 +101,30 @@ _MODULES = (
     lfm2_moe,
     bamba,
     nemotron_h,
+    qwen2_vl,
     qwen2_5_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
     mistral4,
 )
 _SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}
+_WITH_IMAGES = (
+    qwen2_vl,
+    qwen2_5_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
+    idefics3,
+    smolvlm,
+    llava_onevision,
+    internvl,
+    mistral3,
+)
+_VISION = {module.VISION.model_type: module.VISION for module in _WITH_IMAGES}
+
+
+def vision_spec_of(model_type: str) -> VisionSpec | None:
+    """How the images of a model of vision and language are packed; None where they are not."""
+    return _VISION.get(model_type)
 
 
 def supported_architectures() -> dict[str, ArchSpec]:

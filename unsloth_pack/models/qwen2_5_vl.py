@@ -1,9 +1,10 @@
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.models.vision_spec import VisionSpec
 
-# Rows of text alone: a text token has the same position on all three axes, so they rotate as one.
 SPEC = ArchSpec(
     "qwen2_5_vl_text",
     window="layer",
+    axes="blocks",
     stands_alone=False,
     tiny=dict(
         use_sliding_window=True,
@@ -12,3 +13,4 @@ SPEC = ArchSpec(
         rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
     ),
 )
+VISION = VisionSpec("qwen2_5_vl", windows=True)

@@ -33,6 +33,9 @@ class ArchSpec:
         rope_layers: which layers rotate q and k: all, those whose `use_rope` is true, those with a sliding
             window, or the latter only where the model has a window at all.
         rotary: which two dimensions of a head rotate together: i and i + R/2 of R, or 2i and 2i + 1.
+        axes: rotary positions on three axes, in time, height and width: which pairs of dimensions turn by
+            which axis. In blocks of `mrope_section` pairs each, or one after another until the sections of
+            height and width are used up. None: one axis.
         angles: how transformers' own tables hold the angles of R/2 pairs: all of them twice, each of them
             twice side by side, or once.
         query_scale: q grows with the logarithm of a token's position, see `forwards/query_scale.py`.
@@ -73,6 +76,7 @@ class ArchSpec:
     qk_norm_after_rope: bool = False
     rope_layers: Literal["all", "use_rope", "windowed", "windowed_if_any"] = "all"
     rotary: Literal["halves", "pairs"] = "halves"
+    axes: Literal["blocks", "interleaved"] | None = None
     angles: Literal["twice", "side_by_side", "once"] = "twice"
     query_scale: bool = False
     sinks: bool = False

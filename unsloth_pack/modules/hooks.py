@@ -2,7 +2,16 @@
 
 from torch import nn
 
+_OF_RECORDED_OUTPUTS = "transformers.utils.output_capturing"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_recorder(hook: object) -> bool:
+    """Whether a hook is one of those by which transformers collects outputs that a caller asks for.
+
+    It puts them on every layer at the first such call and leaves them there, where they do nothing else.
+    """
+    return getattr(hook, "__module__", None) == _OF_RECORDED_OUTPUTS
 
 
 def has_hooks(*modules: nn.Module) -> bool:

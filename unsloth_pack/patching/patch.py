@@ -36,13 +36,16 @@ from unsloth_pack.forwards.mlp import FastMLP
 from unsloth_pack.forwards.norm import NORMS
 from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
 from unsloth_pack.forwards.row_answers import FastRowAnswers
+from unsloth_pack.forwards.trained_tokens import FastTrainedTokens, trains_tokens
 from unsloth_pack.forwards.unpadding import Unpadding
+from unsloth_pack.forwards.vision_lm import FastVisionLM
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.layers import FastLoraLinear
 from unsloth_pack.lora.stacks import is_experts
 from unsloth_pack.losses.cross_entropy import cross_entropy
-from unsloth_pack.models import spec_of
+from unsloth_pack.models import spec_of, vision_spec_of
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.models.vision_spec import VisionSpec
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.refusals import refuse_unknown_parts, refuse_what_would_leak
@@ -56,6 +59,7 @@ from unsloth_pack.patching.report import (
     say_padding,
     say_step,
 )
+from unsloth_pack.patching.towers import swap_tower
 from unsloth_pack.patching.trainers import prepare_trainers
 
 logger = logging.getLogger("unsloth_pack")
@@ -228,7 +232,10 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
     _swap_decoder(patch, base, decoder, parts, spec, choices, gate_and_up_plan)
     if base is not decoder and base.get_output_embeddings() is not None:
-        _swap_causal_lm(patch, base, decoder, spec)
+        vision_spec = vision_spec_of(base.config.model_type)
+        _swap_causal_lm(patch, base, decoder, spec, vision_spec)
+        if vision_spec is not None:
+            swap_tower(patch.swap, patch.report, base, vision_spec, backend)
         let_in(base, set_before)
     if unpad and isinstance(base, GenericForSequenceClassification):
         patch.swap(base, FastRowAnswers)
@@ -248,6 +255,8 @@ def _swap_inside_layers(
     backend: str,
     gate_and_up_plan: GateAndUpPlan,
 ) -> None:
+    if trains_tokens(embeddings := decoder.get_input_embeddings()):
+        patch.swap(embeddings, FastTrainedTokens, ("places", "placed"))
     for mixer, module, choice in parts.mixers:
         patch.swap(module, mixer.forward, **mixer.attributes(spec, backend, choice))
     for norm in parts.norms:
@@ -309,11 +318,15 @@ def _swap_decoder(
     say_step(patch.report, graphs)
 
 
-def _swap_causal_lm(patch: Patch, base: Any, decoder: Any, spec: ArchSpec) -> None:
+def _swap_causal_lm(
+    patch: Patch, base: Any, decoder: Any, spec: ArchSpec, vision_spec: VisionSpec | None
+) -> None:
+    of_vision = {} if vision_spec is None else {"vision_spec": vision_spec, "accepts_loss_kwargs": True}
     patch.swap(
         base,
-        FastCausalLM,
+        FastCausalLM if vision_spec is None else FastVisionLM,
         DOOR_ATTRIBUTES,
+        **of_vision,
         spec=spec,
         fast_decoder=decoder,
         is_wrapper=base.base_model is not decoder,

@@ -9,6 +9,7 @@ from unsloth_pack.forwards.door import trl_head_of
 from unsloth_pack.forwards.experts import gate_of, why_experts_not_fused, why_reads_host
 from unsloth_pack.forwards.mixers import Choice
 from unsloth_pack.forwards.rotary import rotary_module
+from unsloth_pack.forwards.trained_tokens import trains_tokens
 from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
@@ -63,6 +64,8 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
     how = "in one kernel" if on_gpu else "in plain torch on a CPU"
     fused: dict[str, str] = {}
     not_fused: dict[str, str] = {}
+    if trains_tokens(decoder.get_input_embeddings()):
+        fused["trained tokens"] = "looked up in a matrix of their own"
     for mixer, module, _ in parts.mixers:
         for said, more in zip((fused, not_fused), mixer.what_is_fused(module, spec, how), strict=True):
             said |= more
@@ -170,6 +173,18 @@ def say_step(report: PatchReport, graphs: StepGraphs) -> None:
         say(report, "step", how, None)
     else:
         say(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")
+
+
+def say_tower(report: PatchReport, n_layers: int, backend: str | None, why: str) -> None:
+    """How the tower of a model of vision and language attends.
+
+    Args:
+        backend: through which its layers attend; None where their attention stays transformers' own.
+        why: why it is this backend, or why it is none.
+    """
+    how = f"all images of a row in one call a layer, {n_layers} layers, through {backend} ({why})"
+    not_fused = f"{n_layers} layers attend as transformers does: {why}"
+    say(report, "tower", how if backend else None, None if backend else not_fused)
 
 
 def say_padding(report: PatchReport, unpadding: Unpadding) -> None:

@@ -8,6 +8,7 @@ A trainer that knows the row beforehand passes it as `packed_row`, and nothing i
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def row_of_call(
     for name in kwargs:
         if (meant := keyword_meant(name)) is not None:
             raise InputError(f"{name} is no argument of the model; do you mean {meant}?")
-    input_ids, position_ids = inputs["input_ids"], inputs["position_ids"]
+    input_ids = inputs["input_ids"]
     attention_mask, past_key_values = inputs["attention_mask"], inputs["past_key_values"]
     if input_ids is not None and getattr(input_ids, "ndim", 0) != 2:
         found = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
@@ -60,6 +61,7 @@ def row_of_call(
     if tokens is None:
         return None
     shape = (tokens.shape[0], tokens.shape[1])
+    position_ids, axes = _along_text(inputs["position_ids"], shape)
     known = kwargs.get("packed_row")
     if known is not None and not isinstance(known, PaddedBatch):
         return _row_itself(known, shape, tokens.device)
@@ -70,7 +72,7 @@ def row_of_call(
         if (batch := unpad(known)) is not None:
             return batch
     if not given and (position_ids is None or shape[1] == 1 or getattr(position_ids, "ndim", 0) > 2):
-        return None  # positions on several axes, as of vision and language, describe no row by themselves
+        return None  # positions on three axes describe no row by themselves: those of an image repeat
     if past_key_values is not None:
         continues = past_key_values.get_seq_length() > 0
         if continues and given:
@@ -79,12 +81,17 @@ def row_of_call(
         if continues or (not given and _is_ready_mask(attention_mask)):
             return None
     return describe_row(
-        shape, tokens.device, position_ids=position_ids, attention_mask=attention_mask, **given
+        shape, tokens.device, position_ids=position_ids, attention_mask=attention_mask, axes=axes, **given
     )
 
 
 def describe_row(
-    shape: tuple[int, int], device: torch.device, *, attention_mask: Any = None, **descriptions: Any
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    attention_mask: Any = None,
+    axes: Tensor | None = None,
+    **descriptions: Any,
 ) -> PackedRow | None:
     """The packed row that these descriptions mean, or None where they mean an ordinary batch.
 
@@ -93,6 +100,7 @@ def describe_row(
         device: where the model computes.
         attention_mask: `[B, T]`; zeros must be padding at the end of a packed row. A mask that numbers the
             documents from 1, as some packers write it, has to agree with the other descriptions.
+        axes: `[3, B, T]`; rotary positions in time, height and width, from 0 in every document.
         descriptions: None counts as not given.
 
             - packed_seq_lengths: int tensor or list `[n]`; for several rows a list of lists, or `[B, n]`
@@ -117,7 +125,9 @@ def describe_row(
     if not given:
         return None
     has_row_mask = isinstance(attention_mask, Tensor) and attention_mask.shape == shape
-    host = on_host(given | ({"attention_mask": attention_mask} if has_row_mask else {}))
+    beside = {"attention_mask": attention_mask} if has_row_mask else {}
+    host = on_host(given | beside | ({} if axes is None else {"axes": axes}))
+    axes_on_host = host.pop("axes", None)
     host |= {
         name: one_a_token(name, host[name], shape) for name in ("seq_idx", "position_ids") if name in host
     }
@@ -140,7 +150,31 @@ def describe_row(
             raise InputError("attention_mask keeps no token of any row; leave it out, or give 1 for tokens")
         documents = {name: without_padding(name, rows, real) for name, rows in documents.items()}
     rows = _agreed(documents, max_lengths)
-    return _made_of(rows, positions, shape, device)
+    row = _made_of(rows, positions, shape, device)
+    return row if axes_on_host is None else with_axes(row, axes_on_host)
+
+
+def with_axes(row: PackedRow, axes: np.ndarray) -> PackedRow:
+    """The row with positions on three axes, `[3, B, T]`; padding gets those of the row.
+
+    Raises:
+        InputError: a document does not start at 0 on all of them; one is negative, or beyond what float32
+            tells apart.
+    """
+    axes = axes.reshape(3, -1).astype(np.int64)
+    axes = np.where(np.repeat(row.is_padding, row.lengths), row.positions, axes)
+    starts = axes[:, row.starts]
+    if starts.any():
+        document = int(np.flatnonzero(starts.any(axis=0))[0])
+        raise InputError(
+            f"position_ids of document {document} start at {starts[:, document].tolist()} in time, height "
+            "and width; let every document start at 0"
+        )
+    if axes.min() < 0 or axes.max() > LAST_POSITION:
+        raise InputError(
+            f"position_ids reach from {axes.min()} to {axes.max()}; give positions from 0 to {LAST_POSITION}"
+        )
+    return replace(row, axes=axes, _built={})
 
 
 def refuse_document_ids(attention_mask: Any) -> None:
@@ -155,6 +189,16 @@ def refuse_document_ids(attention_mask: Any) -> None:
             f"attention_mask holds document ids, up to {int(attention_mask.max())}, which alone do not "
             "separate documents; give packed_seq_lengths, or position_ids that restart"
         )
+
+
+def _along_text(position_ids: Any, shape: tuple[int, int]) -> tuple[Any, Tensor | None]:
+    """Positions along the text, and `[3, B, T]` those on three axes: `[4, B, T]` and `[3, B, T]` hold both
+    and the latter, as transformers has them for vision and language."""
+    if not isinstance(position_ids, Tensor) or position_ids.shape[1:] != shape:
+        return position_ids, None
+    if len(position_ids) == 4:
+        return position_ids[0], position_ids[1:]
+    return (None, position_ids) if len(position_ids) == 3 else (position_ids, None)
 
 
 def _row_itself(row: Any, shape: tuple[int, int], device: torch.device) -> PackedRow:

@@ -33,6 +33,9 @@ class PackedRow:
         positions: `[N]` int64 on the host; the rotary position of every token.
         shape: (B, T) of the rows as they came in.
         device: where the tensors that describe the row live.
+        axes: `[3, N]` int64 on the host; the positions in time, height and width where tokens rotate by
+            three. None where all of them are `positions`.
+        visual: `[V]` int64 on the host; the tokens that stand for images, where there are any.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +43,8 @@ class PackedRow:
     positions: np.ndarray
     shape: tuple[int, int]
     device: torch.device
+    axes: np.ndarray | None = None
+    visual: np.ndarray | None = None
     _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -108,6 +113,18 @@ class PackedRow:
         return self.upload(self.positions)
 
     @cached_property
+    def axis_ids(self) -> Tensor:
+        """`[3, N]` int64: `axes` on the device; only where there are any."""
+        assert self.axes is not None
+        return self.upload(self.axes)
+
+    @cached_property
+    def visual_ids(self) -> Tensor:
+        """`[V]` int64: `visual` on the device; only where there are any."""
+        assert self.visual is not None
+        return self.upload(self.visual)
+
+    @cached_property
     def token_mask(self) -> Tensor | None:
         """`[B, T]` int64, 0 on padding; None when the row has none."""
         if not any(self.is_padding):
@@ -164,11 +181,32 @@ class PackedRow:
     @cached_property
     def unstack(self) -> Tensor:
         """`[N]` int64: where each token lies in the concatenation of the flattened stacks."""
-        slots = np.concatenate([stack.reshape(-1) for stack in self._stacked])
+        return self.upload(self._places_in(self._stacked))
+
+    @cached_property
+    def _equally_stacked(self) -> tuple[np.ndarray, ...]:
+        lengths = np.array(self.lengths)
+        return tuple(
+            self.starts[lengths == length][:, None] + np.arange(length)[None, :]
+            for length in np.unique(lengths)
+        )
+
+    @cached_property
+    def equal_stacks(self) -> tuple[Tensor, ...]:
+        """The segments of each length as a batch of their own: int64 token indices `[segments, L]`."""
+        return tuple(self.upload(stack) for stack in self._equally_stacked)
+
+    @cached_property
+    def unstack_equal(self) -> Tensor:
+        """`[N]` int64: where each token lies in the concatenation of the flattened `equal_stacks`."""
+        return self.upload(self._places_in(self._equally_stacked))
+
+    def _places_in(self, stacks: tuple[np.ndarray, ...]) -> np.ndarray:
+        slots = np.concatenate([stack.reshape(-1) for stack in stacks])
         place = np.empty(self.n_tokens, dtype=np.int64)
         # Backwards, so that the first slot of a token wins: later ones are fillers
         place[slots[::-1]] = np.arange(len(slots))[::-1]
-        return self.upload(place)
+        return place
 
     def mask_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """A copy of `labels` (N elements, any shape) on the row's device, `ignore_index` on the first token

@@ -1,0 +1,159 @@
+"""The tower that turns the patches of images into tokens: all images of a row in one attention call.
+
+Shapes: P patches of all images, H heads, D head size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import vision_utils
+
+from unsloth_pack.attention import AttentionOptions, attend
+from unsloth_pack.kernels import rope_qk
+from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.modules.eager import runs_eagerly
+from unsloth_pack.row.packed_row import PackedRow
+
+_MADE_ON_HOST = ("cu_seqlens", "position_ids", "window_index", "interp_indices")
+
+
+@dataclass(frozen=True)
+class TowerRows:
+    """The segments within which a tower's layers attend.
+
+    Args:
+        images: the frames of all images.
+        windows: the windows of all images; None where no layer has windows.
+    """
+
+    images: PackedRow
+    windows: PackedRow | None
+
+    def of(self, cu_seqlens: Tensor) -> PackedRow:
+        """Those that a layer is given by their `cu_seqlens`."""
+        is_of_windows = self.windows is not None and cu_seqlens is self.windows.cu_seqlens
+        return self.windows if is_of_windows and self.windows is not None else self.images
+
+
+class FastTower(nn.Module):
+    """Takes the place of a tower's class: makes what its layers share from the grids, once and on the host.
+
+    What is frozen keeps nothing for a backward pass, whatever hooks a trainer has set on its embedding.
+    """
+
+    vision_spec: VisionSpec
+    config: Any
+    patch_embed: "FastPatchEmbed"
+    num_grid_per_side: int
+    interpolation_mode: str
+    interpolation_align_corners: bool
+
+    @runs_eagerly
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        """transformers' own, with one attention call a layer.
+
+        Args:
+            hidden_states: `[P, pixels of a patch]`.
+            grid_thw: `[images, 3]`, the patches of every image in time, height and width; on the host it
+                spares a wait for the device.
+        """
+        forward = partial(super().forward, hidden_states, grid_thw, **kwargs)
+        trains = torch.is_grad_enabled() and (hidden_states.requires_grad or self._layers_train())
+        self.patch_embed.is_frozen = not trains
+        if any(name in kwargs for name in _MADE_ON_HOST):  # a caller who has made them knows the segments
+            return forward()
+        grids = grid_thw.to("cpu", torch.int64)
+        return forward(**self._shared(grids, hidden_states.device))
+
+    def _layers_train(self) -> bool:
+        """Whether anything before the aligner does."""
+        aligner = tuple(path.split(".", 1)[1] for path in self.vision_spec.aligner)
+        return any(
+            weight.requires_grad for name, weight in self.named_parameters() if not name.startswith(aligner)
+        )
+
+    def _shared(self, grids: Tensor, device: torch.device) -> Mapping[str, Any]:
+        """What transformers' forward would make on the device, under the names by which it takes it."""
+        spec, merge = self.vision_spec, getattr(self.config, self.vision_spec.merge)
+        frames = np.repeat((grids[:, 1] * grids[:, 2]).numpy(), grids[:, 0].numpy())
+        images = PackedRow.of_lengths(tuple(frames.tolist()), device)
+        made = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+        windows = None
+        if spec.windows:
+            index, ends = vision_utils.get_vision_window_index(
+                grids,
+                spatial_merge_size=merge,
+                window_size=self.config.window_size,
+                patch_size=self.config.patch_size,
+            )
+            windows = PackedRow.of_lengths(tuple(ends.diff().tolist()), device)
+            made["window_index"] = index
+        if spec.interpolates:
+            indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+                grids,
+                num_grid_per_side=self.num_grid_per_side,
+                mode=self.interpolation_mode,
+                align_corners=self.interpolation_align_corners,
+                spatial_merge_size=merge,
+            )
+            made |= {"interp_indices": indices, "interp_weights": weights}
+        shared: dict[str, Any] = {name: images.upload(value.numpy()) for name, value in made.items()}
+        shared |= {"cu_seqlens": images.cu_seqlens, "max_seqlen": images.longest}
+        if windows is not None:
+            shared |= {"cu_window_seqlens": windows.cu_seqlens, "max_window_seqlen": windows.longest}
+        return shared | {"tower_rows": TowerRows(images, windows)}
+
+
+class FastPatchEmbed(nn.Module):
+    """Takes the place of the class of a tower's first layer.
+
+    Trainers that checkpoint make its output require a gradient by a hook; a frozen tower would then run its
+    whole backward pass for nothing.
+    """
+
+    is_frozen: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        embedded: Tensor = super().__call__(*args, **kwargs)
+        return embedded.detach() if self.is_frozen else embedded
+
+
+class FastTowerAttention(nn.Module):
+    """Takes the place of the class of a tower's attention, in which no image sees another."""
+
+    attn_backend: str
+    num_heads: int
+    head_dim: int
+    scaling: float
+    qkv: nn.Module
+    proj: nn.Module
+
+    @runs_eagerly
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        tower_rows: TowerRows | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """`[P, C]` of `[P, C]`.
+
+        Args:
+            cu_seqlens: which of `tower_rows` this layer attends within.
+            position_embeddings: `cos` and `sin`, `[P, D]`.
+        """
+        if tower_rows is None or position_embeddings is None:
+            return super().forward(
+                hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs
+            )
+        q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
+        q_PHD, k_PHD = rope_qk(q_PHD, k_PHD, *position_embeddings)
+        options = AttentionOptions(self.scaling, causal=False)
+        out = attend(q_PHD, k_PHD, v_PHD, tower_rows.of(cu_seqlens), options, self.attn_backend)
+        return self.proj(out.flatten(1))

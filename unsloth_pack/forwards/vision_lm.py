@@ -1,0 +1,108 @@
+"""A model of vision and language: the images of a packed row are found, turned into tokens and put in.
+
+Shapes: B rows of T tokens, N tokens of the packed row, V of them stand for images, C features.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.call import Call
+from unsloth_pack.forwards.causal_lm import FastCausalLM
+from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen, take_images
+from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.row.from_call import with_axes
+from unsloth_pack.row.images import RowImages, images_by_document
+from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.row.padded_batch import PaddedBatch
+
+_TOKEN_TYPES = "mm_token_type_ids"  # transformers finds images by them; we by their tokens
+
+
+class FastVisionLM(FastCausalLM):
+    """Takes the place of the class of a model of vision and language (`Qwen3VLForConditionalGeneration`)."""
+
+    vision_spec: VisionSpec
+
+    def _takes_images(self, given: list[str]) -> bool:
+        return set(given) <= {PIXELS}
+
+    def _take_images(self, call: Call) -> None:
+        """Find the images of a row, and describe its tokens by them.
+
+        Raises:
+            InputError: what `take_images`, `RowImages.of` and `RowImages.axes` refuse; positions on three
+                axes that are not those of the images.
+        """
+        call.rest.pop(_TOKEN_TYPES, None)
+        call.images = take_images(self.vision_spec, call.rest)
+        if call.images is not None and call.packed_row.visual is None:
+            call.describe(self._described(call, call.images))
+
+    def _described(self, call: Call, images: Images) -> PackedRow:
+        spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
+        if ids is None:
+            raise InputError(f"a packed row comes with {PIXELS} and inputs_embeds; give input_ids")
+        is_placeholder = (ids == getattr(self.config, spec.token)).cpu().numpy().reshape(-1)
+        if isinstance(call.described, PaddedBatch):
+            is_placeholder = is_placeholder[call.described.places]
+        if spec.grid is None:
+            return replace(row, visual=np.flatnonzero(is_placeholder), _built={})
+        merge = getattr(self.config.vision_config, spec.merge)
+        of_tokens = np.array(images.described[spec.grid]) // [1, merge, merge]
+        found = RowImages.of(is_placeholder, of_tokens.prod(axis=1), row)
+        row = replace(row, visual=found.places, _built={})
+        described = with_axes(row, found.axes(row, of_tokens))
+        if row.axes is not None and described.axes is not None:
+            _refuse_other_axes(row.axes, described.axes)
+        return described
+
+    def decoded(self, call: Call) -> Any:
+        if call.images is not None:
+            self._put_images_in(call, call.images)
+        return super().decoded(call)
+
+    def _put_images_in(self, call: Call, images: Images) -> None:
+        """Replace the token ids of a call by embeddings that hold its images."""
+        spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
+        features = seen(self.base_model, spec, images)
+        if spec.grid is None or len(row.visual_ids) != len(features.of_tokens):
+            self._refuse_other_images(row, images, features.sizes)
+        embeds = self.fast_decoder.get_input_embeddings()(ids)
+        places = row.visual_ids
+        if isinstance(call.described, PaddedBatch) and row.visual is not None:
+            places = row.upload(call.described.places[row.visual])
+        tokens = features.of_tokens.to(embeds)
+        call.inputs["inputs_embeds"] = embeds.flatten(0, 1).index_copy(0, places, tokens).view(embeds.shape)
+        call.inputs["input_ids"] = None
+        if features.by_layer:
+            call.rest["deepstack_visual_embeds"] = features.by_layer
+
+    def _refuse_other_images(self, row: PackedRow, images: Images, sizes: np.ndarray) -> None:
+        """Refuse images that the tokens of a row do not stand for, once the tower has seen them."""
+        name = self.vision_spec.of_documents
+        given = images.described.get(name or "")
+        hint = ""
+        if name is not None:
+            found = "is not given" if given is None else f"is {given}"
+            hint = f"; {name} {found}, it has to hold the number of images of every document"
+        elif self.vision_spec.drops_zeros:
+            hint = "; an image of zeros counts as padding"
+        assert row.visual is not None
+        by_document = images_by_document(row, row.visual, sizes, hint)
+        if given is not None and [n for n in given if n] != [n for n in by_document if n]:
+            raise InputError(
+                f"{name} is {given}, the documents of the row hold {by_document}; give one number a document"
+            )
+
+
+def _refuse_other_axes(given: np.ndarray, of_images: np.ndarray) -> None:
+    differ = (given != of_images).any(axis=0)
+    if differ.any():
+        token = int(np.flatnonzero(differ)[0])
+        raise InputError(
+            f"position_ids of token {token} are {given[:, token].tolist()} in time, height and width, those "
+            f"of its images {of_images[:, token].tolist()}; leave them out, or make them agree"
+        )

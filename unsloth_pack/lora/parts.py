@@ -1,0 +1,87 @@
+"""What trains beside LoRA's matrices, checked: biases, whole modules, single tokens, some of the layers."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.lora.targets import check_names
+
+
+def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str, Any]) -> None:
+    """Refuse values that PEFT would ignore without a word, or fail on without saying why.
+
+    Args:
+        modules_to_save: as in PEFT's `LoraConfig`.
+        given: further fields of the `LoraConfig`.
+
+    Raises:
+        InputError: names the argument, its value and the remedy.
+    """
+    if bias not in ("none", "all", "lora_only"):
+        raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only")
+    check_layers(given.get("layers_to_transform"), model.config.get_text_config().num_hidden_layers)
+    if modules_to_save is not None:
+        if not isinstance(modules_to_save, list | tuple):
+            raise InputError(f"modules_to_save is {modules_to_save!r}; give a list of names")
+        check_names(model, "modules_to_save", modules_to_save)
+        _check_can_train(model, modules_to_save)
+    _check_tokens(model, modules_to_save or (), given.get("trainable_token_indices"))
+
+
+def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
+    """Refuse numbers of layers that the model does not have.
+
+    Raises:
+        InputError: names the number.
+    """
+    for layer in [layers] if not isinstance(layers, list | tuple) else layers:
+        if layer is not None:
+            require_whole("layers_to_transform", layer, 0, n_layers - 1)
+
+
+def check_token_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
+    """Refuse token ids that a model has no embedding for, and an id that is there twice.
+
+    Raises:
+        InputError: names the id.
+    """
+    for token in ids:
+        require_whole(name, token, 0, vocab_size - 1)
+    if twice := sorted({token for token in ids if [*ids].count(token) > 1}):
+        raise InputError(f"{name} holds {twice[0]} twice; keep one")
+
+
+def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> None:
+    """Refuse tokens that are not there, and a head that would have to be tied and trained apart at once."""
+    if tokens is None:
+        return
+    by_module = tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
+    for ids in by_module.values():
+        if not isinstance(ids, list | tuple) or not ids:
+            raise InputError(f"trainable_token_indices is {tokens!r}; give a list of token ids")
+        check_token_ids("trainable_token_indices", ids, model.get_input_embeddings().num_embeddings)
+    head = next(
+        (name for name, module in model.named_modules() if module is model.get_output_embeddings()), ""
+    )
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    saved = [name for name in modules_to_save if name == head or head.endswith(f".{name}")]
+    if is_tied and saved:
+        raise InputError(
+            f"modules_to_save names {saved[0]}, which is tied to the embedding whose tokens "
+            "trainable_token_indices trains; leave one of them out"
+        )
+
+
+def _check_can_train(model: Any, modules_to_save: Collection[str]) -> None:
+    """Refuse modules whose weights are held in few bits, which have no gradient."""
+    for path, module in model.named_modules():
+        if not any(path == name or path.endswith(f".{name}") for name in modules_to_save):
+            continue
+        for name, weight in module.named_parameters():
+            if not weight.is_floating_point() or weight.dtype == torch.float8_e4m3fn:
+                raise InputError(
+                    f"modules_to_save names {path}, whose {name} is quantised; load without load_in_4bit, "
+                    "load_in_8bit or load_in_fp8"
+                )

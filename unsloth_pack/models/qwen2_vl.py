@@ -1,0 +1,16 @@
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.models.vision_spec import VisionSpec
+
+SPEC = ArchSpec(
+    "qwen2_vl_text",
+    window="layer",
+    axes="blocks",
+    stands_alone=False,
+    tiny=dict(
+        use_sliding_window=True,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
+    ),
+)
+VISION = VisionSpec("qwen2_vl")

@@ -1,0 +1,67 @@
+"""The towers of models of vision and language: which classes of theirs are swapped."""
+
+from collections.abc import Callable
+from typing import Any
+
+from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
+from unsloth_pack.forwards.frozen_tower import FrozenTower
+from unsloth_pack.forwards.tower import FastPatchEmbed, FastTower, FastTowerAttention
+from unsloth_pack.forwards.tower_of_sizes import FastAttentionOfSizes, FastTowerOfSizes
+from unsloth_pack.lora.layers import FastLoraLinear, is_lora_linear
+from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.patching.report import PatchReport, say_tower
+
+Swap = Callable[..., None]  # Patch.swap
+
+
+def swap_tower(swap: Swap, report: PatchReport, base: Any, spec: VisionSpec, backend: str) -> None:
+    """Swap the classes of the tower of `base`, and report how it attends.
+
+    Args:
+        backend: the attention backend that was asked for, "auto" included.
+    """
+    tower = base.base_model.get_submodule(spec.tower)
+    {"grids": _swap_for_grids, "sizes": _swap_for_sizes, "batch": _swap_for_batch}[spec.attends](
+        swap, report, tower, spec, backend
+    )
+    for lora in tower.modules():
+        if is_lora_linear(lora):
+            swap(lora, FastLoraLinear)
+
+
+def _swap_for_grids(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
+    attentions = [block.attn for block in tower.blocks]
+    chosen, why = _backend(attentions[0], tower.patch_embed.proj.weight, backend)
+    swap(tower, FastTower, vision_spec=spec)
+    swap(tower.patch_embed, FastPatchEmbed, is_frozen=False)
+    for attention in attentions:
+        swap(attention, FastTowerAttention, attn_backend=chosen)
+    say_tower(report, len(attentions), chosen, why)
+
+
+def _swap_for_sizes(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
+    attentions = [layer.attention for layer in tower.transformer.layers]
+    if tower.config.attention_dropout:
+        swap(tower, FrozenTower)
+        say_tower(report, len(attentions), None, f"attention_dropout is {tower.config.attention_dropout}")
+        return
+    chosen, why = _backend(attentions[0], tower.patch_conv.weight, backend)
+    swap(tower, FastTowerOfSizes)
+    for attention in attentions:
+        swap(attention, FastAttentionOfSizes, attn_backend=chosen)
+    say_tower(report, len(attentions), chosen, why)
+
+
+def _swap_for_batch(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
+    swap(tower, FrozenTower)
+    say_tower(report, tower.config.num_hidden_layers, None, "images of one size are a batch")
+
+
+def _backend(attention: Any, weight: Any, requested: str) -> tuple[str, str]:
+    """The attention backend of a tower, and why: the one that is asked for where it can run, else another."""
+    options = AttentionOptions(attention.scaling, causal=False)
+    need = AttentionNeed(weight.device.type, weight.dtype, attention.head_dim, options)
+    if requested != "auto" and (why_not := why_unavailable(requested, need)):
+        chosen, why = choose_backend("auto", need)
+        return chosen, f"{requested}: {why_not}; {why}"
+    return choose_backend(requested, need)
