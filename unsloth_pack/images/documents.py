@@ -1,0 +1,279 @@
+"""Conversations with images as token ids and labels, in the lengths that they will have in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from unsloth_pack.data.encoding import IGNORE_INDEX, Encoder
+from unsloth_pack.data.fields import ROLES
+from unsloth_pack.data.refusals import fail
+from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.images.pixels import PatchMaker
+from unsloth_pack.images.reading import size_of
+from unsloth_pack.images.rows import ImageRow, image_row, with_parts
+from unsloth_pack.images.sources import ImageSource, UnreadableImage
+from unsloth_pack.images.tokens import ImageTokenIds, ImageTokens
+
+Overlong = Literal["error", "truncate", "drop", "shrink"]
+_NO_LIMIT = 2**31 - 1
+_TOO_LONG_TEXT = "a document that is too long with the smallest images"
+
+# Labels `[n]` of ids `[n]`, of which those that are -100 already stay so
+Relabel = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedImage:
+    """An image of a document.
+
+    Args:
+        tokens: that it takes, without its markers.
+        most_pixels: to which it is shrunk; None for the processor's own limit.
+    """
+
+    source: ImageSource
+    tokens: int
+    most_pixels: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class VisionDocument:
+    """One conversation.
+
+    Args:
+        index: of its row.
+        ids, labels: `[n]` int32, each image as many placeholders as it has tokens.
+        images: in their order; none is decoded yet.
+    """
+
+    index: int
+    ids: np.ndarray
+    labels: np.ndarray
+    images: list[PlacedImage]
+
+
+@dataclass
+class VisionCounts:
+    """What became of the rows, in this process.
+
+    Args:
+        documents, tokens: that were made.
+        images, vision_tokens: in these.
+        truncated: documents cut behind their last image.
+        shrunk: documents whose images were made smaller to fit.
+        dropped: documents that did not fit.
+        broken: rows left out since an image cannot be read.
+        unlearnable: rows left out since no token in them would count in the loss.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    images: int = 0
+    vision_tokens: int = 0
+    truncated: int = 0
+    shrunk: int = 0
+    dropped: int = 0
+    broken: int = 0
+    unlearnable: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in asdict(self).items())
+
+
+class VisionEncoder:
+    """Makes documents of rows.
+
+    Args:
+        tokenizer: with a chat template that writes one placeholder for an image.
+        make_patches: knows how many tokens an image takes.
+        max_length: tokens of the longest document, images expanded; None for no limit.
+        overlong: of a longer one: "error" refuses it, "truncate" cuts it behind its last image and refuses
+            it where that is not enough, "drop" leaves it out, and "shrink" makes its images smaller.
+        image_folder: where relative paths begin.
+        responses_only: only assistant turns count in the loss, as the chat template marks them.
+        relabel: makes other labels of the ids, as for answers behind a marker.
+        skip_broken: leave out rows with an image that cannot be read.
+
+    Raises:
+        InputError: the tokenizer has no chat template or lacks a token of images; an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tokens: ImageTokens,
+        make_patches: PatchMaker,
+        *,
+        max_length: int | None = None,
+        overlong: Overlong = "error",
+        image_folder: str | Path | None = None,
+        responses_only: bool = False,
+        relabel: Relabel | None = None,
+        skip_broken: bool = False,
+        config: Any = None,
+    ):
+        if overlong not in get_args(Overlong):
+            raise InputError(f"overlong is {overlong!r}; choose one of {', '.join(get_args(Overlong))}")
+        if max_length is not None:
+            require_whole("max_seq_length", max_length, 1)
+        if image_folder is not None and not Path(image_folder).is_dir():
+            raise InputError(f"image_folder is {str(image_folder)!r}, which is no folder; correct it")
+        if not tokenizer.chat_template:
+            raise InputError("the tokenizer has no chat template; use an instruct model, or set one")
+        self.token_ids = ImageTokenIds.of(tokens, tokenizer, config)
+        self.counts = VisionCounts()
+        self._tokens, self._make_patches, self._relabel = tokens, make_patches, relabel
+        self._max_length, self._overlong, self._skip_broken = max_length, overlong, skip_broken
+        self._folder = None if image_folder is None else Path(image_folder)
+        self._learned = {role: role == "assistant" or not responses_only for role in ROLES}
+        if relabel is not None:
+            self._learned = {"assistant": True}
+        self._tokenizer, self._responses_only = tokenizer, responses_only
+        self._encoders: dict[tuple[str, ...], Encoder] = {}
+
+    def __call__(self, rows: Sequence[Any]) -> list[VisionDocument]:
+        """The documents of some rows, but for those that are left out and counted.
+
+        Raises:
+            InputError: names the row, by its place among these, the column, the value and a remedy.
+        """
+        made = (self._document(index, row) for index, row in enumerate(rows))
+        return [document for document in made if document is not None]
+
+    def _document(self, index: int, row: Any) -> VisionDocument | None:
+        try:
+            found = image_row(index, row, self._folder, self._learned, self._tokens.texts)
+            images = [self._placed(source) for source in found.images]
+        except UnreadableImage:
+            if not self._skip_broken:
+                raise
+            self.counts.broken += 1
+            return None
+        document = self._fitted(found, *self._encoded(found), images)
+        if document is None:
+            self.counts.dropped += 1
+        elif (document.labels[1:] == IGNORE_INDEX).all():
+            self.counts.unlearnable += 1
+        else:
+            self._count(document)
+            return document
+        return None
+
+    def forget(self, document: VisionDocument) -> None:
+        """Count a document as left out: an image of it turned out to be broken behind its header."""
+        self._count(document, -1)
+        self.counts.broken += 1
+
+    def _count(self, document: VisionDocument, times: int = 1) -> None:
+        self.counts.documents += times
+        self.counts.tokens += times * len(document.ids)
+        self.counts.images += times * len(document.images)
+        self.counts.vision_tokens += times * sum(image.tokens for image in document.images)
+
+    def _placed(self, source: ImageSource) -> PlacedImage:
+        return PlacedImage(source, self._make_patches.tokens(source, size_of(source)))
+
+    def _encoded(self, row: ImageRow) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels, one placeholder an image."""
+        turns, n_prompt = with_parts(row.turns), len(row.prompt)
+        columns = {"prompt": turns[:n_prompt], "completion": turns[n_prompt:]}
+        columns = columns if n_prompt else {"messages": turns}
+        batch = {name: [value] for name, value in (columns | row.beside).items()}
+        encoded = self._encoder(tuple(columns))(batch, range(row.index, row.index + 1))
+        self._check(row, encoded.ids)
+        labels = encoded.labels
+        if self._relabel is not None:
+            labels = self._relabel(encoded.ids, labels)
+        return encoded.ids, labels
+
+    def _encoder(self, columns: tuple[str, ...]) -> Encoder:
+        if columns not in self._encoders:
+            self._encoders[columns] = Encoder(
+                self._tokenizer,
+                columns,
+                True,
+                max_length=_NO_LIMIT,
+                responses_only=self._responses_only,
+                chat_template=None,
+            )
+        return self._encoders[columns]
+
+    def _check(self, row: ImageRow, ids: np.ndarray) -> None:
+        """Refuse ids in which the chat template wrote the images otherwise than the row has them."""
+        wanted = len(row.images)
+        *found, reserved = self.token_ids.counts(ids)
+        if found != [wanted] * 3 or reserved:
+            problem = f"{wanted} images, and the chat template writes {found[0]} placeholders"
+            if found[0] == wanted:
+                problem = f"{wanted} images, and {found[1]} starts and {found[2]} ends of images"
+            if reserved:
+                problem = f"{reserved} tokens that stand for a video"
+            remedy = "use the model's own chat template, and no tokens of images in texts or tools"
+            fail(row.index, row.column, problem, [turn.get("content") for turn in row.turns], remedy)
+
+    def _fitted(
+        self, row: ImageRow, ids: np.ndarray, labels: np.ndarray, images: list[PlacedImage]
+    ) -> VisionDocument | None:
+        """The document in at most `max_length` tokens; None where it is dropped."""
+        text = len(ids) - len(images)
+        length = text + sum(image.tokens for image in images)
+        limit = self._max_length or length
+        if length > limit:
+            if self._overlong == "drop":
+                return None
+            if self._overlong == "error":
+                self._refuse(row, length, "raise max_seq_length, or choose overlong='truncate'")
+            if self._overlong == "shrink":
+                images = self._shrunk(row, images, limit - text, length)
+                self.counts.shrunk += 1
+        ids, places = self.token_ids.expanded(ids, [image.tokens for image in images])
+        is_vision = self.token_ids.carry_no_loss(ids)
+        labels = np.where(is_vision, np.int32(IGNORE_INDEX), labels[places])
+        if len(ids) > limit:
+            if is_vision[limit:].any():
+                remedy = "choose overlong='shrink' or 'drop', or raise max_seq_length"
+                self._refuse(row, length, remedy, "a document that would be cut before the end of an image")
+            ids, labels = ids[:limit], labels[:limit]
+            self.counts.truncated += 1
+        return VisionDocument(row.index, ids, labels, images)
+
+    def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
+        """The images with as many pixels as let all of them fit into `room` tokens."""
+        sizes = [size_of(image.source) for image in images]
+
+        def limited(most_tokens: int) -> list[PlacedImage]:
+            most = min(self._make_patches.pixels_of_tokens(most_tokens), self._make_patches.most_pixels)
+            pairs = zip(images, sizes, strict=True)
+            tokens = [self._make_patches.tokens(image.source, size, most) for image, size in pairs]
+            return [
+                replace(image, tokens=n, most_pixels=most) if n < image.tokens else image
+                for image, n in zip(images, tokens, strict=True)
+            ]
+
+        low, high = 0, max((image.tokens for image in images), default=0)
+        while low < high:  # the most tokens an image may have
+            middle = (low + high + 1) // 2
+            if sum(image.tokens for image in limited(middle)) <= room:
+                low = middle
+            else:
+                high = middle - 1
+        if not low:
+            self._refuse(row, length, "choose overlong='drop', or raise max_seq_length", _TOO_LONG_TEXT)
+        return limited(low)
+
+    def _refuse(
+        self, row: ImageRow, length: int, remedy: str, problem: str = "a document that is too long"
+    ) -> None:
+        lengths = f"{length} tokens with its images, max_seq_length is {self._max_length}"
+        fail(
+            row.index,
+            row.column,
+            f"{problem} ({lengths})",
+            [turn.get("content") for turn in row.turns],
+            remedy,
+        )

@@ -1,0 +1,152 @@
+"""Where the bytes of one image come from, as a row names it: bytes, a path, a data URI, or a Pillow image."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from unsloth_pack.data.refusals import fail
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: `C:` is a drive
+_KEYS = ("bytes", "image", "path", "url")  # the first that is given is the image
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSource:
+    """One image of one row, not read yet.
+
+    Args:
+        index, column: of the row, by which errors name it.
+        content: encoded bytes, the path of a file, or an image of Pillow.
+    """
+
+    index: int
+    column: str
+    content: bytes | Path | Image
+
+    @property
+    def shown(self) -> str:
+        """The image in an error."""
+        if isinstance(self.content, bytes):
+            return f"{len(self.content)} bytes"
+        return str(self.content) if isinstance(self.content, Path) else repr(self.content)
+
+
+class UnreadableImage(InputError):
+    """An image that cannot be read, as opposed to a row that is wrong in itself."""
+
+
+def refuse_image(index: int, column: str, problem: str, value: Any, remedy: str) -> NoReturn:
+    """Raise the `UnreadableImage` for row `index`, with the value shortened."""
+    try:
+        fail(index, column, problem, value, f"{remedy}, or remove the row")
+    except InputError as error:
+        raise UnreadableImage(str(error)) from None
+
+
+def source_of(index: int, column: str, value: Any, folder: Path | None) -> ImageSource:
+    """The image that a value of a row names.
+
+    Args:
+        value: bytes, a path, a `file:` address, a data URI, an image of Pillow, or an object with one of the
+            keys bytes, image, path and url, such as `datasets.Image` gives when it does not decode.
+        folder: where relative paths begin. No path may lead out of it.
+
+    Raises:
+        InputError: names the row and the column. Nothing is read from the network.
+    """
+    if isinstance(value, Mapping):
+        value = _of_mapping(index, column, value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        content: Any = bytes(value)
+    elif _is_pillow(value):
+        content = value
+    elif isinstance(value, str) and value.strip():
+        content = _of_text(index, column, value.strip(), folder)
+    elif isinstance(value, os.PathLike):
+        content = _checked(index, column, os.fspath(value), folder)
+    else:
+        fail(index, column, "no image", value, "give a path, bytes or an image of Pillow, or remove the row")
+    if content == b"":
+        refuse_image(index, column, "an image of 0 bytes", value, "replace it")
+    return ImageSource(index, column, content)
+
+
+def _of_mapping(index: int, column: str, value: Mapping[str, Any]) -> Any:
+    given = next((value[key] for key in _KEYS if value.get(key) is not None), None)
+    if given is None or isinstance(given, Mapping):
+        fail(index, column, "no image", dict(value), f"give one of {', '.join(_KEYS)}, or remove the row")
+    return given
+
+
+def _is_pillow(value: Any) -> bool:
+    pillow = sys.modules.get("PIL.Image")  # an image of Pillow cannot be there without it
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _of_text(index: int, column: str, text: str, folder: Path | None) -> bytes | Path:
+    scheme = _SCHEME.match(text)
+    match scheme[1].lower() if scheme else "":
+        case "data":
+            return _of_data_uri(index, column, text)
+        case "file":
+            return _checked(index, column, _of_file_uri(index, column, text), folder)
+        case "http" | "https" | "ftp" | "s3" | "gs" | "hf":
+            remedy = "download the images first, and give their paths"
+            fail(index, column, "an image that lies on the network", text, remedy)
+    return _checked(index, column, text, folder)
+
+
+def _of_data_uri(index: int, column: str, text: str) -> bytes:
+    head, comma, body = text.partition(",")
+    if not comma:
+        fail(index, column, "a data URI without a comma", text, "write data:image/png;base64,...")
+    if not head.lower().endswith(";base64"):
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode("".join(unquote(body).split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        fail(index, column, f"a data URI that is not base64 ({error})", text, "encode the image anew")
+
+
+def _of_file_uri(index: int, column: str, text: str) -> str:
+    parts = urlsplit(text)
+    if parts.netloc not in ("", "localhost"):
+        fail(index, column, "a file of another host", text, "write file:///path, or the path alone")
+    return unquote(parts.path)
+
+
+def _checked(index: int, column: str, path: str, folder: Path | None) -> Path:
+    """The file that a path leads to, links followed."""
+    if folder is None and not os.path.isabs(path):
+        fail(index, column, "a relative path", path, "give image_folder, in which the images lie")
+    whole = Path(folder, path) if folder is not None else Path(path)
+    try:
+        real = Path(os.path.realpath(whole))
+        mode = os.stat(real).st_mode if folder is None or _is_inside(real, folder) else None
+    except (OSError, ValueError) as error:  # a null byte is a ValueError
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        refuse_image(index, column, f"an image that cannot be read ({said})", str(whole), "correct the path")
+    if mode is None:
+        remedy = f"put the image into image_folder, {folder}"
+        fail(index, column, "a path that leads out of the image folder", path, remedy)
+    if not stat.S_ISREG(mode):
+        fail(index, column, "a path that is no file", str(whole), "name the file of an image")
+    return real
+
+
+def _is_inside(real: Path, folder: Path) -> bool:
+    return real.is_relative_to(os.path.realpath(folder))

@@ -1,0 +1,1 @@
+"""`FastVisionModel` and `VisionDataCollator`: models of vision and language for notebooks."""
