@@ -32,16 +32,17 @@ from unsloth_pack.files.loading import (
     load_model,
     load_tokenizer,
     own_device,
-    quantization,
     resolve,
     weight_dtype,
 )
+from unsloth_pack.files.quantised import quantization
 from unsloth_pack.lora.targets import default_names
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.report.memory import peak_memory
-from unsloth_pack.training.trl import RunTrainer, make_trainer, sft_config
+from unsloth_pack.training.trl import RunTrainer, make_trainer
+from unsloth_pack.training.trl_setup import sft_config
 
 SEED = 3407
 _WARM_UP = {"cuda": 10, "cpu": 1}  # steps; kernels compile and common forms of rows are captured in them

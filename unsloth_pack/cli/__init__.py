@@ -14,10 +14,19 @@ from importlib import import_module
 from types import FrameType
 
 from unsloth_pack.cli.quiet import quieten_imports
-from unsloth_pack.errors import HungUp, InputError, LeakFound, RunStopped, Terminated, first_line, printable
+from unsloth_pack.errors import (
+    HungUp,
+    InputError,
+    LeakFound,
+    Mistakes,
+    RunStopped,
+    Terminated,
+    first_line,
+    printable,
+)
 
 # Each a module here with `run(argv) -> exit code`
-SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor")
+SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor", "config", "recipe")
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
 _ENDS = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}  # signals that end a command
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun gives each process the name of one
@@ -50,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if "--debug" in arguments:
                 traceback.print_exc()
             with suppress(OSError):  # the terminal may be gone
-                sys.stderr.write(f"unsloth-pack: {line}\n")  # in one piece: processes may share the terminal
+                speaker = "" if isinstance(error, Mistakes) else "unsloth-pack: "  # editors find `file:line:`
+                sys.stderr.write(f"{speaker}{line}\n")  # in one piece: processes may share the terminal
         if code and (path := os.environ.get(_ERROR_FILE)):
             _leave_error(path, code, line)
         return code
@@ -113,6 +123,8 @@ def _ignore_termination() -> None:
 
 
 def _exit_of(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, Mistakes):
+        return 2, "\n".join(map(_one_line, error.lines))
     if isinstance(error, InputError):
         return 2, _one_line(error)
     if isinstance(error, LeakFound):
@@ -125,7 +137,7 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {first_line(error) or 'no message'}; add --debug for the traceback"
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException | str) -> str:
     """The message as one line, without characters that steer a terminal; a long one loses its middle."""
     line = printable(" ".join(str(error).split()))
     return (

@@ -7,8 +7,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.data_flags import add_data_flags, data_options
 from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.machine import device_name, device_type, versions
+from unsloth_pack.recipe.named_data import paths_of
 from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def _parser() -> Parser:
         type=path,
         help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
     )
-    add("--dataset", type=path, help="as for training (default: demo)")
+    add_data_flags(parser)
     add(
         "--max_seq_length",
         type=whole(1),
@@ -129,7 +131,7 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     in_4bit, in_fp8 = given.get("load_in_4bit", False), given.get("load_in_fp8", False)
     check_loading(length, in_4bit, False, in_fp8)
     check_positions(length, name, config)
-    documents = _documents(given.get("dataset", "demo"), name, length, config.vocab_size)
+    documents = _documents(given, name, length, config.vocab_size)
     packed = pack_dataset(documents, length)
     documents.save_to_disk(folder / "documents")
     packed.save_to_disk(folder / "packed")
@@ -153,17 +155,25 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     return [first, padded, replace(first, is_patched=False), replace(padded, is_patched=False)]
 
 
-def _documents(dataset: str, model_name: str, length: int, vocab_size: int) -> "Dataset":
-    from unsloth_pack.data import check_token_ids, load_rows
+def _documents(given: Mapping[str, Any], model_name: str, length: int, vocab_size: int) -> "Dataset":
+    from unsloth_pack.data import check_token_ids
     from unsloth_pack.packing import find_packs
-    from unsloth_pack.recipe.documents import load_tokenizer, to_documents
+    from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
 
-    if find_packs(dataset):
-        raise InputError(f"dataset is {dataset!r}, which is packed; give the data that it was packed from")
-    rows = load_rows(dataset)
-    if len(rows) > _MOST_DOCUMENTS:
-        rows = rows.shuffle(seed=_SEED).select(range(_MOST_DOCUMENTS))
-    documents, _ = to_documents(rows, load_tokenizer(model_name), length)
+    data = data_options(given)
+    for path_of_data in paths_of(data.dataset):
+        if find_packs(path_of_data):
+            raise InputError(
+                f"dataset is {path_of_data!r}, which is packed; give the data that it was packed from"
+            )
+    chosen = [
+        replace(each, rows=each.rows.shuffle(seed=_SEED).select(range(_MOST_DOCUMENTS)))
+        if len(each.rows) > _MOST_DOCUMENTS
+        else each
+        for each in load_training_data(data)
+    ]
+    how: dict[str, Any] = {"how": data.mixture, "seed": _SEED, "most": data.sample_limit}
+    documents = mixed_documents(chosen, load_tokenizer(model_name), length, **how).train.rows
     check_token_ids(documents, vocab_size)
     return documents
 

@@ -16,6 +16,7 @@ TESTED = {
 OPTIONAL = {
     "triton": ("fused kernels on CUDA, among them softcapped attention", True),
     "bitsandbytes": ("load_in_4bit, load_in_8bit and 8-bit optimizers", False),
+    "torchao": ("the optimizers adamw_torch_8bit and adamw_torch_4bit", False),
     "xformers": ("the xformers attention backend", False),
     "flash-attn": ("flash attention with attention dropout; torch and triton bring the rest", False),
     "fla-core": ("gated delta nets of hybrid models: whole rows at once", False),

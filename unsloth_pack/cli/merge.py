@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from unsloth_pack.errors import InputError, printable
-from unsloth_pack.recipe.checks import check_new_folder
+from unsloth_pack.recipe.folders import check_new_folder
 from unsloth_pack.recipe.kinds import path
 from unsloth_pack.recipe.options import SAVE_METHODS
 from unsloth_pack.recipe.parser import Parser
-from unsloth_pack.report.metrics import read_config
+from unsloth_pack.recipe.second_stage import LOADED_IN, held_by_run
 
-_LOADING = ("load_in_4bit", "load_in_8bit", "load_in_fp8")
 _AS_TRAINED = "as the run was trained, else false"
 
 
@@ -41,22 +39,13 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.api import FastLanguageModel
 
     # No row will be packed, so that any length will do.
-    loading = _as_trained(source) | {name: given[name] for name in _LOADING if name in given}
+    loading = held_by_run(source) | {name: given[name] for name in LOADED_IN if name in given}
     model, tokenizer = FastLanguageModel.from_pretrained(str(source), max_seq_length=1, **loading)
     method = given.get("save_method", "merged_16bit")
     model.save_pretrained_merged(target, tokenizer, save_method=method)
-    used = next((f", with {name}" for name in _LOADING if loading.get(name)), "")
+    used = next((f", with {name}" for name in LOADED_IN if loading.get(name)), "")
     print(printable(f"saved {source} as {method}{used} in {target}"))
     return 0
-
-
-def _as_trained(source: Path) -> dict[str, Any]:
-    """How the run in `source` held its weights; empty for an adapter that is not a run's."""
-    try:
-        options = read_config(source)
-    except InputError:
-        return {}
-    return {name: options[name] for name in ("dtype", *_LOADING) if name in options}
 
 
 def _parser() -> Parser:

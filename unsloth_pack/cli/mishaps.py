@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError, RunStopped
+from unsloth_pack.files.saved_names import holds_model
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.options import TrainOptions
 
@@ -128,6 +129,8 @@ def way_on(folder: Path) -> str:
     from unsloth_pack.training.checkpoints import last_checkpoint
 
     checkpoint, quoted = last_checkpoint(folder), shlex.quote(str(folder))
+    if checkpoint is None and holds_model(folder):
+        return "the model is saved"
     if checkpoint is None and (folder / "adapter_config.json").exists():  # it is saved after the training
         merge = f"unsloth-pack merge --model_name {quoted} --save_path FOLDER"
         return f"the adapter is saved, merge it with: {merge}"

@@ -7,13 +7,15 @@ from typing import Any
 
 from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing.plan import STRATEGIES
-from unsloth_pack.recipe.checks import check_new_folder
+from unsloth_pack.recipe.data_flags import add_data_flags, data_options
+from unsloth_pack.recipe.folders import check_new_folder
 from unsloth_pack.recipe.kinds import path, whole
+from unsloth_pack.recipe.options import TrainingOptions
 from unsloth_pack.recipe.parser import Parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the packs of a data set to `--out`, and print what is in them; with `--json` the manifest.
+    """Write the packs of a data set to `--out`, and print what is in them; with `--json` as JSON.
 
     Raises:
         InputError: a bad argument, a folder that holds something or cannot be written to, rows longer than
@@ -28,10 +30,10 @@ def run(arguments: Sequence[str]) -> int:
 
     from unsloth_pack.api import check_positions
     from unsloth_pack.cli.quiet import quieten
-    from unsloth_pack.data import load_rows, tokenizer_hash
+    from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.files.loading import load_config, resolve
     from unsloth_pack.packing import write_packs
-    from unsloth_pack.recipe.documents import load_tokenizer, prepare_documents
+    from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
     from unsloth_pack.report.console import LastingConsole
     from unsloth_pack.report.tables import print_packs
 
@@ -40,10 +42,13 @@ def run(arguments: Sequence[str]) -> int:
     model_name, capacity = given.get("model_name", "demo"), given.get("max_seq_length", 2048)
     check_positions(capacity, model_name, load_config(resolve(model_name)[0]).get_text_config())
     only_responses = given.get("train_on_responses_only", False)
-    num_proc = given.get("num_proc")
-    rows = load_rows(given.get("dataset", "demo"), num_proc=num_proc)
+    data = data_options(given)
+    rows = load_training_data(data)
     tokenizer = load_tokenizer(model_name)
-    documents = prepare_documents(rows, tokenizer, capacity, only_responses, num_proc)
+    seed = given.get("seed", TrainingOptions().seed)
+    how: dict[str, Any] = {"how": data.mixture, "seed": seed, "most": data.sample_limit}
+    mixture = mixed_documents(rows, tokenizer, capacity, only_responses, data.num_proc, **how)
+    documents = mixture.train
     optional: dict[str, Any] = {
         name: given[name] for name in ("strategy", "seed", "rows_per_shard") if name in given
     }
@@ -58,9 +63,9 @@ def run(arguments: Sequence[str]) -> int:
         **optional,
     )
     if as_json:
-        LastingConsole().show_json(asdict(manifest))
+        LastingConsole().show_json({**asdict(manifest), "data_sets": [*map(asdict, mixture.parts)]})
     else:
-        print_packs(LastingConsole(), manifest, str(out))
+        print_packs(LastingConsole(), manifest, str(out), mixture.parts)
     return 0
 
 
@@ -70,10 +75,7 @@ def _parser() -> Parser:
         description="Tokenise and pack a data set once; train on it with --dataset DIR.",
     )
     add = parser.add_argument
-    add(
-        "--dataset",
-        help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name (default: demo)",
-    )
+    add_data_flags(parser)
     add(
         "--model_name",
         type=path,
@@ -87,7 +89,8 @@ def _parser() -> Parser:
     add(
         "--seed",
         type=whole(0, LAST_SEED),
-        help="plan over the documents in a random order of this seed (default: in their own order)",
+        help="plan over the documents in a random order of this seed (default: in their own order), and mix "
+        "data sets by it (default: by 3407, as for training)",
     )
     add(
         "--rows_per_shard",
@@ -95,5 +98,5 @@ def _parser() -> Parser:
         metavar="ROWS",
         help="rows of a file (default: as many as make 256 MiB)",
     )
-    parser.add_switch("--json", "print the manifest as JSON")
+    parser.add_switch("--json", "print the manifest and the data sets as JSON")
     return parser

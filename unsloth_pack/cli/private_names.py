@@ -45,8 +45,14 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.nn.modules.module",
         "_modules",
-        "to see whether a module was added, removed or wrapped, without a walk",
-        ("forwards/mlp.py", "graphs/decoder_state.py", "modules/sharding.py", "modules/walk.py"),
+        "to see which modules were added or wrapped, and to copy one without its weights",
+        (
+            "files/row_blocks.py",
+            "forwards/mlp.py",
+            "graphs/decoder_state.py",
+            "modules/sharding.py",
+            "modules/walk.py",
+        ),
     ),
     PrivateName(
         "torch.nn.modules.module",
@@ -126,7 +132,13 @@ PRIVATE_NAMES = (
         "transformers.configuration_utils",
         "_name_or_path",
         "the name that a saved model gives",
-        ("api.py", "files/saving.py"),
+        ("api.py", "files/saving.py", "recipe/merged_base.py"),
+    ),
+    PrivateName(
+        "transformers.configuration_utils",
+        "_experts_implementation",
+        "to see whether the biases of experts are added in the type of their outputs",
+        ("forwards/experts.py",),
     ),
     PrivateName(
         "transformers.modeling_utils",
@@ -155,7 +167,7 @@ PRIVATE_NAMES = (
         "transformers.training_args",
         "_n_gpu",
         "a process trains on one GPU",
-        ("training/trl.py",),
+        ("training/trl_setup.py",),
     ),
     *(
         PrivateName("transformers.trainer", name, _CHECKPOINTS, ("training/trl.py",))
@@ -164,6 +176,12 @@ PRIVATE_NAMES = (
     *(
         PrivateName("transformers.trainer", name, "updates that are not finite", ("training/trl.py",))
         for name in ("_clip_grad_norm", "_maybe_log_save_evaluate")
+    ),
+    *(
+        PrivateName(
+            "transformers.trainer", name, "which checkpoint is the best, and where", ("training/trl.py",)
+        )
+        for name in ("_determine_best_metric", "_load_best_model")
     ),
     PrivateName(
         "transformers.trainer", "_get_train_sampler", "the order of packed rows", ("training/trl.py",)
@@ -196,7 +214,7 @@ PRIVATE_NAMES = (
         "transformers.utils.output_capturing",
         "capture_outputs",
         "hidden states that a caller asks for",
-        ("forwards/decoder.py",),
+        ("forwards/decoder.py", "forwards/tower_of_sizes.py"),
     ),
     *(
         PrivateName(
@@ -221,6 +239,12 @@ PRIVATE_NAMES = (
         "ParamWrapper",
         "adapters of experts are fused and merged",
         ("files/merged_layer.py", "lora/layers.py", "lora/stacks.py"),
+    ),
+    PrivateName(
+        "peft.tuners.trainable_tokens.layer",
+        "_get_embed_scale",
+        "what trained rows of embeddings are scaled by",
+        ("forwards/trained_tokens.py",),
     ),
     PrivateName(
         "peft.tuners.lora.layer",
@@ -257,7 +281,10 @@ PRIVATE_NAMES = (
     ),
     *(
         PrivateName(
-            "trl.chat_template_utils", name, "templates that mark the assistant's turns", ("training/trl.py",)
+            "trl.chat_template_utils",
+            name,
+            "templates that mark the assistant's turns",
+            ("training/trl_setup.py",),
         )
         for name in ("get_training_chat_template", "has_generation_markers")
     ),

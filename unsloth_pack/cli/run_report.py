@@ -1,15 +1,21 @@
 """What `train` shows of a run and writes into its metrics file: its rows, the banner, scores, the summary."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from peft import PeftModel
 from rich.console import Console
 
 from unsloth_pack.data import load_rows
+from unsloth_pack.data.encoding import IGNORE_INDEX
+from unsloth_pack.data.mixture import Part
 from unsloth_pack.demo.evaluate import ExactMatch, exact_match
+from unsloth_pack.errors import first_line
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.recipe.machine import is_main_process
 from unsloth_pack.report.fill import (
@@ -37,9 +43,11 @@ if TYPE_CHECKING:
 
     from unsloth_pack.recipe.options import TrainOptions
     from unsloth_pack.recipe.prepare import Prepared
+    from unsloth_pack.report.figures import PackedRowSeen
     from unsloth_pack.training.trl import RunTrainer
 
 _EXAMPLES = 3  # generations shown side by side
+_ROWS_LOOKED_AT = 64  # for one to draw
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
 
 
@@ -56,9 +64,13 @@ def describe_rows(
     sampler = trainer.packed_sampler
     spread = {"spread": asdict(sampler.spread())} if sampler and sampler.world_size > 1 else {}
     data: dict[str, Any] = {"ledger": asdict(train.ledger), "fingerprint": train.fingerprint}
+    if train.parts:
+        data |= {"mixture": prepared.options.data.mixture, "data_sets": list(map(asdict, train.parts))}
     metrics.write("data", use="train", **data, **slots, **spread)
     if evaluation:
         data = {"ledger": asdict(evaluation.ledger), "fingerprint": evaluation.fingerprint}
+        if evaluation.parts:
+            data |= {"data_sets": list(map(asdict, evaluation.parts))}
         metrics.write("data", use="eval", **data)
     if not isinstance(rows, RowStream):
         lengths = document_lengths(rows)
@@ -85,7 +97,10 @@ def announce(
     model: Any = trainer.model
     patch = patch_of(model)
     assert patch is not None
-    trained, everything = model.get_nb_trainable_parameters()
+    if isinstance(model, PeftModel):
+        trained, everything = model.get_nb_trainable_parameters()
+    else:
+        trained, everything = (model.num_parameters(only_trainable=only) for only in (True, False))
     rows_per_step, sampler = config.per_device_train_batch_size, trainer.packed_sampler
     facts = RunFacts(
         model_name=options.model.model_name,
@@ -97,16 +112,19 @@ def announce(
         rows_per_step=rows_per_step,
         rows_per_update=rows_per_step * config.gradient_accumulation_steps * config.world_size,
         steps=updates,
-        optimizer=_describe_optimizer(options, config),
+        optimizer=_describe_optimizer(options, config, model),
         output_dir=str(config.output_dir),
         spread=str(sampler.spread()) if sampler is not None and config.world_size > 1 else None,
         waiting=rows.waiting_at_most if isinstance(rows := prepared.train.rows, RowStream) else None,
+        mixture=options.data.mixture,
+        parts=prepared.train.parts,
+        evaluation=prepared.evaluation.ledger if prepared.evaluation else None,
     )
     print_banner(console, facts, patch.report, prepared.train.ledger, fill)
 
 
-def _describe_optimizer(options: "TrainOptions", config: "SFTConfig") -> str:
-    why_not = why_not_flat(config)
+def _describe_optimizer(options: "TrainOptions", config: "SFTConfig", model: Any) -> str:
+    why_not = why_not_flat(config, model)
     takes = "all weights at once" if why_not is None else f"one weight after another: {why_not}"
     return f"{options.training.optim}, learning rate {config.learning_rate:g}, {takes}"
 
@@ -157,18 +175,68 @@ class DemoScores:
         print_generations(console, before.score, after.score, len(after.generations), examples)
 
 
+def write_report(
+    console: Console,
+    trainer: "RunTrainer",
+    prepared: "Prepared",
+    metrics: MetricsFile,
+    summary: Mapping[str, Any],
+) -> None:
+    """Write `report.html`. Whatever goes wrong is told in a line, and the run ends well.
+
+    Args:
+        summary: the figures that end the run, which the metrics file does not hold yet.
+    """
+    if not metrics.enabled:
+        return
+    try:
+        from unsloth_pack.report.metrics import line_of, read_lines
+        from unsloth_pack.report.page import RunSeen, write_page
+
+        folder, options = metrics.path.parent, prepared.options
+        patch = patch_of(cast(Any, trainer.model))
+        assert patch is not None
+        rows = prepared.train.rows
+        lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
+        capacity = prepared.train.packs.capacity if prepared.train.packs else options.model.max_seq_length
+        row = _row_to_draw(trainer, capacity) if options.data.sample_packing else None
+        seen = RunSeen(patch.report, lengths, row, options.model.max_seq_length)
+        why_not = write_page(folder, [*read_lines(folder), line_of("summary", **summary)], seen)
+    except Exception as error:
+        why_not = f"{type(error).__name__}: {first_line(error)}"
+    if why_not is not None:
+        console.print(f"report.html was not written: {why_not}", soft_wrap=True, markup=False)
+
+
+def _row_to_draw(trainer: "RunTrainer", capacity: int) -> "PackedRowSeen | None":
+    """Among the first rows the one with the most documents; None where rows stream."""
+    from unsloth_pack.report.figures import PackedRowSeen
+
+    if trainer.row_stream is not None:
+        return None
+    rows: Any = trainer.train_dataset
+    first = rows.select(range(min(_ROWS_LOOKED_AT, len(rows))))
+    row = max(first, key=lambda row: len(row["seq_lengths"]))
+    is_counted = np.asarray(row["labels"]) != IGNORE_INDEX
+    is_counted[np.cumsum([0, *row["seq_lengths"][:-1]])] = False  # no token comes before it
+    return PackedRowSeen(row["seq_lengths"], is_counted, capacity)
+
+
 def stream_totals(trainer: "RunTrainer") -> StreamTotals | None:
     """What was read and trained on, if the data streams. Every process has to call this."""
     stream = trainer.row_stream
     return None if stream is None else totals(stream, trainer.rows_trained)
 
 
-def summarise(trainer: "RunTrainer", fill: RowFill | None, stream: StreamTotals | None) -> RunSummary:
+def summarise(
+    trainer: "RunTrainer", fill: RowFill | None, stream: StreamTotals | None, parts: Sequence[Part]
+) -> RunSummary:
     """How the run went, in all of its processes. Every process has to call this.
 
     Args:
         fill: of the rows, or None where they stream.
         stream: what was read of it.
+        parts: the data sets.
     """
     trained, rows = trainer.trained, fill or stream
     assert rows is not None
@@ -191,13 +259,14 @@ def summarise(trainer: "RunTrainer", fill: RowFill | None, stream: StreamTotals 
         last_loss=losses[-1],
         updates_left_out=trainer.finite_updates.left_out,
         output_dir=str(trainer.args.output_dir),
-        stream=_about_rows(stream, trainer) if stream else None,
+        stream=_about_rows(stream, trainer, [part.name for part in parts]) if stream else None,
     )
 
 
-def _about_rows(stream: StreamTotals, trainer: "RunTrainer") -> RowsOfStream:
+def _about_rows(stream: StreamTotals, trainer: "RunTrainer", names: list[str]) -> RowsOfStream:
     rows = trainer.row_stream
     assert rows is not None
     slots = stream.rows * rows.capacity
     fill = RowFill(stream.rows, stream.documents, stream.tokens, slots, stream.tokens)
-    return RowsOfStream(fill, stream.waiting)
+    read = zip(names, stream.read_of_parts, strict=False)  # none of them if there is one data set
+    return RowsOfStream(fill, stream.waiting, tuple((name, *counts) for name, counts in read))

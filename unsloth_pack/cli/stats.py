@@ -6,16 +6,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.checks import check_picture
+from unsloth_pack.errors import LAST_SEED, InputError
+from unsloth_pack.recipe.data_flags import add_data_flags, data_options
+from unsloth_pack.recipe.folders import check_picture
 from unsloth_pack.recipe.kinds import path, whole
+from unsloth_pack.recipe.options import TrainingOptions
 from unsloth_pack.recipe.parser import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from unsloth_pack.data.mixture import Mixture
     from unsloth_pack.packing import LengthReport
 
 _UNCUT = 2**40  # tokens, more than any document has
@@ -36,11 +37,12 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.packing import length_report
     from unsloth_pack.report.console import LastingConsole
+    from unsloth_pack.report.fill import row_lengths
 
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)
-    lengths = _lengths(given.get("dataset", "demo"), given.get("model_name", "demo"), given.get("num_proc"))
-    lengths += _image_tokens(given)
+    mixture = _mixture(given)
+    lengths = row_lengths(mixture.train.rows) + _image_tokens(given)
     report = length_report(
         lengths,
         given.get("pack_lengths", _DEFAULT_CAPS),
@@ -55,9 +57,9 @@ def run(arguments: Sequence[str]) -> int:
         png.parent.mkdir(parents=True, exist_ok=True)
         plot_lengths(lengths, max(forecast.capacity for forecast in report.forecasts), png)
     if as_json:
-        LastingConsole().show_json(asdict(report))
+        LastingConsole().show_json({**asdict(report), "data_sets": [*map(asdict, mixture.parts)]})
     else:
-        _print(LastingConsole(), report)
+        _print(LastingConsole(), report, mixture)
     return 0
 
 
@@ -66,9 +68,11 @@ def _parser() -> Parser:
         prog="unsloth-pack stats", description="Document lengths, and a forecast of packing them."
     )
     add = parser.add_argument
+    add_data_flags(parser)
     add(
-        "--dataset",
-        help="demo, a json, jsonl, csv, parquet or txt file, a folder, or a hub name (default: demo)",
+        "--seed",
+        type=whole(0, LAST_SEED),
+        help="of what a mixture of data sets draws (default: 3407, as for training)",
     )
     add(
         "--model_name",
@@ -142,21 +146,26 @@ def _image_tokens(given: dict[str, Any]) -> int:
     return sum(vision_tokens(height, width, patch, merge) for height, width in sizes)
 
 
-def _lengths(dataset: str, model_name: str, num_proc: int | None) -> np.ndarray:
-    from unsloth_pack.data import load_rows
-    from unsloth_pack.recipe.documents import load_tokenizer, prepare_documents
-    from unsloth_pack.report.fill import row_lengths
+def _mixture(given: dict[str, Any]) -> "Mixture":
+    from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
 
-    rows = load_rows(dataset, num_proc=num_proc)
+    data, model_name = data_options(given), given.get("model_name", "demo")
+    rows = load_training_data(data)
     tokenizer = load_tokenizer(model_name)
     if getattr(tokenizer, "eos_token_id", None) is None:
         raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
-    return row_lengths(prepare_documents(rows, tokenizer, _UNCUT, num_proc=num_proc).rows)
+    seed = given.get("seed", TrainingOptions().seed)
+    how: dict[str, Any] = {"how": data.mixture, "seed": seed, "most": data.sample_limit}
+    return mixed_documents(rows, tokenizer, _UNCUT, num_proc=data.num_proc, **how)
 
 
-def _print(console: "Console", report: "LengthReport") -> None:
+def _print(console: "Console", report: "LengthReport", mixture: "Mixture") -> None:
     from rich.table import Table
 
+    from unsloth_pack.report.parts import lines_of_parts
+
+    for name, line in lines_of_parts(mixture.parts):
+        console.print(f"{name}: {line}", highlight=False, soft_wrap=True, markup=False)
     console.print(
         f"{report.count:,} documents, {report.tokens:,} tokens: mean {report.mean:.0f}, "
         f"median {report.median:.0f}, p95 {report.p95:.0f}, p99 {report.p99:.0f}, "

@@ -1,6 +1,7 @@
 """`unsloth-pack train`: check everything, load, train, save, report."""
 
 import atexit
+import json
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,24 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.cli import SUBCOMMANDS
 from unsloth_pack.cli.mishaps import check_finite, check_stream, explained, kept, report_nonfinite, way_on
-from unsloth_pack.errors import RunStopped
 from unsloth_pack.files.locks import claimed
-from unsloth_pack.files.saved_names import CARD
-from unsloth_pack.recipe import checks
+from unsloth_pack.files.saved_names import ADAPTER_CONFIG, CARD
+from unsloth_pack.files.served import note_on_vllm
+from unsloth_pack.recipe import run_folder
+from unsloth_pack.recipe.checks import check_options
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.machine import check_launcher, count_processes, is_main_process, versions
+from unsloth_pack.recipe.hub import upload
+from unsloth_pack.recipe.machine import (
+    check_launcher,
+    count_processes,
+    is_main_process,
+    versions,
+    wait_for_all,
+)
 from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.saved_config import save_config
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from unsloth_pack.data.ledger import TokenLedger
     from unsloth_pack.recipe.prepare import Prepared
     from unsloth_pack.report.callbacks import StopOnSignal
     from unsloth_pack.report.metrics import MetricsFile
-    from unsloth_pack.report.tables import RunSummary
     from unsloth_pack.training.trl import RunTrainer
 
 
@@ -43,10 +51,10 @@ def run(arguments: Sequence[str]) -> int:
     """
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     options = read_options(arguments, f"Other subcommands: {others}. Each has its own --help.")
-    checks.check_options(options)
+    check_options(options)
     check_launcher()
     with claimed(options.folder) if is_main_process() else nullcontext():
-        checks.check_folders(options)  # again: another run may have ended there just before
+        run_folder.check_folders(options)  # again: another run may have ended there just before
         return _run(options)
 
 
@@ -57,17 +65,27 @@ def _run(options: TrainOptions) -> int:
 
     quieten(show_bars=is_main_process())
     prepared = prepare(options)
-    checks.check_same_data(options, "train", prepared.train.ledger, prepared.train.fingerprint)
+    run_folder.check_same_data(options, "train", prepared.train.ledger, prepared.train.fingerprint)
     if prepared.evaluation:
-        checks.check_same_data(options, "eval", prepared.evaluation.ledger, prepared.evaluation.fingerprint)
-    _begin_together()
+        run_folder.check_same_data(
+            options, "eval", prepared.evaluation.ledger, prepared.evaluation.fingerprint
+        )
+    wait_for_all()
     return _train(prepared, RunConsole(quiet=not is_main_process()))
 
 
 def _train(prepared: "Prepared", console: "Console") -> int:
     """Load, train, save and report; returns the exit code."""
-    from unsloth_pack.cli.run_report import DemoScores, announce, describe_rows, stream_totals, summarise
+    from unsloth_pack.cli.run_report import (
+        DemoScores,
+        announce,
+        describe_rows,
+        stream_totals,
+        summarise,
+        write_report,
+    )
     from unsloth_pack.report.callbacks import ProgressCallback, StopOnSignal
+    from unsloth_pack.report.tables import print_summary
     from unsloth_pack.training.checkpoints import last_checkpoint
     from unsloth_pack.training.row_stream import RowStream
 
@@ -89,25 +107,16 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
     with kept(options.folder):
         totals = stream_totals(trainer)
-        summary = summarise(trainer, fill, totals)
+        summary = summarise(trainer, fill, totals, prepared.train.parts)
         _save(model, trainer, prepared)
+        _say_who_serves_it(console, options)
         scores.show(console, metrics)
-        _show_summary(console, summary, totals.ledger if totals else prepared.train.ledger, metrics)
+        ledger = totals.ledger if totals else prepared.train.ledger
+        figures = {**asdict(summary), "ledger": asdict(ledger)}
+        write_report(console, trainer, prepared, metrics, figures)
+        metrics.write("summary", **figures)  # ends the run: what comes later is lost if it is killed
+        print_summary(console, summary, ledger)
     return 0
-
-
-def _begin_together() -> None:
-    """Wait until no process has anything to refuse: the main one replaces files that the others check.
-
-    Raises:
-        RunStopped: another process has ended, with a line of its own.
-    """
-    from accelerate import PartialState
-
-    try:
-        PartialState().wait_for_everyone()
-    except RuntimeError as error:
-        raise RunStopped("another process has ended before the training began; see its line") from error
 
 
 def _end_together() -> None:
@@ -128,10 +137,15 @@ def _load_probed(prepared: "Prepared") -> Any:
     """The model with its adapter. If documents leak in it, the run ends here, before anything is written."""
     from unsloth_pack.checks import probe
     from unsloth_pack.patching.patch import patch_of
+    from unsloth_pack.recipe.merged_base import removed_if_refused
+    from unsloth_pack.recipe.model import load_run_model
+    from unsloth_pack.recipe.prepare import rates_of
+    from unsloth_pack.training.learning_rates import check_rates
     from unsloth_pack.training.sharded_weights import loaded_whole
 
-    with loaded_whole(prepared.config):
-        model = _load_model(prepared.options)
+    with removed_if_refused(prepared.options), loaded_whole(prepared.config):
+        model = load_run_model(prepared.options, prepared.new_tokens)
+        check_rates(model, rates_of(prepared.options))
         patch = patch_of(model)
         assert patch is not None
         if prepared.options.training.no_probe:
@@ -141,19 +155,10 @@ def _load_probed(prepared: "Prepared") -> Any:
     return model
 
 
-def _load_model(options: TrainOptions) -> Any:
-    from unsloth_pack.api import FastLanguageModel
-
-    checkpointing, seed = options.training.use_gradient_checkpointing, options.adapter.random_state
-    model, _ = FastLanguageModel.from_pretrained(**flat(options.model), random_state=seed)
-    return FastLanguageModel.get_peft_model(
-        model, **flat(options.adapter), use_gradient_checkpointing=checkpointing
-    )
-
-
 def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFile":
     """The metrics file of this run; what an earlier run left is removed, or kept up to the checkpoint."""
     from unsloth_pack.files.whole_folders import remove_folder
+    from unsloth_pack.recipe.merged_base import keep_merged_base
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.training.checkpoints import ASIDE, step_of
 
@@ -162,28 +167,39 @@ def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFil
         remove_folder(folder / ASIDE)
     if is_main and checkpoint is None and (output.overwrite_output_dir or output.resume):
         card = [folder / CARD] if output.overwrite_output_dir and (folder / CARD).is_file() else []
-        for path in checks.run_files(folder) + card:
+        for path in run_folder.run_files(folder) + card:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    keep_merged_base(options)
     metrics = MetricsFile(folder, enabled=is_main)
     if checkpoint is not None:
         metrics.rewind(step_of(checkpoint))
         return metrics
     run_as = {"processes": count_processes(), "cwd": str(Path.cwd())}
     metrics.write("config", options=flat(options), versions=versions(), **run_as)
+    if is_main:
+        save_config(options)
     return metrics
 
 
 def _trainer(model: Any, prepared: "Prepared", metrics: "MetricsFile", stop: "StopOnSignal") -> "RunTrainer":
+    from unsloth_pack.recipe.prepare import rates_of
     from unsloth_pack.report.callbacks import MetricsCallback
+    from unsloth_pack.training.best import DelayedSaves, EarlyStopping
     from unsloth_pack.training.trl import make_trainer
 
+    training, delay = prepared.options.training, prepared.options.output.save_delay_steps or 0
+    callbacks: list[Any] = [MetricsCallback(metrics), DelayedSaves(delay)]
+    if training.early_stopping_patience:
+        callbacks.append(EarlyStopping(training.early_stopping_patience))
     return make_trainer(
         model,
         prepared.tokenizer,
         prepared.config,
         prepared.train.rows,
         prepared.evaluation.rows if prepared.evaluation else None,
-        [MetricsCallback(metrics), stop],
+        [*callbacks, stop],
+        rates=rates_of(prepared.options),
+        save_delay_steps=delay,
     )
 
 
@@ -226,10 +242,21 @@ def _save(model: Any, trainer: "RunTrainer", prepared: "Prepared") -> None:
         _save_merged_and_plot(model, prepared, trainer, folder)
 
 
+def _say_who_serves_it(console: "Console", options: TrainOptions) -> None:
+    """Print what vLLM needs for the adapter that was saved, or that it cannot serve it."""
+    path = options.folder / ADAPTER_CONFIG
+    if path.is_file() and (note := note_on_vllm(json.loads(path.read_text(encoding="utf-8")))):
+        console.print(note, soft_wrap=True, markup=False)
+
+
 def _save_adapter(
     model: Any, prepared: "Prepared", folder: Path, weights: dict[str, "Tensor"] | None
 ) -> None:
-    """Save the adapter; `weights` are what was trained, if the model's own are sharded."""
+    """Save the adapter, or the model; `weights` are what was trained, if the model's own are sharded."""
+    if prepared.options.adapter.tuning == "full":
+        from unsloth_pack.files.saving import save_in_own_dtype
+
+        return save_in_own_dtype(model, folder, prepared.tokenizer)
     model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
 
 
@@ -247,12 +274,5 @@ def _save_merged_and_plot(model: Any, prepared: "Prepared", trainer: "RunTrainer
                 )
         model.save_pretrained_merged(output.save_path, prepared.tokenizer, save_method=output.save_method)
     plot_loss(trainer.state.log_history, folder / "loss.png")
-
-
-def _show_summary(
-    console: "Console", summary: "RunSummary", ledger: "TokenLedger", metrics: "MetricsFile"
-) -> None:
-    from unsloth_pack.report.tables import print_summary
-
-    metrics.write("summary", **asdict(summary), ledger=asdict(ledger))
-    print_summary(console, summary, ledger)
+    if output.push_to_hub is not None:
+        upload(folder, output.push_to_hub)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import LAST_SEED
+from unsloth_pack.recipe.data_flags import add_data_flags, data_options
 from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES, RECOMPUTING
 from unsloth_pack.recipe.parser import Parser
@@ -38,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     seed = given.get("seed", 3407)
     room = given.get("max_seq_length") or _default_room(given.get("model_name", "demo"))
     model, tokenizer = _load_model(given, room, seed)
-    documents = _documents(given["dataset"], tokenizer, room) if "dataset" in given else None
+    documents = _documents(given, tokenizer, room) if "dataset" in given else None
     report = verify(model, documents=documents, max_seq_length=room, seed=seed)
     console = LastingConsole()
     if given.get("json", False):
@@ -61,11 +62,7 @@ def _parser() -> Parser:
         type=path,
         help="demo, a folder of a model or an adapter, or a hub name (default: demo)",
     )
-    add(
-        "--dataset",
-        type=path,
-        help="data whose documents are packed, as for training (default: random tokens)",
-    )
+    add_data_flags(parser, "data whose documents are packed, as for training (default: random tokens)")
     add(
         "--max_seq_length",
         type=whole(1),
@@ -118,14 +115,14 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
     return model, tokenizer
 
 
-def _documents(dataset: str, tokenizer: Any, room: int) -> list[list[int]]:
+def _documents(given: dict[str, Any], tokenizer: Any, room: int) -> list[list[int]]:
     """The first documents of a data set that fit into the row, each cut to half of it."""
-    from unsloth_pack.data import load_rows
-    from unsloth_pack.recipe.documents import to_documents
+    from unsloth_pack.recipe.documents import load_training_data, mixed_documents
 
-    rows = load_rows(dataset)
-    rows = rows.select(range(min(_MOST_DOCUMENTS, len(rows))))
-    encoded, _ = to_documents(rows, tokenizer, max(1, room // 2))
+    data = data_options(given)
+    rows = load_training_data(data, _MOST_DOCUMENTS)
+    how: dict[str, Any] = {"how": data.mixture, "most": data.sample_limit}
+    encoded = mixed_documents(rows, tokenizer, max(1, room // 2), **how).train.rows
     documents: list[list[int]] = []
     for ids in encoded["input_ids"]:
         if sum(map(len, documents)) + len(ids) <= room:

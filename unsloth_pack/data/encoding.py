@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unsloth_pack.data.refusals import fail
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100  # the label of a token without loss, as in torch's cross entropy
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_END = re.compile(r"\{%-?\s*endgeneration\s*-?%\}")
 # A template is a program, so any of these may come from it; jinja2's own are added where it is imported
 _REFUSALS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
@@ -94,8 +97,8 @@ class Encoder:
             )
         self._has_plain_backend = _has_plain_backend(tokenizer)
         only_responses = responses_only and is_chat
-        is_marked = only_responses and _GENERATION_MARKER.search(tokenizer.get_chat_template(chat_template))
-        self._marks_assistant = bool(is_marked)
+        is_marked = only_responses and marks_answers(tokenizer.get_chat_template(chat_template))
+        self._marks_assistant = is_marked
         self._needs_one_turn = only_responses and not is_marked  # then the completion is the response
         if self._needs_one_turn and "completion" not in columns:
             _refuse_unmarked()
@@ -174,16 +177,65 @@ class Encoder:
         ids: list[Any] = [None] * len(conversations)
         marks: list[Any] = [None] * len(conversations)
         for (tools, kwargs), members in together.items():
+            self._check_variables(numbers[members[0]], bool(tools), json.loads(kwargs))
             encoded = self._apply_template(
                 [conversations[i] for i in members],
                 [numbers[i] for i in members],
                 marked,
                 options | {"tools": json.loads(tools) if tools else None} | json.loads(kwargs),
             )
+            if tools and not options:  # a prompt alone is a part of what has been checked
+                self._check_tools(conversations, members, numbers, json.loads(tools), kwargs)
             for place, member in enumerate(members):
                 ids[member] = encoded["input_ids"][place]
                 marks[member] = encoded["assistant_masks"][place] if marked else None
         return ids, marks if marked else None
+
+    def _check_variables(self, number: int, has_tools: bool, kwargs: dict[str, Any]) -> None:
+        """Refuse variables that the template does not read: the row was written for another one."""
+        given = [name for name, value in kwargs.items() if value is not None]
+        if not given:
+            return
+        tools: list[Any] | None = [] if has_tools else None  # which may have a template of their own
+        read = _variables_of(self.tokenizer.get_chat_template(self.chat_template, tools=tools))
+        unread = [name for name in given if read is not None and name not in read]
+        if unread:
+            fail(
+                number,
+                "chat_template_kwargs",
+                f"the chat template does not read {unread[0]!r}",
+                kwargs,
+                "use a model whose template does, or leave them out with --columns chat_template_kwargs=",
+            )
+
+    def _check_tools(
+        self, conversations: list[Any], members: list[int], numbers: range, tools: Any, kwargs: str
+    ) -> None:
+        """Refuse tools that the template does not show: the model would learn calls of unknown tools."""
+
+        from jinja2 import TemplateError
+
+        def rendered(member: int, given: Any) -> Any:
+            try:
+                return self.tokenizer.apply_chat_template(
+                    conversations[member],
+                    chat_template=self.chat_template,
+                    tokenize=False,
+                    tools=given,
+                    **json.loads(kwargs),
+                )
+            except (TemplateError, *_REFUSALS):
+                return None  # of the row with its tools, the template has just made ids
+
+        for member in members:
+            if rendered(member, tools) == rendered(member, None):
+                fail(
+                    numbers[member],
+                    "tools",
+                    "the chat template does not show them",
+                    tools,
+                    "use a model whose template does, or leave them out with --columns tools=",
+                )
 
     def _apply_template(
         self, conversations: list[Any], numbers: list[int], marked: bool, options: dict[str, Any]
@@ -214,6 +266,11 @@ class Encoder:
             raise
 
 
+def marks_answers(chat_template: str) -> bool:
+    """Whether a chat template says which of its tokens are answers."""
+    return _GENERATION_MARKER.search(chat_template) is not None
+
+
 def _has_plain_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether calling the tokenizer does nothing but encode with its backend."""
     from transformers import PreTrainedTokenizerFast
@@ -235,6 +292,19 @@ def _beside(batch: Columns, n_rows: int) -> Iterator[tuple[str | None, str]]:
     kwargs = batch.get("chat_template_kwargs") or [{}] * n_rows
     tools = batch.get("tools") or [None] * n_rows
     return zip(tools, map(json.dumps, kwargs), strict=True)
+
+
+@cache
+def _variables_of(template: str) -> frozenset[str] | None:
+    """The variables that a chat template reads; None where that cannot be told."""
+    from jinja2 import Environment, TemplateError, meta
+
+    plain = _GENERATION_MARKER.sub("", _GENERATION_END.sub("", template))
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+        return frozenset(meta.find_undeclared_variables(tree))
+    except TemplateError:
+        return None
 
 
 def _common_prefix(some: list[int], others: list[int]) -> int:

@@ -36,6 +36,11 @@ _NO_VARIABLES = {
 }
 
 
+def role_of(given: Any) -> str | None:
+    """The role that a turn names in any format; None for a name that stands for none."""
+    return _ROLES.get(given) if isinstance(given, str) else None
+
+
 def string(index: int, row: Row, column: str, *, may_be_blank: bool = False) -> str:
     """`row[column]`, which must be a string and, unless `may_be_blank`, more than white space."""
     value = row[column]
@@ -76,7 +81,7 @@ def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[s
         fail(index, column, f"turn {number} has no role", turn, remedy)
     role_key, content_key = ("role", "content") if "role" in turn else ("from", "value")
     given = turn[role_key]
-    role = _ROLES.get(given) if isinstance(given, str) else None
+    role = role_of(given)
     if role is None:
         fail(index, column, f"turn {number} has an unknown role", given, f"use one of {', '.join(_ROLES)}")
     name = f"turn {number} ({given})"
@@ -90,7 +95,7 @@ def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[s
     if isinstance(content, list):
         content = _text_of(content)
     if not isinstance(content, str) and not (content is None and calls):
-        remedy = "write its text as one string or remove the row (images are not supported)"
+        remedy = "write its text as one string or remove the row (images need FastVisionModel)"
         fail(index, column, f"{name} needs a string as {content_key!r}", content, remedy)
     if role == "assistant" and not calls and not (content or "").strip():
         remedy = "fill in the response or remove the row"
@@ -104,9 +109,14 @@ def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[s
 
 
 def _text_of(parts: list[Any]) -> Any:
-    """The joined text of content in parts {type: text, text}; the parts themselves if one is not text."""
+    """The joined text of content in parts {type: text, text: ...}, or value: ... as LLaMA-Factory writes it.
+
+    The parts themselves come back if one is not text.
+    """
     are_texts = all(isinstance(p, dict) and p.get("type") == "text" for p in parts)
-    texts = [p.get("text") for p in parts] if are_texts else []
+    texts = [
+        p["value"] if p.get("text") is None and "value" in p else p.get("text") for p in parts if are_texts
+    ]
     return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else parts
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data import fields
 from unsloth_pack.data.absent_keys import holds_objects, without_absent_keys
+from unsloth_pack.data.columns import KNOWN_COLUMNS, as_flag, suggested
 from unsloth_pack.data.fields import Row
 from unsloth_pack.data.other_columns import refuse_acting_columns, refuse_media, refuse_other_data
 from unsloth_pack.errors import InputError
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-KNOWN_COLUMNS = {
-    *("messages", "conversations", "tools", "chat_template_kwargs"),
-    *("instruction", "input", "output", "system"),
-    *("prompt", "completion", "response", "text"),
-}
 # Names that other tools give to the boundaries in packed rows
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
@@ -104,7 +100,9 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
             "give the text they were made of, or packs of it from `unsloth-pack pack`"
         )
     seen = ", ".join(f"{name} ({type(first.get(name)).__name__})" for name in column_names)
-    raise InputError(f"no known data format has the columns {seen}; rename them to {_WANTED}")
+    mapping = suggested(column_names, first)
+    way = f"map them, perhaps with {as_flag(mapping)}, or " if mapping else "map them with --columns, or "
+    raise InputError(f"no known data format has the columns {seen}; {way}rename them to {_WANTED}")
 
 
 def _refuse_packed(boundaries: Sequence[str], first: Row) -> None:
@@ -161,6 +159,9 @@ class Conversion:
     Args: as `to_trl`.
         numbers: of the rows, by which errors name them; None for 0, 1, 2, ...
 
+    Attributes:
+        unused_columns: the columns that nothing is made of.
+
     Raises:
         InputError: the format is unknown, there is a row with an image, or conversations come without a chat
             template.
@@ -188,27 +189,35 @@ class Conversion:
         self._columns = [name for name in dataset.column_names if name in KNOWN_COLUMNS]
         learned = _learned(responses_only)
         features: dict[str, Any] = {"prompt": Value("string"), "completion": Value("string")}
+        beside = ("tools", "chat_template_kwargs", "system")
         self._unused: tuple[str, ...] = ()
         self._are_text = data_format is DataFormat.TEXT
         self._convert: Callable[[int, Row], Row]
         match data_format:
             case DataFormat.TEXT:
-                self._convert, features = _text, {"text": Value("string")}
+                self._convert, features, self._unused = _text, {"text": Value("string")}, beside
+                used = {"text"}
             case DataFormat.ALPACA if chat_template:
                 self._convert, features = _alpaca_messages, dict.fromkeys(features, _messages_type())
+                used = {"instruction", "input", "output", *beside}
             case DataFormat.ALPACA:
                 self._convert, self._unused = _alpaca_strings, ("tools", "chat_template_kwargs")
+                used = {"instruction", "input", "output", "system"}
             case DataFormat.PROMPT_COMPLETION if not isinstance(first_rows[0]["prompt"], list):
-                self._convert, self._unused = _prompt_strings, ("tools", "chat_template_kwargs", "system")
+                self._convert, self._unused = _prompt_strings, beside
+                used = {"prompt", _answer_column(self._columns)}
             case DataFormat.PROMPT_COMPLETION:
                 self._convert = partial(_prompt_messages, learned=learned)
+                used = {"prompt", _answer_column(self._columns), *beside}
                 sources = {"prompt": "prompt", "completion": _answer_column(self._columns)}
                 features = _conversation_features(dataset, sources, chat_template)
             case DataFormat.MESSAGES | DataFormat.SHAREGPT:
                 column = "messages" if data_format is DataFormat.MESSAGES else "conversations"
                 self._convert = partial(_messages, column=column, learned=learned)
+                used = {column, *beside}
                 features = _conversation_features(dataset, {"messages": column}, chat_template)
-        if not self._unused and not self._are_text:
+        self.unused_columns = tuple(name for name in dataset.column_names if name not in used)
+        if not self._unused:
             of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
             features |= {name: kind for name, kind in of_template.items() if name in self._columns}
         self.features = Features(features)

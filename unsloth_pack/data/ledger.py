@@ -1,7 +1,10 @@
 """The ledger of a data set's tokens, and the check that not too many of them are lost."""
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 from unsloth_pack.errors import InputError
 
@@ -10,7 +13,7 @@ from unsloth_pack.errors import InputError
 class TokenLedger:
     """What happened to each token that was read.
 
-    tokens_read = tokens_truncated + tokens_dropped
+    tokens_read + tokens_repeated = tokens_truncated + tokens_dropped + tokens_held_out + tokens_not_drawn
                 + tokens_masked_by_template + tokens_masked_at_boundaries + tokens_counted
 
     Args:
@@ -18,7 +21,7 @@ class TokenLedger:
         rows_truncated, tokens_truncated: rows cut at their end, and the tokens cut off.
         rows_fully_masked, tokens_dropped: rows in which no token counts in the loss, which are dropped, and
             the tokens that truncation left in them.
-        tokens_masked_by_template: tokens outside of responses, in the rows that are kept.
+        tokens_masked_by_template: tokens outside of responses, in the rows that are trained on.
         tokens_masked_at_boundaries: tokens that would count, but are the first of their document, so that no
             token predicts them.
         tokens_counted: tokens that count in the loss, which is a mean over them.
@@ -27,6 +30,9 @@ class TokenLedger:
         longest, p99: tokens of the longest row, and the 99th percentile over the rows, before truncation.
         rows_split, tokens_split: rows that became several documents, and their tokens; each of these tokens
             is in one of the other counts too. `tokenize` truncates rows and never splits them.
+        rows_held_out, tokens_held_out: rows that are evaluated on, and so not trained on.
+        rows_not_drawn, tokens_not_drawn: rows that a mixture of data sets, or a limit, leaves out.
+        rows_repeated, tokens_repeated: rows that a mixture takes once more in a pass, each time that it does.
     """
 
     rows_read: int
@@ -43,6 +49,20 @@ class TokenLedger:
     p99: int
     rows_split: int = 0
     tokens_split: int = 0
+    rows_held_out: int = 0
+    tokens_held_out: int = 0
+    rows_not_drawn: int = 0
+    tokens_not_drawn: int = 0
+    rows_repeated: int = 0
+    tokens_repeated: int = 0
+
+    @classmethod
+    def of_all(cls, ledgers: Sequence[TokenLedger]) -> TokenLedger:
+        """The ledger of several data sets together; `p99` is the greatest of theirs."""
+        names = [each.name for each in fields(cls)]
+        sums = {name: sum(getattr(ledger, name) for ledger in ledgers) for name in names}
+        most = {name: max(getattr(ledger, name) for ledger in ledgers) for name in ("longest", "p99")}
+        return cls(**sums | most)
 
     @property
     def discarded(self) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.data.columns import as_flag
 from unsloth_pack.data.refusals import fail
 from unsloth_pack.data.turn_keys import MEDIA
 from unsloth_pack.errors import InputError
@@ -26,6 +27,7 @@ _PREFERENCE = (
 # Columns that together make another kind of data, and what they mean
 _OTHER_DATA = {
     ("chosen", "rejected"): _PREFERENCE,
+    ("chosen_messages", "rejected_messages"): _PREFERENCE,
     ("preferred_output", "non_preferred_output"): _PREFERENCE,
     ("completions", "labels"): (
         "judge the steps of an answer, and no judgements are trained here; write good steps as completion, "
@@ -70,12 +72,14 @@ _MEDIA = _Acting(
 _TOKENS = _Acting(
     _is_none, "tokens or a mask of them made elsewhere", "remove the column to train on the row without it"
 )
-_ACTING_ON_TEXT = {
-    **dict.fromkeys(("input_ids", "labels", "assistant_masks", "completion_mask", "loss_mask"), _TOKENS),
-    "weight": _Acting(
-        _is_one, "a weight, but every token that counts weighs the same", "remove the row, or the column"
-    ),
-}
+_WEIGHT = _Acting(
+    _is_one, "a weight, but every token that counts weighs the same", "remove the row, or the column"
+)
+_ANSWER = _Acting(
+    _is_empty,
+    "an answer of a preference, and no preferences are trained here",
+    "remove the column, or make it the completion",
+)
 _LABEL = _Acting(
     _is_not_bad,
     "a reply that is labelled bad",
@@ -84,7 +88,12 @@ _LABEL = _Acting(
 _CHOICE = _Acting(
     _is_none, "a choice of what is learned", "remove the column; --train_on_responses_only is the choice here"
 )
+_PREFERRED = ("chosen", "chosen_messages", "preferred_output")
+_REFUSED = ("rejected", "rejected_messages", "rejected_response", "non_preferred_output")
 _ACTING = {
+    **dict.fromkeys(("input_ids", "labels", "assistant_masks", "completion_mask", "loss_mask"), _TOKENS),
+    **dict.fromkeys(("weight", "loss_weight", "sample_weight"), _WEIGHT),
+    **dict.fromkeys((*_PREFERRED, *_REFUSED), _ANSWER),
     **dict.fromkeys(("label", "kto_tag"), _LABEL),
     **dict.fromkeys(("train_on_input", "train_on_inputs"), _CHOICE),
     "history": _Acting(_is_empty, "earlier turns", "write the row as conversations or messages"),
@@ -107,7 +116,23 @@ def refuse_other_data(column_names: Collection[str], first: Mapping[str, Any]) -
     for columns, meaning in _OTHER_DATA.items():
         if set(columns) <= set(column_names):
             shown = ", ".join(f"{name} {reprlib.repr(first.get(name))}" for name in columns)
-            raise InputError(f"columns {', '.join(columns)} {meaning} {columns[1]} (row 0: {shown})")
+            way = _way_to_keep(columns[0], columns[1], column_names, first)
+            raise InputError(f"columns {', '.join(columns)} {meaning} {columns[1]}{way} (row 0: {shown})")
+
+
+def _way_to_keep(better: str, worse: str, names: Collection[str], first: Mapping[str, Any]) -> str:
+    """The flag that keeps the better answer, where one does."""
+    if better == "completions" or "conversations" in names or "messages" in names:
+        return ""
+    if "prompt" in names:
+        return f", with {as_flag({better: 'completion', worse: None})}"
+    if "instruction" in names:
+        return f", with {as_flag({better: 'output', worse: None})}"
+    return f", with {as_flag({better: 'messages', worse: None})}" if _are_turns(first.get(better)) else ""
+
+
+def _are_turns(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def refuse_media(dataset: datasets.Dataset, numbers: range | None = None) -> None:
@@ -136,9 +161,10 @@ def refuse_acting_columns(
     Raises:
         InputError: it names row, column and value.
     """
-    _refuse(dataset, _ACTING_ON_TEXT, numbers)
-    if not are_text:
-        _refuse(dataset, _ACTING, numbers)
+    rules = dict(_ACTING)
+    if are_text:
+        del rules["label"]  # a class
+    _refuse(dataset, rules, numbers)
     _refuse(dataset, dict.fromkeys(unused, _OF_CONVERSATIONS), numbers)
 
 
@@ -147,7 +173,7 @@ def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range
         if rule := rules.get(name):
             for index, value in zip(numbers, _values(dataset, name), strict=True):
                 if not rule.is_harmless(value):
-                    fail(index, name, rule.problem, value, rule.remedy)
+                    fail(index, name, rule.problem, value, f"{rule.remedy} ({as_flag({name: None})})")
 
 
 def _values(dataset: datasets.Dataset, name: str) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_pack.data.text_files import check_ordinary, check_same_columns
+from unsloth_pack.data.file_parts import check_ordinary, check_same_columns
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:

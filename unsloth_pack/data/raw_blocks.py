@@ -15,18 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unsloth_pack.data.compressed import opened, plain_name, read_in_one_line, skip
+from unsloth_pack.data.file_parts import FilePart, Row, check_ordinary
+from unsloth_pack.data.json_files import is_json_lines, line_in_file, rows_of_lines
 from unsloth_pack.data.parquet_files import parquet_schema, read_parquet
 from unsloth_pack.data.readers import exact_tables, exactly, kind_of
-from unsloth_pack.data.text_files import (
-    TEXT_READERS,
-    FilePart,
-    Row,
-    check_ordinary,
-    is_json_lines,
-    line_in_file,
-    read_txt,
-    rows_of_lines,
-)
+from unsloth_pack.data.text_files import TEXT_READERS, read_txt
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -71,6 +64,7 @@ class RawBlock:
         read: gives those of a range of indices; raises InputError or HalfCharacter for what cannot be read.
         begin, end: the places before and after them.
         ends_pass: whether the pass over the data is complete; then the block has no rows.
+        part: the number of the source that it comes from, where several are mixed.
     """
 
     name: str
@@ -79,12 +73,19 @@ class RawBlock:
     begin: Place
     end: Place
     ends_pass: bool = False
+    part: int = 0
 
 
 class RowSource(Protocol):
-    """Where a stream's rows come from."""
+    """Where a stream's rows come from.
+
+    Attributes:
+        name: for errors.
+        parts: the sources that are mixed in it; itself, where none are.
+    """
 
     name: str
+    parts: tuple[RowSource, ...]
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
         """The blocks from a place to the end of the data.
@@ -110,6 +111,13 @@ def endless(source: RowSource, place: Place) -> Iterator[RawBlock]:
         yield RawBlock(source.name, 0, _nothing, begin, place, ends_pass=True)
 
 
+def first_columns(source: RowSource) -> list[str]:
+    """The columns of the first rows of a source; none where it has no rows."""
+    for block in source.one_pass(Place()):
+        return block.read(range(block.n_rows)).column_names
+    return []
+
+
 class FileRows:
     """The rows of files, one after another.
 
@@ -120,6 +128,7 @@ class FileRows:
 
     def __init__(self, name: str, files: Sequence[Path], root: Path):
         self.name = name
+        self.parts: tuple[RowSource, ...] = (self,)
         self._files = {str(file.relative_to(root)): file for file in files}
         kinds = {kind_of(plain_name(file)): file for file in files}
         if len(kinds) > 1:
@@ -160,6 +169,7 @@ class IterableRows:
 
     def __init__(self, name: str, rows: datasets.IterableDataset):
         self.name, self._rows = name, rows
+        self.parts: tuple[RowSource, ...] = (self,)
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
         rows = self._rows.with_format("arrow")

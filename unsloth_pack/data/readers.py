@@ -17,18 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.data.file_parts import FilePart, Row, check_ordinary, check_same_columns, check_text
 from unsloth_pack.data.kept import Notes, arrow_file, digest, kept, open_kept
 from unsloth_pack.data.parquet_files import parquet_schema, read_parquet, unusable
 from unsloth_pack.data.spans import in_order
-from unsloth_pack.data.text_files import (
-    TEXT_READERS,
-    FilePart,
-    Row,
-    check_ordinary,
-    check_same_columns,
-    check_text,
-    parts_of,
-)
+from unsloth_pack.data.text_files import TEXT_READERS, parts_of
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unsloth_pack.data.formats import KNOWN_COLUMNS, Conversion
+from unsloth_pack.data.columns import KNOWN_COLUMNS
+from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource, endless
 from unsloth_pack.data.readers import HalfCharacter
 from unsloth_pack.data.tally import Tally
@@ -72,15 +73,16 @@ class Share:
 
 
 class DocumentStream:
-    """Tokenises the rows of a source, in the format that the first rows have.
+    """Tokenises the rows of a source, in the format that its first rows have; of each part, if it is mixed.
 
     Args:
         vocab_size: token ids are below it.
         max_length, responses_only, chat_template: as for `tokenize`.
 
     Attributes:
-        first_ledger: the ledger of the first rows, of one block at least.
+        first_ledger: the ledger of the first rows, of one block at least of each part.
         fingerprint: of the documents made of them, see `rows_hash`.
+        unused_columns: of each part, the columns that nothing is made of, as its first rows have them.
 
     Raises:
         InputError: the first rows cannot be read or trained on.
@@ -99,9 +101,15 @@ class DocumentStream:
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
         self._max_length, self._responses_only = max_length, responses_only
         self._chat_template = chat_template
-        self._format: str | None = None
-        self._columns: list[str] = []
+        self._formats: dict[int, str] = {}
+        self._columns: dict[int, list[str]] = {}
+        self.unused_columns: dict[int, tuple[str, ...]] = {}
         self.first_ledger, self.fingerprint = self._look_at_first_rows()
+
+    @property
+    def n_parts(self) -> int:
+        """The sources that are mixed in the stream, 1 where none are."""
+        return len(self._source.parts)
 
     def blocks(
         self, place: Place, share: Share, worker: int = 0, workers: int = 1
@@ -120,14 +128,17 @@ class DocumentStream:
 
     def _look_at_first_rows(self) -> tuple[TokenLedger, str]:
         tally, hashes = Tally(), RowHashes()
-        for block in endless(self._source, Place()):
-            if block.ends_pass:
-                break
-            made = self._made(block, Share())
-            tally += made.tally
-            hashes.update(made.table)
-            if tally.sums["rows_read"] >= _FIRST_ROWS:
-                break
+        for number, part in enumerate(self._source.parts):
+            of_part = Tally()
+            for block in endless(part, Place()):
+                if block.ends_pass:
+                    break
+                made = self._made(replace(block, part=number), Share())
+                of_part += made.tally
+                hashes.update(made.table)
+                if of_part.sums["rows_read"] >= _FIRST_ROWS:
+                    break
+            tally += of_part
         check_counted(tally.ledger, self._max_length)
         return tally.ledger, hashes.hexdigest()
 
@@ -143,13 +154,15 @@ class DocumentStream:
             except HalfCharacter as error:
                 raise error.refusal(Path(block.name), numbers[error.index]) from None
             try:
-                for encoded in self._maker(rows, numbers).encoded(0, len(rows)):
+                for encoded in self._maker(rows, numbers, block.part).encoded(0, len(rows)):
                     tally += Tally.of(encoded)
                     tables.append(table_of(encoded))
                 if tally.least_id < 0 or tally.last_id >= self._vocab_size:
                     self._refuse_ids(tally, numbers)
             except InputError as error:
                 raise InputError(f"{block.name}: {error}") from None
+        if self.n_parts > 1:
+            tally = tally.of_part(block.part)
         return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)
 
     def _refuse_ids(self, tally: Tally, numbers: range) -> None:
@@ -159,9 +172,9 @@ class DocumentStream:
             f"{self._vocab_size - 1}; tokenise with the tokenizer of this model, or resize its embeddings"
         )
 
-    def _maker(self, rows: datasets.Dataset, numbers: range) -> DocumentMaker:
-        """What makes documents of some rows, which have to be as the first rows of the stream are."""
-        for name in self._columns:
+    def _maker(self, rows: datasets.Dataset, numbers: range, part: int) -> DocumentMaker:
+        """What makes documents of some rows, which have to be as the first rows of their part are."""
+        for name in self._columns.get(part, ()):
             if name not in rows.column_names:
                 rows = rows.add_column(name, [None] * len(rows))
         conversion = Conversion(
@@ -170,13 +183,14 @@ class DocumentStream:
             responses_only=self._responses_only,
             numbers=numbers,
         )
-        if self._format is None:
-            self._format = conversion.data_format
-            self._columns = [name for name in rows.column_names if name in KNOWN_COLUMNS]
-        if conversion.data_format != self._format:
+        if part not in self._formats:
+            self._formats[part] = conversion.data_format
+            self._columns[part] = [name for name in rows.column_names if name in KNOWN_COLUMNS]
+            self.unused_columns[part] = conversion.unused_columns
+        if conversion.data_format != self._formats[part]:
             raise InputError(
                 f"rows {numbers[0]} to {numbers[-1]} have the format {conversion.data_format}, and the first "
-                f"rows {self._format}; keep one format a stream"
+                f"rows {self._formats[part]}; keep one format a stream"
             )
         return DocumentMaker(
             rows, conversion, self._tokenizer, self._max_length, self._responses_only, self._chat_template

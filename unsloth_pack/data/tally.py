@@ -26,7 +26,8 @@ class Tally:
     """Counts of the rows of some batches; `+=` adds those of others.
 
     Args:
-        sums: the fields of a `TokenLedger` that are sums over the rows, by name.
+        sums: the fields of a `TokenLedger` that are sums over the rows, by name; and of each data set of a
+            mixture, what `of_part` has added.
         lengths: how many rows had so many tokens when they were read.
         least_id, last_id: the smallest and the largest token id; 0 and -1 where there is no token.
     """
@@ -68,6 +69,16 @@ class Tally:
             int(encoded.ids.min(initial=0)),
             int(encoded.ids.max(initial=-1)),
         )
+
+    def of_part(self, part: int) -> Tally:
+        """The same counts, with its rows and tokens also counted for one data set of a mixture."""
+        for what in ("rows_read", "tokens_read"):
+            self.sums[f"{what} of {part}"] = self.sums[what]
+        return self
+
+    def read_of(self, part: int) -> tuple[int, int]:
+        """Rows and tokens that were read of one data set of a mixture."""
+        return self.sums[f"rows_read of {part}"], self.sums[f"tokens_read of {part}"]
 
     def __iadd__(self, other: Tally) -> Tally:
         self.sums.update(other.sums)

@@ -47,8 +47,9 @@ class Documents:
         rows: `input_ids` and `labels`, int32 lists of the same length, without the rows in which no label
             counts. Those of a large data set lie in the data set cache.
         ledger: where the tokens of the data went.
-        fingerprint: of the rows, see `rows_hash`.
+        fingerprint: of the rows, see `rows_hash`; of a mixture, of its data sets and its order.
         least_id, last_id: the smallest and the largest token id.
+        unused_columns: columns of the data set that nothing was made of.
     """
 
     rows: datasets.Dataset
@@ -56,6 +57,7 @@ class Documents:
     fingerprint: str
     least_id: int
     last_id: int
+    unused_columns: tuple[str, ...] = ()
 
 
 def tokenize(

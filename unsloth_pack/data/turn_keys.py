@@ -8,7 +8,8 @@ from typing import Any
 from unsloth_pack.data.refusals import fail
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_MARKS = ("train", "weight", "loss", "loss_mask")  # of axolotl, OpenAI and Mistral, ms-swift, others
+# of axolotl, OpenAI and Mistral, ms-swift, others, LLaMA-Factory
+_MARKS = ("train", "weight", "loss", "loss_mask", "loss_weight")
 _REFUSED = {
     **dict.fromkeys(MEDIA, ("holds more than text", "remove the row, or the key to train on its text alone")),
     "function_call": ("has an older form of tool_calls", "write it as tool_calls"),

@@ -17,10 +17,12 @@ from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -154,7 +156,7 @@ def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     Raises:
         InputError: as `load_config`.
     """
-    config, others = _load(AutoConfig, source, return_unused_kwargs=True, **options)
+    config, others = load_with(AutoConfig, source, return_unused_kwargs=True, **options)
     text_config = config.get_text_config()
     for name in _SIZES:
         size = getattr(text_config, name, 1)
@@ -203,25 +205,13 @@ def own_device() -> dict[str, Any]:
     return {"": int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
 
 
-def quantization(in_4bit: bool, in_8bit: bool, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """How bitsandbytes quantises the weights: NF4 that computes in `dtype`, int8, or not at all."""
-    if in_4bit:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
-    return BitsAndBytesConfig(load_in_8bit=True) if in_8bit else None
-
-
 def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, or of a hub name.
 
     Raises:
         InputError: it cannot be found or read, or saving it would write outside its folder.
     """
-    tokenizer = _load(AutoTokenizer, source, **options)
+    tokenizer = load_with(AutoTokenizer, source, **options)
     if isinstance(tokenizer.chat_template, dict):  # each is saved in a file of its name
         for name in tokenizer.chat_template:
             if not re.fullmatch(r"\w[\w.-]*", name):
@@ -240,8 +230,8 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
     """
     if os.path.isdir(source):
         _check_files(source, "model", use_safetensors)
-    model, found = _load(
-        AutoModelForCausalLM,
+    model, found = load_with(
+        _auto_class(options.get("config")),
         source,
         use_safetensors=use_safetensors,
         output_loading_info=True,
@@ -260,6 +250,13 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
         )
     _refuse_not_finite(model, f"cannot load {source}")
     return model
+
+
+def _auto_class(config: Any) -> Any:
+    """The class that loads a model: one of vision and language has its own where it is no causal model."""
+    of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if of_images and not is_causal else AutoModelForCausalLM
 
 
 def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool = True) -> PeftModel:
@@ -304,7 +301,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
 
 
 def match_vocabulary(model: PreTrainedModel, adapter: str) -> None:
-    """Give the model as many tokens as an adapter's embedding has: training may have added some."""
+    """Give the model as many tokens as an adapter has rows for: training may have added some."""
     path = os.path.join(adapter, "adapter_model.safetensors")
     if not os.path.isfile(path):
         return
@@ -314,11 +311,27 @@ def match_vocabulary(model: PreTrainedModel, adapter: str) -> None:
             sizes = {file.get_slice(name).get_shape()[0] for name in names}
     except (SafetensorError, OSError):  # `load_adapter` refuses the file
         return
-    if len(sizes) == 1 and sizes != {model.get_input_embeddings().num_embeddings}:
+    embedding: Any = model.get_input_embeddings()
+    has = embedding.num_embeddings
+    needs = max(trained_tokens(PeftConfig.from_pretrained(adapter)), default=-1) + 1
+    if not sizes and needs > has:
+        sizes = {needs}
+    if len(sizes) == 1 and sizes != {has}:
         model.resize_token_embeddings(sizes.pop(), mean_resizing=False)  # the adapter holds the new rows
 
 
-def _load(auto_class: Any, source: str, **options: Any) -> Any:
+def trained_tokens(config: Any) -> list[int]:
+    """The tokens that an adapter trains by their rows alone."""
+    found = getattr(config, "trainable_token_indices", None) or []
+    return found if isinstance(found, list) else [token for ids in found.values() for token in ids]
+
+
+def load_with(auto_class: Any, source: str, **options: Any) -> Any:
+    """What a class of transformers loads from a folder or the hub.
+
+    Raises:
+        InputError: it cannot be found or read, or an option is unknown.
+    """
     try:
         with _without_reports():
             return auto_class.from_pretrained(source, **options)

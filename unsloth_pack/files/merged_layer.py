@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.integrations import dequantize_module_weight
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -25,7 +26,7 @@ REMEDY = "save the adapter alone, with PEFT's save_pretrained"
 _TOLERANCE = 1e-4
 _QUANTISED_TOLERANCE = 0.1  # layers in few bits round their inputs too
 _N_PROBES = 32  # vectors that two layers are compared on
-_N_IDS = 4096  # rows of an embedding that are compared at once
+_N_IDS = 4096  # rows of an embedding that are compared, beside those that are trained by themselves
 
 
 def merged_layer(layer: Any, path: str, parameters: dict[int, nn.Parameter]) -> nn.Module:
@@ -75,7 +76,7 @@ def _merge_copy(layer: Any, shared: dict[int, nn.Parameter]) -> tuple[nn.Module,
     for wrapper in wrappers:
         _expect_float_base(wrapper)
     # A stack of experts is no function of one tensor; PEFT's forward adds to it what its merge adds.
-    probes = [] if isinstance(layer, ParamWrapper) else _probes(base)
+    probes = [] if isinstance(layer, ParamWrapper) else _probes(layer, base)
     before = [copied(x) for x in probes]
     for wrapper in reversed(wrappers):  # from the inside
         wrapper.merge()
@@ -116,7 +117,13 @@ def _active_but_not_merged(layer: Any) -> list[str]:
 
 
 def _float32_copy(layer: nn.Module) -> nn.Module:
-    """The layer in float32, dequantised."""
+    """The layer in float32, dequantised, with its trained tokens if it has any."""
+    if isinstance(layer, TrainableTokensWrapper):  # of a head that is tied, below its LoRA
+        tokens = layer.token_adapter
+        merged = _float32_copy(tokens.get_base_layer())
+        if not (tokens.merged or layer.disable_adapters):
+            merged.weight = nn.Parameter(tokens.get_merged_weights(tokens.active_adapters).detach().float())
+        return merged
     if is_experts(layer):
         return dequantised_copy(layer, torch.float32)
     if not isinstance(layer, nn.Linear):
@@ -137,12 +144,15 @@ def _expect_float_base(layer: Any) -> None:
         layer.__dict__.setdefault("fan_in_fan_out", False)
 
 
-def _probes(base: nn.Module) -> list[Tensor]:
-    """Inputs that show what a layer computes: all ids of an embedding, else random vectors."""
+def _probes(layer: Any, base: nn.Module) -> list[Tensor]:
+    """Inputs that show what a layer computes: ids of an embedding, else random vectors."""
     weight = base.weight
     assert isinstance(weight, Tensor)
     if isinstance(base, nn.Embedding):
-        return [*torch.arange(base.num_embeddings, device=weight.device)[None].split(_N_IDS, dim=1)]
+        last = base.num_embeddings - 1
+        ids = {round(last * place / _N_IDS) for place in range(_N_IDS + 1)}
+        ids.update(*getattr(layer, "token_indices", {}).values())
+        return [torch.tensor(sorted(ids), device=weight.device)[None]]
     size = base.in_features if isinstance(base, nn.Linear) else weight.shape[-1]
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, _N_PROBES, size, generator=generator, device="cpu").to(weight.device)]

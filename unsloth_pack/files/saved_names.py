@@ -15,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from unsloth_pack.errors import InputError
 
 METRICS = "metrics.jsonl"  # of a run
+RUN_CONFIG = "config.yaml"  # likewise
 MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 CARD = "README.md"
+MERGED_BASE = "base"  # folder of a run: its base model, into which the adapter of another was merged
 SAVED_BY = {"saved_by": "unsloth_pack"}  # in the header or the index of merged weights
 
 ADAPTER = {ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin"}
@@ -41,6 +43,11 @@ _WEIGHTS = re.compile(
 def holds_model(folder: Path) -> bool:
     """Whether a model's configuration or weights are in `folder`."""
     return any(name == MODEL_CONFIG or _is_weights(name) for name in _names(folder))
+
+
+def model_files(folder: Path) -> list[str]:
+    """The names of a model's configuration and weights in `folder`."""
+    return [name for name in _names(folder) if name in _CONFIGS or _is_weights(name)]
 
 
 def replaced_by_a_model(folder: Path, with_tokenizer: bool) -> Callable[[str], bool]:

@@ -2,20 +2,28 @@
 
 import copy
 import os
+from collections import Counter
+from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.merging import has_adapter, merged_state_dict
+from unsloth_pack.files.loading import trained_tokens
+from unsloth_pack.files.merging import (
+    are_equal_merged,
+    base_of,
+    expected_weights,
+    has_adapter,
+    merged_weights,
+)
 from unsloth_pack.files.saved_names import (
     ADAPTER_CONFIG,
     CARD,
@@ -24,10 +32,12 @@ from unsloth_pack.files.saved_names import (
     replaced_by_a_model,
     replaced_by_an_adapter,
 )
+from unsloth_pack.files.weight_files import converted_apart, write_weights
 from unsloth_pack.files.whole_folders import write_whole
 
 SaveMethod = Literal["merged_16bit", "lora"]
-_USE_CACHE = "use_cache_as_loaded"  # an attribute of the base model
+_USE_CACHE = "use_cache_as_loaded"  # attributes of the base model
+_VOCABULARY = "vocabulary_as_loaded"
 
 
 def save_pretrained_merged(
@@ -82,9 +92,27 @@ def save_pretrained_merged(
             if os.path.lexists(target / CARD):
                 (folder / CARD).unlink(missing_ok=True)
         else:
-            _write_merged(model, folder)
+            _write_merged(model, folder, _of_16_bits(model))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def save_in_own_dtype(
+    model: nn.Module, folder: Path, tokenizer: Any, dtype: torch.dtype | None = None
+) -> None:
+    """Save a whole model, adapters merged, in the type that its weights have, and its tokenizer.
+
+    A run saves so what it trained in full, and what it merges before it begins.
+
+    Args:
+        dtype: another type to save in.
+
+    Raises:
+        InputError: as `save_pretrained_merged`.
+    """
+    with write_whole(folder, last=[MODEL_CONFIG], replaces=replaced_by_a_model(folder, True)) as aside:
+        _write_merged(model, aside, dtype or base_of(model).dtype)
+        tokenizer.save_pretrained(aside)
 
 
 def _refuse_the_base_of_an_adapter(model: nn.Module, target: Path) -> None:
@@ -95,37 +123,70 @@ def _refuse_the_base_of_an_adapter(model: nn.Module, target: Path) -> None:
         raise InputError(f"{str(target)!r} holds the base model of the adapter; give another folder")
 
 
-def save_demo_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
-    """PEFT's `save_pretrained`, kept from asking the hub for the vocabulary of a base model named "demo"."""
+def save_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
+    """PEFT's `save_pretrained`, which saves whole embeddings only if they have grown by rows of no adapter.
+
+    PEFT would ask the hub how large the vocabulary of the base model is.
+    """
+    base = base_of(model)
+    before, now = base.__dict__.get(_VOCABULARY), base.config.get_text_config().vocab_size
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if not any(isinstance(end, LoraLayer) for end in ends):
-        has_grown = model.config.vocab_size != AutoConfig.from_pretrained(MODEL_DIR).vocab_size
-        options.setdefault("save_embedding_layers", has_grown)
+    if before is not None and not any(isinstance(end, LoraLayer) for end in ends):
+        is_in_adapter = {*range(before, now)} <= {*trained_tokens(model.active_peft_config)}
+        options.setdefault("save_embedding_layers", not is_in_adapter)
     PeftModel.save_pretrained(model, str(save_directory), **options)
 
 
-def _write_merged(model: nn.Module, folder: Path) -> None:
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(base, PreTrainedModel)
-    dtype = base.dtype if base.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    weights = merged_state_dict(model, dtype)
+def remember_vocabulary(base: PreTrainedModel) -> None:
+    """Note how many tokens a model has as it is loaded, before some are added."""
+    base.__dict__[_VOCABULARY] = base.config.get_text_config().vocab_size
+
+
+def _of_16_bits(model: nn.Module) -> torch.dtype:
+    dtype = base_of(model).dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def _write_merged(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    base = base_of(model)
     config = copy.deepcopy(base.config)
     config.__dict__.pop("quantization_config", None)
     _restore_use_cache(base, config)
     config._name_or_path, config.dtype, config.architectures = "", dtype, [type(base).__name__]
-    if config.tie_word_embeddings:
-        tied = base._tied_weights_keys or {}
+    tied = (base._tied_weights_keys or {}) if config.tie_word_embeddings else {}
+    if tied:
         config.tie_word_embeddings = all(
-            torch.equal(weights[one], weights[other]) for one, other in tied.items()
+            are_equal_merged(model, one, other, dtype) for one, other in tied.items()
         )
-        if config.tie_word_embeddings:
-            weights = {name: weight for name, weight in weights.items() if name not in tied}
-    as_on_the_hub = revert_weight_conversion(base, weights)  # takes stacked experts apart, as views
-    copies = {name: weight.clone() for name, weight in as_on_the_hub.items()}
-    save_torch_state_dict(copies, folder, metadata=SAVED_BY)
+    left_out = tied.keys() if config.tie_word_embeddings else set()
+    _write_weights(model, base, dtype, left_out, folder)
     config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
+
+
+def _write_weights(
+    model: nn.Module, base: PreTrainedModel, dtype: torch.dtype, left_out: Collection[str], folder: Path
+) -> None:
+    """Write the merged weights one after the other, under the names that the hub's files have."""
+    expected = {name: w for name, w in expected_weights(base, dtype).items() if name not in left_out}
+    convert = partial(revert_weight_conversion, base)  # takes stacked experts apart, for example
+    group_of = converted_apart(expected, convert)
+
+    def converted() -> Iterator[tuple[str, Tensor]]:
+        missing = Counter(group_of.values())
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, weight in merged_weights(model, dtype):
+            if name in left_out:
+                continue
+            group = group_of[name]
+            waiting.setdefault(group, {})[name] = weight
+            del weight
+            missing[group] -= 1
+            if not missing[group]:
+                yield from convert(waiting.pop(group)).items()
+
+    write_weights(folder, converted(), convert(expected), SAVED_BY)
 
 
 def remember_use_cache(base: nn.Module) -> None:

@@ -1,16 +1,20 @@
 """From the command line of `train` to the options of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import DEMO_DEFAULTS
-from unsloth_pack.recipe.config_file import read_config_file
-from unsloth_pack.recipe.flags import add_flags, read_values
+from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.config_file import BASE, check_mappings, merged, read_config
+from unsloth_pack.recipe.flags import add_flags, options_of
+from unsloth_pack.recipe.mistakes import Found
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.other_trainers import REMEDIES
+from unsloth_pack.recipe.overrides import split_overrides
 from unsloth_pack.recipe.parser import Parser
 from unsloth_pack.recipe.resolve import resolve
+from unsloth_pack.recipe.yaml_file import Placed
 
 
 def read_options(arguments: Sequence[str], epilog: str = "") -> TrainOptions:
@@ -48,9 +52,45 @@ def train_parser(epilog: str = "") -> Parser:
 
 def given_options(parser: Parser, arguments: Sequence[str]) -> dict[str, Any]:
     """What the flags say, and the config file that they name, by the names of the options."""
-    flags = parser.parse(arguments)
-    if "config" not in flags:
-        return flags
-    path = Path(flags["config"])
-    source, values = f"config is {str(path)!r}", read_config_file(path)
-    return read_values(TrainOptions, values, source, lambda name: parser.remedy(f"--{name}")) | flags
+    return values_of(placed_options(parser, arguments))
+
+
+def values_of(placed: Mapping[str, Placed]) -> dict[str, Any]:
+    """The values alone, without those that restore a default."""
+    given = {name: each.plain for name, each in placed.items() if each.value is not None}
+    known = options_of(TrainOptions)
+    return {
+        name: known[name].kind(value) if isinstance(value, dict) else value for name, value in given.items()
+    }
+
+
+def placed_options(parser: Parser, arguments: Sequence[str]) -> dict[str, Placed]:
+    """The same with the place of each value, None for the command line. A value of None restores the default.
+
+    Raises:
+        InputError: an unknown flag, a value that its flag does not take, or a file that cannot be opened.
+        Mistakes: all that is wrong in the config file and its base files.
+    """
+    rest, set_inside = split_overrides(arguments, TrainOptions)
+    flags = parser.parse(rest)
+    found, values = Found(), dict[str, Placed]()
+    if flags.get("config") is not None:
+        _refuse_two_configs(rest)
+        values = read_config(Path(flags["config"]), TrainOptions, found)
+    values = merged(merged(values, _from_command_line(flags)), set_inside)
+    check_mappings(values, TrainOptions, found)
+    found.check()
+    return values
+
+
+def _from_command_line(flags: Mapping[str, Any]) -> dict[str, Placed]:
+    """The flags without places; what is set inside a mapping merges like a file's."""
+    return {
+        name: Placed(_from_command_line(value) if isinstance(value, dict) else value, None)
+        for name, value in flags.items()
+    }
+
+
+def _refuse_two_configs(arguments: Sequence[str]) -> None:
+    if sum(argument.partition("=")[0] == "--config" for argument in arguments) > 1:
+        raise InputError(f"config is given twice; give one file, and name the other in its {BASE}")

@@ -1,18 +1,28 @@
 """From the rows of a data set to tokenised documents, in the same way for every subcommand."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.data import check_token_ids
+from unsloth_pack.data.chosen_rows import ChosenRows
+from unsloth_pack.data.columns import check_shared, check_used
+from unsloth_pack.data.data_sets import DataSet
 from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.ledger import TokenLedger
-from unsloth_pack.data.raw_blocks import RowSource
+from unsloth_pack.data.mixed_rows import MixedRows
+from unsloth_pack.data.mixture import Mixture, Source, mix
+from unsloth_pack.data.raw_blocks import RowSource, first_columns
 from unsloth_pack.data.streamed import DocumentStream
 from unsloth_pack.data.tokenize import Documents, documents_of
+from unsloth_pack.errors import InputError
 from unsloth_pack.files import loading
-from unsloth_pack.training.trl import training_template
+from unsloth_pack.recipe.data_options import DataOptions
+from unsloth_pack.recipe.named_data import first_rows, training_sets
+from unsloth_pack.training.trl_setup import training_template
 
 
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
@@ -22,6 +32,87 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
         InputError: it cannot be found or loaded.
     """
     return loading.load_tokenizer(loading.resolve(model_name)[0])
+
+
+@dataclass(frozen=True)
+class RowsOfSet:
+    """A data set, its rows, and the names that their columns had when they were read."""
+
+    data_set: DataSet
+    rows: Dataset
+    names: tuple[str, ...]
+
+
+def load_all(
+    data_sets: Sequence[DataSet], split: str = "train", num_proc: int | None = None, most: int | None = None
+) -> list[RowsOfSet]:
+    """The rows of some data sets.
+
+    Args:
+        split: that is read where none is named.
+        num_proc: processes that read large files; None for as many as there are cores.
+        most: rows of each that are taken, its first ones; None for all.
+
+    Raises:
+        InputError: one of them cannot be read; names it.
+    """
+    found = []
+    for data_set in data_sets:
+        rows = data_set.read(split, num_proc)
+        chosen = first_rows(data_set, most).for_rows_with(rows.column_names)
+        found.append(RowsOfSet(chosen, chosen.chosen(rows), tuple(rows.column_names)))
+    return found
+
+
+def load_training_data(data: DataOptions, most: int | None = None) -> list[RowsOfSet]:
+    """The rows of what is trained on, see `load_all`.
+
+    Args:
+        most: rows of each that are taken, beside what the options say.
+
+    Raises:
+        InputError: one of them cannot be read, or none has a column that the options map.
+    """
+    limits = [limit for limit in (most, data.sample_limit) if limit is not None]
+    loaded = load_all(training_sets(data), num_proc=data.num_proc, most=min(limits, default=None))
+    _check_shared_columns(data, [(each.data_set, each.names) for each in loaded])
+    return loaded
+
+
+def _check_shared_columns(data: DataOptions, found: Sequence[tuple[DataSet, Sequence[str]]]) -> None:
+    sharing = {data_set.name: names for data_set, names in found if data_set.shares_columns}
+    if sharing:
+        check_shared(data.columns or {}, sharing)
+
+
+def mixed_documents(
+    given: Sequence[RowsOfSet],
+    tokenizer: Any,
+    max_length: int,
+    train_on_responses_only: bool | None = None,
+    num_proc: int | None = None,
+    *,
+    how: str = "concatenate",
+    seed: int = 0,
+    eval_fraction: float | None = None,
+    most: int | None = None,
+) -> Mixture:
+    """The documents of one or several data sets, each in its own format, see `prepare_documents`, `mix`.
+
+    Raises:
+        InputError: a row cannot be trained on. If there are several data sets, the error names the one.
+    """
+    sources = []
+    for each in given:
+        name = each.data_set.name
+        try:
+            documents = prepare_documents(each.rows, tokenizer, max_length, train_on_responses_only, num_proc)
+            shares = each.data_set.shares_columns
+            check_used(each.data_set.columns, documents.unused_columns, are_shared=shares)
+        except InputError as error:
+            raise (InputError(f"{name}: {error}") if len(given) > 1 else error) from None
+        sources.append(Source(name, each.data_set.weight, documents))
+    return mix(sources, how, seed=seed, eval_fraction=eval_fraction, most=most)
 
 
 def prepare_documents(
@@ -40,7 +131,7 @@ def prepare_documents(
     conversion = Conversion(
         rows, chat_template=bool(tokenizer.chat_template), responses_only=train_on_responses_only
     )
-    return documents_of(
+    documents = documents_of(
         rows,
         tokenizer,
         max_length=max_length,
@@ -49,6 +140,38 @@ def prepare_documents(
         num_proc=num_proc,
         conversion=conversion,
     )
+    return replace(documents, unused_columns=conversion.unused_columns)
+
+
+@dataclass(frozen=True)
+class OpenedStream:
+    """Data sets, and the stream that is made of their rows."""
+
+    data_sets: tuple[DataSet, ...]
+    source: RowSource
+
+
+def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
+    """The rows of what is trained on as one stream, see `mix`.
+
+    Raises:
+        InputError: a data set cannot be read, or has a weight that a stream cannot keep, or none has a
+            column that the options map.
+    """
+    data_sets, sources, found = [], [], []
+    for data_set in training_sets(data):
+        source = data_set.open()
+        if data_set.shares_columns and data_set.columns:
+            names = first_columns(source)
+            found.append((data_set, names))
+            data_set = data_set.for_rows_with(names)
+        data_sets.append(data_set)
+        sources.append(data_set.chosen_of(source))
+    _check_shared_columns(data, found)
+    weights, most = [data_set.weight for data_set in data_sets], data.sample_limit
+    is_mixed = len(sources) > 1 or weights != [1]
+    whole = MixedRows(sources, weights, data.mixture, seed) if is_mixed else sources[0]
+    return OpenedStream(tuple(data_sets), whole if most is None else ChosenRows(whole, {}, most))
 
 
 def stream_documents(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from inspect import getdoc
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.kinds import Kind, Refused, boolean, one_of, shown
@@ -65,6 +65,16 @@ class Option:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, self.alias) if self.alias else (self.name,)
+
+    @property
+    def takes_mapping(self) -> bool:
+        """Whether a mapping is among its types."""
+        return any(get_origin(each) is Mapping for each in (self.type, *get_args(self.type)))
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether any text will do, so that a number stands for its own spelling."""
+        return self.kind.schema.get("type") == "string"
 
     @property
     def shown_default(self) -> str:
@@ -116,6 +126,12 @@ def sections_of(kind: "type[DataclassInstance]") -> tuple[Section, ...]:
     return tuple(_sections(kind(), ()))
 
 
+@cache
+def section_names(kind: "type[DataclassInstance]") -> frozenset[tuple[str, ...]]:
+    """The paths of all sections in a dataclass, without its own."""
+    return frozenset(section.path for section in sections_of(kind) if section.path)
+
+
 def _is_section(value: object) -> "TypeGuard[DataclassInstance]":
     return is_dataclass(value) and not isinstance(value, type)
 
@@ -161,11 +177,16 @@ def add_flags(parser: Parser, kind: "type[DataclassInstance]") -> None:
             group.add_argument(
                 *(f"--{name}" for name in each.names),
                 dest=each.name,
-                type=each.kind,
+                type=_or_null(each.kind),
                 metavar=each.unit,
                 help=f"{each.help} (default: {each.shown_default})".replace("%", "%%"),
                 **takes,
             )
+
+
+def _or_null(kind: Kind) -> Callable[[str], Any]:
+    """The kind for a flag: `null` restores the default, which a config file may have changed."""
+    return lambda text: None if text == "null" else kind(text)
 
 
 def read_values(

@@ -1,19 +1,42 @@
-"""The kinds of options: functions that read a value, given as text on the command line or as YAML has it.
+"""The kinds of options: each reads a value, given as text on the command line or as YAML has it.
 
-Each returns the value in its own type, or raises `Refused`, which argparse knows how to report.
+A kind returns the value in its own type, or raises `Refused`, which argparse knows how to report. Its JSON
+schema says the same to an editor.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import date
 from typing import Any, TypeVar
 
-Kind = Callable[[object], Any]
+from unsloth_pack.recipe.yaml_file import scalar
+
 Number = TypeVar("Number", int, float)
+
+# How the tokens of hubs and trackers begin
+_SECRET = re.compile(r"(hf|sk|gh[opsu]|github_pat|glpat|xox[abp]|wandb)[-_]\w{10}|\b[0-9a-f]{40}\b")
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What a value of an option has to be.
+
+    Args:
+        read: returns the value in its own type, or raises `Refused`.
+        schema: the same as a JSON schema.
+    """
+
+    read: Callable[[object], Any]
+    schema: Mapping[str, Any]
+
+    def __call__(self, value: object) -> Any:
+        return self.read(value)
 
 
 class Refused(argparse.ArgumentTypeError):
@@ -30,7 +53,7 @@ class Refused(argparse.ArgumentTypeError):
 
 
 def shown(value: object) -> str:
-    """A value for an error message, which no value makes long."""
+    """A value for an error message, which no value makes long and no secret stands in."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and value.bit_length() > 128:
@@ -39,26 +62,62 @@ def shown(value: object) -> str:
         return str(value)
     if isinstance(value, Mapping):
         return "a mapping"
+    if isinstance(value, str) and is_secret(value):
+        return "what looks like a secret"
     return "a list" if isinstance(value, list | set | tuple) else reprlib.repr(str(value))
 
 
-def text(value: object) -> str:
-    """Any text. Numbers and dates, which YAML makes of some names, are read as they are spelt."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float | date):
-        raise Refused(value, "text in quotes")
-    try:
-        str(value).encode()
-    except ValueError:  # half of a surrogate pair, or more digits than Python spells
-        raise Refused(value, "text in UTF-8") from None
-    return str(value)
+def is_secret(text: str) -> bool:
+    """Whether a text looks like the token of a hub or a tracker."""
+    return _SECRET.search(text) is not None
 
 
-def path(value: object) -> str:
-    """A path, or a name that may be one. `~` is the home folder: shells do not expand it after `=`."""
-    return os.path.expanduser(text(value))
+def name_of(what: str) -> Kind:
+    """The kind of a text.
+
+    Args:
+        what: to give where no text is given.
+    """
+
+    def read(value: object) -> str:
+        """Numbers and dates, which YAML makes of some names, are read as they are spelt."""
+        if isinstance(value, bool) or not isinstance(value, str | int | float | date):
+            raise Refused(value, what)
+        try:
+            str(value).encode()
+        except ValueError:  # half of a surrogate pair, or more digits than Python spells
+            raise Refused(value, "text in UTF-8") from None
+        return str(value)
+
+    return Kind(read, {"type": "string"})
 
 
-def whole(least: int, most: int = 2**31 - 1) -> Callable[[object], int]:
+def path_of(what: str) -> Kind:
+    """The kind of a path, or of a name that may be one. `~` is the home folder, as shells leave it after `=`.
+
+    Args:
+        what: to give where no text is given.
+    """
+    read = name_of(what)
+    return Kind(lambda value: os.path.expanduser(read(value)), {"type": "string"})
+
+
+text = name_of("text in quotes")  # any text
+path = path_of("text in quotes")
+
+
+def _split(value: object) -> str:
+    wanted = "the name of a split, such as validation"
+    name: str = name_of(wanted)(value)
+    if not name.strip():
+        raise Refused(value, wanted)
+    return name
+
+
+split = Kind(_split, {"type": "string", "minLength": 1})  # a part of a data set
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Kind:
     """The kind of a whole number that is at least `least` and at most `most`."""
 
     def read(value: object) -> int:
@@ -69,12 +128,10 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[object], int]:
             raise Refused(value, f"a whole number of at most {most}")
         return number
 
-    return read
+    return Kind(read, {"type": "integer", "minimum": least, "maximum": most})
 
 
-def real(
-    least: float = -math.inf, *, above: float = -math.inf, below: float = 1e9
-) -> Callable[[object], float]:
+def real(least: float = -math.inf, *, above: float = -math.inf, below: float = 1e9) -> Kind:
     """The kind of a number with `least <= number`, `above < number` and `number < below`."""
     bounds = [f"of at least {least:g}"] if least > -math.inf else []
     bounds += [f"above {above:g}"] if above > -math.inf else []
@@ -86,22 +143,24 @@ def real(
             raise Refused(value, f"a number {' and '.join(bounds)}")
         return number
 
-    return read
+    schema: dict[str, Any] = {"type": "number", "exclusiveMaximum": below}
+    schema |= {"minimum": least} if least > -math.inf else {}
+    schema |= {"exclusiveMinimum": above} if above > -math.inf else {}
+    return Kind(read, schema)
 
 
-def one_of(*choices: str) -> Callable[[object], str]:
+def one_of(*choices: str) -> Kind:
     """The kind of a word out of a few."""
 
     def read(value: object) -> str:
         if not isinstance(value, str) or value not in choices:
-            raise Refused(value, f"one of {', '.join(choices)}")
+            raise Refused(value, f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0])
         return value
 
-    return read
+    return Kind(read, {"enum": [*choices]})
 
 
-def boolean(value: object) -> bool:
-    """The kind of a switch: true or false."""
+def _boolean(value: object) -> bool:
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or value.lower() not in ("true", "false"):
@@ -109,22 +168,24 @@ def boolean(value: object) -> bool:
     return value.lower() == "true"
 
 
-def switch_or(*words: str) -> Callable[[object], bool | str]:
+boolean = Kind(_boolean, {"type": "boolean"})  # a switch
+
+
+def switch_or(*words: str) -> Kind:
     """The kind of a switch that also takes a few words."""
 
     def read(value: object) -> bool | str:
         if isinstance(value, str) and value in words:
             return value
         try:
-            return boolean(value)
+            return _boolean(value)
         except Refused:
             raise Refused(value, f"one of true, false, {', '.join(words)}") from None
 
-    return read
+    return Kind(read, {"enum": [True, False, *words]})
 
 
-def json_object(value: object) -> dict[str, Any]:
-    """The kind of a JSON object of single values."""
+def _json_object(value: object) -> dict[str, Any]:
     found = value
     if isinstance(value, str):
         try:
@@ -136,6 +197,34 @@ def json_object(value: object) -> dict[str, Any]:
     ):
         raise Refused(value, """a JSON object of single values, such as '{"loftq_bits": 4}'""")
     return {str(name): part for name, part in found.items()}
+
+
+json_object = Kind(  # a JSON object of single values
+    _json_object,
+    {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}},
+)
+
+
+def _settings(value: object) -> dict[str, Any]:
+    """An object of single values, or text such as `momentum=0.9,nesterov=true`."""
+    wanted = "settings such as block_size=128,beta2=0.95, or a JSON object of them"
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        pairs = [pair.partition("=") for pair in value.split(",")]
+        names = [name.strip() for name, *_ in pairs]
+        if len(set(names)) < len(names) or not all(
+            name and text.strip() for name, (*_, text) in zip(names, pairs, strict=True)
+        ):
+            raise Refused(value, wanted)
+        return {name: scalar(text.strip()) for name, (*_, text) in zip(names, pairs, strict=True)}
+    try:
+        return dict(json_object(value))
+    except Refused:
+        raise Refused(value, wanted) from None
+
+
+settings = Kind(  # names with single values
+    _settings, {"anyOf": [json_object.schema, {"type": "string", "pattern": "="}]}
+)
 
 
 def _number(

@@ -2,7 +2,7 @@
 
 import os
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, RunStopped
 
 
 def device_type() -> str:
@@ -59,6 +59,20 @@ def check_launcher() -> None:
             f"{present} is {os.environ[present]} in the environment and {missing[0]} is not set; "
             f"start the run with torchrun, or unset {present}"
         )
+
+
+def wait_for_all() -> None:
+    """Wait until no process has anything to refuse: the main one replaces files that the others read.
+
+    Raises:
+        RunStopped: another process has ended, with a line of its own.
+    """
+    from accelerate import PartialState
+
+    try:
+        PartialState().wait_for_everyone()
+    except RuntimeError as error:
+        raise RunStopped("another process has ended before the training began; see its line") from error
 
 
 def _from_launcher(name: str, default: int) -> int:

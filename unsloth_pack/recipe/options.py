@@ -1,22 +1,31 @@
 """The options of `train`, as they stand in its help, in config files and in a run's metrics file."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from unsloth_pack.errors import LAST_SEED
+from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import choice, option, switch
-from unsloth_pack.recipe.kinds import json_object, path, real, switch_or, text, whole
+from unsloth_pack.recipe.kinds import (
+    json_object,
+    name_of,
+    path,
+    path_of,
+    real,
+    settings,
+    switch_or,
+    text,
+    whole,
+)
+from unsloth_pack.recipe.module_kinds import names, names_of_modules, patterns, rates, whole_numbers
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "number format of the weights"
 DTYPE_UNSET = "bfloat16 if the GPU has it, else float16; float32 on a CPU"
 SAVE_METHODS = ("merged_16bit", "lora")
 RECOMPUTING = ("offload", "unsloth", "auto")  # words of --use_gradient_checkpointing beside true and false
-DATA_HELP = (
-    "demo (bundled), a json, jsonl, csv, parquet or txt file, a folder, or a name on the Hugging Face hub"
-)
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,11 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """The LoRA adapter: the small matrices that train beside the frozen weights."""
+    """What trains: a LoRA adapter, which is small matrices beside the frozen weights, or the model itself."""
 
+    tuning: str = choice(
+        "lora", ("lora", "full"), "what trains: lora is an adapter, full the weights of the model"
+    )
     r: int = option(16, whole(1), "rank of the adapter; a higher one trains more weights", "RANK")
     lora_alpha: float = option(
         16.0, real(above=0), "the adapter's output is multiplied by lora_alpha / r", "ALPHA"
@@ -64,52 +76,58 @@ class AdapterOptions:
         "JSON",
         unset="no LoftQ",
     )
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The documents that the model learns from, and how they become rows."""
-
-    dataset: str = option("demo", path, f"{DATA_HELP}; a folder may hold what `pack` wrote", "DATA")
-    eval_dataset: str | None = option(
-        None, path, "data to evaluate on, ten times during the run; takes what --dataset takes", "DATA"
-    )
-    streaming: bool = switch(
-        False,
-        "read, tokenise and pack the data while training, never as a whole; needs max_steps. Files may be "
-        "compressed (gz, zst, xz, bz2), and a pattern such as 'data/*.jsonl.gz' names several",
-    )
-    sample_packing: bool = switch(
-        False, "put several documents into a row; no document sees another", alias="packing"
-    )
-    keep_examples_per_update: bool = switch(
-        False,
-        "accumulate over fewer packed rows, so that an update sees as many documents as without packing",
-    )
-    padding_free: bool = switch(False, "join the documents of a batch into one row instead of padding them")
-    eval_packing: bool | None = switch(None, "pack the evaluation data", unset="as the training data")
-    max_token_loss: float = option(
-        0.01,
-        real(0),
-        "refuse to train if truncation and dropping discard a greater share of the tokens",
-        "SHARE",
-    )
-    num_proc: int | None = option(
+    target_modules: str | Sequence[str] | None = option(
         None,
-        whole(1),
-        "processes that read and tokenise the data",
-        "PROCESSES",
-        unset="one for each core; with streaming, one beside each process that trains",
+        names_of_modules,
+        "layers that get an adapter: names with commas between them, all-linear, or a regular expression of "
+        "whole paths; embed_tokens and lm_head are taken too",
+        "NAMES",
+        unset="the projections of the architecture",
     )
-    train_on_responses_only: bool = switch(
-        False, "in conversations, train on what the assistant says only, not on what the user says"
+    layers_to_transform: Sequence[int] | None = option(
+        None,
+        whole_numbers(0),
+        "numbers of the decoder layers that get an adapter, from 0",
+        "LAYERS",
+        unset="all",
     )
+    modules_to_save: Sequence[str] | None = option(
+        None, names, "modules that train as a whole beside the adapter, such as lm_head,norm", "NAMES"
+    )
+    train_modules: Sequence[str] | None = option(
+        None,
+        patterns,
+        "regular expressions over names of modules: with tuning full nothing else trains, with lora they "
+        "train as a whole and get no adapter",
+        "PATTERN",
+    )
+    freeze_modules: Sequence[str] | None = option(
+        None, patterns, "likewise, of modules that do not train and get no adapter", "PATTERN"
+    )
+    trainable_token_indices: Sequence[int] | None = option(
+        None, whole_numbers(0), "ids of tokens whose embeddings train, those alone", "IDS"
+    )
+    add_tokens: str | None = option(
+        None,
+        path,
+        "file of new tokens, one a line, or json or yaml of token and description; their embeddings begin as "
+        "the mean of all, or of the description's, and train",
+        "FILE",
+    )
+    init_adapter: str | None = option(
+        None,
+        path_of("the folder of an adapter"),
+        "folder of an adapter that this run begins with, with a new optimizer",
+        "FOLDER",
+    )
+    merge_init_adapter: bool = switch(False, "merge init_adapter into the base model, and train on top of it")
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How the adapter is trained, and for how long."""
+    """How it is trained, and for how long."""
 
+    objective: str = choice("sft", ("sft",), "what is trained for: sft is the next token of the data")
     per_device_train_batch_size: int | None = option(
         None, whole(1), "rows of a step on each device", "ROWS", unset="1 with packing, else 2"
     )
@@ -119,8 +137,22 @@ class TrainingOptions:
     gradient_accumulation_steps: int = option(
         4, whole(1), "steps, each a forward and a backward pass, before the weights are updated", "STEPS"
     )
+    effective_batch_size: int | None = option(
+        None,
+        whole(1),
+        "rows of an update over all processes, which decides gradient_accumulation_steps",
+        "ROWS",
+        unset="what the two options above give",
+    )
     warmup_steps: int = option(
         5, whole(0), "updates at the start in which the learning rate rises from 0", "UPDATES"
+    )
+    warmup_ratio: float | None = option(
+        None,
+        real(0, below=1),
+        "likewise, as a share of all updates; in place of warmup_steps",
+        "SHARE",
+        unset="as warmup_steps says",
     )
     max_steps: int | None = option(
         None, whole(1), "end after so many updates", "UPDATES", unset="400 if num_train_epochs is not given"
@@ -135,17 +167,68 @@ class TrainingOptions:
     learning_rate: float = option(2e-4, real(above=0), "highest learning rate of the run", "RATE")
     optim: str | None = option(
         None,
-        text,
+        name_of("the name of an optimizer, such as adamw_torch"),
         "optimizer, by its name in transformers",
         "NAME",
         unset="adamw_torch; on CUDA its fused form",
     )
+    optim_args: Mapping[str, Any] | None = option(
+        None,
+        settings,
+        "settings of that optimizer, such as bf16_stochastic_round=true,beta2=0.95",
+        "NAME=VALUE,...",
+        unset="its own defaults",
+    )
     weight_decay: float = option(0.01, real(0), "weight decay of the trained weights", "RATE")
     lr_scheduler_type: str = option(
         "linear",
-        text,
+        name_of("the name of a course, such as cosine"),
         "course of the learning rate, by its name in transformers: linear, cosine, ...",
         "NAME",
+    )
+    lr_scheduler_kwargs: Mapping[str, Any] | None = option(
+        None, json_object, """settings of that course, such as '{"min_lr": 1e-6}'""", "JSON"
+    )
+    lora_plus_ratio: float | None = option(
+        None,
+        real(1),
+        "LoRA+: multiply the learning rate of each adapter's second matrix by this, often 16",
+        "RATIO",
+        unset="1",
+    )
+    embedding_learning_rate: float | None = option(
+        None,
+        real(above=0),
+        "learning rate of what trains of the embeddings and the head",
+        "RATE",
+        unset="learning_rate",
+    )
+    learning_rates: Mapping[str, float] | None = option(
+        None,
+        rates,
+        """learning rates by regular expression over names of modules, such as '{"lm_head": 1e-5}'; the """
+        "first that matches counts",
+        "JSON",
+    )
+    neftune_noise_alpha: float | None = option(
+        None,
+        real(above=0),
+        "NEFTune: add noise to the embeddings in training, less in longer rows",
+        "ALPHA",
+        unset="no noise",
+    )
+    eval_steps: int | None = option(
+        None, whole(1), "updates between two evaluations", "UPDATES", unset="a tenth of all updates"
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        whole(1),
+        "end after so many evaluations in a row that were no better than the best",
+        "EVALUATIONS",
+        unset="no early stopping",
+    )
+    load_best_model_at_end: bool = switch(
+        False, "save what had the lowest evaluation loss at the end; checkpoints are made as evaluations are"
     )
     use_gradient_checkpointing: bool | Literal["offload", "unsloth", "auto"] = option(
         False,
@@ -166,7 +249,7 @@ class TrainingOptions:
     )
     fsdp: str | None = option(
         None,
-        path,
+        path_of("full, keep, or the name of a file of fsdp_config"),
         "divide the weights among torchrun's processes with FSDP2: full (also --fsdp alone), keep (weights "
         "stay gathered between forward and backward), or a json or yaml file of fsdp_config",
         "PRESET",
@@ -175,7 +258,7 @@ class TrainingOptions:
     )
     deepspeed: str | None = option(
         None,
-        path,
+        path_of("zero2, zero3, or the name of a file of DeepSpeed's settings"),
         "divide the weights with DeepSpeed: zero2, zero3, or a json or yaml file of its settings",
         "PRESET",
         unset="no DeepSpeed",
@@ -205,13 +288,32 @@ class OutputOptions:
         "UPDATES",
         unset="a checkpoint only if the run is stopped",
     )
-    report_to: str = option("none", text, "none, all, or a tracker: tensorboard, wandb, ...", "TRACKER")
+    save_delay_steps: int | None = option(
+        None,
+        whole(0),
+        "make no checkpoint within the first so many updates, unless the run is stopped",
+        "UPDATES",
+        unset="0",
+    )
+    report_to: str = option(
+        "none",
+        name_of("the name of one tracker, or none, or all"),
+        "none, all, or a tracker: tensorboard, wandb, ...",
+        "TRACKER",
+    )
     save_model: bool = switch(False, "at the end, also save the model with the adapter merged into it")
     save_method: str = choice(
         "merged_16bit", SAVE_METHODS, "what save_model saves: lora is the adapter alone"
     )
     save_path: str | None = option(
         None, path, "new folder for save_model", "FOLDER", unset="merged, in output_dir"
+    )
+    push_to_hub: str | None = option(
+        None,
+        name_of("the name of a repository, OWNER/NAME, or leave it out"),
+        "repository on the Hugging Face hub that gets the result at the end; needs a token and a network",
+        "OWNER/NAME",
+        unset="nothing is uploaded",
     )
     config: str | None = option(
         None,
@@ -227,7 +329,7 @@ class TrainOptions:
 
     model: ModelOptions = ModelOptions()
     adapter: AdapterOptions = AdapterOptions()
-    data: DataOptions = DataOptions()
+    data: DataOptions = field(default_factory=DataOptions)
     training: TrainingOptions = TrainingOptions()
     output: OutputOptions = OutputOptions()
 

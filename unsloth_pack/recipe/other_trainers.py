@@ -1,63 +1,218 @@
-"""Options of Axolotl, LLaMA-Factory, ms-swift, TRL, transformers and Unsloth, and what to give instead."""
+"""Options of Axolotl, LLaMA-Factory, ms-swift, TRL, torchtune, transformers and Unsloth; what to give here.
 
-# Their name -> our name.
-FLAGS = {
-    "base_model": "model_name",
-    "model_name_or_path": "model_name",
-    "model": "model_name",
-    "cutoff_len": "max_seq_length",
-    "max_length": "max_seq_length",
-    "sequence_len": "max_seq_length",
-    "bf16": "dtype",
-    "fp16": "dtype",
-    "quantization_bit": "load_in_4bit",
-    "flash_attn": "attn_backend",
-    "flash_attention": "attn_backend",
-    "attn_implementation": "attn_backend",
-    "lora_r": "r",
-    "lora_rank": "r",
-    "peft_use_dora": "use_dora",
-    "data_path": "dataset",
-    "datasets": "dataset",
-    "dataset_name": "dataset",
-    "train_file": "dataset",
-    "dataset_dir": "dataset",
-    "test_datasets": "eval_dataset",
-    "dataset_num_proc": "num_proc",
-    "dataset_processes": "num_proc",
-    "preprocessing_num_workers": "num_proc",
-    "neat_packing": "sample_packing",
-    "eval_sample_packing": "eval_packing",
-    "val_set_size": "eval_dataset",
-    "train_on_inputs": "train_on_responses_only",
-    "assistant_only_loss": "train_on_responses_only",
-    "completion_only_loss": "train_on_responses_only",
-    "batch_size": "per_device_train_batch_size",
-    "per_device_batch_size": "per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "eval_batch_size": "per_device_eval_batch_size",
-    "gradient_checkpointing": "use_gradient_checkpointing",
-    "num_epochs": "num_train_epochs",
-    "optimizer": "optim",
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "warmup_ratio": "warmup_steps",
-    "resume_from_checkpoint": "resume",
+A nested name, such as `rlhf.beta`, comes before its last part. An option that `train` gets leaves the tables.
+"""
+
+# Our name -> theirs, of the same meaning.
+_SAME = {
+    "model_name": "base_model base_model_name model model_name_or_path model_id model_path"
+    " pretrained_model_name_or_path checkpointer.checkpoint_dir",
+    "max_seq_length": "block_size context_length cutoff_len max_length max_seq_len max_sequence_length"
+    " model_max_length packing_length seq_length sequence_len sequence_length",
+    "dtype": "torch_dtype",
+    "load_in_4bit": "load_4bit load_in_4_bit",
+    "load_in_8bit": "load_8bit load_in_8_bit",
+    "attn_backend": "attention_backend attn_impl attn_implementation flash_attention flash_attn",
+    "r": "lora_dim lora_r lora_rank lora.r lora.rank rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "lora.dropout lora_config.dropout",
+    "tuning": "finetuning_type train_type tuner_type",
+    "target_modules": "lora_attn_modules lora_target lora_target_modules target_regex",
+    "modules_to_save": "additional_target lora_modules_to_save",
+    "train_modules": "unfrozen_parameters",
+    "layers_to_transform": "lora_layers_to_transform peft_layers_to_transform",
+    "init_adapter": "adapter_name_or_path adapters lora_model_dir",
+    "add_tokens": "new_special_tokens_config",
+    "lora_plus_ratio": "loraplus_lr_ratio lorap_lr_ratio",
+    "embedding_learning_rate": "embedding_lr",
+    "effective_batch_size": "global_batch_size total_batch_size",
+    "warmup_ratio": "warmup_proportion",
+    "lr_scheduler_kwargs": "scheduler_kwargs",
+    "neftune_noise_alpha": "neftune_alpha noisy_embedding_alpha",
+    "push_to_hub": "hub_model_id",
+    "use_dora": "lora_use_dora peft_use_dora",
+    "use_rslora": "lora_use_rslora peft_use_rslora",
+    "dataset": "custom.train_jsonl data_files data_path dataset_name dataset_path datasets train_data"
+    " train_data_path train_dataset train_file train_files training_data",
+    "eval_dataset": "custom.val_jsonl eval_data eval_data_path eval_file test_dataset test_datasets"
+    " val_dataset validation_dataset validation_file",
+    "num_proc": "dataset_num_proc dataset_processes preprocessing_num_workers",
+    "sample_packing": "neat_packing pack packed",
+    "eval_packing": "eval_sample_packing",
+    "eval_fraction": "split_dataset_ratio validation_split",
+    "split": "dataset_train_split train_split",
+    "sample_limit": "custom.train_sample_limit max_train_samples train_sample_limit",
+    "train_on_responses_only": "assistant_only_loss completion_only_loss train_on_completions",
+    "per_device_train_batch_size": "micro_batch_size per_device_batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "gradient_accumulation_steps": "accumulate_grad_batches grad_accum grad_accumulation_steps"
+    " gradient_accumulation",
+    "use_gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing"
+    " gradient_checkpointing",
+    "num_train_epochs": "epochs max_epochs n_epochs num_epochs",
+    "max_steps": "max_iters num_steps num_training_steps total_steps train_steps",
+    "learning_rate": "lr",
+    "optim": "optimizer optimizer_name optimizer_type",
+    "lr_scheduler_type": "lr_scheduler lr_scheduler_name scheduler scheduler_type",
+    "warmup_steps": "num_warmup_steps",
+    "seed": "manual_seed random_seed",
+    "output_dir": "out_dir output output_path save_dir",
+    "logging_steps": "log_every_n_steps log_interval log_steps",
+    "report_to": "log_with",
+    "save_path": "export_dir save_merged_path",
 }
-_ADAPTER = "every run trains a LoRA adapter; leave it out"
-_TARGETS = "all projections are adapted; in Python, get_peft_model takes target_modules"
-_OTHERS = "nothing beside the projections is trained; in Python, get_peft_model takes modules_to_save"
+
+_TUNING = "give tuning: lora, or tuning: full"
+_ALL_LINEAR = "give target_modules: all-linear"
+_LAST_LAYERS = "give tuning: full, and train_modules with a pattern of these layers"
+_NEW_TOKENS = "write them into a file, one a line, and give it as add_tokens"
+_FREEZE = (
+    "give freeze_modules, regular expressions that stand for whole parts of names, so that a prefix "
+    "model.layers.1 is that layer, and not the tenth"
+)
+_TRAIN = (
+    "give train_modules, regular expressions that stand for whole parts of names; with tuning: full nothing "
+    "else trains"
+)
+_LOWER_LAYERS = "give freeze_modules with a pattern of the lower layers"
+_PARTS = "a run trains on text alone; leave it out, or give freeze_modules"
+_TEXT = "a run trains on text alone; leave it out"
+_PAD = "the tokenizer's own is used; name one in tokenizer_config.json"
+_OBJECTIVE = "objective is sft, which has no such setting; leave it out"
+_LORA_EMBEDDINGS = (
+    "it is of LoRA's second matrix on the embeddings; give learning_rates: {lora_embedding_B: RATE}"
+)
+_RATES = "give learning_rates, a rate for each pattern of names of parameters"
+_BATCH = "give per_device_train_batch_size, or effective_batch_size"
+_WARMUP = "give warmup_steps, or warmup_ratio"
+_FLOOR = "give lr_scheduler_type: cosine_with_min_lr, and lr_scheduler_kwargs: {min_lr: RATE}"
+_BITS = "give load_in_4bit or load_in_8bit"
+_NF4 = "load_in_4bit is NF4 and computes in dtype; leave it out"
+_DTYPE = "give dtype"
 _TEMPLATE = "the tokenizer's own chat template is used; change that, or leave it out"
-_HUB = "nothing is uploaded; give the folder to `hf upload`"
-_GGUF = "give --save_model, and its folder to llama.cpp's convert_hf_to_gguf.py"
-# Their name -> what to do, as `train` has no such option.
-REMEDIES = {
-    **dict.fromkeys(("stage", "do_train", "finetuning_type", "train_type", "adapter"), _ADAPTER),
-    **dict.fromkeys(("target_modules", "lora_target", "lora_target_modules", "lora_target_linear"), _TARGETS),
-    **dict.fromkeys(("modules_to_save", "lora_modules_to_save", "additional_target"), _OTHERS),
-    **dict.fromkeys(("chat_template", "template"), _TEMPLATE),
-    **dict.fromkeys(("push_model", "push_to_hub", "hub_path", "hub_token", "hub_model_id"), _HUB),
-    **dict.fromkeys(("save_gguf", "quantization"), _GGUF),
-    "pad_to_sequence_len": "packed rows need no padding; leave it out",
-    "max_grad_norm": "gradients are clipped to a norm of 1; leave it out",
+_SYSTEM = "write it into the data, as a turn of the role system or a column system"
+_COLUMNS = "formats are recognised by their columns; give columns for others"
+_EVALUATION = "give eval_steps; a run with evaluation data evaluates ten times without it"
+_BEST = "give load_best_model_at_end, which goes by the evaluation loss"
+_WEIGHTS = "give each data set a weight in dataset"
+_HELD_OUT = "give eval_fraction, a share of the documents; of a number of them, that number divided by all"
+_MIX = "give mixture: concatenate for concat or interleave_once, else interleave_under or interleave_over"
+_STOPPING = "give mixture: interleave_under for first_exhausted, interleave_over for all_exhausted"
+_LIMITS = "give each data set a limit in dataset, or sample_limit, which holds for all of them together"
+_PLANNED = "rows are packed over the whole data set, without a buffer; leave it out"
+_FULL = "rows are as full as the plan makes them; leave it out"
+_EVERY_ROW = "every row is trained on, the last too; leave it out"
+_NO_PADDING = "packed rows need no padding; leave it out"
+_OVERLONG = "what is longer than max_seq_length is cut or refused; see max_token_loss"
+_CLIPPED = "gradients are clipped to a norm of 1; leave it out"
+_ADAM = "give optim_args: {beta1: ..., beta2: ..., eps: ...}, those that differ"
+_FUSED = "a patched model's layers and loss are fused already; leave it out"
+_CHECKPOINTS = "give save_steps; the last two checkpoints are kept"
+_RESUME = "give resume, and the run's folder as output_dir"
+_HUB = "give push_to_hub: OWNER/NAME; the token comes from `hf auth login`"
+_TOKEN = "no token is read from here; set HF_TOKEN in the environment"
+_GGUF = "give save_model, and its folder to llama.cpp's convert_hf_to_gguf.py"
+_TRACKER = "give report_to, and the tracker's own variables in the environment"
+_IN_PYTHON = "it has no option; in Python, from_pretrained takes it"
+_FROM_MODEL = "it is read from the model's folder; leave it out"
+_DEVICE = "the GPU that is there is used, else the CPU; choose with CUDA_VISIBLE_DEVICES"
+_METRICS = "metrics go into output_dir; leave it out"
+
+# What to do -> their names, as `train` has no such option.
+_OTHERWISE = {
+    _TUNING: "adapter full_finetuning use_lora use_peft",
+    _ALL_LINEAR: "apply_lora_to_mlp lora_target_linear",
+    "name lm_head in target_modules": "apply_lora_to_output",
+    "every run trains a causal language model; leave it out": "do_train task_type",
+    "PEFT makes the adapter; leave it out": "tuner_backend",
+    _PARTS: "freeze_aligner freeze_llm freeze_vit",
+    _LAST_LAYERS: "freeze_trainable_layers",
+    _NEW_TOKENS: "new_special_tokens",
+    _PAD: "pad_token",
+    _OBJECTIVE: "beta dpo_beta kl_coef kto_beta lmbda loss_type num_generations orpo_beta pref_beta pref_loss"
+    " ref_model rl rlhf rlhf_type seq_kd sft_alpha stage teacher_model loss"
+    " loss._component_",
+    _RATES: "aligner_lr vit_lr",
+    _LORA_EMBEDDINGS: "loraplus_lr_embedding",
+    _FREEZE: "freeze_parameters freeze_parameters_regex",
+    _LOWER_LAYERS: "freeze_parameters_ratio",
+    _TRAIN: "trainable_parameters trainable_parameters_regex",
+    _BATCH: "batch_size train_batch_size",
+    _WARMUP: "warmup",
+    _FLOOR: "cosine_min_lr_ratio min_lr min_lr_ratio",
+    _BITS: "load_in_bits quant_bits quant_method quantization_bit quantization_method",
+    _NF4: "bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant double_quantization",
+    f"{_DTYPE}: bfloat16": "bf16 bfloat16 pure_bf16",
+    f"{_DTYPE}: float16": "fp16 float16",
+    f"{_DTYPE}: float32": "fp32 float32",
+    "16 bits are the default; leave it out": "load_in_16bit",
+    "tf32 is torch's to decide; leave it out": "tf32",
+    "give attn_backend: xformers": "xformers_attention",
+    "give attn_backend: sdpa": "sdp_attention",
+    "give use_gradient_checkpointing: offload": "enable_activation_offloading activation_offloading",
+    _TEMPLATE: "chat_template template",
+    _SYSTEM: "default_system system system_prompt",
+    _COLUMNS: "dataset_text_field field_messages formatting formatting_func message_field text_field",
+    _EVALUATION: "do_eval eval_strategy evals_per_epoch evaluation_strategy",
+    _BEST: "greater_is_better metric_for_best_model",
+    _WEIGHTS: "interleave_prob interleave_probs",
+    _HELD_OUT: "eval_size test_size val_set_size val_size",
+    _MIX: "mix_strategy",
+    _STOPPING: "stopping_strategy",
+    _LIMITS: "max_samples",
+    "give the file itself as dataset": "dataset_dir dataset_info",
+    "it says the opposite; give train_on_responses_only": "train_on_input train_on_inputs train_on_prompt",
+    "in conversations, train_on_responses_only trains on every answer; leave it out": "mask_history"
+    " roles_to_train train_on_eos",
+    "give max_seq_length, the one length of a run": "global_max_length max_prompt_length max_response_length",
+    _PLANNED: "multipack_real_batches packing_avg_samples packing_buffer packing_mode packing_strategy"
+    " sample_packing_bin_size sample_packing_eff_est sample_packing_group_size packing_wait_timeout_s",
+    _FULL: "packing_min_fill_ratio",
+    _EVERY_ROW: "dataloader_drop_last drop_last packing_drop_last",
+    _NO_PADDING: "pad_to_max_length pad_to_multiple_of pad_to_sequence_len padding padding_side",
+    _OVERLONG: "excess_length_strategy overlong packing_allow_single_long truncation truncation_strategy",
+    "packed rows are even; leave it out": "group_by_length length_column_name",
+    "seed orders the data; leave it out": "data_seed dataset_shuffle shuffle shuffle_buffer_size",
+    "num_proc processes prepare the data; leave it out": "dataloader_num_workers"
+    " dataloader_pin_memory num_workers",
+    _CLIPPED: "clip_grad_norm gradient_clipping max_grad_norm",
+    _ADAM: "adam_beta1 adam_beta2 adam_epsilon betas eps",
+    "give optim: adamw_torch_fused": "optimizer.fused",
+    _FUSED: "compile enable_liger_kernel liger_kernel torch_compile unsloth_cross_entropy_loss use_liger"
+    " use_liger_kernel use_unsloth",
+    _CHECKPOINTS: "save_only_model save_strategy save_total_limit saves_per_epoch",
+    "give init_adapter, the folder of the first run": "resume_only_model",
+    _RESUME: "auto_resume_from_checkpoints resume_from_checkpoint",
+    _HUB: "hub_path hub_private_repo hub_strategy push_model",
+    _TOKEN: "hf_token hf_use_auth_token hub_token token use_hf_token",
+    _GGUF: "quantization save_gguf",
+    "give save_model": "merge_lora save_merged",
+    _TRACKER: "metric_logger metric_logger._component_ swanlab_project use_wandb wandb wandb_entity"
+    " wandb_name wandb_project wandb_run_id wandb_watch mlflow_experiment_name",
+    _METRICS: "log_dir logging_dir logging_root",
+    "give output_dir, the whole path": "artifact_subdir output_root run_name",
+    "loss.png is always drawn; leave it out": "plot_loss",
+    "the cache knows its data; leave it out": "overwrite_cache",
+    _TEXT: "image_dir image_folder image_max_pixels max_pixels media_dir min_pixels video_max_pixels",
+    "the tokenizer's own are used; leave it out": "special_tokens tokens",
+    _IN_PYTHON: "model_revision revision trust_remote_code",
+    _FROM_MODEL: "is_llama_derived_model model_arch model_type tokenizer tokenizer_config tokenizer_path"
+    " tokenizer_type tokenizer.path",
+    _DEVICE: "device device_map",
+    "give model_name": "model._component_ checkpointer._component_ tokenizer._component_",
+    "give optim, a name of transformers": "optimizer._component_",
+    "give lr_scheduler_type, a name of transformers": "lr_scheduler._component_",
+    "give max_steps, updates of the whole run": "max_steps_per_epoch",
+    "give the file, or full, as fsdp": "fsdp_config fsdp_transformer_layer_cls_to_wrap",
 }
+
+# Their sections, each name of which is told of itself -> what to do about a name that is not in the tables.
+GROUPS: dict[str, str | None] = {
+    **dict.fromkeys(("custom", "quantization", "sft_config", "template", "trainer", "training_args")),
+    **dict.fromkeys(("checkpointer", "lr_scheduler", "metric_logger", "optimizer", "tokenizer")),
+    **dict.fromkeys(("lora", "lora_config", "peft", "peft_config", "tuner")),
+    **dict.fromkeys(("loss", "rlhf"), _OBJECTIVE),
+}
+
+FLAGS = {theirs: ours for ours, names in _SAME.items() for theirs in names.split()}
+REMEDIES = {theirs: remedy for remedy, names in _OTHERWISE.items() for theirs in names.split()}

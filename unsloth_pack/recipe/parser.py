@@ -1,18 +1,12 @@
 """argparse whose errors are `InputError`."""
 
 import argparse
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.kinds import boolean, one_of, switch_or, whole
-from unsloth_pack.recipe.other_trainers import FLAGS
-
-# How alike (difflib's ratio, 0 to 1, dashes included) a flag has to be to be suggested. One wrong letter in a
-# name of four gives 0.83; other trainers' flags for other things reach 0.82, such as eval_accumulation_steps.
-_CLOSE = 0.83
-_TELLING = 4  # letters that a shortened flag needs to be recognised
+from unsloth_pack.recipe.remedies import remedy_for
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,17 +78,6 @@ class Parser(argparse.ArgumentParser):
 
     def remedy(self, flag: str) -> str:
         """What to write in place of a flag that is unknown."""
-        flags = self._option_string_actions
-        name = flag.lstrip("-").replace("-", "_")
-        if (ours := f"--{FLAGS.get(name)}") in flags:
-            return f"did you mean {ours}?"
-        if name in self._remedies:
-            return self._remedies[name]
-        close = _shortened(name, flags) or difflib.get_close_matches(f"--{name}", flags, 1, _CLOSE)
-        return f"did you mean {close[0]}?" if close else f"see `{self.prog} --help`"
-
-
-def _shortened(name: str, flags: Iterable[str]) -> list[str]:
-    """The flag that begins with `name`; none where the name is too short, or several flags begin with it."""
-    longer = [flag for flag in flags if flag.startswith(f"--{name}")]
-    return longer if len(longer) == 1 and len(name) >= _TELLING else []
+        known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+        remedy = remedy_for(flag, known, self._remedies, spell=lambda name: f"--{name}")
+        return remedy or f"see `{self.prog} --help`"

@@ -1,6 +1,6 @@
 """From options to everything that training needs besides the model, with all checks that need no weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +9,49 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from unsloth_pack.data import check_token_ids, load_rows, tokenizer_hash
+from unsloth_pack.data import check_token_ids, tokenizer_hash
+from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.ledger import TokenLedger, check_token_loss
-from unsloth_pack.data.raw_blocks import RowSource
-from unsloth_pack.data.sources import open_stream
+from unsloth_pack.data.mixture import Mixture, Part
 from unsloth_pack.data.streamed import Share
+from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
+from unsloth_pack.files import loading
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
+from unsloth_pack.files.new_tokens import add_to_tokenizer, read_new_tokens
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.kept_rows import pack_documents
 from unsloth_pack.recipe import checks
-from unsloth_pack.recipe.documents import check_ids, load_tokenizer, prepare_documents, stream_documents
+from unsloth_pack.recipe.data_options import DataOptions
+from unsloth_pack.recipe.documents import (
+    OpenedStream,
+    RowsOfSet,
+    check_ids,
+    load_all,
+    load_tokenizer,
+    load_training_data,
+    mixed_documents,
+    open_training_data,
+    stream_documents,
+)
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.machine import device_type
+from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
+from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer, check_rounding
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import with_optimizer
 from unsloth_pack.recipe.sharding import sharding_arguments
+from unsloth_pack.recipe.what_trains import check_names_of_modules
 from unsloth_pack.report.fill import document_lengths
+from unsloth_pack.training.learning_rates import LearningRates
 from unsloth_pack.training.row_stream import RowStream
-from unsloth_pack.training.trl import rows_of_an_update, sft_config
+from unsloth_pack.training.trl_setup import rows_of_an_update, sft_config
 
 # Options that transformers' `TrainingArguments` take as they are.
 _TRAINING_ARGUMENTS = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
     *("learning_rate", "optim", "weight_decay", "lr_scheduler_type", "warmup_steps", "seed"),
-    *("logging_steps", "report_to"),
+    *("logging_steps", "report_to", "lr_scheduler_kwargs", "neftune_noise_alpha", "load_best_model_at_end"),
 )
 
 
@@ -46,12 +64,14 @@ class PreparedRows:
         ledger: where the tokens of the data went; of a stream, those of its first rows.
         fingerprint: of the documents, see `rows_hash`, or of the packs on disk.
         packs: the manifest, if the rows were packed on disk.
+        parts: the data sets that they come from; empty for packs.
     """
 
     rows: Dataset | RowStream
     ledger: TokenLedger
     fingerprint: str
     packs: PackManifest | None = None
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,7 @@ class Prepared:
         dtype: of the model's weights.
         train: what is trained on.
         evaluation: what is evaluated on, if anything.
+        new_tokens: by the id of each token that the run adds, the ids of its description.
     """
 
     options: TrainOptions
@@ -72,6 +93,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     train: PreparedRows
     evaluation: PreparedRows | None = None
+    new_tokens: dict[int, list[int]] = field(default_factory=dict)
 
 
 def prepare(options: TrainOptions) -> Prepared:
@@ -83,30 +105,37 @@ def prepare(options: TrainOptions) -> Prepared:
     options = with_optimizer(options, device_type())
     checks.check_trainer(options)
     data = options.data
-    source: Path | Dataset | RowSource
+    stream, train_rows, eval_rows = None, None, None
     if data.streaming:
-        source = open_stream(data.dataset)
+        stream = open_training_data(data, options.training.seed)
     else:
-        source = find_packs(data.dataset) or load_rows(data.dataset, num_proc=data.num_proc)
-    eval_source = None
+        train_rows = _packs_in(data.dataset) or load_training_data(data)
     if data.eval_dataset is not None:
-        eval_source = find_packs(data.eval_dataset) or load_rows(data.eval_dataset, "test", data.num_proc)
+        sets, limit = evaluation_sets(data), data.sample_limit
+        eval_rows = _packs_in(data.eval_dataset) or load_all(sets, "test", data.num_proc, limit)
 
-    dtype = weight_dtype(options.model.dtype)
+    dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
+    check_rounding(options, dtype)
     config = _trl_config(options, dtype)
     model_config = _model_config(options, dtype)
-    tokenizer = _tokenizer(options.model.model_name)
-    if isinstance(source, Path | Dataset):
-        train = _rows_of(data.dataset, source, tokenizer, options, data.sample_packing, model_config)
+    tokenizer = _tokenizer(options)
+    new_tokens = _add_tokens(options, tokenizer)
+    model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
+    evaluation = None
+    if stream is not None:
+        train = _stream_of(stream, tokenizer, options, config, model_config)
+    elif isinstance(train_rows, Path):
+        train = _packed_rows_of(train_rows, name_of(data.dataset), tokenizer, options, model_config)
     else:
-        train = _stream_of(source, tokenizer, options, config, model_config)
+        assert train_rows is not None
+        train, evaluation = _training_rows(train_rows, tokenizer, options, model_config)
     if data.keep_examples_per_update and isinstance(train.rows, Dataset):
         _keep_examples_per_update(config, train.rows)
-    evaluation = None
-    if data.eval_dataset is not None and eval_source is not None:
-        packing = data.sample_packing if data.eval_packing is None else data.eval_packing
-        evaluation = _rows_of(data.eval_dataset, eval_source, tokenizer, options, packing, model_config)
-    return Prepared(options, config, dtype, tokenizer, train, evaluation)
+    if isinstance(eval_rows, Path):
+        evaluation = _packed_rows_of(eval_rows, name_of(data.eval_dataset), tokenizer, options, model_config)
+    elif eval_rows is not None:
+        evaluation = _evaluation_rows(eval_rows, tokenizer, options, model_config)
+    return Prepared(options, config, dtype, tokenizer, train, evaluation, new_tokens)
 
 
 def _trl_config(options: TrainOptions, dtype: torch.dtype) -> SFTConfig:
@@ -116,20 +145,37 @@ def _trl_config(options: TrainOptions, dtype: torch.dtype) -> SFTConfig:
         dtype=dtype,
         **_training_arguments(options),
     )
-    checks.check_optimizer(config)
+    check_optimizer(config)
     return config
+
+
+def rates_of(options: TrainOptions) -> LearningRates:
+    """The learning rates of groups of weights."""
+    training = options.training
+    return LearningRates(
+        training.lora_plus_ratio, training.embedding_learning_rate, dict(training.learning_rates or {})
+    )
 
 
 def _training_arguments(options: TrainOptions) -> dict[str, Any]:
     """The options, as transformers' `TrainingArguments` call them."""
-    training, save_steps = options.training, options.output.save_steps
+    training = options.training
+    save_steps: float | None = options.output.save_steps
     arguments = {name: value for name, value in flat(options).items() if name in _TRAINING_ARGUMENTS}
     arguments |= {"max_steps": training.max_steps or -1, "num_train_epochs": training.num_train_epochs or 1.0}
+    arguments |= arguments_of(training)
     arguments |= {"logging_first_step": True, "save_strategy": "no"}
+    if training.warmup_ratio is not None:
+        arguments["warmup_steps"] = training.warmup_ratio  # below 1, a share of all updates
+    evaluates = training.eval_steps or 0.1  # a share of all updates
+    if options.data.evaluates:
+        arguments |= {"eval_strategy": "steps", "eval_steps": evaluates}
+    if training.load_best_model_at_end and not save_steps:
+        save_steps = evaluates
     if save_steps:
         arguments |= {"save_strategy": "steps", "save_steps": save_steps, "save_total_limit": 2}
-    if options.data.eval_dataset:
-        arguments |= {"eval_strategy": "steps", "eval_steps": 0.1}  # a share of all updates
+    if training.load_best_model_at_end or training.early_stopping_patience:
+        arguments |= {"metric_for_best_model": "eval_loss", "greater_is_better": False}
     if options.data.streaming:  # which goes on at a place of its own, without going through what is done
         arguments |= {"ignore_data_skip": True}
     return arguments | sharding_arguments(options)
@@ -140,16 +186,22 @@ def _model_config(options: TrainOptions, dtype: torch.dtype) -> Any:
     base, adapter = resolve(options.model.model_name)
     if adapter is not None:
         raise InputError(
-            f"model_name {adapter!r} is an adapter, and a run makes its own; merge it first with "
-            "`unsloth-pack merge`, and give the merged model"
+            f"model_name {adapter!r} is an adapter, and a run makes its own; give --init_adapter "
+            f"{adapter!r} to begin with it, or merge it first with `unsloth-pack merge`"
         )
     config = load_config(base).get_text_config()
+    check_names_of_modules(options, base)
     checks.check_backend(options.model.attn_backend, config, dtype, device_type())
     return config
 
 
-def _tokenizer(model_name: str) -> PreTrainedTokenizerBase:
-    tokenizer = load_tokenizer(model_name)
+def _tokenizer(options: TrainOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer of the adapter that the run begins with, if it has one, else of the model."""
+    model_name = options.model.model_name
+    if (folder := options.adapter.init_adapter) and (Path(folder) / "tokenizer_config.json").is_file():
+        tokenizer = loading.load_tokenizer(folder)
+    else:
+        tokenizer = load_tokenizer(model_name)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise InputError(
             f"the tokenizer of {model_name} has neither pad_token nor eos_token; name one of its tokens in "
@@ -158,39 +210,104 @@ def _tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _rows_of(
-    name: str,
-    source: Path | Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    options: TrainOptions,
-    packing: bool,
-    model_config: Any,
+def _add_tokens(options: TrainOptions, tokenizer: Any) -> dict[int, list[int]]:
+    """Add new tokens to the tokenizer; those that the adapter has which the run begins with are there."""
+    adapter = options.adapter
+    if adapter.add_tokens is None:
+        return {}
+    tokens = read_new_tokens(Path(adapter.add_tokens))
+    goes_on = adapter.init_adapter is not None and not adapter.merge_init_adapter
+    if goes_on and tokens.keys() <= tokenizer.get_vocab().keys():
+        return {}
+    if goes_on:
+        raise InputError(
+            f"add_tokens is {adapter.add_tokens!r} and init_adapter {adapter.init_adapter!r} has other "
+            "tokens; leave out --add_tokens, or give --merge_init_adapter to train a new adapter on top of it"
+        )
+    return add_to_tokenizer(tokenizer, tokens)
+
+
+def _packs_in(named: Named) -> Path | None:
+    """The folder of packed rows that is named."""
+    return find_packs(named) if isinstance(named, str) else None
+
+
+def _packed_rows_of(
+    folder: Path, name: str, tokenizer: PreTrainedTokenizerBase, options: TrainOptions, model_config: Any
 ) -> PreparedRows:
-    """Rows for the trainer.
+    """Rows that were packed on disk.
 
     Args:
         name: of the data.
-        source: the folder of its packs, or its rows.
-        packing: whether its rows are to be packed.
         model_config: of the text model.
     """
-    vocab_size, n_positions = model_config.vocab_size, model_config.max_position_embeddings
-    most_lost, capacity = options.data.max_token_loss, options.model.max_seq_length
-    if isinstance(source, Path):
-        packs, rows = read_packs(source, tokenizer_hash(tokenizer))
-        check_token_ids(rows, vocab_size)
-        check_token_loss(name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True)
-        return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
-    only_responses, num_proc = options.data.train_on_responses_only, options.data.num_proc
-    documents = prepare_documents(source, tokenizer, capacity, only_responses, num_proc)
-    check_ids(documents, vocab_size)
-    check_token_loss(name, documents.ledger, most_lost, capacity, n_positions)
-    rows = pack_documents(documents, capacity, num_proc) if packing else documents.rows
-    return PreparedRows(rows, documents.ledger, documents.fingerprint)
+    packs, rows = read_packs(folder, tokenizer_hash(tokenizer))
+    check_token_ids(rows, model_config.vocab_size)
+    n_positions, most_lost = model_config.max_position_embeddings, options.data.max_token_loss
+    check_token_loss(name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True)
+    return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
+
+
+def _training_rows(
+    given: list[RowsOfSet], tokenizer: PreTrainedTokenizerBase, options: TrainOptions, model_config: Any
+) -> tuple[PreparedRows, PreparedRows | None]:
+    """What is trained on, and what is held out of it."""
+    data = options.data
+    mixture = _checked_mixture(
+        given,
+        tokenizer,
+        options,
+        model_config,
+        how=data.mixture,
+        seed=options.training.seed,
+        eval_fraction=data.eval_fraction,
+        most=data.sample_limit,
+    )
+    train = _prepared_rows(mixture.train, data.sample_packing, options, mixture.parts)
+    if mixture.held_out is None:
+        return train, None
+    return train, _prepared_rows(mixture.held_out, _packs_evaluation(data), options)
+
+
+def _evaluation_rows(
+    given: list[RowsOfSet], tokenizer: PreTrainedTokenizerBase, options: TrainOptions, model_config: Any
+) -> PreparedRows:
+    mixture = _checked_mixture(given, tokenizer, options, model_config)
+    return _prepared_rows(mixture.train, _packs_evaluation(options.data), options, mixture.parts)
+
+
+def _packs_evaluation(data: DataOptions) -> bool:
+    return data.sample_packing if data.eval_packing is None else data.eval_packing
+
+
+def _checked_mixture(
+    given: list[RowsOfSet],
+    tokenizer: PreTrainedTokenizerBase,
+    options: TrainOptions,
+    model_config: Any,
+    **how: Any,
+) -> Mixture:
+    """The documents of some data sets, all of whose tokens have an embedding, and not too many are lost."""
+    data, capacity = options.data, options.model.max_seq_length
+    mixture = mixed_documents(given, tokenizer, capacity, data.train_on_responses_only, data.num_proc, **how)
+    check_ids(mixture.train, model_config.vocab_size)
+    name = ", ".join(each.data_set.name for each in given)
+    n_positions = model_config.max_position_embeddings
+    check_token_loss(name, mixture.train.ledger, data.max_token_loss, capacity, n_positions)
+    return mixture
+
+
+def _prepared_rows(
+    documents: Documents, packing: bool, options: TrainOptions, parts: tuple[Part, ...] = ()
+) -> PreparedRows:
+    rows, capacity = documents.rows, options.model.max_seq_length
+    if packing:
+        rows = pack_documents(documents, capacity, options.data.num_proc)
+    return PreparedRows(rows, documents.ledger, documents.fingerprint, parts=parts)
 
 
 def _stream_of(
-    source: RowSource,
+    stream: OpenedStream,
     tokenizer: PreTrainedTokenizerBase,
     options: TrainOptions,
     config: SFTConfig,
@@ -199,7 +316,11 @@ def _stream_of(
     """The rows of a stream, of which the first documents have been checked."""
     data, capacity = options.data, options.model.max_seq_length
     vocab_size, n_positions = model_config.vocab_size, model_config.max_position_embeddings
+    source = stream.source
     documents = stream_documents(source, tokenizer, vocab_size, capacity, data.train_on_responses_only)
+    for number, data_set in enumerate(stream.data_sets):
+        unused = documents.unused_columns[number]
+        check_used(data_set.columns, unused, are_shared=data_set.shares_columns)
     name = f"{source.name}, in its first {documents.first_ledger.rows_read:,} rows,"
     check_token_loss(name, documents.first_ledger, data.max_token_loss, capacity, n_positions)
     rows = RowStream(
@@ -210,7 +331,11 @@ def _stream_of(
         n_workers=data.num_proc or 1,
         ahead=2 * rows_of_an_update(config) + config.per_device_train_batch_size,
     )
-    return PreparedRows(rows, documents.first_ledger, documents.fingerprint)
+    parts = tuple(
+        Part(data_set.name, data_set.weight, documents.unused_columns[number])
+        for number, data_set in enumerate(stream.data_sets)
+    )
+    return PreparedRows(rows, documents.first_ledger, documents.fingerprint, parts=parts)
 
 
 def _keep_examples_per_update(config: SFTConfig, rows: Dataset) -> None:

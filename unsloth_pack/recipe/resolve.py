@@ -5,30 +5,38 @@ import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import find_packs, read_manifest
+from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import build, changed, flat, read_values
 from unsloth_pack.recipe.machine import count_processes
+from unsloth_pack.recipe.named_data import Named, paths_of, with_paths
 from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.second_stage import with_init_adapter
+from unsloth_pack.recipe.what_trains import refuse_of_an_adapter
 
 # What a resumed run may change: nothing that alters the order of the data, the steps or the weights.
 FREE_ON_RESUME = {"config", "resume", "output_dir", "logging_steps", "report_to"}
 FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
-FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc"}
-_SOURCES = ("model_name", "dataset", "eval_dataset")  # what a run reads
+FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "save_delay_steps"}
+FREE_ON_RESUME |= {"push_to_hub"}
+_SOURCES = ("model_name", "dataset", "eval_dataset", "add_tokens", "init_adapter")  # what a run reads
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
 
-def resolve(given: Mapping[str, Any]) -> TrainOptions:
+def resolve(given: Mapping[str, Any], *, may_lack_adapter: bool = False) -> TrainOptions:
     """The options of a run; what depends on the device is left to `with_optimizer`.
 
     Args:
         given: the values that somebody asked for, by name.
+        may_lack_adapter: whether the adapter that the run begins with may be missing, as an earlier stage
+            has yet to make it; then nothing comes from it.
 
     Raises:
         InputError: the resumed run is missing or was started otherwise, or an option contradicts packed rows.
@@ -36,10 +44,15 @@ def resolve(given: Mapping[str, Any]) -> TrainOptions:
     resumed = _resumed_run(given) if given.get("resume") else {}
     options = build(TrainOptions, resumed or _demo_values(given), given)
     asked = {**resumed, **given}
+    adapter = options.adapter.init_adapter
+    if not (may_lack_adapter and adapter is not None and not os.path.exists(adapter)):
+        options = with_init_adapter(options, given)
+    if options.adapter.tuning == "full":
+        refuse_of_an_adapter(options, given)
     if options.data.streaming:
         options = _with_stream(options, asked)
     options = _with_packs(options, asked)
-    return _with_dependent_defaults(options)
+    return _with_accumulation(_with_dependent_defaults(options, given), given)
 
 
 def with_optimizer(options: TrainOptions, device_type: str) -> TrainOptions:
@@ -65,7 +78,7 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     found = _found_again(started_with, read_cwd(folder), folder)
     for name, value in given.items():
         was = started_with[name]
-        is_same = value == was or (name in _SOURCES and _are_one_path(value, found[name]))
+        is_same = value == was or (name in _SOURCES and _are_one_source(value, found[name]))
         if name in recorded and name not in FREE_ON_RESUME and not is_same:
             raise InputError(
                 f"--resume continues a run as it was started: {name} was {was!r}, not {value!r}; "
@@ -84,17 +97,30 @@ def _found_again(values: dict[str, Any], cwd: Path | None, folder: Path) -> dict
     """
     found = dict(values)
     for name in _SOURCES:
-        if cwd is None or values[name] in (None, "demo"):
-            continue
-        if os.path.exists(path := os.path.join(cwd, values[name])):
-            found[name] = path
+        if cwd is not None and values[name] is not None:
+            found[name] = with_paths(values[name], partial(_path_from, cwd))
     output_dir, save_path = values["output_dir"], values["save_path"]
     if output_dir and save_path and Path(save_path).is_relative_to(output_dir):
         found["save_path"] = str(folder / Path(save_path).relative_to(output_dir))
     return found
 
 
+def _path_from(cwd: Path, path: str) -> str:
+    """Where a path leads that was given in the folder `cwd`; a name that is no path stays."""
+    there = os.path.join(cwd, path)
+    return there if path != "demo" and os.path.exists(there) else path
+
+
+def _are_one_source(one: Any, other: Any) -> bool:
+    """Whether two values of an option name the same files, the same part of them, and the same weights."""
+    if one is None or other is None or with_paths(one, lambda _: "") != with_paths(other, lambda _: ""):
+        return False
+    return all(map(_are_one_path, paths_of(one), paths_of(other)))
+
+
 def _are_one_path(one: str, other: str) -> bool:
+    if one == other:
+        return True
     return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
 
 
@@ -127,7 +153,7 @@ def _with_stream(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOption
             "keep_examples_per_update is set, but nobody knows the lengths of a stream's documents; give "
             "--gradient_accumulation_steps"
         )
-    if folder := find_packs(data.dataset):
+    if folder := _packs_in(data.dataset):
         raise InputError(
             f"streaming is set and {folder} holds packed rows, which stay on the disk anyway; leave out "
             "--streaming"
@@ -141,7 +167,8 @@ def _with_packs(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions
     Args:
         asked: the values that somebody asked for, now or when the resumed run began, by name.
     """
-    if folder := find_packs(options.data.dataset):
+    if folder := _packs_in(options.data.dataset):
+        _refuse_choice_of_rows(options.data, asked, folder)
         packs = read_manifest(folder)
         decided = {
             "sample_packing": True,
@@ -152,7 +179,7 @@ def _with_packs(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions
         length = asked.get("max_seq_length", packs.capacity)
         options = changed(options, {**decided, "max_seq_length": length})
         _check_capacity(folder, packs.capacity, length)
-    if options.data.eval_dataset and (folder := find_packs(options.data.eval_dataset)):
+    if options.data.eval_dataset and (folder := _packs_in(options.data.eval_dataset)):
         packs = read_manifest(folder)
         decided = {"sample_packing": True, "train_on_responses_only": packs.train_on_responses_only}
         _refuse_otherwise(flat(options), decided, folder)
@@ -160,6 +187,36 @@ def _with_packs(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions
         options = changed(options, {"eval_packing": True})
         _check_capacity(folder, packs.capacity, options.model.max_seq_length)
     return options
+
+
+def _packs_in(named: Named) -> Path | None:
+    """The folder of packed rows that is named, if one is.
+
+    Raises:
+        InputError: something else is named beside it, or a part of it.
+    """
+    for path in paths_of(named):
+        folder = find_packs(path)
+        if folder is not None and not isinstance(named, str):
+            raise InputError(
+                f"{folder} holds packed rows, which are trained on alone and as they were packed; name it as "
+                "a single path, or pack the data sets together with `unsloth-pack pack`"
+            )
+        if folder is not None:
+            return folder
+    return None
+
+
+def _refuse_choice_of_rows(data: DataOptions, asked: Mapping[str, Any], folder: Path) -> None:
+    for name in ("mixture", "columns", "split", "sample_limit", "eval_fraction"):
+        if name in asked and getattr(data, name) != getattr(DataOptions(), name):
+            way = (
+                "give --eval_dataset" if name == "eval_fraction" else f"give --{name} to `unsloth-pack pack`"
+            )
+            raise InputError(
+                f"{name} is set, and the rows in {folder} are packed already, each with several documents; "
+                f"{way}, or train on the data that it was packed from"
+            )
 
 
 def _refuse_otherwise(asked: Mapping[str, Any], decided: Mapping[str, Any], folder: Path) -> None:
@@ -179,7 +236,7 @@ def _check_capacity(folder: Path, capacity: int, max_seq_length: int) -> None:
         )
 
 
-def _with_dependent_defaults(options: TrainOptions) -> TrainOptions:
+def _with_dependent_defaults(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
     """The options with those defaults that depend on other options."""
     training, output = options.training, options.output
     found: dict[str, Any] = {}
@@ -190,9 +247,44 @@ def _with_dependent_defaults(options: TrainOptions) -> TrainOptions:
         found["max_steps"] = 400
     folder = _default_folder(options) if output.output_dir is None else output.output_dir
     found["output_dir"] = folder
+    if training.warmup_ratio is not None and "warmup_steps" in given:
+        raise InputError(
+            f"warmup_ratio is {training.warmup_ratio:g} and warmup_steps is {given['warmup_steps']}; give "
+            "one of them"
+        )
     if output.save_path is None and output.save_model:
         found["save_path"] = str(Path(folder) / "merged")
     return changed(options, found)
+
+
+def _with_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
+    """The options with as many steps an update as `effective_batch_size` asks for.
+
+    Raises:
+        InputError: it does not divide, or something else decides the steps.
+    """
+    training = options.training
+    if training.effective_batch_size is None:
+        return options
+    others = {
+        "gradient_accumulation_steps": given.get("gradient_accumulation_steps"),
+        "keep_examples_per_update": given.get("keep_examples_per_update"),
+    }
+    for name, value in others.items():
+        if value:
+            raise InputError(
+                f"effective_batch_size is {training.effective_batch_size} and {name} is {value}, but either "
+                f"decides the steps of an update; leave out --{name}"
+            )
+    at_once = (training.per_device_train_batch_size or 1) * count_processes()
+    steps, rest = divmod(training.effective_batch_size, at_once)
+    if rest or not steps:
+        raise InputError(
+            f"effective_batch_size is {training.effective_batch_size}, which {at_once} rows a step "
+            f"(per_device_train_batch_size times {count_processes()} processes) do not divide; give a "
+            f"multiple of {at_once}"
+        )
+    return changed(options, {"gradient_accumulation_steps": steps})
 
 
 def _default_folder(options: TrainOptions) -> str:
@@ -202,7 +294,7 @@ def _default_folder(options: TrainOptions) -> str:
             "give --output_dir"
         )
     model = _as_name(Path(options.model.model_name).name)  # Qwen2.5-0.5B has no suffix
-    dataset = _as_name(Path(options.data.dataset).stem)
+    dataset = _as_name("-".join(Path(path).stem for path in paths_of(options.data.dataset)))
     return f"outputs/{model}-{dataset}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 

@@ -19,6 +19,7 @@ from rich.progress import (
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.report.memory import peak_memory
 from unsloth_pack.report.metrics import MetricsFile
 
 _FAILED = 1000  # above the number of any signal
@@ -26,7 +27,10 @@ _LINES = 20  # of progress in a run, where there is no terminal for a bar
 
 
 class MetricsCallback(TrainerCallback):
-    """Writes every log line of the trainer to the metrics file, with the seconds since training began."""
+    """Writes every log line of the trainer to the metrics file.
+
+    With the seconds since training began, and the peak of memory so far.
+    """
 
     def __init__(self, metrics: MetricsFile):
         self.metrics = metrics
@@ -45,7 +49,8 @@ class MetricsCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         seconds = round(time.monotonic() - self.began, 4)
-        self.metrics.write("log", step=state.global_step, seconds=seconds, **logs)
+        memory = {"memory_bytes": peak_memory()[0]}
+        self.metrics.write("log", step=state.global_step, seconds=seconds, **logs, **memory)
 
 
 class ProgressCallback(TrainerCallback):

@@ -4,7 +4,8 @@ config    the first line: the options of the run by name, without sections; vers
           `cwd`, the folder in which the run was started, to which its relative paths belong
 data      a line each for the training and the evaluation data: the token ledger, the fill of the rows, the
           fingerprint of ids and labels, and how uneven the work of several ranks is
-log       what the trainer logs, with `step`, and the `seconds` since this process began to train
+log       what the trainer logs, with `step`, the `seconds` since this process began to train, and
+          `memory_bytes`, the peak of its memory so far
 demo      exact match on held-out rows, before and after
 nonfinite an update that was left out, with its `step`, rows and documents
 stopped   a signal ended the run after `step`
@@ -35,10 +36,10 @@ class MetricsFile:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a line. Numbers that are not finite, which JSON lacks, become null."""
+        """Append a line."""
         if not self.enabled:
             return
-        line = {"kind": kind, **_finite(values)}
+        line = line_of(kind, **values)
         if not self.path.exists():  # it appears with its first line, which says how to resume the run
             return self._replace([line])
         if self.path.is_symlink():
@@ -55,6 +56,11 @@ class MetricsFile:
     def _replace(self, lines: list[dict[str, Any]]) -> None:
         with write_file(self.path) as file:
             file.writelines(_encoded(line).encode() for line in lines)
+
+
+def line_of(kind: str, **values: Any) -> dict[str, Any]:
+    """A line of a metrics file. Numbers that are not finite, which JSON lacks, are null."""
+    return {"kind": kind, **_finite(values)}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -93,6 +99,11 @@ def read_losses(folder: Path) -> dict[int, float]:
     """The losses that the run in `folder` logged, by update, without those that were not finite."""
     logged = [line for line in _read(folder / FILE_NAME) if line["kind"] == "log"]
     return {line["step"]: line["loss"] for line in logged if line.get("loss") is not None}
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """All lines of the run in `folder`, one that a killed run left unfinished aside."""
+    return _read(folder / FILE_NAME)
 
 
 def has_ended(folder: Path) -> bool:

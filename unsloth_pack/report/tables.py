@@ -9,11 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.mixture import Part
 from unsloth_pack.errors import printable
 from unsloth_pack.packing import PackManifest
 from unsloth_pack.patching.report import PatchReport
 from unsloth_pack.report.fill import RowFill
 from unsloth_pack.report.memory import gib
+from unsloth_pack.report.parts import lines_of_parts
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class RunFacts:
         optimizer: its name and learning rate, and whether it takes all weights at once.
         spread: how uneven the ranks' work is, if there are several.
         waiting: if the data streams, the documents and the tokens that wait at most to be packed.
+        mixture: how several data sets become one.
+        parts: the data sets; empty for packs.
+        evaluation: the ledger of what is evaluated on, if anything.
     """
 
     model_name: str
@@ -42,6 +47,9 @@ class RunFacts:
     output_dir: str
     spread: str | None = None
     waiting: tuple[int, int | None] | None = None
+    mixture: str = ""
+    parts: tuple[Part, ...] = ()
+    evaluation: TokenLedger | None = None
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,12 @@ class RowsOfStream:
     Args:
         fill: of the rows.
         waiting: documents that were read and not trained on.
+        read: of each data set of a mixture, its name, and the rows and tokens that were read; empty for one.
     """
 
     fill: RowFill
     waiting: int
+    read: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ def print_banner(
         *((f"fused {kind}", what) for kind, what in patch.fused.items()),
         *((f"not fused {kind}", why) for kind, why in patch.not_fused.items()),
         *(_stream_lines(facts, ledger) if fill is None else _data_lines(facts, ledger, fill)),
+        *_evaluation_lines(facts, ledger),
         ("plan", f"{facts.steps:,} updates, {facts.optimizer}"),
         *([("ranks", facts.spread)] if facts.spread else []),
         ("output", facts.output_dir),
@@ -128,6 +139,7 @@ def print_banner(
 def _data_lines(facts: RunFacts, ledger: TokenLedger, fill: RowFill) -> list[tuple[str, str]]:
     return [
         ("data", _ledger_line(ledger)),
+        *lines_of_parts(facts.parts),
         ("loss on", _loss_line(ledger)),
         ("rows", _fill_line(fill)),
         *_packing_lines(facts, is_packed=fill.documents > fill.rows),
@@ -140,6 +152,7 @@ def _stream_lines(facts: RunFacts, ledger: TokenLedger) -> list[tuple[str, str]]
     documents, tokens = facts.waiting
     return [
         ("data", "a stream, counted as it is read; the summary at the end says what was cut and dropped"),
+        *lines_of_parts(facts.parts, facts.mixture),
         ("first rows", _ledger_line(ledger)),
         ("loss on", f"in the first rows: {_loss_line(ledger)}"),
         ("rows", f"packed as documents come, of which at most {documents:,} wait, or {tokens:,} tokens"),
@@ -148,12 +161,21 @@ def _stream_lines(facts: RunFacts, ledger: TokenLedger) -> list[tuple[str, str]]
     ]
 
 
-def print_packs(console: Console, packs: PackManifest, folder: str) -> None:
+def _evaluation_lines(facts: RunFacts, ledger: TokenLedger) -> list[tuple[str, str]]:
+    if facts.evaluation is None:
+        return []
+    held_out = ", held out of the data" if ledger.rows_held_out else ""
+    line = f"{facts.evaluation.rows_read:,} rows, {facts.evaluation.tokens_read:,} tokens{held_out}"
+    return [("evaluation", line)]
+
+
+def print_packs(console: Console, packs: PackManifest, folder: str, parts: Sequence[Part] = ()) -> None:
     """What was packed, and how to train on it."""
     fill = RowFill(packs.rows, packs.documents, packs.tokens, packs.rows * packs.capacity, packs.tokens)
     size = sum(shard.bytes for shard in packs.shards)
     rows = [
         ("data", _ledger_line(packs.ledger)),
+        *lines_of_parts(parts),
         ("loss on", _loss_line(packs.ledger)),
         ("rows", f"of {packs.capacity:,} tokens by {packs.strategy}: {_fill_line(fill)}"),
         ("shards", f"{len(packs.shards)}, {size / 2**20:,.1f} MiB"),
@@ -188,6 +210,8 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
     if summary.stream:
         waiting = f"{summary.stream.waiting:,} documents were read and not trained on"
         rows.insert(4, ("rows", f"{_fill_line(summary.stream.fill)}; {waiting}"))
+        for name, n_rows, n_tokens in reversed(summary.stream.read):
+            rows.insert(5, ("read", f"{name}: {n_rows:,} rows, {n_tokens:,} tokens"))
         rows.insert(5, ("passes", f"{summary.epochs:,.0f} over the data were read to the end"))
     if summary.updates_left_out:
         rows.append(("note", f"{summary.updates_left_out} updates were left out: they were not finite"))
@@ -244,6 +268,19 @@ def _ledger_line(ledger: TokenLedger) -> str:
         f"truncated {ledger.tokens_truncated:,} tokens of {ledger.rows_truncated:,} rows; "
         f"dropped {ledger.tokens_dropped:,} tokens of {ledger.rows_fully_masked:,} fully masked rows; "
         f"split {ledger.tokens_split:,} tokens of {ledger.rows_split:,} rows"
+        f"{_choice_of_rows(ledger)}"
+    )
+
+
+def _choice_of_rows(ledger: TokenLedger) -> str:
+    """What a mixture, a limit or an evaluation has changed about the rows that are trained on."""
+    counts = {
+        "held out": (ledger.tokens_held_out, ledger.rows_held_out),
+        "not drawn": (ledger.tokens_not_drawn, ledger.rows_not_drawn),
+        "repeated": (ledger.tokens_repeated, ledger.rows_repeated),
+    }
+    return "".join(
+        f"; {what} {tokens:,} tokens of {rows:,} rows" for what, (tokens, rows) in counts.items() if rows
     )
 
 

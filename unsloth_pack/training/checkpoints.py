@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -25,7 +26,9 @@ from unsloth_pack.training.trained import COUNTS_FILE, TrainedCounts
 
 ASIDE = ".saving"
 # Written in this order by transformers; the state comes last.
-_PARTS = ("adapter_model.safetensors", "scheduler.pt", COUNTS_FILE)
+_PARTS = ("scheduler.pt", COUNTS_FILE)
+_ADAPTER = "adapter_model.safetensors"
+_MODEL_INDEX = "model.safetensors.index.json"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "latest")  # written by transformers, FSDP2 and DeepSpeed
 _STATE = "trainer_state.json"
 STREAM_FILES = "stream_*.safetensors"  # where the stream of each process stood
@@ -39,7 +42,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 def state_of(checkpoint: Path) -> dict[str, Any] | None:
     """The trainer's state in a checkpoint, or None if the checkpoint is not whole."""
-    parts = [checkpoint / name for name in _PARTS]
+    parts = [checkpoint / name for name in _PARTS] + _weights(checkpoint)
     optimizers = [path for name in _OPTIMIZERS if (path := checkpoint / name).is_file()]
     random_states = [*checkpoint.glob("rng_state*.pth")]  # one of each process
     streams = [*checkpoint.glob(STREAM_FILES)]  # one of each process, if the data streams
@@ -52,6 +55,16 @@ def state_of(checkpoint: Path) -> dict[str, Any] | None:
         return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def _weights(checkpoint: Path) -> list[Path]:
+    """Where the weights of a checkpoint are, or would be: of an adapter, or of a model, perhaps in shards."""
+    if (checkpoint / _MODEL_INDEX).is_file():
+        with suppress(OSError, ValueError, LookupError, AttributeError):
+            index = json.loads((checkpoint / _MODEL_INDEX).read_text(encoding="utf-8"))
+            return [checkpoint / name for name in {*index["weight_map"].values()}]
+    whole = checkpoint / "model.safetensors"
+    return [whole if whole.exists() else checkpoint / _ADAPTER]
 
 
 def _is_whole(path: Path) -> bool:
@@ -93,6 +106,7 @@ class WholeCheckpoints:
 
     def __init__(self, arguments: TrainingArguments, accelerator: Accelerator, counts: TrainedCounts):
         self._arguments, self._accelerator, self._counts = arguments, accelerator, counts
+        self.best: int | None = None  # updates before the checkpoint that is to stay
         self.aside: str | None = None  # where the trainer has to write in place of its folder, during a save
 
     def save(self, folder: Path, step: int, write: Callable[[], None]) -> None:
@@ -140,6 +154,8 @@ class WholeCheckpoints:
     def _remove_oldest(self, folder: Path, aside: Path) -> None:
         """Rename before deleting: what a kill leaves of a deleted checkpoint must not pass for one."""
         for old in _checkpoints(folder)[: -(self._arguments.save_total_limit or 2**31)]:
+            if step_of(old) == self.best:
+                continue
             os.replace(old, aside / old.name)
         remove_folder(aside)
 

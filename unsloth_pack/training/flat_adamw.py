@@ -18,8 +18,10 @@ from unsloth_pack.graphs.flat_layout import FlatLayout, joined
 State = dict[str, Tensor]  # of a weight: "step", a number; moments, of the shape of the weight
 
 
-def why_not_flat(arguments: TrainingArguments) -> str | None:
+def why_not_flat(arguments: TrainingArguments, model: Any = None) -> str | None:
     """Why the optimizer of a run takes the weights one by one, or None."""
+    if getattr(model, "full_finetuning", False):
+        return "all of the model trains, and a second copy of its gradients would take much memory"
     if arguments.fsdp or arguments.deepspeed:
         return "they are sharded"
     return None if arguments.optim == "adamw_torch_fused" else "not adamw_torch_fused"

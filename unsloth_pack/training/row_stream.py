@@ -252,6 +252,7 @@ class StreamTotals:
         turns: passes over the data that every process has completed.
         rows, documents, tokens: of the packed rows that were trained on.
         waiting: documents that were read and not trained on.
+        read_of_parts: of each data set of a mixture, the rows and tokens that were read; empty for one.
     """
 
     ledger: TokenLedger
@@ -260,6 +261,7 @@ class StreamTotals:
     documents: int
     tokens: int
     waiting: int
+    read_of_parts: tuple[tuple[int, int], ...] = ()
 
 
 def totals(stream: RowStream, rows: int) -> StreamTotals:
@@ -267,6 +269,7 @@ def totals(stream: RowStream, rows: int) -> StreamTotals:
     stand = stream.after(rows)
     by_process = gather_object([(stand.tally, stand.packed, stand.place.turn)])
     tally, packed = Tally(), Counter[str]()
+    n_parts = stream.documents.n_parts
     for of_process, counts, _ in by_process:
         tally += of_process
         packed.update(asdict(counts))
@@ -277,6 +280,7 @@ def totals(stream: RowStream, rows: int) -> StreamTotals:
         documents=packed["documents"],
         tokens=packed["tokens"],
         waiting=packed["examples"] - packed["documents"],
+        read_of_parts=tuple(map(tally.read_of, range(n_parts if n_parts > 1 else 0))),
     )
 
 

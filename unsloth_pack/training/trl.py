@@ -1,33 +1,31 @@
-"""Everything that knows TRL: its configuration, trainer, collator, templates and warnings."""
+"""TRL's trainer as a run uses it. What it is set up with is in `trl_setup.py`."""
 
-import logging
 import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import trl
 from datasets import Dataset, IterableDataset
-from packaging.version import Version
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
 from trl import SFTConfig, SFTTrainer
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from unsloth_pack.errors import InputError
 from unsloth_pack.patching.patch import patch_of
+from unsloth_pack.training.best import (
+    DelayedSaves,
+    KeptBest,
+    best_checkpoint,
+    has_stopped_early,
+    without_untrue_warning,
+)
 from unsloth_pack.training.checkpoints import WholeCheckpoints, state_of
 from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
 from unsloth_pack.training.flat_adamw import FlatAdamW, why_not_flat
 from unsloth_pack.training.late_metrics import LateMetrics, default_loss, has_default_loss
+from unsloth_pack.training.learning_rates import LearningRates, grouped
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.row_stream import EpochOfStream, RowStream, loader_of
@@ -39,6 +37,8 @@ from unsloth_pack.training.sharded_weights import (
     use_fsdp_on_a_cpu,
 )
 from unsloth_pack.training.trained import Trained, TrainedCounts
+from unsloth_pack.training.trl_refusals import adapted_head_allowed, without_untrue_warnings
+from unsloth_pack.training.trl_setup import rows_of_an_update
 
 
 class RunTrainer(SFTTrainer):
@@ -57,10 +57,22 @@ class RunTrainer(SFTTrainer):
         memory_watch                                  memory_watch.py
         document losses, in evaluations               evaluation.py
         weights shared out over processes             sharded_weights.py
+        rates, of groups of weights                   learning_rates.py
+        delayed_saves, and the best checkpoint        best.py
     """
 
-    def __init__(self, *args: Any, row_stream: RowStream | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        row_stream: RowStream | None = None,
+        rates: LearningRates | None = None,
+        save_delay_steps: int = 0,
+        **kwargs: Any,
+    ):
+        self.rates = rates or LearningRates()
         super().__init__(*args, **kwargs)
+        self.delayed_saves = DelayedSaves(save_delay_steps)
+        self.add_callback(KeptBest())
         self.row_stream = row_stream
         trained: Any = self.model
         if patch_of(trained) is not None:  # TRL takes no collator of a caller's beside `padding_free`
@@ -104,13 +116,17 @@ class RunTrainer(SFTTrainer):
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end, from the beginning or from a whole checkpoint."""
         state = state_of(checkpoint) if checkpoint else None
-        if state and state["global_step"] >= state["max_steps"]:  # killed between its last update and its end
+        if state and (state["global_step"] >= state["max_steps"] or has_stopped_early(state)):
+            # killed between its last update and its end
             self._load_from_checkpoint(str(checkpoint))
             self.state = TrainerState(**state)
+            if self.args.load_best_model_at_end:
+                self._load_best_model()
             return
         if state:  # a number of updates by now, not a share of them: transformers warns of a difference
             self.args.eval_steps = state["eval_steps"]
-        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with without_untrue_warning():
+            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write TRL's model card into the output folder, if there is none; a link of its name is replaced."""
@@ -188,7 +204,25 @@ class RunTrainer(SFTTrainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         made_by, options = SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
-        return (FlatAdamW if why_not_flat(args) is None else made_by), options
+        if "block_size" in options:  # of torchao's, which transformers leaves as text
+            options = {**options, "block_size": int(options["block_size"])}
+        return (FlatAdamW if why_not_flat(args, model) is None else made_by), options
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is not None or not self.rates:
+            return super().create_optimizer(model)
+        trained: Any = self.model if model is None else model
+        with_decay = self.get_decay_parameter_names(trained)
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": self.args.weight_decay},
+            {"params": [], "weight_decay": 0.0},
+        ]
+        for name, parameter in trained.named_parameters():
+            if parameter.requires_grad:
+                groups[name not in with_decay]["params"].append(parameter)
+        made_by, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
+        self.optimizer = made_by(grouped(trained, groups, self.rates, self.args.learning_rate), **options)
+        return self.optimizer
 
     def _clip_grad_norm(self, model: Any) -> Any:
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -255,7 +289,19 @@ class RunTrainer(SFTTrainer):
                     Path(self._get_output_dir(trial), f"checkpoint-{step}"), self.rows_trained
                 )
 
+        self.checkpoints.best = self.state.best_global_step if self.args.load_best_model_at_end else None
         self.checkpoints.save(folder, step, write_all)
+
+    def _determine_best_metric(self, metrics: Any, trial: Any) -> bool:
+        if self.delayed_saves.is_early(self.state):  # no checkpoint will be there
+            return False
+        return super()._determine_best_metric(metrics, trial)
+
+    def _load_best_model(self) -> None:
+        best = best_checkpoint(self.state, Path(str(self.args.output_dir)))
+        if best is not None:
+            self.state.best_model_checkpoint = str(best)
+            super()._load_best_model()
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return self.checkpoints.aside or super()._get_output_dir(trial)
@@ -266,62 +312,6 @@ class RunTrainer(SFTTrainer):
         self._save(output_dir, state_dict=self.trained_weights())
 
 
-def sft_config(
-    output_dir: str,
-    *,
-    padding_free: bool,
-    dtype: torch.dtype,
-    **arguments: Any,
-) -> SFTConfig:
-    """TRL's configuration for rows that are already tokenised, cut and perhaps packed.
-
-    Args:
-        padding_free: join a batch into one row, in which no document sees another. Packed rows need it.
-        dtype: of the model's weights; mixed precision follows it on CUDA.
-        arguments: of transformers' `TrainingArguments`.
-
-    Raises:
-        InputError: what TRL or transformers refuse.
-    """
-    on_gpu = torch.cuda.is_available()
-    if not on_gpu and _loss_needs_cuda():
-        raise InputError(f"TRL {trl.__version__} trains on CUDA only; pip install 'trl>=1.16'")
-    try:
-        config = SFTConfig(
-            output_dir=output_dir,
-            packing=False,  # done already, over the whole data set
-            padding_free=padding_free,
-            max_length=None,
-            bf16=on_gpu and dtype == torch.bfloat16,
-            fp16=on_gpu and dtype == torch.float16,
-            use_cpu=not on_gpu,
-            dataloader_pin_memory=on_gpu,
-            ddp_find_unused_parameters=False,  # every adapter is used, and the search takes time every step
-            ddp_broadcast_buffers=False,  # they are rotary frequencies, which may depend on a rank's own row
-            gradient_checkpointing=False,  # the model has its own if asked for; TRL would replace it
-            logging_nan_inf_filter=False,  # it would wait for the device every step
-            accelerator_config={"non_blocking": on_gpu},  # so would a copy to the device that blocks
-            disable_tqdm=True,
-            **arguments,
-        )
-    except (ValueError, TypeError, ImportError) as error:
-        raise InputError(
-            f"transformers refuses these arguments: {error}; change or leave out what it names"
-        ) from error
-    if config.fsdp:
-        # Keep all dtypes, and so sum gradients in float32. accelerate's own policy would cast the rotary
-        # tables, the loss and the gradients to bfloat16.
-        config.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
-    # A process trains on one GPU. If it sees more, the trainer would make replicas that share one forward.
-    config._n_gpu = min(1, config.n_gpu)
-    return config
-
-
-def _loss_needs_cuda() -> bool:
-    """Whether TRL's loss needs CUDA. Before 1.16 it is a Triton kernel, which a CPU can only interpret."""
-    return Version(trl.__version__) < Version("1.16.0.dev0") and os.environ.get("TRITON_INTERPRET") != "1"
-
-
 def make_trainer(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -329,11 +319,13 @@ def make_trainer(
     train_rows: Dataset | RowStream,
     eval_rows: Dataset | None,
     callbacks: Sequence[TrainerCallback],
+    **options: Any,
 ) -> RunTrainer:
-    """A `RunTrainer` over tokenised rows, which prints nothing by itself."""
+    """A `RunTrainer` over tokenised rows, which prints nothing by itself; `options` are its own."""
     stream = train_rows if isinstance(train_rows, RowStream) else None
     dataset: Any = train_rows if stream is None else _with_columns_of_rows()
-    with _without_untrue_warnings(is_packed="seq_lengths" in dataset.column_names):
+    is_packed = "seq_lengths" in dataset.column_names
+    with without_untrue_warnings(is_packed), adapted_head_allowed(model):
         trainer = RunTrainer(
             model=model,
             args=config,
@@ -342,54 +334,13 @@ def make_trainer(
             eval_dataset=eval_rows,
             processing_class=tokenizer,
             callbacks=list(callbacks),
+            **options,
         )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def rows_of_an_update(config: SFTConfig) -> int:
-    """Rows that one process sees between two updates of the weights."""
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps
 
 
 def _with_columns_of_rows() -> IterableDataset:
     """One row of a stream's kind. TRL looks at the columns and at the first row of what it trains on."""
     row = {"input_ids": [0], "labels": [0], "seq_lengths": [1]}
     return Dataset.from_list([row]).to_iterable_dataset()
-
-
-def row_collator() -> DataCollatorForLanguageModeling:
-    """TRL's own collator, as its trainer makes one for packed rows."""
-    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-
-
-def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """TRL's template that marks assistant turns; None if the tokenizer's own does, or if TRL has none."""
-    if not tokenizer.chat_template or has_generation_markers(tokenizer.get_chat_template()):
-        return None
-    try:
-        return get_training_chat_template(tokenizer)
-    except ValueError:  # TRL has none; `tokenize` refuses rows that need one
-        return None
-
-
-# TRL 1.15 warns of leaks unless `attn_implementation` is a FlashAttention. It does not know that the patched
-# attention keeps documents apart with every backend,
-_UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
-# nor that a row which was packed before holds several documents.
-_UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with padding-free training"
-
-
-@contextmanager
-def _without_untrue_warnings(is_packed: bool) -> Iterator[None]:
-    logger = logging.getLogger("trl.trainer.sft_trainer")
-    untrue = (*_UNTRUE, *([_UNTRUE_OF_PACKS] if is_packed else []))
-
-    def is_true(record: logging.LogRecord) -> bool:
-        return not any(said in record.getMessage() for said in untrue)  # `in`: it may begin with "[RANK 0]"
-
-    logger.addFilter(is_true)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_true)

@@ -1,0 +1,62 @@
+"""`unsloth-pack config`: what a config file comes to, whether it is right, and a schema for editors."""
+
+from collections.abc import Sequence
+
+from unsloth_pack.errors import InputError, printable
+from unsloth_pack.recipe.checks import check_together
+from unsloth_pack.recipe.command_line import placed_options, values_of
+from unsloth_pack.recipe.flags import add_flags
+from unsloth_pack.recipe.json_schema import json_schema
+from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.origins import lines_with_origins
+from unsloth_pack.recipe.other_trainers import REMEDIES
+from unsloth_pack.recipe.parser import Parser
+from unsloth_pack.recipe.resolve import resolve
+
+ACTIONS = {
+    "show": "print every value of the run, with the file and line that it comes from",
+    "check": "say all that is wrong with the file and its base files, and load nothing",
+    "schema": "print the JSON schema of config files, for an editor",
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Show, check, or describe config files; nothing is loaded or written.
+
+    Raises:
+        InputError: an argument or the file is wrong.
+    """
+    from unsloth_pack.report.console import LastingConsole
+
+    action, *rest = arguments or ["--help"]
+    if action.startswith("-"):
+        _parser().parse(arguments or ["--help"])
+    if action not in ACTIONS:
+        raise InputError(f"config has no action {action!r}; use one of {', '.join(ACTIONS)}")
+    if action == "schema":
+        Parser(prog="unsloth-pack config schema", description=f"{ACTIONS[action]}.").parse(rest)
+        LastingConsole().show_json(json_schema(TrainOptions))
+        return 0
+    file, flags = (rest[:1], rest[1:]) if rest and not rest[0].startswith("-") else ([], rest)
+    placed = placed_options(_parser(), [*(f"--config={name}" for name in file), *flags])
+    given = values_of(placed)
+    if action == "show":
+        LastingConsole().out(*map(printable, lines_with_origins(placed, given)), sep="\n", highlight=False)
+        return 0
+    if "config" not in given:
+        raise InputError("config check is given no file; name one")
+    check_together(resolve(given, may_lack_adapter=True))
+    print(printable(f"{given['config']}: no mistakes"))
+    return 0
+
+
+def _parser() -> Parser:
+    actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
+    parser = Parser(
+        REMEDIES,
+        prog="unsloth-pack config",
+        usage="unsloth-pack config show|check|schema [FILE] [flags of train]",
+        description=f"Look at config files. {actions}. FILE is short for --config FILE.",
+    )
+    add_flags(parser, TrainOptions)
+    return parser

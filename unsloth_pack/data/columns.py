@@ -1,0 +1,162 @@
+"""Columns of files that follow no format: their names are mapped to those that a format has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+
+# The columns that the formats have, to which others may be mapped
+KNOWN_COLUMNS = {
+    *("messages", "conversations", "tools", "chat_template_kwargs"),
+    *("instruction", "input", "output", "system"),
+    *("prompt", "completion", "response", "text"),
+}
+
+# What other data sets call a question, a passage beside it, an answer, and text alone
+_ASKING = (
+    *("prompt", "question", "query", "instruction", "problem", "task", "request", "human", "user", "q"),
+    *("input", "source", "title"),
+)
+_BESIDE = ("context", "passage", "input", "background")
+_ANSWERING = (
+    *("completion", "answer", "response", "output", "solution", "reply", "assistant", "bot", "gpt"),
+    *("chosen", "target", "summary", "a"),
+)
+_TELLING = ("text", "content", "document", "body", "article", "passage", "story", "code", "sentence")
+_PLAIN_NAME = re.compile(r"[^\s,={][^,=]*")  # of a column, in the short form of the flag
+
+
+def renamed(
+    rows: datasets.Dataset,
+    columns: Mapping[str, str | None],
+    *,
+    may_lack: bool = False,
+    are_shared: bool = False,
+) -> datasets.Dataset:
+    """The rows with their columns called as `columns` says, without those that it maps to None.
+
+    Args:
+        may_lack: whether a column may be missing, as in a part of a stream whose rows do not have it.
+        are_shared: whether other data sets have the same mapping.
+
+    Raises:
+        InputError: a mapped column does not exist, or another one has the new name already.
+    """
+    names = rows.column_names
+    missing = [name for name in columns if name not in names]
+    if missing and not may_lack:
+        raise InputError(
+            f"columns maps {missing[0]!r}, and there is no such column among {', '.join(names)}; correct it"
+        )
+    new = {name: to for name, to in columns.items() if name in names and to is not None and to != name}
+    for name, to in new.items():
+        if to in names and to not in columns:
+            raise InputError(
+                f"columns maps {name!r} to {to!r}, and there is a column {to!r} already; leave that out with "
+                f"{as_given({to: None, **columns}, are_shared)}"
+            )
+    left_out = [name for name, to in columns.items() if name in names and to is None]
+    rows = rows.remove_columns(left_out) if left_out else rows
+    return rows.rename_columns(new) if new else rows
+
+
+def check_used(columns: Mapping[str, str | None], unused: Sequence[str], *, are_shared: bool = False) -> None:
+    """Refuse a column that was mapped for nothing, since the rows have another format than was meant.
+
+    Args:
+        unused: the columns that nothing is made of, by their new names.
+        are_shared: whether other data sets have the same mapping.
+
+    Raises:
+        InputError: names it.
+    """
+    for name, to in columns.items():
+        if to is not None and to in unused:
+            raise InputError(
+                f"columns maps {name!r} to {to!r}, which the rows are not made of, as other columns decide "
+                f"their format; map what goes with it too, or leave it out with "
+                f"{as_given({name: None}, are_shared)}"
+            )
+
+
+def check_shared(columns: Mapping[str, str | None], names: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a mapping that several data sets share, if none of them has such a column.
+
+    Args:
+        names: the columns of each data set, by its name.
+
+    Raises:
+        InputError: names the column, and those that the data sets have.
+    """
+    for name in columns:
+        if not any(name in of_set for of_set in names.values()):
+            have = ", ".join(f"{data_set} ({', '.join(of_set)})" for data_set, of_set in names.items())
+            raise InputError(f"columns maps {name!r}, and no data set has such a column: {have}; correct it")
+
+
+def as_given(columns: Mapping[str, str | None], are_shared: bool) -> str:
+    """The mapping as `--columns` takes it, or if that holds for other data sets too, as an item takes it."""
+    if not are_shared:
+        return as_flag(columns)
+    return f"columns of its own: {json.dumps(columns, ensure_ascii=False)} in its item of dataset"
+
+
+def as_flag(columns: Mapping[str, str | None]) -> str:
+    """The mapping as `--columns` takes it."""
+    text = ",".join(f"{name}={to or ''}" for name, to in columns.items())
+    if not all(_PLAIN_NAME.fullmatch(name) for name in columns):
+        text = json.dumps(columns, ensure_ascii=False)
+    return f"--columns {shlex.quote(text)}"
+
+
+def suggested(names: Sequence[str], first: Mapping[str, Any]) -> dict[str, str]:
+    """A mapping to a format that the names and the first row speak for; empty where nothing does."""
+    turns = [name for name in names if _holds_turns(first.get(name))]
+    if turns:
+        return {turns[0]: "messages" if "role" in first[turns[0]][0] else "conversations"}
+    strings = [name for name in names if isinstance(first.get(name), str)]
+    answer = _named(strings, _ANSWERING)
+    question = _named([name for name in strings if name != answer], _ASKING)
+    if answer and question:
+        beside = _named([name for name in strings if name not in (answer, question)], _BESIDE)
+        if beside:
+            return {question: "instruction", beside: "input", answer: "output"}
+        return {question: "prompt", answer: "completion"}
+    if text := _named(strings, _TELLING):
+        return {text: "text"}
+    return {strings[0]: "text"} if len(strings) == 1 and not answer else {}
+
+
+def _holds_turns(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) for turn in value)
+        and ("role" in value[0] or "from" in value[0])
+    )
+
+
+def _named(names: Sequence[str], words: Sequence[str]) -> str | None:
+    """The name that is one of the words, or holds it as a word of its own; the first word wins."""
+    for is_alike in (_is_word, _has_word):
+        for word in words:
+            if found := next((name for name in names if is_alike(name, word)), None):
+                return found
+    return None
+
+
+def _is_word(name: str, word: str) -> bool:
+    return name.lower().removesuffix("s") == word
+
+
+def _has_word(name: str, word: str) -> bool:
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name).lower()
+    return len(word) > 1 and word in re.split(r"[^a-z]+", spaced)

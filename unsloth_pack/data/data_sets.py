@@ -1,0 +1,100 @@
+"""A data set as a run names it: where it lies, which part of it is taken, and what its columns mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unsloth_pack.data.chosen_rows import ChosenRows
+from unsloth_pack.data.columns import renamed
+from unsloth_pack.data.raw_blocks import RowSource
+from unsloth_pack.data.sources import load_rows, open_stream
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One of the data sets of a run.
+
+    Args:
+        path: as for `load_rows`.
+        weight: of its documents in a mixture, see `mixture`.
+        split: which part of a folder or a hub data set; None for the usual one.
+        limit: its first rows alone; None for all.
+        columns: what its columns are called here; None for those that are left out.
+        shares_columns: whether other data sets have the same `columns`, of which each uses those that it has.
+    """
+
+    path: str
+    weight: float = 1.0
+    split: str | None = None
+    limit: int | None = None
+    columns: Mapping[str, str | None] = field(default_factory=dict)
+    shares_columns: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.path} ({self.split})" if self.split else self.path
+
+    def for_rows_with(self, names: Sequence[str]) -> DataSet:
+        """The same without the shared columns that its rows lack.
+
+        Args:
+            names: of the columns that they have.
+        """
+        if not self.shares_columns:
+            return self
+        return replace(self, columns={name: to for name, to in self.columns.items() if name in names})
+
+    def read(self, split: str = "train", num_proc: int | None = None) -> datasets.Dataset:
+        """Its rows under their own column names, as `load_rows` reads them.
+
+        Args:
+            split: which is taken where none is named.
+
+        Raises:
+            InputError: it cannot be read, or lacks the split; names the data set.
+        """
+        self._check_split()
+        return load_rows(self.path, self.split or split, num_proc)
+
+    def chosen(self, rows: datasets.Dataset) -> datasets.Dataset:
+        """Of the rows that were read those that are taken, under the column names that it gives them.
+
+        Raises:
+            InputError: they lack a column; names the data set.
+        """
+        try:
+            rows = renamed(rows, self.columns, are_shared=self.shares_columns)
+        except InputError as error:
+            raise InputError(f"{self.name}: {error}") from None
+        return rows if self.limit is None else rows.select(range(min(self.limit, len(rows))))
+
+    def open(self) -> RowSource:
+        """Its rows under their own column names, to be read as they are needed.
+
+        Raises:
+            InputError: it cannot be read, or lacks the split.
+        """
+        self._check_split()
+        return open_stream(self.path, self.split or "train")
+
+    def chosen_of(self, source: RowSource) -> RowSource:
+        """Of a source that was opened the rows that are taken, under the column names that it gives them."""
+        if self.columns or self.limit is not None:
+            return ChosenRows(source, self.columns, self.limit)
+        return source
+
+    def _check_split(self) -> None:
+        path = Path(os.path.expanduser(self.path))
+        if self.split is not None and path.is_file():
+            raise InputError(
+                f"{self.path}: split is {self.split!r}, and a single file has no splits; leave it out, or "
+                "give the folder"
+            )

@@ -1,0 +1,283 @@
+"""Several data sets as one: which of their documents a pass over the data holds, and in which order.
+
+Documents that are held out for the evaluation are taken out first, so that no draw brings them back.
+
+concatenate        one data set after the other. A weight says how often its documents come: 2 is twice, and
+                   0.5 is a random half of them.
+interleave_under   the next document comes from a data set drawn by the weights, until the first one has none
+                   left. Some documents of the others are left over.
+interleave_over    the same, until each data set has been used up; those that are used up begin again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unsloth_pack.data.encoding import IGNORE_INDEX
+from unsloth_pack.data.held_out import held_out
+from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.mapped import scan
+from unsloth_pack.data.tokenize import Documents
+from unsloth_pack.errors import InputError
+
+if TYPE_CHECKING:
+    import datasets
+
+MIXTURES = {
+    "concatenate": None,
+    "interleave_under": "first_exhausted",
+    "interleave_over": "all_exhausted",
+}  # and the name that `datasets` has for where they end
+_MOST_DRAWN = 10**8  # documents of a pass, where weights make them so many
+_BATCH = 1000  # documents whose labels are read at a time
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one data set is to a run.
+
+    Args:
+        name: of the data set.
+        weight: in the mixture.
+        unused_columns: columns that nothing is made of.
+        documents: that it has, without those in which no label counts; None where it streams.
+        held_out: those of them that are evaluated on.
+        trained_documents, trained_tokens: in a pass over the mixture, repeats included.
+    """
+
+    name: str
+    weight: float
+    unused_columns: tuple[str, ...]
+    documents: int | None = None
+    held_out: int = 0
+    trained_documents: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What is trained on, what is held out of it to be evaluated on, and where they come from."""
+
+    train: Documents
+    held_out: Documents | None
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that takes part in a mixture."""
+
+    name: str
+    weight: float
+    documents: Documents
+
+
+def mix(
+    sources: Sequence[Source],
+    how: str = "concatenate",
+    *,
+    seed: int,
+    eval_fraction: float | None = None,
+    most: int | None = None,
+) -> Mixture:
+    """The documents of a pass over one or several data sets.
+
+    Args:
+        how: one of `MIXTURES`.
+        seed: of what is drawn, and of what is held out.
+        eval_fraction: the share of all documents that is held out.
+        most: documents of the pass, its first ones; None for all.
+
+    Raises:
+        InputError: a data set has no document left to train on, or nothing can be held out.
+    """
+    import datasets
+
+    together = sources[0].documents.rows
+    is_plain = len(sources) == 1 and sources[0].weight == 1 and eval_fraction is None
+    if is_plain and (most is None or most >= len(together)):
+        return _single(sources[0])
+    if len(sources) > 1:
+        together = datasets.concatenate_datasets([source.documents.rows for source in sources])
+    n_documents = [len(source.documents.rows) for source in sources]
+    ends = np.cumsum(n_documents)
+    starts = ends - n_documents
+    is_held = np.zeros(len(together), bool)
+    if eval_fraction is not None:
+        is_held = held_out(together, eval_fraction, seed)
+    left = [begin + np.flatnonzero(~is_held[begin:end]) for begin, end in zip(starts, ends, strict=True)]
+    for source, numbers in zip(sources, left, strict=True):
+        if not len(numbers):
+            raise InputError(
+                f"{source.name}: all of its {len(source.documents.rows):,} documents are held out by "
+                f"eval_fraction {eval_fraction:g}; lower it, or leave out the data set"
+            )
+    order = _order(sources, left, how, seed)[:most]
+    lengths = _Lengths.of(together)
+    times = np.bincount(order, minlength=len(together))
+    parts = tuple(
+        Part(
+            source.name,
+            source.weight,
+            source.documents.unused_columns,
+            int(end - begin),
+            int(is_held[begin:end].sum()),
+            int(times[begin:end].sum()),
+            int((times * lengths.tokens)[begin:end].sum()),
+        )
+        for source, begin, end in zip(sources, starts, ends, strict=True)
+    )
+    whole = _joined([source.documents for source in sources])
+    train = replace(_selected(together, whole, order), ledger=lengths.ledger(whole.ledger, times, is_held))
+    evaluation = None
+    if eval_fraction is not None:
+        numbers = np.flatnonzero(is_held)
+        evaluation = replace(_selected(together, whole, numbers), ledger=lengths.of_held_out(numbers))
+    return Mixture(train, evaluation, parts)
+
+
+def _single(source: Source) -> Mixture:
+    """One data set as it is."""
+    documents, ledger = len(source.documents.rows), source.documents.ledger
+    tokens = ledger.tokens_read - ledger.tokens_truncated - ledger.tokens_dropped
+    part = Part(source.name, 1.0, source.documents.unused_columns, documents, 0, documents, tokens)
+    return Mixture(source.documents, None, (part,))
+
+
+def _order(sources: Sequence[Source], left: Sequence[np.ndarray], how: str, seed: int) -> np.ndarray:
+    """The numbers of the documents in the order of the mixture, as they come from those that are `left`."""
+    ending = MIXTURES[how]
+    if ending is None or len(sources) == 1:
+        weighted = zip(sources, left, strict=True)
+        return np.concatenate(
+            [_times(source, some, [seed, number]) for number, (source, some) in enumerate(weighted)]
+        )
+    import datasets
+
+    weights = np.array([source.weight for source in sources])
+    if ending == "all_exhausted":
+        _refuse_long_pass(sources, left, weights / weights.sum())
+    numbered = [datasets.Dataset.from_dict({"number": some}) for some in left]
+    drawn = datasets.interleave_datasets(
+        numbered, (weights / weights.sum()).tolist(), seed, stopping_strategy=ending
+    )
+    return np.asarray(drawn.with_format("numpy")["number"][:], np.int64)
+
+
+def _refuse_long_pass(sources: Sequence[Source], left: Sequence[np.ndarray], shares: np.ndarray) -> None:
+    """Refuse a weight so small that nobody waits until the last document of its data set has been drawn."""
+    draws = np.array([len(some) for some in left]) / shares
+    rarest = int(draws.argmax())
+    if draws[rarest] > max(_MOST_DRAWN, 10 * sum(map(len, left))):
+        source = sources[rarest]
+        raise InputError(
+            f"{source.name}: weight {source.weight:g} beside the others takes about {draws[rarest]:,.0f} "
+            "documents a pass until each of its own has come; raise it, or give --mixture interleave_under"
+        )
+
+
+def _times(source: Source, numbers: np.ndarray, seed: list[int]) -> np.ndarray:
+    """The documents as often as their weight says; of its fraction, a random part of them in their order."""
+    whole, fraction = divmod(source.weight, 1)
+    n_more = round(fraction * len(numbers))
+    if not whole and not n_more:
+        raise InputError(
+            f"{source.name}: weight {source.weight:g} of {len(numbers):,} documents leaves none; raise it"
+        )
+    if whole > 1 and whole * len(numbers) > _MOST_DRAWN:
+        raise InputError(
+            f"{source.name}: weight {source.weight:g} makes {whole * len(numbers):,.0f} of its "
+            f"{len(numbers):,} documents a pass; lower it, or train for more epochs"
+        )
+    more = np.random.default_rng(seed).permutation(len(numbers))[:n_more]
+    return np.concatenate([np.tile(numbers, int(whole)), numbers[np.sort(more)]])
+
+
+def _selected(together: datasets.Dataset, whole: Documents, order: np.ndarray) -> Documents:
+    if np.array_equal(order, np.arange(len(together))):
+        return replace(whole, rows=together)
+    key = json.dumps([whole.fingerprint, hashlib.sha256(order.astype(np.int64).tobytes()).hexdigest()])
+    return replace(whole, rows=together.select(order), fingerprint=hashlib.sha256(key.encode()).hexdigest())
+
+
+def _joined(documents: Sequence[Documents]) -> Documents:
+    """What is known of all documents together; the rows are those of the first."""
+    if len(documents) == 1:
+        return documents[0]
+    key = json.dumps([each.fingerprint for each in documents])
+    return replace(
+        documents[0],
+        ledger=TokenLedger.of_all([each.ledger for each in documents]),
+        fingerprint=hashlib.sha256(key.encode()).hexdigest(),
+        least_id=min(each.least_id for each in documents),
+        last_id=max(each.last_id for each in documents),
+    )
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """`[documents]` each: tokens, those without loss, and 1 where the first token would count."""
+
+    tokens: np.ndarray
+    masked: np.ndarray
+    at_begin: np.ndarray
+
+    @classmethod
+    def of(cls, documents: datasets.Dataset) -> _Lengths:
+        found = []
+        for table in scan(documents, ["labels"], _BATCH):
+            lists = table["labels"].combine_chunks()
+            tokens = lists.value_lengths().to_numpy().astype(np.int64)
+            is_masked = lists.flatten().to_numpy() == IGNORE_INDEX
+            starts = np.cumsum(tokens) - tokens  # no document is empty: in each of them a label counts
+            masked = np.add.reduceat(is_masked, starts, dtype=np.int64)
+            found.append((tokens, masked, ~is_masked[starts]))
+        return cls(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+    def ledger(self, read: TokenLedger, times: np.ndarray, is_held: np.ndarray) -> TokenLedger:
+        """The ledger of documents that train so many times each.
+
+        Args:
+            read: the ledger of all that was read.
+            is_held: the documents that are held out.
+        """
+        is_left = (times == 0) & ~is_held
+        more = np.maximum(times - 1, 0)
+        masked, at_begin = int((times * self.masked).sum()), int((times * self.at_begin).sum())
+        return replace(
+            read,
+            tokens_masked_by_template=masked,
+            tokens_masked_at_boundaries=at_begin,
+            tokens_counted=int((times * self.tokens).sum()) - masked - at_begin,
+            rows_held_out=int(is_held.sum()),
+            tokens_held_out=int(self.tokens[is_held].sum()),
+            rows_not_drawn=int(is_left.sum()),
+            tokens_not_drawn=int(self.tokens[is_left].sum()),
+            rows_repeated=int(more.sum()),
+            tokens_repeated=int((more * self.tokens).sum()),
+        )
+
+    def of_held_out(self, numbers: np.ndarray) -> TokenLedger:
+        """The ledger of documents that are evaluated on, as they were cut when they were read."""
+        tokens = self.tokens[numbers]
+        masked, at_begin = int(self.masked[numbers].sum()), int(self.at_begin[numbers].sum())
+        return TokenLedger(
+            rows_read=len(numbers),
+            tokens_read=int(tokens.sum()),
+            rows_truncated=0,
+            tokens_truncated=0,
+            rows_fully_masked=0,
+            tokens_dropped=0,
+            tokens_masked_by_template=masked,
+            tokens_masked_at_boundaries=at_begin,
+            tokens_counted=int(tokens.sum()) - masked - at_begin,
+            prompts_rerendered=0,
+            longest=int(tokens.max()),
+            p99=int(np.quantile(tokens, 0.99, method="higher")),
+        )

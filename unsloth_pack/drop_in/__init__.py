@@ -1,0 +1,1 @@
+"""What notebooks written for Unsloth call beside loading, adapting and training."""

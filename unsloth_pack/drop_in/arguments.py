@@ -1,0 +1,123 @@
+"""Arguments of Unsloth's `from_pretrained` and `get_peft_model` that are none of transformers' or PEFT's."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.lora.targets import default_names
+
+_MEMORY = "get_peft_model takes use_gradient_checkpointing, 'auto' among its values"
+_VLLM = "save the model with save_pretrained_merged and serve that with vLLM"
+# Of from_pretrained: the values that ask for nothing, and what to do instead of any other
+_LOADING: dict[str, tuple[Collection[Any], str]] = {
+    "fast_inference": ((False, None), f"this package has no vLLM inside; {_VLLM}"),
+    "gpu_memory_utilization": ((), f"it is an option of vLLM; leave it out, or {_VLLM}"),
+    "max_lora_rank": ((), "it is an option of vLLM; leave it out, and give r to get_peft_model"),
+    "float8_kv_cache": ((False, None), f"it is an option of vLLM; {_VLLM}"),
+    "disable_log_stats": ((True, False, None), ""),
+    "unsloth_vllm_standby": ((False, None), f"it is an option of vLLM; {_VLLM}"),
+    "load_in_16bit": ((True, False, None), ""),  # what comes without another load_in_*
+    "fix_tokenizer": ((True, None), "no tokenizer is changed here; leave it out"),
+    "use_exact_model_name": ((True, False, None), ""),  # no name is exchanged for another one
+    "offload_embedding": ((False, None), f"embeddings stay with the model; {_MEMORY}"),
+    "float32_mixed_precision": ((None, False), "give dtype='float32'"),
+    "unsloth_tiled_mlp": ((False, None), f"an MLP is not cut into tiles; {_MEMORY}"),
+    "unsloth_force_compile": ((False, None), "nothing is compiled; leave it out"),
+    "fullgraph": ((True, False, None), ""),  # of a compiler that does not run here
+    "auto_model": ((None,), "models of text are loaded; leave it out"),
+    "auto_config": ((None,), "models of text are loaded; leave it out"),
+    "text_only": ((True, False, None), ""),  # the text model is what trains
+    "resize_model_vocab": ((None,), "call model.resize_token_embeddings(n) before get_peft_model"),
+    "qat_scheme": ((None,), "training for quantisation is not here; leave it out"),
+    "whisper_language": ((None,), "models of sound are not trained; leave it out"),
+    "whisper_task": ((None,), "models of sound are not trained; leave it out"),
+}
+_PARTS = ("vision_layers", "language_layers", "attention_modules", "mlp_modules")
+_MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+_MAPS = ("sequential",)  # Unsloth's default: the model on as few GPUs as hold it
+
+logger = logging.getLogger("unsloth_pack")
+
+
+def take_loading_arguments(given: dict[str, Any]) -> None:
+    """Take Unsloth's own arguments out of those of `from_pretrained`.
+
+    Raises:
+        InputError: one asks for what is not here; the line says what to do.
+    """
+    for name in _LOADING.keys() & given.keys():
+        meaningless, remedy = _LOADING[name]
+        value = given.pop(name)
+        if not any(value is one for one in meaningless):
+            raise InputError(f"{name} is {value!r}, which from_pretrained does not take; {remedy}")
+    if "use_gradient_checkpointing" in given and given["use_gradient_checkpointing"] in (False, None, "none"):
+        del given["use_gradient_checkpointing"]
+
+
+def device_map_of(given: Any) -> Any:
+    """`device_map` as transformers takes it: a process trains on its one GPU, unless it is told otherwise."""
+    return None if given in _MAPS else given
+
+
+def take_adapter_arguments(model: Any, targets: Any, given: dict[str, Any]) -> Any:
+    """Take Unsloth's own arguments out of those of `get_peft_model`; returns what to adapt.
+
+    Args:
+        targets: `target_modules`.
+        given: further arguments. `finetune_attention_modules` and `finetune_mlp_modules` choose among the
+            default targets.
+
+    Raises:
+        InputError: one asks for what is not here.
+    """
+    if given.pop("qat_scheme", None) is not None:
+        raise InputError("qat_scheme is given, but training for quantisation is not here; leave it out")
+    given.pop("temporary_location", None)  # nothing is put aside
+    wishes = {part: given.pop(f"finetune_{part}", None) for part in _PARTS}
+    for part, wish in wishes.items():
+        if wish not in (None, True, False):
+            raise InputError(f"finetune_{part} is {wish!r}; give True or False")
+    if wishes["vision_layers"] and model.base_model is not model.get_decoder():
+        raise InputError(
+            "finetune_vision_layers=True, but rows of text never reach the vision layers; give False"
+        )
+    if wishes["language_layers"] is False:
+        raise InputError("finetune_language_layers=False leaves nothing to train on text; leave it out")
+    return _chosen(model, targets, wishes)
+
+
+def take_trained_ends(model: Any, targets: Any, modules_to_save: Any) -> tuple[Any, Any]:
+    """Targets without the head and the embeddings, and `modules_to_save` with them, if the head is a target.
+
+    That is what such targets mean in Unsloth, for continued pretraining. TRL's trainers refuse an adapter on
+    the head. Embeddings that are named without the head get an adapter.
+    """
+    if isinstance(targets, str) or not isinstance(targets, Collection):
+        return targets, modules_to_save
+    parts = {id(module): path.rpartition(".")[2] for path, module in model.named_modules()}
+    head, embeddings = (
+        parts.get(id(end)) for end in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
+    if head is None or head not in targets or not isinstance(modules_to_save, list | tuple | None):
+        return targets, modules_to_save
+    ends = [name for name in targets if name in (head, embeddings)]
+    logger.warning("target_modules names %s: trained in full, as in modules_to_save", " and ".join(ends))
+    saved = [*dict.fromkeys([*(modules_to_save or ()), *ends])]
+    return [name for name in targets if name not in ends], saved
+
+
+def _chosen(model: Any, targets: Any, wishes: Mapping[str, bool | None]) -> Any:
+    attention, mlp = (wishes[part] is not False for part in ("attention_modules", "mlp_modules"))
+    if attention and mlp:
+        return targets
+    if not attention and not mlp:
+        raise InputError(
+            "finetune_attention_modules and finetune_mlp_modules are both False; leave one of them out"
+        )
+    if targets is not None:
+        part = "mlp" if attention else "attention"
+        raise InputError(
+            f"finetune_{part}_modules=False chooses among the default targets; leave target_modules out"
+        )
+    return [name for name in default_names(model) if (name in _MLP) is mlp]

@@ -1,0 +1,33 @@
+"""The flags of the data, for the subcommands that read some and do not train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unsloth_pack.recipe.data_options import DataOptions
+from unsloth_pack.recipe.flags import Option, options_of
+from unsloth_pack.recipe.parser import Parser
+
+_NAMES = ("dataset", "mixture", "columns", "split", "sample_limit")
+
+
+def add_data_flags(parser: Parser, dataset_help: str | None = None) -> None:
+    """Give the parser `--dataset` and what goes with it, as `train` has it.
+
+    Args:
+        dataset_help: of `--dataset`, where it is another one.
+    """
+    for name in _NAMES:
+        option = options_of(DataOptions)[name]
+        about = dataset_help if name == "dataset" and dataset_help else _help(option)
+        parser.add_argument(f"--{name}", type=option.kind, metavar=option.unit, help=about.replace("%", "%%"))
+
+
+def data_options(given: Mapping[str, Any]) -> DataOptions:
+    """The options of the data among the flags that were given."""
+    return DataOptions(**{name: given[name] for name in (*_NAMES, "num_proc") if name in given})
+
+
+def _help(option: Option) -> str:
+    return f"{option.help} (default: {option.shown_default})"

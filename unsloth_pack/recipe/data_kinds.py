@@ -1,0 +1,151 @@
+"""What the values of options that name data have to be."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unsloth_pack.data.columns import KNOWN_COLUMNS
+from unsloth_pack.recipe.kinds import Kind, Refused, path, real, shown, split, text, whole
+
+_KEYS = ("path", "weight", "split", "limit", "columns")  # of a data set in a list
+
+
+def _data_sets(value: object) -> str | list[dict[str, Any]]:
+    """One or several data sets: a path, paths between commas, or a list of paths and objects.
+
+    Returns:
+        A single path as it is. Anything else as a list of objects, with the keys that were given.
+    """
+    found = value
+    if isinstance(value, str) and not os.path.exists(os.path.expanduser(value)):
+        if value.lstrip().startswith(("[", "{")):
+            found = _json(
+                value, 'a list of data sets as JSON, such as \'[{"path": "a.jsonl", "weight": 2}]\''
+            )
+        elif "," in value:
+            found = [name.strip() for name in value.split(",")]
+    if isinstance(found, Mapping):
+        found = [found]
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        name = path(found)
+        return [{"path": name}] if "," in name else name
+    if not found:
+        raise Refused(value, "at least one data set")
+    items = [_data_set(value, f"item {number}", item) for number, item in enumerate(found, 1)]
+    single = items[0]["path"]
+    return single if items == [{"path": single}] and "," not in single else items
+
+
+def _data_sets_read_whole(value: object) -> str | list[dict[str, Any]]:
+    """Data sets whose documents all count once, as in an evaluation."""
+    found = _data_sets(value)
+    for number, item in enumerate(found if isinstance(found, list) else [], 1):
+        if "weight" in item:
+            raise Refused(value, f"item {number} ({item['path']}) no weight: it is evaluated on as a whole")
+    return found
+
+
+def _column_names(value: object) -> dict[str, str | None]:
+    """A mapping of columns: their names -> our names, None for a column that is left out.
+
+    It is an object, or text such as `question=prompt,answer=completion,id=`.
+    """
+    found = value
+    if isinstance(value, str):
+        if value.lstrip().startswith("{"):
+            found = _json(value, 'an object, such as \'{"question": "prompt", "answer": "completion"}\'')
+        else:
+            found = _pairs(value)
+    if not isinstance(found, Mapping) or not found:
+        raise Refused(value, "a mapping of columns, such as question=prompt,answer=completion")
+    columns: dict[str, str | None] = {}
+    for name, to in found.items():
+        if to is not None and to not in ("", *KNOWN_COLUMNS):
+            known = ", ".join(sorted(KNOWN_COLUMNS))
+            raise Refused(
+                value, f"{name!r} one of the names {known}, or none to leave it out, not {shown(to)}"
+            )
+        if to and to in columns.values():
+            other = next(other for other, taken in columns.items() if taken == to)
+            raise Refused(value, f"{other!r} and {name!r} different names, not both {to!r}")
+        columns[text(name)] = to or None
+    return columns
+
+
+def _data_set(value: object, place: str, item: object) -> dict[str, Any]:
+    """One item of a list of data sets, checked."""
+    if not isinstance(item, Mapping):
+        try:
+            item = {"path": text(item)}
+        except Refused:
+            raise Refused(value, f"{place} as a path, or an object with a path, not {shown(item)}") from None
+    if not isinstance(item.get("path"), str) or not item["path"].strip():
+        raise Refused(value, f"{place} a path")
+    place = f"{place} ({item['path']})"
+    for key in item:
+        if key not in _KEYS:
+            raise Refused(value, f"{place} none but the keys {', '.join(_KEYS)}, not {shown(key)}")
+    kinds: dict[str, Kind] = {"path": path, "split": split, "columns": column_names}
+    kinds |= {"weight": real(above=0), "limit": whole(1)}
+    made: dict[str, Any] = {}
+    for key in (key for key in _KEYS if item.get(key) is not None):
+        if key == "columns" and item[key] == {}:  # none, whatever the others have
+            made[key] = {}
+            continue
+        try:
+            made[key] = kinds[key](item[key])
+        except Refused as error:
+            of_item = f"in the columns of {place} {error.wanted}"
+            if key != "columns":
+                of_item = f"as {key} of {place} {error.wanted}, not {shown(item[key])}"
+            raise Refused(value, of_item) from None
+    return made
+
+
+def _pairs(value: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in value.split(",")]
+    if not all(name.strip() and sign for name, sign, _ in pairs):
+        raise Refused(value, "a mapping of columns, such as question=prompt,answer=completion")
+    names = [name.strip() for name, *_ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise Refused(value, f"{twice!r} one name, not several")
+    return {name: to.strip() for name, (*_, to) in zip(names, pairs, strict=True)}
+
+
+def _json(value: str, wanted: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise Refused(value, wanted) from None
+
+
+_PAIRS_SCHEMA = {"type": "string", "pattern": "[={]"}
+_COLUMNS_SCHEMA = {
+    "type": "object",
+    "minProperties": 1,
+    "additionalProperties": {"enum": [*sorted(KNOWN_COLUMNS), "", None]},
+}
+_DATA_SET_SCHEMA = {
+    "type": "object",
+    "required": ["path"],
+    "additionalProperties": False,
+    "properties": {
+        "path": {"type": "string"},
+        "weight": {"type": ["number", "null"], "exclusiveMinimum": 0},
+        "split": {"type": ["string", "null"], "minLength": 1},
+        "limit": {"type": ["integer", "null"], "minimum": 1},
+        "columns": {"anyOf": [_COLUMNS_SCHEMA | {"minProperties": 0}, {"type": ["string", "null"]}]},
+    },
+}
+_DATA_SETS_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        _DATA_SET_SCHEMA,
+        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _DATA_SET_SCHEMA]}},
+    ]
+}
+
+data_sets = Kind(_data_sets, _DATA_SETS_SCHEMA)  # one or several data sets
+data_sets_read_whole = Kind(_data_sets_read_whole, _DATA_SETS_SCHEMA)  # those of an evaluation
+column_names = Kind(_column_names, {"anyOf": [_COLUMNS_SCHEMA, _PAIRS_SCHEMA]})  # columns -> ours

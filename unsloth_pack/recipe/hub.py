@@ -1,0 +1,43 @@
+"""The repository on the Hugging Face hub that gets what a run trained."""
+
+from pathlib import Path
+
+from unsloth_pack.errors import InputError, first_line
+
+_LATER = "leave it out, and give the folder to `hf upload` later"
+_NOT_UPLOADED = ["checkpoint-*/*", ".*", ".*/*", "merged/*", "optimizer.pt"]
+
+
+def check_hub(repository: str) -> None:
+    """Refuse to begin a run whose result could not be uploaded.
+
+    Raises:
+        InputError: the name is none, the process is offline, there is no token, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    begins = f"push_to_hub is {repository!r}"
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise InputError(f"{begins}: {first_line(error).rstrip('.')}; give OWNER/NAME") from None
+    if constants.HF_HUB_OFFLINE:
+        raise InputError(f"{begins}, and HF_HUB_OFFLINE is set, so nothing can be uploaded; {_LATER}")
+    if get_token() is None:
+        raise InputError(f"{begins}, and no token of the hub is there; call `hf auth login`, or {_LATER}")
+    try:
+        HfApi().whoami()
+    except Exception as error:  # of any of the libraries below
+        reason = first_line(error).rstrip(".") or type(error).__name__
+        raise InputError(f"{begins}, and the hub cannot be used ({reason}); {_LATER}") from None
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Upload what a run saved in `folder`, without its checkpoints; returns the address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    address = api.create_repo(repository, private=True, exist_ok=True)
+    api.upload_folder(repo_id=address.repo_id, folder_path=folder, ignore_patterns=_NOT_UPLOADED)
+    return str(address)

@@ -1,0 +1,98 @@
+"""What the values of options that name modules have to be."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from unsloth_pack.recipe.kinds import Kind, Refused, json_object, real, whole
+
+_OF_A_PATTERN = frozenset("\\*+?()[]{}|^$")  # characters that no name of a module has
+
+
+def _names_of_modules(value: object) -> str | list[str]:
+    """Names of modules, or a regular expression of whole paths, or "all-linear"."""
+    if isinstance(value, str) and not _is_json_list(value) and _OF_A_PATTERN & set(value):
+        return _pattern(value)
+    return "all-linear" if value == "all-linear" else _names(value)
+
+
+def _names(value: object) -> list[str]:
+    """A list of names: with commas between them on the command line."""
+    found = _listed(value)
+    if not found or not all(isinstance(name, str) and name.strip() for name in found):
+        raise Refused(value, "names with commas between them, such as q_proj,v_proj")
+    return [name.strip() for name in found]
+
+
+def _patterns(value: object) -> list[str]:
+    """Regular expressions: one, or a list of them."""
+    found = _listed(value) if not isinstance(value, str) or _is_json_list(value) else [value]
+    if not found or not all(isinstance(each, str) and each for each in found):
+        raise Refused(value, "a regular expression, or a list of them")
+    return [_pattern(each) for each in found]
+
+
+def whole_numbers(least: int) -> Kind:
+    """The kind of a list of whole numbers that are at least `least`."""
+    one = whole(least)
+
+    def read(value: object) -> list[int]:
+        found = [value] if isinstance(value, int) else _listed(value)
+        try:
+            if found:
+                return [one(each) for each in found]
+        except Refused:
+            pass
+        raise Refused(value, f"whole numbers of at least {least}, with commas between them") from None
+
+    return Kind(read, _one_or_more(one.schema, pattern=r"^[\[\]\d,\s]+$"))
+
+
+def _rates(value: object) -> dict[str, float]:
+    """Learning rates by regular expression."""
+    wanted = """a JSON object of a rate for each regular expression, such as '{"lm_head": 1e-5}'"""
+    try:
+        found, rate = json_object(value), real(above=0)
+        return {_pattern(pattern): rate(each) for pattern, each in found.items()}
+    except Refused:
+        raise Refused(value, wanted) from None
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise Refused(value, f"a regular expression ({error})") from None
+    return value
+
+
+def _is_json_list(value: str) -> bool:
+    return value.strip().startswith('["') and value.strip().endswith('"]')
+
+
+def _listed(value: object) -> list[Any]:
+    """A list, a JSON list, or what stands between the commas of a text."""
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            found = value.split(",")
+        return found if isinstance(found, list) else value.split(",")
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _one_or_more(schema: Mapping[str, Any], **of_text: str) -> dict[str, Any]:
+    """The schema of a list; one item may stand alone, and several in a text."""
+    text = {"type": "string", **of_text}
+    return {"anyOf": [schema, text, {"type": "array", "minItems": 1, "items": schema}]}
+
+
+_NAME = {"type": "string", "minLength": 1}
+
+names_of_modules = Kind(_names_of_modules, _one_or_more(_NAME))
+names = Kind(_names, _one_or_more(_NAME))
+patterns = Kind(_patterns, _one_or_more(_NAME))
+rates = Kind(  # learning rates by regular expression
+    _rates, {"type": "object", "additionalProperties": {"type": "number", "exclusiveMinimum": 0}}
+)

@@ -1,0 +1,72 @@
+"""The data sets that options name: as a path, or as a list of objects, see `recipe.kinds.data_sets`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from unsloth_pack.data.data_sets import DataSet
+from unsloth_pack.recipe.data_options import DataOptions
+
+Named = str | Sequence[Mapping[str, Any]]
+
+
+def data_sets_of(
+    named: Named,
+    columns: Mapping[str, str | None] | None = None,
+    split: str | None = None,
+    *,
+    are_shared: bool = False,
+) -> list[DataSet]:
+    """The data sets.
+
+    Args:
+        columns, split: of those that have none of their own.
+        are_shared: whether data sets elsewhere have these columns too.
+    """
+    items: Sequence[Mapping[str, Any]] = [{"path": named}] if isinstance(named, str) else named
+    without = [item for item in items if "columns" not in item]
+    shared = {"columns": columns or {}, "shares_columns": are_shared or len(without) > 1}
+    return [DataSet(**{"split": split, **({} if "columns" in item else shared), **item}) for item in items]
+
+
+def training_sets(data: DataOptions) -> list[DataSet]:
+    """What a run trains on."""
+    return data_sets_of(data.dataset, data.columns, data.split)
+
+
+def evaluation_sets(data: DataOptions) -> list[DataSet]:
+    """What a run evaluates on, beside what it holds out of the training.
+
+    Columns that the training data has may be missing here: the data may have a format already.
+    """
+    if data.eval_dataset is None:
+        return []
+    named = data_sets_of(data.eval_dataset, data.columns, are_shared=True)
+    return [first_rows(each, data.sample_limit) for each in named]
+
+
+def first_rows(data_set: DataSet, most: int | None) -> DataSet:
+    """The data set with no more rows than `most`."""
+    limits = [limit for limit in (data_set.limit, most) if limit is not None]
+    return replace(data_set, limit=min(limits, default=None))
+
+
+def paths_of(named: Named | None) -> list[str]:
+    """The paths of the data sets."""
+    if named is None:
+        return []
+    return [named] if isinstance(named, str) else [item["path"] for item in named]
+
+
+def name_of(named: Named | None) -> str:
+    """What the data is called in a message."""
+    return ", ".join(paths_of(named))
+
+
+def with_paths(named: Named, change: Callable[[str], str]) -> Named:
+    """The same data sets, where they lie now."""
+    if isinstance(named, str):
+        return change(named)
+    return [{**item, "path": change(item["path"])} for item in named]

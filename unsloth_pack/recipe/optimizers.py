@@ -1,0 +1,136 @@
+"""Optimizers by their names in transformers: which settings each takes, and whether it can be made here."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from unsloth_pack.errors import InputError, first_line
+from unsloth_pack.recipe.kinds import Kind, Refused, boolean, real, shown, whole
+from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import TrainingArguments
+
+Settings = Mapping[str, Kind]
+
+_share, _above_0 = real(0, below=1), real(above=0)
+_BETAS: Settings = {"beta1": _share, "beta2": _share}
+_ADAM: Settings = {**_BETAS, "eps": _above_0}
+_LOW_BITS: Settings = {**_ADAM, "block_size": whole(1), "bf16_stochastic_round": boolean}
+_ADEMAMIX: Settings = {
+    **_ADAM,
+    "beta3": _share,
+    "alpha": real(0),
+    "t_alpha": whole(1),
+    "t_beta3": whole(1),
+}
+_SCHEDULE_FREE: Settings = {"weight_lr_power": real(0), "r": real(0)}
+
+# What transformers reads of `optim_args`, and our names of its arguments adam_*. Other settings than these it
+# passes over in silence, or hands on as text.
+SETTINGS: Mapping[str, Settings] = {
+    "adamw_torch": _ADAM,
+    "adamw_torch_fused": _ADAM,
+    "adamw_torch_4bit": _LOW_BITS,
+    "adamw_torch_8bit": _LOW_BITS,
+    "adamw_bnb_8bit": _ADAM,
+    "adamw_8bit": _ADAM,
+    "paged_adamw_32bit": _ADAM,
+    "paged_adamw_8bit": _ADAM,
+    "lion_8bit": _BETAS,
+    "lion_32bit": _BETAS,
+    "paged_lion_32bit": _BETAS,
+    "paged_lion_8bit": _BETAS,
+    "ademamix": _ADEMAMIX,
+    "ademamix_8bit": _ADEMAMIX,
+    "paged_ademamix_32bit": _ADEMAMIX,
+    "paged_ademamix_8bit": _ADEMAMIX,
+    "sgd": {"momentum": _share, "dampening": _share, "nesterov": boolean},
+    "adagrad": {"lr_decay": real(0), "eps": _above_0},
+    "rmsprop": {"momentum": _share, "alpha": _share, "eps": _above_0, "centered": boolean},
+    "stable_adamw": {**_ADAM, "max_lr": _above_0},
+    "schedule_free_adamw": {**_ADAM, **_SCHEDULE_FREE},
+    "schedule_free_radam": {**_ADAM, **_SCHEDULE_FREE},
+    "schedule_free_sgd": _SCHEDULE_FREE,
+}
+_OF_ADAM = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
+_OF_TORCHAO = ("adamw_torch_4bit", "adamw_torch_8bit")
+_ROUNDING = "bf16_stochastic_round"
+
+
+def check_settings(training: TrainingOptions) -> None:
+    """Refuse an optimizer that transformers does not know, and settings that it does not take.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    from transformers.training_args import OptimizerNames
+
+    optim, optimizers = str(training.optim), [name.value for name in OptimizerNames]
+    if optim not in optimizers:
+        raise InputError(f"optim is {optim!r}; choose one of {', '.join(optimizers)}")
+    takes = SETTINGS.get(optim, {})
+    for name, value in (training.optim_args or {}).items():
+        if name not in takes:
+            known = f"give {', '.join(takes)}" if takes else "leave out optim_args"
+            raise InputError(f"optim_args has {name!r}, which {optim} does not take; {known}")
+        try:
+            takes[name](value)
+        except Refused as error:
+            raise InputError(f"optim_args has {name} {shown(value)}; give {error.wanted}") from None
+
+
+def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
+    """Refuse stochastic rounding where no weight that trains is in bfloat16, so that it would do nothing.
+
+    Args:
+        dtype: to load the weights in.
+    """
+    import torch
+
+    is_full, settings = options.adapter.tuning == "full", options.training.optim_args or {}
+    if _ROUNDING in settings and boolean(settings[_ROUNDING]) and not (is_full and dtype == torch.bfloat16):
+        trains = (
+            f"dtype is {str(dtype).removeprefix('torch.')}" if is_full else "an adapter trains in float32"
+        )
+        raise InputError(
+            f"optim_args has {_ROUNDING}, which rounds weights in bfloat16, and {trains}; give --tuning full "
+            "--dtype bfloat16, or leave it out"
+        )
+
+
+def arguments_of(training: TrainingOptions) -> dict[str, Any]:
+    """The settings of the optimizer, as transformers' `TrainingArguments` call them."""
+    takes, given = SETTINGS.get(str(training.optim), {}), training.optim_args or {}
+    read = {name: takes[name](value) for name, value in given.items()}
+    is_adam = _BETAS.keys() <= takes.keys()  # others read an eps of their own
+    arguments: dict[str, Any] = {
+        _OF_ADAM[name]: value for name, value in read.items() if is_adam and name in _OF_ADAM
+    }
+    rest = [f"{name}={value}" for name, value in read.items() if _OF_ADAM.get(name) not in arguments]
+    return arguments | ({"optim_args": ",".join(rest)} if rest else {})
+
+
+def check_optimizer(arguments: "TrainingArguments") -> None:
+    """Refuse an optimizer that cannot be made here.
+
+    Raises:
+        InputError: it is not installed, or needs CUDA or arguments that no option gives.
+    """
+    import torch
+    from transformers import Trainer
+    from transformers.training_args import OptimizerNames
+
+    name = OptimizerNames(arguments.optim).value
+    try:
+        kind, _ = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    except (ImportError, ValueError) as error:
+        if name in _OF_TORCHAO:
+            raise InputError(
+                f"optim is {name!r}, which needs torchao, and that cannot be imported; "
+                "pip install torchao, or use adamw_torch"
+            ) from None
+        why = first_line(error)
+        raise InputError(f"optim is {name!r}, which cannot be made ({why}); use adamw_torch") from None
+    if kind.__module__.startswith("bitsandbytes") and not torch.cuda.is_available():
+        raise InputError(f"optim is {name!r}, which needs CUDA, and there is none here; use adamw_torch")

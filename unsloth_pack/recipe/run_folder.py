@@ -1,0 +1,239 @@
+"""The folder of a run: what may be there before it begins, and what a resumed run goes on with."""
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.errors import InputError
+from unsloth_pack.files.saved_names import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CARD,
+    MERGED_BASE,
+    RUN_CONFIG,
+    TOKENIZER,
+    VOCABULARY,
+    holds_model,
+    model_files,
+)
+from unsloth_pack.recipe.folders import check_new_folder, check_writable
+from unsloth_pack.recipe.machine import count_processes, is_main_process
+from unsloth_pack.recipe.named_data import name_of, paths_of
+from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.saved_config import is_of_a_run
+from unsloth_pack.recipe.second_stage import check_merged_base, has_merged_base
+from unsloth_pack.report.metrics import FILE_NAME
+
+_SUFFIXES_OF_A_RUN = {
+    "json",
+    "jsonl",
+    "safetensors",
+    "png",
+    "html",
+    "md",
+    "jinja",
+    "txt",
+    "model",
+    "tmp",
+    "yaml",
+}
+_RUN_FILES = (FILE_NAME, *sorted(ADAPTER))
+_PLOTS_AND_CARD = ("lengths.png", "loss.png", "report.html", CARD)
+
+
+def check_folders(options: TrainOptions) -> None:
+    """Refuse folders that cannot be written to, or hold files that the run would replace.
+
+    Raises:
+        InputError: names the option, the folder and what it holds.
+    """
+    output, folder = options.output, options.folder
+    if not str(output.output_dir).strip():
+        raise InputError(f"output_dir is {output.output_dir!r}; give a folder")
+    check_writable("output_dir", folder)
+    _check_apart(options, folder)
+    may_replace = _may_replace(options)
+    if not may_replace and is_main_process() and (found := run_files(folder)):
+        raise InputError(
+            f"output_dir {str(folder)!r} holds a run already ({found[0].name}); "
+            "give --resume, --overwrite_output_dir, or another folder"
+        )
+    if not may_replace and is_main_process() and (name := _in_the_way(folder)):
+        raise InputError(
+            f"output_dir {str(folder)!r} holds {name}, and the run writes a file of that name; give another "
+            "folder, or --overwrite_output_dir to replace it"
+        )
+    if is_main_process():
+        check_merged_base(options)
+    config = folder / RUN_CONFIG
+    if output.overwrite_output_dir and os.path.lexists(config) and not is_of_a_run(config):
+        raise InputError(
+            f"output_dir {str(folder)!r} holds a {RUN_CONFIG} that no run wrote; move it, or give another "
+            "folder"
+        )
+    if output.resume:
+        _check_resumable(folder)
+    if output.save_path is not None:
+        target = Path(output.save_path)
+        _check_save_path(target, folder, may_replace and _is_of_the_run(target, folder))
+
+
+def _may_replace(options: TrainOptions) -> bool:
+    return options.output.overwrite_output_dir or options.output.resume
+
+
+def _is_full_run(folder: Path) -> bool:
+    """Whether the model in `folder` is what a run with full tuning has saved there."""
+    from unsloth_pack.report.metrics import read_config
+
+    with suppress(InputError):
+        return bool(read_config(folder).get("tuning") == "full")
+    return False
+
+
+def _in_the_way(folder: Path) -> str | None:
+    """A file in `folder` of a name that a run writes there."""
+    names = sorted({*_PLOTS_AND_CARD, RUN_CONFIG, *TOKENIZER, *VOCABULARY})
+    return next((name for name in names if os.path.lexists(folder / name)), None)
+
+
+def _is_of_the_run(target: Path, folder: Path) -> bool:
+    """Whether `target` is where the run in `folder` saves its merged model."""
+    from unsloth_pack.report.metrics import read_config, read_cwd
+
+    saved = [folder / "merged"]
+    with suppress(InputError):  # there is no run
+        run, cwd = read_config(folder), read_cwd(folder) or Path()
+        was_started_here = (cwd / str(run.get("output_dir"))).resolve() == folder.resolve()
+        if run.get("save_path") and was_started_here:  # else it is a copy, and that model is the original's
+            saved.append(cwd / run["save_path"])
+    return target.resolve() in [path.resolve() for path in saved]
+
+
+def _check_save_path(target: Path, folder: Path, may_replace: bool) -> None:
+    if target.resolve() == folder.resolve():
+        raise InputError(
+            f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
+        )
+    if _is_taken(target, folder):
+        raise InputError(
+            f"save_path {str(target)!r} is where the run itself writes in output_dir; give another folder"
+        )
+    if target.is_symlink() and target.parent.resolve() == folder.resolve():
+        raise InputError(
+            f"save_path {str(target)!r} is a link; remove it, or give the folder that it points to"
+        )
+    check_new_folder("save_path", target, may_replace)
+
+
+def _is_taken(target: Path, folder: Path) -> bool:
+    """Whether `target` is one of the files or folders that a run saves in its `folder`, or lies in one."""
+    if not target.resolve().is_relative_to(folder.resolve()):
+        return False
+    name = target.resolve().relative_to(folder.resolve()).parts[0]
+    return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _SUFFIXES_OF_A_RUN
+
+
+def _check_apart(options: TrainOptions, folder: Path) -> None:
+    """Refuse a folder in which the run's files would be mistaken for a model's or for data."""
+    if holds_model(folder) and not (_may_replace(options) and _is_full_run(folder)):
+        raise InputError(f"output_dir {str(folder)!r} holds a model; give another folder")
+    named = [
+        (name, path) for name in ("dataset", "eval_dataset") for path in paths_of(getattr(options.data, name))
+    ]
+    for name, data in named:
+        if os.path.isdir(data) and folder.resolve().is_relative_to(Path(data).resolve()):
+            raise InputError(
+                f"output_dir {str(folder)!r} is in {name} {data!r}, where every file is read as data; "
+                "give another folder"
+            )
+
+
+def _check_resumable(folder: Path) -> None:
+    from unsloth_pack.report.metrics import has_ended, read_losses, read_processes
+    from unsloth_pack.training.best import has_stopped_early
+    from unsloth_pack.training.checkpoints import last_checkpoint, state_of
+
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:  # a run that was killed before its first checkpoint starts over
+        if has_saved(folder):
+            raise InputError(
+                f"--resume: the run in {str(folder)!r} has saved what it trained and left no checkpoint; "
+                "start a new run in another folder"
+            )
+        if broken := _checkpoints(folder):
+            raise InputError(
+                f"--resume: {broken[-1].name} in {str(folder)!r} is not whole, and there is no other "
+                "checkpoint; start anew with --overwrite_output_dir"
+            )
+        return
+    state = state_of(checkpoint)
+    assert state is not None
+    losses = read_losses(folder)
+    for entry in state["log_history"]:
+        loss, was = entry.get("loss", math.nan), losses.get(entry["step"])
+        if was is not None and math.isfinite(loss) and loss != was:
+            raise InputError(
+                f"--resume: {checkpoint.name} in {str(folder)!r} is of another run: its loss of update "
+                f"{entry['step']} is {loss:.6g}, and {FILE_NAME} has {was:.6g}; remove that checkpoint"
+            )
+    if (state["global_step"] >= state["max_steps"] or has_stopped_early(state)) and has_ended(folder):
+        raise InputError(
+            f"--resume: the run in {str(folder)!r} is complete after {state['global_step']} updates; "
+            "merge its adapter with `unsloth-pack merge`, or start a new run in another folder"
+        )
+    before, now = read_processes(folder), count_processes()
+    if before not in (None, now):
+        raise InputError(
+            f"--resume: the run in {str(folder)!r} had {before} processes and this one has {now}, whose "
+            f"updates would see other rows; continue with {before}, or start a new run"
+        )
+
+
+def check_same_data(options: TrainOptions, use: str, ledger: TokenLedger, fingerprint: str | None) -> None:
+    """Refuse to resume with other data than the run began with.
+
+    Args:
+        use: "train" or "eval".
+        ledger, fingerprint: of that data as it is now.
+
+    Raises:
+        InputError: its rows or tokens have changed, or how they are tokenised or packed.
+    """
+    from unsloth_pack.report.metrics import read_data
+
+    before = read_data(options.folder, use) if options.output.resume else None
+    if before is None:
+        return
+    was, now = asdict(TokenLedger(**before["ledger"])), asdict(ledger)
+    was["fingerprint"], now["fingerprint"] = before.get("fingerprint"), fingerprint
+    if was != now:
+        name = next(name for name in now if now[name] != was.get(name))
+        data = name_of(
+            options.data.eval_dataset or options.data.dataset if use == "eval" else options.data.dataset
+        )
+        raise InputError(
+            f"--resume: {data} is not what the run began with ({name} was {was.get(name)}, is "
+            f"{now[name]}); give the same data and tokenizer, or start anew"
+        )
+
+
+def run_files(folder: Path) -> list[Path]:
+    """The files and folders that a run has left in `folder`."""
+    names = [*_RUN_FILES, *(model_files(folder) if _is_full_run(folder) else ())]
+    names += [MERGED_BASE] if has_merged_base(folder) else []
+    return [folder / name for name in names if os.path.lexists(folder / name)] + _checkpoints(folder)
+
+
+def has_saved(folder: Path) -> bool:
+    """Whether the run in `folder` has saved what it trained: an adapter, or a model."""
+    return (folder / ADAPTER_CONFIG).exists() or (_is_full_run(folder) and holds_model(folder))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Whole or not, and links; a folder of another name, such as checkpoint-best, is somebody's own."""
+    found = sorted(folder.glob("checkpoint-*"))
+    return [path for path in found if path.is_symlink() or path.name.removeprefix("checkpoint-").isdigit()]

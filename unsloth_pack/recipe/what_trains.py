@@ -1,0 +1,139 @@
+"""What of a model trains, from the options: checked without its weights."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
+
+# What makes no sense where no adapter is made, and is kept where one goes on
+_OF_AN_ADAPTER = (
+    *("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "loftq_config"),
+    *("target_modules", "layers_to_transform", "modules_to_save", "trainable_token_indices"),
+)
+
+
+def check_tuning(options: TrainOptions) -> None:
+    """Refuse options that contradict what is tuned.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    model, adapter = options.model, options.adapter
+    if adapter.tuning == "full":
+        for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
+            if getattr(model, name):
+                raise InputError(
+                    f"tuning is 'full' and {name} is set, but quantised weights have no gradient; drop "
+                    f"{name}, or give --tuning lora"
+                )
+        if model.dtype == "float16":
+            raise InputError(
+                "tuning is 'full' and dtype is 'float16', in which small updates are lost and gradients "
+                "cannot be scaled; give bfloat16 or float32"
+            )
+        for name in ("fsdp", "deepspeed"):
+            if getattr(options.training, name) is not None:
+                raise InputError(
+                    f"tuning is 'full' and {name} is set, but only adapters train on sharded weights; drop "
+                    "one of them"
+                )
+        if options.output.save_method == "lora":
+            raise InputError("tuning is 'full' and save_method is 'lora', but there is no adapter; drop one")
+
+
+def refuse_of_an_adapter(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    """Refuse values that somebody asked for and that say nothing about full tuning."""
+    defaults = flat(AdapterOptions())
+    for name in _OF_AN_ADAPTER:
+        if given.get(name, defaults[name]) != defaults[name]:
+            raise InputError(
+                f"{name} is {given[name]!r} and tuning is 'full', which makes no adapter; leave out "
+                f"--{name}, or give --tuning lora"
+            )
+
+
+def check_names_of_modules(options: TrainOptions, source: str) -> None:
+    """Refuse names and patterns that the model does not have, before its weights are loaded.
+
+    Args:
+        source: folder or name of the base model.
+
+    Raises:
+        InputError: names the option, and what the model has.
+    """
+    adapter = options.adapter
+    asked: list[Any] = [adapter.target_modules, adapter.modules_to_save, adapter.train_modules]
+    asked += [adapter.freeze_modules, adapter.layers_to_transform, adapter.trainable_token_indices]
+    if all(each is None for each in asked):
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from unsloth_pack.files.loading import load_config
+    from unsloth_pack.lora.parts import check_parts
+    from unsloth_pack.lora.targets import lora_targets
+    from unsloth_pack.modules.chosen import check_matches, parameter_paths, train_only
+    from unsloth_pack.recipe.second_stage import check_same_parts
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(source))
+    paths = parameter_paths(model)
+    for name in ("train_modules", "freeze_modules"):
+        check_matches(name, getattr(adapter, name) or (), paths)
+    if adapter.tuning == "full":
+        train_only(model, adapter.train_modules, adapter.freeze_modules)
+        return
+    arguments = adapter_arguments(model, adapter)
+    given = {name: arguments[name] for name in _FURTHER if arguments.get(name) is not None}
+    if adapter.init_adapter is not None and not adapter.merge_init_adapter:
+        check_same_parts(model, adapter, arguments)
+    lora_targets(model, adapter.target_modules, given)
+    check_parts(model, adapter.bias, arguments["modules_to_save"], given)
+    _refuse_quantised(options, model, arguments["modules_to_save"] or ())
+
+
+_FURTHER = ("layers_to_transform", "exclude_modules", "trainable_token_indices")
+
+
+def adapter_arguments(model: Any, adapter: AdapterOptions) -> dict[str, Any]:
+    """What the options mean for `FastLanguageModel.get_peft_model`, but for checkpointing.
+
+    Args:
+        model: the base model, with or without weights.
+    """
+    from unsloth_pack.modules.chosen import chosen_modules
+
+    own = ("tuning", "train_modules", "freeze_modules", "add_tokens", "init_adapter", "merge_init_adapter")
+    found = {name: value for name, value in flat(adapter).items() if name not in own}
+    whole = chosen_modules(model, adapter.train_modules) if adapter.train_modules else []
+    frozen = chosen_modules(model, adapter.freeze_modules) if adapter.freeze_modules else []
+    whole = [path for path in whole if path not in frozen]
+    if whole:
+        found["modules_to_save"] = [*(found["modules_to_save"] or ()), *whole]
+    if whole or frozen:
+        found["exclude_modules"] = [*whole, *frozen]
+    given = {name: _as_list(value) for name, value in found.items()}
+    return {name: value for name, value in given.items() if name not in _FURTHER or value is not None}
+
+
+def _as_list(value: Any) -> Any:
+    return [*value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _refuse_quantised(options: TrainOptions, model: Any, modules: Sequence[str]) -> None:
+    """Refuse to train layers as a whole that will be held in few bits."""
+    from torch import nn
+
+    held = flat(options.model)
+    loaded = next((name for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if held[name]), None)
+    if loaded is None:
+        return
+    for path, module in model.get_decoder().named_modules():
+        is_meant = any(f".{path}".endswith(f".{name}") or name.endswith(f".{path}") for name in modules)
+        if isinstance(module, nn.Linear) and is_meant:
+            raise InputError(
+                f"{loaded} is set, and modules_to_save or train_modules names {path}, whose weight would be "
+                f"quantised and has no gradient; drop {loaded}, or leave that module out"
+            )

@@ -1,0 +1,129 @@
+"""Figures of a run as SVG that stands inside a page: text stays text, and nothing in it names an address."""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+_NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+_NAMESPACE = re.compile(r'\s+xmlns(:\w+)?="[^"]*"')
+_ID = re.compile(r'(\bid="|href="#|url\(#)')
+_CURVES = (
+    ("loss", "loss (nats a token)", 1.0),
+    ("learning_rate", "learning rate", 1.0),
+    ("tokens_per_second", "tokens a second", 1.0),
+    ("memory_bytes", "peak memory so far (GiB)", 2.0**30),
+)
+
+
+@dataclass(frozen=True)
+class PackedRowSeen:
+    """One packed row, to be drawn.
+
+    Args:
+        lengths: of its documents, in tokens.
+        is_counted: `[tokens]` whether a token's label counts in the loss.
+        capacity: tokens that the row has room for.
+    """
+
+    lengths: Sequence[int]
+    is_counted: np.ndarray
+    capacity: int
+
+
+def curves(log: Sequence[dict[str, Any]]) -> str:
+    """Loss, learning rate, tokens a second and memory over the updates.
+
+    Args:
+        log: the lines of kind `log` in a metrics file.
+    """
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    lines = with_speed(log)
+    for place, (name, label, unit) in enumerate(_CURVES):
+        axes = figure.add_subplot(2, 2, place + 1, xlabel="update", ylabel=label)
+        _plot(axes, lines, name, unit, "training" if name == "loss" else None)
+        if name == "loss" and _plot(axes, lines, "eval_loss", unit, "evaluation", marker="o", markersize=3):
+            axes.legend()
+        axes.grid(alpha=0.3)
+    return _svg(figure, "curves")
+
+
+def with_speed(log: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Log lines, with `tokens_per_second` since the line before. A resumed run's clock begins anew."""
+    made, before = [], {"num_tokens": 0, "seconds": 0.0}
+    for line in log:
+        speed = {}
+        if line.get("num_tokens") is not None and "loss" in line:
+            seconds, tokens = (line[name] - before[name] for name in ("seconds", "num_tokens"))
+            if seconds > 0 and tokens > 0:
+                speed = {"tokens_per_second": tokens / seconds}
+            before = line
+        made.append(line | speed)
+    return made
+
+
+def lengths_histogram(lengths: np.ndarray, max_length: int) -> str:
+    """How long the documents are.
+
+    Args:
+        lengths: `[documents]` tokens.
+        max_length: at which documents are cut.
+    """
+    figure = Figure(figsize=(10, 2.8), layout="constrained")
+    axes = figure.add_subplot(xlabel="tokens", ylabel="documents")
+    axes.hist(lengths, bins=min(60, int(np.ptp(lengths)) + 1))
+    if (lengths >= max_length).any():
+        axes.axvline(max_length, color="tab:red", linestyle="--", label=f"cut at {max_length:,}")
+        axes.legend()
+    axes.grid(alpha=0.3)
+    return _svg(figure, "lengths")
+
+
+def packed_row(row: PackedRowSeen) -> str:
+    """Documents side by side, dark where a token counts in the loss, with a line at every boundary."""
+    figure = Figure(figsize=(10, 1.6), layout="constrained")
+    axes = figure.add_subplot(xlabel="token", yticks=[], xlim=(0, row.capacity), ylim=(0, 1))
+    ends = np.cumsum(row.lengths)
+    colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+    for number, (end, length) in enumerate(zip(ends, row.lengths, strict=True)):
+        colour = colours[number % len(colours)]
+        axes.axvspan(end - length, end, color=colour, alpha=0.3, linewidth=0)
+        for first, last in _runs(row.is_counted[end - length : end]):
+            axes.axvspan(end - length + first, end - length + last, color=colour, linewidth=0)
+        axes.axvline(end, color="black", linewidth=1, gid=f"boundary-{number}")
+    axes.axvspan(ends[-1], row.capacity, color="0.85", linewidth=0)
+    return _svg(figure, "row")
+
+
+def _plot(
+    axes: Any, log: Sequence[dict[str, Any]], name: str, unit: float, label: str | None, **style: Any
+) -> bool:
+    points = [(line["step"], line[name] / unit) for line in log if line.get(name) is not None]
+    if points:
+        alone = {"marker": "o"} if len(points) == 1 else {}
+        axes.plot(*zip(*points, strict=True), label=label, linewidth=1.2, **alone | style)
+    return bool(points)
+
+
+def _runs(marks: np.ndarray) -> list[tuple[int, int]]:
+    """The first place of each run of true marks, and the first behind it."""
+    edges = np.diff(np.concatenate([[0], marks.astype(np.int8), [0]]))
+    return list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as an `<svg>` element. `name` keeps its ids apart from those of other figures."""
+    FigureCanvasSVG(figure)
+    made = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(made, format="svg", metadata=_NO_METADATA)
+    text = made.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = _NAMESPACE.sub("", text).replace("xlink:href", "href")
+    return _ID.sub(rf"\1{name}-", text)

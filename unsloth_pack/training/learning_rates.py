@@ -1,0 +1,115 @@
+"""Learning rates by group: of LoRA's second matrices, of the embeddings, of modules by their names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft.optimizers import create_loraplus_optimizer
+from torch import nn
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.modules.chosen import check_matches, matcher
+
+Groups = list[dict[str, Any]]  # as an optimizer takes them
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """What learns at a rate of its own; the most particular one counts.
+
+    Args:
+        lora_plus_ratio: LoRA+ (Hayou et al. 2024): by how much faster LoRA's B learns than A.
+        of_embeddings: what trains of the embeddings and the head.
+        by_name: by regular expression over names of modules; the first that matches counts.
+    """
+
+    lora_plus_ratio: float | None = None
+    of_embeddings: float | None = None
+    by_name: Mapping[str, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.lora_plus_ratio or self.of_embeddings or self.by_name)
+
+
+def check_rates(model: nn.Module, rates: LearningRates) -> None:
+    """Refuse a regular expression that matches nothing that trains.
+
+    Raises:
+        InputError: names it.
+    """
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    check_matches("learning_rates", [*rates.by_name], trained)
+    if rates.lora_plus_ratio and not any(".lora_B." in name for name in trained):
+        raise InputError(
+            f"lora_plus_ratio is {rates.lora_plus_ratio:g}, and the model has no LoRA that trains; leave it "
+            "out"
+        )
+    if rates.of_embeddings and not _embeddings(model, trained):
+        raise InputError(
+            f"embedding_learning_rate is {rates.of_embeddings:g}, and neither embeddings nor head train; "
+            "leave it out, or have them train by --trainable_token_indices, --modules_to_save or "
+            "--target_modules"
+        )
+
+
+def grouped(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]], rates: LearningRates, learning_rate: float
+) -> Groups:
+    """Groups of parameters, divided further by their learning rates.
+
+    Args:
+        groups: as the trainer makes them, with weight decay or without.
+        learning_rate: of all else.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    embeddings = _embeddings(model, names.values())
+    plus = _rates_of_lora_plus(model, rates, learning_rate)
+    by_name = [(matcher([pattern]), rate) for pattern, rate in rates.by_name.items()]
+
+    def rate_of(parameter: nn.Parameter) -> float:
+        name = names[id(parameter)]
+        of_name = next((rate for is_meant, rate in by_name if is_meant(name)), None)
+        if of_name is not None:
+            return of_name
+        if rates.of_embeddings and name in embeddings:
+            return rates.of_embeddings
+        return plus.get(id(parameter), learning_rate)
+
+    found: Groups = []
+    for group in groups:
+        by_rate: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_rate.setdefault(rate_of(parameter), []).append(parameter)
+        found += [{**group, "params": params, "lr": rate} for rate, params in by_rate.items()]
+    return found
+
+
+def _rates_of_lora_plus(model: Any, rates: LearningRates, learning_rate: float) -> dict[int, float]:
+    """The rate of each LoRA parameter as PEFT's LoRA+ sets it, by the parameter's id."""
+    if not rates.lora_plus_ratio:
+        return {}
+    made = create_loraplus_optimizer(
+        model,
+        torch.optim.SGD,
+        lr=learning_rate,
+        loraplus_lr_ratio=rates.lora_plus_ratio,
+        loraplus_lr_embedding=learning_rate,
+    )
+    # It speeds up every vector as well, such as a norm that trains; LoRA+ is about B
+    is_of_lora = {id(parameter) for name, parameter in model.named_parameters() if ".lora_" in name}
+    return {
+        id(parameter): group["lr"]
+        for group in made.param_groups
+        for parameter in group["params"]
+        if id(parameter) in is_of_lora
+    }
+
+
+def _embeddings(model: Any, names: Any) -> set[str]:
+    """Those of the names of parameters that lie in the embedding or the head, or in what wraps them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    held = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
+    inside = {name for name, parameter in model.named_parameters() if id(parameter) in held}
+    return inside.intersection(names)

@@ -1,0 +1,168 @@
+"""TRL's trainer and configuration, as notebooks written for Unsloth call them.
+
+`from unsloth_pack import SFTConfig, SFTTrainer` stands in place of `from trl import SFTConfig, SFTTrainer`.
+TRL is not changed. Its own classes train a model just as well, with names and defaults of their own.
+"""
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+import trl
+from transformers import TrainingArguments
+
+from unsloth_pack.errors import InputError, require_real
+
+# What older TRL took as arguments of the trainer -> the field of the configuration
+_OF_CONFIG = {
+    "max_seq_length": "max_length",
+    "dataset_text_field": "dataset_text_field",
+    "dataset_num_proc": "dataset_num_proc",
+    "packing": "packing",
+    "dataset_kwargs": "dataset_kwargs",
+}
+
+logger = logging.getLogger("unsloth_pack")
+
+
+@dataclass
+class SFTConfig(trl.SFTConfig):
+    """TRL's `SFTConfig` for a model from `FastLanguageModel`.
+
+    It differs in what is left out. `max_length` is the model's `max_seq_length`. The model keeps the gradient
+    checkpointing that `get_peft_model` gave it. Without a GPU it trains on the CPU, without mixed precision.
+
+    Args:
+        max_seq_length: older name of `max_length`.
+        embedding_learning_rate: of the embeddings and the head, where they are trained.
+    """
+
+    max_length: int | None = field(default=None, metadata={"help": "Where rows are cut."})
+    gradient_checkpointing: bool = field(
+        default=None,  # type: ignore[assignment]
+        metadata={"help": "Leave it to get_peft_model."},
+    )
+    max_seq_length: int | None = field(default=None, metadata={"help": "Older name of max_length."})
+    embedding_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of trained embeddings and heads."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length is not None:
+            self.max_length = self.max_seq_length
+        if self.embedding_learning_rate is not None:
+            require_real("embedding_learning_rate", self.embedding_learning_rate, 0, 1e3)
+        if not torch.cuda.is_available():
+            self.use_cpu = True
+            self.bf16 = self.fp16 = False
+            self.dataloader_pin_memory = False
+        super().__post_init__()
+
+
+class SFTTrainer(trl.SFTTrainer):
+    """TRL's `SFTTrainer`, which also takes what older notebooks give it.
+
+    `tokenizer` is `processing_class`. `max_seq_length`, `dataset_text_field`, `dataset_num_proc`, `packing`
+    and `dataset_kwargs` are those of the configuration. Rows of text that begin with the token that the
+    tokenizer puts before every text get it once.
+
+    Args:
+        model, args, kwargs: as in TRL.
+
+    Raises:
+        InputError: two values for one argument.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, *, tokenizer: Any = None, **kwargs: Any):
+        if tokenizer is not None and kwargs.get("processing_class", tokenizer) is not tokenizer:
+            raise InputError("tokenizer and processing_class are both given; give one of them")
+        if tokenizer is not None:
+            kwargs["processing_class"] = tokenizer
+        config = _configuration(args, {name: kwargs.pop(name) for name in _OF_CONFIG if name in kwargs})
+        if config.max_length is None:
+            config.max_length = getattr(model, "max_seq_length", None)
+        for name in ("train_dataset", "eval_dataset"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = _begun_once(kwargs[name], kwargs.get("processing_class"), config)
+        super().__init__(model, config, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's optimizer; embeddings with a learning rate of their own are a group of their own."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        rate = getattr(self.args, "embedding_learning_rate", None)
+        if rate is not None:
+            _split_embeddings(optimizer, self.model, rate)
+        return optimizer
+
+
+UnslothTrainer = SFTTrainer
+UnslothTrainingArguments = SFTConfig
+
+
+def _configuration(args: Any, given: dict[str, Any]) -> Any:
+    """A copy of `args` with what the trainer was given beside them."""
+    if args is None:
+        config: Any = SFTConfig(output_dir="trainer_output")
+    elif isinstance(args, trl.SFTConfig):
+        config = copy.copy(args)
+    elif isinstance(args, TrainingArguments):
+        taken = {each.name for each in fields(SFTConfig) if each.init}
+        kept = {name: value for name, value in args.to_dict().items() if name in taken}
+        config = SFTConfig(**kept | {"hub_token": args.hub_token})
+    else:
+        raise InputError(f"args is a {type(args).__name__}; give an SFTConfig or TrainingArguments")
+    for name, value in given.items():
+        if value is not None:
+            setattr(config, _OF_CONFIG[name], value)
+    return config
+
+
+def _begun_once(given: Any, tokenizer: Any, config: Any) -> Any:
+    """Rows of text without the token at their begin, if the tokenizer puts it there too."""
+    if isinstance(given, Mapping):
+        return {key: _begun_once(dataset, tokenizer, config) for key, dataset in given.items()}
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    token, column = getattr(tokenizer, "bos_token", None), config.dataset_text_field
+    row: Any = next(iter(given), None)
+    if (
+        not token
+        or not isinstance(row, Mapping)
+        or not isinstance(row.get(column), str)
+        or "input_ids" in row
+    ):
+        return given
+    first_two = tokenizer(row[column][:200])["input_ids"][:2]
+    if not row[column].startswith(token) or first_two != [tokenizer.bos_token_id] * 2:
+        return given
+    logger.warning("rows begin with %s, which the tokenizer adds too; it is taken off once", token)
+    return given.map(partial(_without_first, column=column, token=token))
+
+
+def _without_first(row: dict[str, Any], column: str, token: str) -> dict[str, str]:
+    return {column: row[column].removeprefix(token)}
+
+
+def _split_embeddings(optimizer: Any, model: Any, rate: float) -> None:
+    """Give the trained parameters of embeddings and head groups of their own.
+
+    Raises:
+        InputError: none of them is trained.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    ends = [end for end in (base.get_input_embeddings(), base.get_output_embeddings()) if end is not None]
+    chosen = {id(weight) for end in ends for weight in end.parameters() if weight.requires_grad}
+    if not chosen:
+        raise InputError(
+            f"embedding_learning_rate is {rate}, but no embedding is trained; give get_peft_model "
+            "modules_to_save=['embed_tokens', 'lm_head'], or name them in target_modules"
+        )
+    for group in list(optimizer.param_groups):
+        apart = [weight for weight in group["params"] if id(weight) in chosen]
+        if not apart:
+            continue
+        group["params"] = [weight for weight in group["params"] if id(weight) not in chosen]
+        optimizer.add_param_group({**group, "params": apart, "lr": rate, "initial_lr": rate})

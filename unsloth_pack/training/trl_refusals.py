@@ -1,0 +1,49 @@
+"""What TRL says of a model that it does not know to be patched: warnings that are not true, and a refusal."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from unsloth_pack.patching.patch import patch_of
+
+# TRL 1.15 warns of leaks unless `attn_implementation` is a FlashAttention. It does not know that the patched
+# attention keeps documents apart with every backend,
+_UNTRUE = ("Padding-free training is enabled, but the attention", "You are using packing, but the attention")
+# nor that a row which was packed before holds several documents.
+_UNTRUE_OF_PACKS = "You are using a per_device_train_batch_size of 1 with padding-free training"
+
+
+@contextmanager
+def without_untrue_warnings(is_packed: bool) -> Iterator[None]:
+    logger = logging.getLogger("trl.trainer.sft_trainer")
+    untrue = (*_UNTRUE, *([_UNTRUE_OF_PACKS] if is_packed else []))
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not any(said in record.getMessage() for said in untrue)  # `in`: it may begin with "[RANK 0]"
+
+    logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_true)
+
+
+@contextmanager
+def adapted_head_allowed(model: Any) -> Iterator[None]:
+    """Inside this context TRL's trainer sees the layer below an adapter on the head.
+
+    TRL refuses such an adapter, since its loss reads the weight of the head alone. A patched model answers
+    TRL with the adapter counted in, see `losses.fusable`.
+    """
+    head = model.get_output_embeddings()
+    if patch_of(model) is None or not isinstance(head, BaseTunerLayer):
+        yield
+        return
+    model.__dict__["get_output_embeddings"] = head.get_base_layer
+    try:
+        yield
+    finally:
+        del model.__dict__["get_output_embeddings"]
