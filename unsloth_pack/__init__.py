@@ -3,19 +3,36 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unsloth_pack.api import FastLanguageModel
+    from unsloth_pack.api import FastLanguageModel, FastModel, is_bfloat16_supported
     from unsloth_pack.checks import probe, verify
     from unsloth_pack.errors import BackendUnavailable, InputError, LeakFound, UnsupportedArchitecture
     from unsloth_pack.models import supported_architectures
     from unsloth_pack.patching.patch import patch_model
+    from unsloth_pack.training.notebooks import (
+        SFTConfig,
+        SFTTrainer,
+        UnslothTrainer,
+        UnslothTrainingArguments,
+    )
+    from unsloth_pack.vision.collator import UnslothVisionDataCollator, VisionDataCollator
+    from unsloth_pack.vision.model import FastVisionModel
 
 __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "FastLanguageModel",
+    "FastModel",
+    "FastVisionModel",
     "InputError",
     "LeakFound",
+    "SFTConfig",
+    "SFTTrainer",
+    "UnslothTrainer",
+    "UnslothTrainingArguments",
+    "UnslothVisionDataCollator",
     "UnsupportedArchitecture",
+    "VisionDataCollator",
+    "is_bfloat16_supported",
     "patch_model",
     "probe",
     "supported_architectures",
@@ -25,9 +42,18 @@ __all__ = [
 _HOMES = {
     "BackendUnavailable": "errors",
     "FastLanguageModel": "api",
+    "FastModel": "api",
+    "FastVisionModel": "vision.model",
     "InputError": "errors",
     "LeakFound": "errors",
+    "SFTConfig": "training.notebooks",
+    "SFTTrainer": "training.notebooks",
+    "UnslothTrainer": "training.notebooks",
+    "UnslothTrainingArguments": "training.notebooks",
+    "UnslothVisionDataCollator": "vision.collator",
     "UnsupportedArchitecture": "errors",
+    "VisionDataCollator": "vision.collator",
+    "is_bfloat16_supported": "api",
     "patch_model": "patching.patch",
     "probe": "checks",
     "supported_architectures": "models",

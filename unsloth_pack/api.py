@@ -16,6 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.drop_in.arguments import (
+    device_map_of,
+    take_adapter_arguments,
+    take_loading_arguments,
+    take_trained_ends,
+)
+from unsloth_pack.drop_in.exports import push_to_hub_gguf, push_to_hub_merged, save_pretrained_gguf
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
 from unsloth_pack.files.loading import (
     load_adapter,
@@ -23,17 +30,24 @@ from unsloth_pack.files.loading import (
     load_tokenizer,
     match_vocabulary,
     own_device,
-    quantization,
     resolve,
     split_config,
     take_file_options,
     weight_dtype,
 )
-from unsloth_pack.files.saving import remember_use_cache, save_demo_adapter, save_pretrained_merged
+from unsloth_pack.files.quantised import quantization
+from unsloth_pack.files.saving import (
+    remember_use_cache,
+    remember_vocabulary,
+    save_adapter,
+    save_pretrained_merged,
+)
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
+from unsloth_pack.lora.parts import check_parts
 from unsloth_pack.lora.quantised_stacks import stand_ins
 from unsloth_pack.lora.stacks import quantise_experts
-from unsloth_pack.lora.targets import check_names, lora_targets
+from unsloth_pack.lora.targets import lora_targets
+from unsloth_pack.lora.vision_parts import kept_in_16_bits
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import spec_of
 from unsloth_pack.modules.given import require_model
@@ -84,7 +98,8 @@ class FastLanguageModel:
             device_map: as in transformers; None puts the model on this process's GPU, else on the CPU.
             token, revision, trust_remote_code, hf_kwargs: as in transformers' `from_pretrained`, including
                 attributes of the configuration. Pickled weights are refused unless `use_safetensors=False`.
-                `unpad` among them is that of `patch_model`.
+                `unpad` among them is that of `patch_model`. Unsloth's own arguments are taken where they ask
+                for nothing, such as `fast_inference=False`, and refused otherwise.
             random_state: seed of Python, numpy and torch.
 
         Returns:
@@ -103,6 +118,7 @@ class FastLanguageModel:
         dtype = weight_dtype(dtype, full_finetuning)
         source, adapter = resolve(model_name)
         hub: dict[str, Any] = {"token": token, "revision": revision, "trust_remote_code": trust_remote_code}
+        take_loading_arguments(hf_kwargs)
         hub |= take_file_options(hf_kwargs)
         unpad = hf_kwargs.pop("unpad", True)
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
@@ -116,12 +132,13 @@ class FastLanguageModel:
             source,
             config=config,
             dtype=dtype,
-            device_map=_device_map(device_map),
-            quantization_config=quantization(load_in_4bit, load_in_8bit, dtype),
+            device_map=_device_map(device_map_of(device_map)),
+            quantization_config=quantization(load_in_4bit, load_in_8bit, dtype, kept_in_16_bits(config)),
             **hub,
             **files,
             **for_weights,
         )
+        remember_vocabulary(model)
         if source == str(MODEL_DIR):
             # An adapter stores this name of its base; a path into this package would not last
             model.name_or_path = model.config._name_or_path = "demo"
@@ -170,7 +187,9 @@ class FastLanguageModel:
             r: rank, from 1 to the model's hidden size.
             target_modules: names of linear layers, "all-linear", or None for the projections of the
                 architecture. Names of an expert's layers, such as "gate_proj", mean the stacks of all
-                experts too, and neither None nor "all-linear" adapts their routers.
+                experts too, and neither None nor "all-linear" adapts their routers. A list with the head
+                ("lm_head") trains it in full, and the embeddings too if it names them, as `modules_to_save`;
+                with `adapter_on_head=True` they get an adapter.
             lora_alpha: the adapter's output is scaled by `lora_alpha / r`.
             lora_dropout: probability in [0, 1).
             bias, layers_to_transform, modules_to_save, use_rslora, use_dora: as in PEFT's `LoraConfig`.
@@ -180,7 +199,8 @@ class FastLanguageModel:
             random_state: seed of the adapter's initial weights.
             loftq_config: arguments of PEFT's `LoftQConfig`; the adapter then starts from LoftQ.
             max_seq_length: None, or what `from_pretrained` was given; anything else is refused.
-            lora_kwargs: further arguments of PEFT's `LoraConfig`, such as `rank_pattern`.
+            lora_kwargs: further arguments of PEFT's `LoraConfig`, such as `rank_pattern`; and Unsloth's
+                `finetune_attention_modules` and `finetune_mlp_modules`, False to leave those projections out.
 
         Raises:
             InputError: an argument out of range or unknown to PEFT, a target that the model does not have, or
@@ -203,9 +223,12 @@ class FastLanguageModel:
             if loftq_config
             else {}
         )
+        target_modules = take_adapter_arguments(model, target_modules, lora_kwargs)
+        if not lora_kwargs.pop("adapter_on_head", False):
+            target_modules, modules_to_save = take_trained_ends(model, target_modules, modules_to_save)
         given = {"layers_to_transform": layers_to_transform, **lora_kwargs}
         targets = lora_targets(model, target_modules, given)
-        _check_parts(model, bias, layers_to_transform, modules_to_save)
+        check_parts(model, bias, modules_to_save, given)
         set_seed(random_state)
         patch = patch_of(model)
         attn_backend, unpad = ("auto", True) if patch is None else (patch.attn_backend, patch.unpad)
@@ -231,9 +254,6 @@ class FastLanguageModel:
                     adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
-        for path, module in adapted.named_modules():
-            if isinstance(module, Fp8Linear) and module.weight.requires_grad:
-                raise InputError(f"modules_to_save holds {path}, which is in fp8; load without load_in_fp8")
         patch_model(adapted, attn_backend, unpad)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
         return _finish(adapted.train())
@@ -249,6 +269,14 @@ class FastLanguageModel:
         """The model, ready to train again."""
         require_model(model)
         return model.train()
+
+
+FastModel = FastLanguageModel  # as newer notebooks call it
+
+
+def is_bfloat16_supported() -> bool:
+    """Whether the GPU computes in bfloat16; False without a GPU. `dtype=None` then means bfloat16."""
+    return weight_dtype(None) == torch.bfloat16
 
 
 def check_positions(max_seq_length: int, model_name: str, text_config: Any) -> None:
@@ -347,25 +375,12 @@ def _device_map(device_map: Any) -> Any:
     return own_device() if device_map is None else device_map
 
 
-def _check_parts(model: Any, bias: str, layers: int | list[int] | None, modules_to_save: Any) -> None:
-    """Refuse values that PEFT would ignore without a word, or fail on without saying why."""
-    if bias not in ("none", "all", "lora_only"):
-        raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only")
-    n_layers = model.config.get_text_config().num_hidden_layers
-    for layer in [layers] if not isinstance(layers, list | tuple) else layers:
-        if layer is not None:
-            require_whole("layers_to_transform", layer, 0, n_layers - 1)
-    if modules_to_save is not None:
-        if not isinstance(modules_to_save, list | tuple):
-            raise InputError(f"modules_to_save is {modules_to_save!r}; give a list of names")
-        check_names(model, "modules_to_save", modules_to_save)
-
-
 def _finish(model: PreTrainedModel | PeftModel) -> Any:
-    model.save_pretrained_merged = _bound(save_pretrained_merged, model)
+    for method in (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf, push_to_hub_gguf):
+        setattr(model, method.__name__, _bound(method, model))
     remember_use_cache(model.get_base_model() if isinstance(model, PeftModel) else model)
-    if isinstance(model, PeftModel) and model.get_base_model().name_or_path == "demo":
-        model.__dict__["save_pretrained"] = _bound(save_demo_adapter, model)
+    if isinstance(model, PeftModel):
+        model.__dict__["save_pretrained"] = _bound(save_adapter, model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # memory that only loading and quantising needed
     return model

@@ -5,6 +5,7 @@ import numbers
 import re
 import reprlib
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 LAST_SEED = 2**32 - 1  # the largest that numpy takes
@@ -24,6 +25,18 @@ class InputError(ValueError):
     def __init__(self, message: str = ""):
         raised = _IN_WORKER.fullmatch(message)
         super().__init__(f"{raised['message']} (in {raised['worker']})" if raised else message)
+
+
+class Mistakes(InputError):
+    """All mistakes of config files at once. The command line prints each as a line of its own.
+
+    Args:
+        lines: `file:line: what; remedy`.
+    """
+
+    def __init__(self, lines: Sequence[str]):
+        super().__init__("\n".join(lines))
+        self.lines = tuple(lines)
 
 
 class UnsupportedArchitecture(InputError):
