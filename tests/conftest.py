@@ -7,14 +7,18 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read as triton's own functions are imported
+    import triton
+
+    triton.knobs.runtime.interpret = True  # and as ours are
+    del os.environ["TRITON_INTERPRET"]  # the processes that tests start run plain torch, as a user's do
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background inherits none
 
 
 # Architectures that differ little from another: every test runs with them too, but most of them nightly
-LIKE_ANOTHER = {"bamba", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text"}
+LIKE_ANOTHER = {"bamba", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "smolvlm"}
 IN_ANY_CASE = ("test_packed_model.py", "test_state_layers.py")
 
 

@@ -64,8 +64,7 @@ def assert_cpu_takes_the_reference(name: str, arguments: str, imports: Sequence[
     """
     for hide in ("", "sys.modules['triton'] = None"):
         code = f"""
-import os, sys
-os.environ.pop("TRITON_INTERPRET", None)
+import sys
 {hide}
 import torch
 from unsloth_pack.kernels import {", ".join(["reference", name, *imports])}

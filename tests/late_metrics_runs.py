@@ -12,8 +12,8 @@ from tiny import random_documents, tiny_model
 from trl import SFTTrainer
 
 from unsloth_pack import patch_model
-from unsloth_pack.kernels import launch
-from unsloth_pack.training.trl import make_trainer, sft_config
+from unsloth_pack.training.trl import make_trainer
+from unsloth_pack.training.trl_setup import sft_config
 
 LENGTHS = [[5, 1, 9, 3], [12, 4], [7], [2, 2, 20], [6, 6], [30, 1], [8, 3, 3], [11], [4, 17]]
 TRLS_OWN = "unsloth_pack.training.trl.has_default_loss"
@@ -70,7 +70,7 @@ def log_of_run(folder, packed, trls_own, arch="qwen3", flat=True, **options):
         if trls_own:
             patches.enter_context(patch(TRLS_OWN, lambda trainer: False))
         if not flat:
-            patches.enter_context(patch(NOT_FLAT, lambda arguments: "for comparison"))
+            patches.enter_context(patch(NOT_FLAT, lambda arguments, model: "for comparison"))
         return logged(
             make_trainer(model(arch), byte_tokenizer(), arguments, rows(packed), rows(packed, 50), [])
         )
@@ -90,7 +90,6 @@ def in_process(rank, port, folder, runs):
     """Train on two processes, once for each of `runs`; process 0 writes the logs."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-    launch.INTERPRETED = False  # as `conftest.py` sets it in the process of the tests
     logs = [log_of_run(folder, **run) for run in runs]
     if rank == 0:
         torch.save(logs, f"{folder}/logs.pt")

@@ -115,6 +115,30 @@ def test_a_backend_computes_attention_by_its_definition(lengths, options, dtype)
             assert error(g, t) <= slack * error(p, t), (name, what)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_may_begin_anywhere(dtype):
+    """Values that are cut out of a wider projection: FlashAttention loads 16 bytes at a time."""
+    torch.manual_seed(0)
+    lengths, options = (60, 3, 200), AttentionOptions(0.25)
+    wide = torch.randn(sum(lengths), 4, 3 * 16 + 12, device=DEVICE).to(dtype)
+    grad = torch.randn(sum(lengths), 4, 16, device=DEVICE).to(dtype)
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+
+    def cut(x):
+        return (*x.split([16, 16, 12, 16], dim=-1)[::3], x[..., 5:21])
+
+    def apart(x):
+        return [part.contiguous() for part in cut(x)]
+
+    for name in backends_that_can(dtype, 16, options):
+        got, wanted = (
+            output_and_gradients(lambda x, of=of, name=name: attend(*of(x), row, options, name), [wide], grad)
+            for of in (cut, apart)
+        )
+        for g, w in zip(got, wanted, strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("arch", supported_architectures())
 def test_a_config_tells_the_head_sizes_of_its_layers(arch):
     """As `train` asks for them, before it loads a model."""
@@ -378,7 +402,7 @@ def test_xformers_is_told_what_the_options_mean(options, monkeypatch):
         meant = AttentionOptions(scale, attn_bias.window)
         return written_out(q[0], k[0], v[0], attn_bias.lengths, meant)[None]
 
-    bias = SimpleNamespace(BlockDiagonalCausalMask=Mask)
+    bias = SimpleNamespace(BlockDiagonalCausalMask=Mask, BlockDiagonalMask=Mask)
     ops = SimpleNamespace(memory_efficient_attention=memory_efficient_attention)
     modules = {"": SimpleNamespace(ops=ops), ".ops": ops, ".ops.fmha": bias, ".ops.fmha.attn_bias": bias}
     for name, module in modules.items():

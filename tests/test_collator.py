@@ -16,7 +16,8 @@ from unsloth_pack.row import from_call
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
 from unsloth_pack.training.collator import RowCollator
-from unsloth_pack.training.trl import make_trainer, row_collator, sft_config
+from unsloth_pack.training.trl import make_trainer
+from unsloth_pack.training.trl_setup import row_collator, sft_config
 
 LENGTHS = [5, 1, 9, 3]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from unsloth_pack.cli import SUBCOMMANDS, main
+from unsloth_pack.recipe.command_line import given_options, train_parser
+from unsloth_pack.recipe.other_trainers import FLAGS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -16,7 +18,7 @@ DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 PLACES = tuple(
     ROOT / place for place in (".", "unsloth_pack", "tests", "tests/outside", "docs", "benchmarks/results")
 )  # where a path in backticks may begin
-OF_OTHERS = {"--shutdown-timeout"}  # flags of torchrun
+OF_OTHERS = {"--shutdown-timeout", "--max-lora-rank"}  # flags of torchrun and vLLM
 TESTS = {
     path: {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
     for path in (ROOT / "tests").rglob("test_*.py")
@@ -46,7 +48,7 @@ def test_links_lead_somewhere(document):
 def test_the_named_tests_exist(document):
     text = document.read_text()
     for name in re.findall(r"\btest_\w+\b(?!\.py)", text):
-        assert any(name in names for names in TESTS.values()), name
+        assert name in FLAGS or any(name in names for names in TESTS.values()), name
     for file, name in re.findall(r"`([\w/]*test_\w+\.py)::(\w+)`", text):
         assert name in TESTS.get(ROOT / "tests" / file, ()), f"{file}::{name}"
 
@@ -79,7 +81,7 @@ def flags():
 def test_a_command_takes_the_flags_that_it_is_shown_with(document, flags):
     ours = r"(?:unsloth-pack|(?<=cli\.py))(?: (\w+))?((?: [^\s`#|]+)*)"
     for name, arguments in re.findall(ours, document.read_text()):
-        used = {*re.findall(r"(?<=\s)--[a-z]\w*", arguments)}
+        used = {*re.findall(r"(?<=\s)--[a-z]\w*+(?!\.\w)", arguments)}
         assert used <= flags.get(name, flags["train"]), (name, arguments)
 
 
@@ -89,8 +91,14 @@ def test_the_named_flags_exist(document, flags):
     for place in ("benchmarks", "tests"):
         for path in (ROOT / place).rglob("*.py"):
             ours |= {*re.findall(r'"(--[a-z][\w-]*)"', path.read_text())}
-    named = {*re.findall(r"`(--[a-z][\w-]*)", document.read_text())}
+    named = {*re.findall(r"`(--[a-z][\w-]*+)(?!\.\w)", document.read_text())}
     assert named <= ours | OF_OTHERS
+
+
+@each_document
+def test_the_dotted_flags_are_taken(document):
+    for flag in re.findall(r"--[a-z]\w*(?:\.\w+)+", document.read_text()):
+        assert given_options(train_parser(), [f"{flag}=1"]), flag
 
 
 def test_every_document_says_the_same_number_of_hostile_cases():

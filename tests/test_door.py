@@ -22,7 +22,7 @@ from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
 from unsloth_pack.errors import InputError
 from unsloth_pack.losses.contract import LabelledHead
 from unsloth_pack.row import from_call
-from unsloth_pack.training.trl import _loss_needs_cuda
+from unsloth_pack.training.trl_setup import _loss_needs_cuda
 
 LENGTHS = [5, 1, 9, 3]
 VOCABULARY = 260  # of the tokenizer that the trainers get
@@ -193,6 +193,43 @@ def test_scores_in_float64_are_those_of_the_formulas():
         assert out.label_mask[0, places].all()
         start += len(document)
     assert int(out.label_mask.sum()) == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("lora", "is_tied"),
+    [
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"target_modules": ["q_proj", "lm_head"]}, False),
+        ({"trainable_token_indices": [3, 40, VOCABULARY - 1]}, True),
+    ],
+    ids=str,
+)
+def test_scores_of_a_head_with_an_adapter_are_those_of_its_logits(lora, is_tied):
+    """In float64, with every gradient. TRL's own head passes over an adapter on the head."""
+    options = {"lora": lora, "tie_word_embeddings": is_tied, "vocab_size": VOCABULARY}
+    model = tiny_model("qwen3", torch.float64, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and "lora_" not in name:
+                weight += 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
+    patch_model(model)
+    asked_by_trl(model)
+    inputs = row(random_documents(LENGTHS))
+    weights = torch.randn(2, 1, sum(LENGTHS) - 1, dtype=torch.float64, device=DEVICE)
+    asked = {**inputs, "packed_seq_lengths": LENGTHS}
+    ours, our_grads = scores_and_gradients(model, weights, **asked)
+    model.zero_grad()
+    log_p = model(input_ids=inputs["input_ids"], packed_seq_lengths=LENGTHS).logits[:, :-1].log_softmax(-1)
+    chosen = log_p.gather(-1, inputs["labels"][:, 1:, None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    mask = ours.label_mask
+    torch.testing.assert_close(ours.log_probs, chosen * mask, rtol=1e-9, atol=1e-9)
+    (mask * (weights[0] * chosen + weights[1] * entropy)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name not in our_grads), name
+        if parameter.grad is not None:
+            assert error(our_grads[name], parameter.grad) < 1e-9, name
 
 
 def test_labels_that_are_shifted_already_are_scored_where_they_stand():

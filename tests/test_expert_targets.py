@@ -13,7 +13,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwe
 from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import load_adapter
-from unsloth_pack.files.merging import merged_state_dict
+from unsloth_pack.files.merging import merged_weights
 from unsloth_pack.lora.targets import default_names, lora_targets
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -168,7 +168,7 @@ def test_files_go_to_plain_peft_and_come_back(trained, tmp_path):
 
 def test_merged_is_trained_is_peft_s_own(trained):
     folder, model, expected = trained
-    weights = merged_state_dict(model, torch.float32)
+    weights = dict(merged_weights(model, torch.float32))
     fresh = AutoModelForCausalLM.from_pretrained(folder / "base").to(DEVICE)
     fresh.load_state_dict(weights)
     assert error(logits(fresh), expected) < 1e-5

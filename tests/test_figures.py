@@ -115,8 +115,8 @@ def test_the_rounds_of_the_new_kernel_are_told_as_measured():
 
 def test_the_grid_is_told_as_measured():
     trust = (ROOT / "docs" / "trust.md").read_text()
-    for device in ("h200", "cpu"):
-        table = (NEWEST.parent / f"grid-{device}-2026-11-22.md").read_text()
+    for device, day in (("h200", 22), ("cpu", 23)):
+        table = (NEWEST.parent / f"grid-{device}-2026-11-{day}.md").read_text()
         rows, measured, failed, refused, not_captured = map(
             int,
             re.search(r"(\d+) rows: (\d+) measured, (\d+) failed, (\d+) refused, (\d+) not", table).groups(),
@@ -130,6 +130,33 @@ def test_the_grid_is_told_as_measured():
             assert f"{refused:,} refused and {not_captured:,} not captured" in told
             assert f"{rows:,} combinations" in README.read_text()
             assert f"{measured:,} were measured" in README.read_text()
+
+
+def test_experts_are_told_as_measured():
+    measured = json.loads((NEWEST.parent / "experts-h200-2026-11-23.json").read_text())
+    text = PERFORMANCE.read_text()
+    told = text[text.index("## Experts") :].split("\n## ")[0]
+    layouts = ("qwen3-30b-a3b, 8 of 128", "gpt_oss-20b, 4 of 32")
+    kinds = [name.split(": ")[1] for name in measured["layer"] if name.startswith(layouts[0])]
+    for kind in kinds:
+        rows = [measured["layer"][f"{layout}: {kind}"] for layout in layouts]
+        cells = [f"{row[figure]:.2f}" for row in rows for figure in ("ms", "peak_GiB")]
+        assert f"| {kind} | {' | '.join(cells)} |" in told
+    for bits in ("16 bits", "4 bits"):
+        whole = measured["model"][bits]["48 extrapolated"]
+        assert f"{whole['ms']:.0f} ms and" in told
+        assert f"{whole['peak_GiB']:.0f} GiB" in told
+
+
+def test_a_step_with_experts_is_told_as_measured():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    path = ROOT / "benchmarks" / "results" / "experts-step-h200-2026-11-23.json"
+    ours, theirs = json.loads(path.read_text())["results"]
+    assert f"{ours['step_ms']} ms and {ours['peak_GiB']} GiB, Unsloth" in text
+    assert f"{theirs['step_ms']} ms and {theirs['peak_GiB']} GiB" in text
+    told = theirs["step_ms"] / ours["step_ms"], ours["peak_GiB"] / theirs["peak_GiB"]
+    assert f"{told[0]:.2f} times as fast, with {told[1]:.2f} of the memory" in text.replace("\n", " ")
+    assert abs(ours["tokens_update"] - theirs["tokens_update"]) <= 1
 
 
 def test_the_soaks_are_told_as_measured():

@@ -309,7 +309,7 @@ def run(folder, flat=True, checkpoint=None, **options):
     given = {"optim": "adamw_torch_fused", "weight_decay": 0.1} | options
     arguments = runs.config(folder, True, **given)
     data = (runs.rows(True), runs.rows(True, 50))
-    with nullcontext() if flat else patch(runs.NOT_FLAT, lambda arguments: "for comparison"):
+    with nullcontext() if flat else patch(runs.NOT_FLAT, lambda *_: "for comparison"):
         trainer = make_trainer(runs.model(), byte_tokenizer(), arguments, *data, [])
         trainer.train_from(checkpoint)
     assert flat_is_on(trainer) == flat

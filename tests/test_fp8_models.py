@@ -96,7 +96,7 @@ def test_merged_weights_are_the_dequantised_ones_and_the_adapter(tmp_path):
     ("options", "message"),
     [
         ({"use_dora": True}, "use_dora needs the exact base weights; load without load_in_fp8"),
-        ({"modules_to_save": ["up_proj"], "target_modules": ["q_proj"]}, "modules_to_save holds .*up_proj"),
+        ({"modules_to_save": ["up_proj"], "target_modules": ["q_proj"]}, "modules_to_save names .*up_proj"),
     ],
     ids=str,
 )

@@ -262,13 +262,94 @@ def adapted(target_modules=("q_proj",), **options):
     return model, patch_model(model).report
 
 
+WRAPPED = {
+    "the head is trained": {"modules_to_save": ["lm_head"]},
+    "both ends are trained": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "both ends are trained as one": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens are trained": {"trainable_token_indices": [3, 40, 255]},
+    "tokens of both ends are trained": {
+        "trainable_token_indices": {"embed_tokens": [3, 4], "lm_head": [3, 5, 6]}
+    },
+    "an adapter on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "an adapter of another scale on the head": {"target_modules": ["q_proj", "lm_head"], "lora_alpha": 3},
+}
+
+
+def wrapped(how, is_tied, dtype=torch.float32):
+    model = tiny_model("qwen3", dtype, lora=WRAPPED[how], tie_word_embeddings=is_tied)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and "lora_" not in name:
+                weight += (0.1 * torch.randn(weight.shape, generator=generator)).to(weight)
+    patch_model(model, "sdpa")
+    return model
+
+
+def cases_of_wrapped():
+    for how in WRAPPED:
+        if how == "both ends are trained as one":
+            yield how, True
+        elif how == "tokens are trained":  # of a head that is not tied PEFT trains none
+            yield from ((how, True), (how, False))
+        else:
+            yield how, False
+    yield "an adapter on the head", True
+
+
+@pytest.mark.parametrize(("how", "is_tied"), list(cases_of_wrapped()))
+def test_a_head_with_an_adapter_makes_no_logits(how, is_tied):
+    ours, theirs = (wrapped(how, is_tied) for _ in "ab")
+    assert_same_step(step(ours, batch()), step(through_logits(theirs), batch()))
+    out, loss, _ = step(ours, batch())
+    from_logits = F.cross_entropy(out.logits[0, :-1].float(), batch()["labels"][0, 1:], reduction="sum")
+    assert out.logits.shape == (1, sum(LENGTHS), 256)
+    assert torch.isfinite(from_logits)
+    with ours.disable_adapter():
+        switched_off = ours(**batch()).loss.item()
+    with theirs.disable_adapter():
+        assert abs(switched_off / theirs(**batch()).loss.item() - 1) < BOUND
+    assert abs(switched_off / loss - 1) > 1e-4
+
+
+@pytest.mark.parametrize("how", ["an adapter on the head", "tokens are trained"])
+def test_a_merged_head_makes_no_logits(how):
+    ours, theirs = (wrapped(how, is_tied=False) for _ in "ab")
+    before = ours(**batch()).loss.item()
+    for model in (ours, theirs):
+        model.merge_adapter()
+    out, expected = ours(**batch()), through_logits(theirs)(**batch())
+    assert is_fused(out)
+    assert abs(out.loss.item() / expected.loss.item() - 1) < BOUND
+    assert abs(out.loss.item() / before - 1) < BOUND
+
+
+@pytest.mark.parametrize("how", ["the head is trained", "tokens are trained", "an adapter on the head"])
+def test_a_head_in_float32_over_hidden_states_in_bfloat16(how):
+    """As PEFT makes what it trains, and a trainer's autocast meets it."""
+    models = [wrapped(how, how == "tokens are trained", torch.bfloat16) for _ in "ab"]
+    for model in models:
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, expected = models[0](**batch()), through_logits(models[1])(**batch())
+    assert is_fused(out)
+    assert abs(out.loss.item() / expected.loss.item() - 1) < 2e-3
+    out.loss.backward()
+    expected.loss.backward()
+    for (name, own), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None), name
+        if own.grad is not None:
+            assert own.grad.dtype == own.dtype, name
+            assert error(own.grad, other.grad) < 0.02, name
+
+
 def test_what_is_not_fused_is_in_the_report():
     for options, why in (
-        ({"target_modules": ["q_proj", "lm_head"]}, "the head has an adapter"),
-        (
-            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-            "the head is a ModulesToSaveWrapper",
-        ),
+        ({"target_modules": ["lm_head"], "lora_dropout": 0.1}, "the head has an adapter: LoRA dropout"),
+        ({"target_modules": ["lm_head"], "use_dora": True}, "the head has an adapter: Dora"),
+        ({"target_modules": ["lm_head"], "lora_bias": True}, "the head has an adapter: its bias is trained"),
     ):
         model, report = adapted(**options)
         assert report.not_fused["loss"] == f"from the logits of all tokens: {why}"

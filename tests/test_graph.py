@@ -23,7 +23,7 @@ from unsloth_pack.attention import BACKENDS
 from unsloth_pack.forwards.leak_probe import left_alone
 from unsloth_pack.forwards.mixers import AttentionMixer, Choice, Request
 from unsloth_pack.forwards.rotary import rotary_tables
-from unsloth_pack.graphs.capture import _Replayed, capture_form
+from unsloth_pack.graphs.capture import StepOutput, _Replayed, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.memory import GraphMemory
@@ -33,17 +33,18 @@ from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.models import spec_of
+from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.patching.decoder_parts import DecoderParts
 from unsloth_pack.patching.patch import _why_never_captured
 from unsloth_pack.row.packed_row import PackedRow
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.gpu
-CAPTURED = [
-    name
-    for name, spec in supported_architectures().items()
-    if not (spec.softcap or spec.mixers or any("expert" in name for name in spec.tiny))
-]
+CAPTURED = [name for name, spec in supported_architectures().items() if not (spec.softcap or spec.mixers)]
+
+
+def is_routed(name):
+    return any("expert" in field for field in supported_architectures()[name].tiny)
 
 
 def lengths_of(step):
@@ -54,12 +55,13 @@ def lengths_of(step):
 def pair(arch="qwen3", adapter=torch.bfloat16, **overrides):
     """The same patched model twice: one may capture, the other may not."""
     models = []
+    backend = "triton" if supported_architectures()[arch].sinks else "flash"
     for why_never in (None, "for comparison"):
         model = tiny_model(arch, torch.bfloat16, **overrides)
         for name, weight in model.named_parameters():
             if "lora_" in name:
                 weight.data = weight.data.to(adapter)
-        patch_model(model, "flash")
+        patch_model(model, backend)
         graphs = model.get_base_model().model.step_graphs
         assert graphs.why_not is None
         graphs._why_never = why_never
@@ -71,22 +73,22 @@ def graphs_of(model):
     return model.get_base_model().model.step_graphs
 
 
-def loss_of(model, step, seed=None):
+def loss_of(model, step, seed=None, **asked):
     documents = random_documents(lengths_of(step), seed=step if seed is None else seed)
     ids = torch.cat(documents).cuda()[None]
     mixed = next(p for name, p in model.named_parameters() if "lora_" in name).dtype == torch.float32
     with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
-        return model(input_ids=ids, labels=ids, packed_seq_lengths=lengths_of(step)).loss
+        return model(input_ids=ids, labels=ids, packed_seq_lengths=lengths_of(step), **asked).loss
 
 
 def grads(model):
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def step_both(models, step, seed=None):
+def step_both(models, step, seed=None, **asked):
     losses = []
     for model in models:
-        loss = loss_of(model, step, seed)
+        loss = loss_of(model, step, seed, **asked)
         loss.backward()
         losses.append(loss.item())
     return losses
@@ -102,9 +104,9 @@ def assert_alike(models, losses=None):
         assert error(ours[name], grad) < 0.02, name
 
 
-def capture(models, n=4):
+def capture(models, n=4, **asked):
     for step in range(n):
-        step_both(models, step)
+        step_both(models, step, **asked)
     assert str(graphs_of(models[0])).startswith("captured for")
     assert str(graphs_of(models[1])).startswith("not captured: ")
     for model in models:
@@ -222,16 +224,20 @@ def test_only_what_reads_the_row_on_the_device_is_captured(backend):
     assert why == (None if backend in ("flash", "triton") else f"{backend} reads the row on the host")
 
 
-def test_what_trains_too_much_is_not_captured(monkeypatch):
+def test_graphs_of_much_that_trains_need_memory(held_up, monkeypatch):
+    """They hold the gradients a second time."""
     model = tiny_model("llama", device="cpu")
     patch_model(model)
-    state = DecoderState(model.get_base_model().model)
-    assert state.why_not_captured() is None
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    monkeypatch.setattr("unsloth_pack.graphs.decoder_state._MOST_TRAINED", n_trained)
-    assert state.why_not_captured() is None
-    monkeypatch.setattr("unsloth_pack.graphs.decoder_state._MOST_TRAINED", n_trained - 1)
-    assert state.why_not_captured() == f"{n_trained:,} parameters are trained"
+    decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
+    n_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+    asked = []
+    monkeypatch.setattr(Trials, "why_too_large", lambda _, *given: asked.append(given) or "too little")
+    graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    for _ in range(3):
+        assert graphs.run(decoder, row, ids) is None
+    assert graphs.why_not == "too little"
+    assert asked == [(64, CPU, n_bytes)]
 
 
 @pytest.mark.parametrize(("mode", "n_recomputed"), [(True, 0), ("auto", 0), ("auto", 1)])
@@ -269,7 +275,7 @@ def test_which_forms_are_captured(held_up, monkeypatch):
     graphs = StepGraphs(None)
 
     def graphs_for(*lengths):
-        form = graphs._form_for(None, PackedRow.of_lengths(lengths, CPU))
+        form = graphs._form_for(None, PackedRow.of_lengths(lengths, CPU), False)
         return None if form is None else graphs._graphs[form]
 
     assert [graphs_for(1000) for _ in range(3)] == [None, None, 1024]
@@ -287,7 +293,7 @@ def test_the_nearest_form_that_holds_a_row_is_replayed():
     graphs = StepGraphs(None)
     graphs._graphs = {form: form for form in [*reversed(near), *far]}
     for form in near:
-        assert graphs._form_for(None, row) is form
+        assert graphs._form_for(None, row, False) is form
         del graphs._graphs[form]
 
 
@@ -516,6 +522,21 @@ def test_no_hook_is_passed_over(register):
     assert DecoderState(decoder).why_not_captured() == "modules have hooks"
 
 
+def test_hooks_that_record_what_a_caller_asked_for_are_no_reason():
+    """transformers leaves them on every layer, and on every router."""
+    model = tiny_model("qwen3_moe", device="cpu")
+    patch_model(model)
+    decoder, ids = model.get_base_model().model, torch.zeros(1, 8, dtype=torch.int64)
+    out = model(
+        input_ids=ids, packed_seq_lengths=[5, 3], output_router_logits=True, output_hidden_states=True
+    )
+    assert len(out.hidden_states) == len(decoder.layers) + 1
+    assert has_hooks(*decoder.layers)
+    assert DecoderState(decoder).why_not_captured() is None
+    decoder.layers[0].register_forward_hook(lambda *_: None)
+    assert DecoderState(decoder).why_not_captured() == "modules have hooks"
+
+
 def without_kernels(memory, weight):
     """A form whose graphs compute nothing."""
     graph = SimpleNamespace(replay=lambda: None)
@@ -523,8 +544,8 @@ def without_kernels(memory, weight):
         memory=memory,
         forward_graph=graph,
         backward_graph=graph,
-        hidden=torch.ones(1, 4, 2),
-        grad=torch.ones(1, 4, 2),
+        outputs=[torch.ones(4, 2), torch.ones(4, 3), torch.ones(4, 5)],
+        grads=[torch.ones(4, 2), torch.ones(4, 3), None],
     )
     form.gradients = SimpleNamespace(copies=lambda: (torch.ones_like(weight),))
     return form
@@ -533,19 +554,19 @@ def without_kernels(memory, weight):
 def test_activations_are_used_once_and_by_their_own_row():
     weight, memory = nn.Parameter(torch.ones(2)), GraphMemory()
     forms = [without_kernels(memory, weight) for _ in range(2)]
-    first = _Replayed.apply(forms[0], 3, weight).sum()
+    first = _Replayed.apply(forms[0], 3, weight)[0].sum()
     assert memory.is_awaited
     first.backward(retain_graph=True)
     assert not memory.is_awaited
     with pytest.raises(RuntimeError, match="once"):
         first.backward()
-    second = _Replayed.apply(forms[1], 4, weight).sum()
+    second = _Replayed.apply(forms[1], 4, weight)[0].sum()
     with pytest.raises(RuntimeError, match="once"):
         first.backward()
     assert memory.is_awaited
     second.backward()
     assert weight.grad.tolist() == [2, 2]
-    third = _Replayed.apply(forms[0], 4, weight).sum()
+    third = _Replayed.apply(forms[0], 4, weight)[1].sum()
     del third
     assert not memory.is_awaited
 
@@ -553,13 +574,30 @@ def test_activations_are_used_once_and_by_their_own_row():
 def test_a_replay_gives_what_the_next_does_not_overwrite_and_no_gradient_to_the_padding():
     weight, read = nn.Parameter(torch.ones(2)), []
     form = without_kernels(GraphMemory(), weight)
-    form.backward_graph = SimpleNamespace(replay=lambda: read.append(form.grad.tolist()))
-    form.grad.fill_(5)  # as a longer row has left it
-    hidden = _Replayed.apply(form, 3, weight)
-    form.hidden.fill_(7)
+    form.backward_graph = SimpleNamespace(
+        replay=lambda: read.append([form.grads[i].tolist() for i in (0, 1)])
+    )
+    form.grads[0].fill_(5)  # as a longer row has left it
+    hidden, router_logits, of_the_first_layer = _Replayed.apply(form, 3, weight)
+    for output in form.outputs:
+        output.fill_(7)
     assert hidden.tolist() == [[1, 1]] * 3
+    assert router_logits.tolist() == [[1, 1, 1]] * 3
+    assert router_logits.requires_grad
+    assert not of_the_first_layer.requires_grad
+    (hidden.sum() + 2 * router_logits.sum()).backward()
+    assert read == [[[[1, 1]] * 3 + [[0, 0]], [[2, 2, 2]] * 3 + [[0, 0, 0]]]]
+
+
+def test_an_output_that_the_loss_does_not_read_gets_no_gradient():
+    weight, read = nn.Parameter(torch.ones(2)), []
+    form = without_kernels(GraphMemory(), weight)
+    form.backward_graph = SimpleNamespace(
+        replay=lambda: read.append([form.grads[i].tolist() for i in (0, 1)])
+    )
+    hidden, _, _ = _Replayed.apply(form, 4, weight)
     hidden.sum().backward()
-    assert read == [[[[1, 1]] * 3 + [[0, 0]]]]
+    assert read == [[[[1, 1]] * 4, [[0, 0, 0]] * 4]]
 
 
 def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(held_up, monkeypatch):
@@ -570,7 +608,7 @@ def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(held_up, monkeyp
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, weight = StepGraphs(None), nn.Parameter(torch.ones(2))
     graphs._rows_seen[RowForm.of(row)] = 2
-    loss = _Replayed.apply(without_kernels(graphs._memory, weight), 3, weight).sum()
+    loss = _Replayed.apply(without_kernels(graphs._memory, weight), 3, weight)[0].sum()
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
     assert "backward pass yet" in graphs.why_not
     loss.backward()
@@ -598,7 +636,7 @@ class TinyDecoder:
         return self._embedding
 
     def _packed_forward(self, row, input_ids, inputs_embeds):
-        return SimpleNamespace(last_hidden_state=self._embedding(input_ids))
+        return SimpleNamespace(last_hidden_state=self._embedding(input_ids), router_logits=None)
 
 
 class Asked(list):
@@ -704,7 +742,9 @@ def test_another_decoder_is_captured_and_replayed(allocations, monkeypatch):
         assert graphs.run(decoder, row, ids) is None
         with graphs.tried(row):
             decoder._packed_forward(row, ids, None)
-    hidden = graphs.run(decoder, row, ids)
+    output = graphs.run(decoder, row, ids)
+    assert output.router_logits is None
+    hidden = output.hidden
     assert hidden.shape == (1, 12, 4)
     assert str(graphs).startswith("captured for 1 forms of rows, of 64 tokens; the GPU computes ")
     (weight,) = decoder.parameters()
@@ -712,6 +752,44 @@ def test_another_decoder_is_captured_and_replayed(allocations, monkeypatch):
     of_hidden = torch.randn(hidden.shape)
     hidden.backward(of_hidden)
     torch.testing.assert_close(weight.grad, torch.zeros(8, 4).index_add(0, ids[0], of_hidden[0]))
+
+
+class RoutedDecoder(TinyDecoder):
+    """Two routers over the embeddings, of which a gradient reaches the second."""
+
+    def _packed_forward(self, row, input_ids, inputs_embeds, output_router_logits=False):
+        hidden = self._embedding(input_ids)
+        routers = torch.arange(8.0).view(4, 2), torch.arange(12.0).view(4, 3)
+        logits = hidden[0].detach() @ routers[0], hidden[0] @ routers[1]
+        return SimpleNamespace(
+            last_hidden_state=hidden**2, router_logits=logits if output_router_logits else None
+        )
+
+
+def test_router_logits_are_captured_with_their_gradients(allocations, held_up, monkeypatch):
+    """Rows that ask for them and rows that do not have graphs of their own."""
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    monkeypatch.setattr(Trials, "why_too_large", lambda *_: None)
+    decoder, graphs = RoutedDecoder(), StepGraphs(None)
+    (weight,) = decoder.parameters()
+    for step in range(9):
+        asked = step % 3 > 0
+        lengths = [9, 3 + step]
+        row, ids = PackedRow.of_lengths(lengths, CPU), torch.randint(0, 8, (1, sum(lengths)))
+        output, found = graphs.run(decoder, row, ids, asked), []
+        assert (output is None) == (step < 4)
+        if output is None:
+            continue
+        assert (output.router_logits is not None) == asked
+        wanted = decoder._packed_forward(row, ids, None, output_router_logits=asked)
+        for one in (StepOutput(wanted.last_hidden_state, wanted.router_logits), output):
+            losses = [(x * torch.linspace(-1, 1, x.numel()).view_as(x)).sum() for x in one.tensors]
+            (grad,) = torch.autograd.grad(sum(losses), weight)
+            found.append((*one.tensors, grad))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs)
+            assert ours.requires_grad == theirs.requires_grad
+    assert str(graphs).startswith("captured for 2 forms")
 
 
 def without_waits(asked):
@@ -744,7 +822,7 @@ def test_a_replay_is_of_the_row_that_came(allocations):
     (weight,) = captured.parameters
     for lengths in ([9, 3], [5]):
         ids = torch.randint(8, (sum(lengths),))
-        hidden = captured.replay(PackedRow.of_lengths(lengths, CPU), ids[None])
+        hidden = captured.replay(PackedRow.of_lengths(lengths, CPU), ids[None]).hidden
         assert torch.equal(hidden[0], weight[ids])
         assert captured.row.cu_seqlens.tolist()[: len(lengths) + 1] == [0, *torch.tensor(lengths).cumsum(0)]
         of_hidden = torch.randn(hidden.shape)
@@ -810,7 +888,8 @@ def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
 
     for mixer in ("attention", "latent_attention", "shared_kv_attention"):
         monkeypatch.setattr(f"unsloth_pack.forwards.mixers.{mixer}.attend", attend)
-    model = tiny_model(arch, device="cpu", lora={"lora_dropout": 0.1})
+    # PEFT drops nothing before experts
+    model = tiny_model(arch, device="cpu", lora={"lora_dropout": 0.0 if is_routed(arch) else 0.1})
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.static(64, 64, 48, CPU)
     ids, leaves = torch.zeros(1, 64, dtype=torch.int64), [p for p in decoder.parameters() if p.requires_grad]
@@ -875,6 +954,20 @@ def test_captured_steps_are_uncaptured_steps(arch, adapter):
         assert_alike(models, step_both(models, step))
         for model in models:
             model.zero_grad()
+
+
+@gpu
+@pytest.mark.parametrize("arch", filter(is_routed, CAPTURED))
+def test_captured_steps_return_router_logits(arch):
+    """A large auxiliary loss, as TRL's trainers ask every model with experts for one."""
+    models = pair(arch, router_aux_loss_coef=1.0)
+    asked = {"output_router_logits": True}
+    capture(models, **asked)
+    for step in range(4, 10):
+        assert_alike(models, step_both(models, step, **asked))
+        for model in models:
+            model.zero_grad()
+    assert_alike(models, step_both(models, 4))
 
 
 @gpu
@@ -1188,7 +1281,7 @@ def test_copies_and_checkpointing_run_uncaptured():
 
 
 @gpu
-@pytest.mark.parametrize(("arch", "backend"), [("qwen3_moe", "auto"), ("gemma2", "sdpa")])
+@pytest.mark.parametrize(("arch", "backend"), [("qwen3_5_text", "auto"), ("gemma2", "sdpa")])
 def test_what_cannot_be_captured_says_why(arch, backend):
     model = tiny_model(arch, torch.bfloat16)
     report = patch_model(model, backend).report

@@ -9,13 +9,16 @@ from functools import partial
 import grid
 import pytest
 import torch
+from correctness import models
 from correctness.cases import CHECKPOINTING, VARIANTS, Case, cases
 from correctness.judge import Draw, holds, judge
 from correctness.measure import measure
 from correctness.workers import _Worker
+from peft.tuners.lora import LoraLayer
 from tiny import Outcome
 
 from unsloth_pack.attention import BACKENDS
+from unsloth_pack.graphs.capture import StepOutput
 from unsloth_pack.lora import arithmetic, layers
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -25,6 +28,21 @@ PART = dict.fromkeys(
         *cases(arch=["qwen2", "gemma3_text"], window=["short"], dtype=["bfloat16"], checkpointing=["False"]),
         *cases(arch=["llama"], variant=["plain"], dtype=["float16", "nf4"]),
         *cases(arch=["qwen3_moe"], variant=["plain", "bias"], dtype=["nf4"], checkpointing=["auto"]),
+        *cases(
+            arch=["gpt_oss"],
+            window=["short"],
+            variant=["full"],
+            dtype=["bfloat16", "float16"],
+            backend=["sdpa"],
+            checkpointing=["False"],
+        ),
+        *cases(
+            arch=["qwen3_moe", "deepseek_v3"],
+            variant=["two stages", "full", "frozen parts", "trained tokens"],
+            dtype=["float16"],
+            backend=["sdpa"],
+            checkpointing=["False"],
+        ),
     ]
 )
 
@@ -49,10 +67,26 @@ def test_the_part_holds_every_value_and_the_whole_every_combination():
     assert {case.variant for case in PART} == set(VARIANTS)
     assert {case.checkpointing for case in PART} == set(CHECKPOINTING)
     archs = {(case.arch, case.window) for case in PART}
-    assert len(cases()) == len(set(cases())) == len(archs) * 6 * 4 * 4 * 4
+    assert len(cases()) == len(set(cases())) == len(archs) * len(VARIANTS) * 4 * 4 * 4
 
 
 # What is planted
+
+
+def test_an_adapter_that_is_loaded_with_another_scaling(monkeypatch):
+    load = models.load_adapter
+
+    def unscaled(base, folder):
+        loaded = load(base, folder)
+        for layer in loaded.modules():
+            if isinstance(layer, LoraLayer):
+                layer.scaling["default"] = 1.0  # of 2
+        return loaded
+
+    assert not failures("two stages")
+    monkeypatch.setattr(models, "load_adapter", unscaled)
+    assert any(text.startswith("logits: ") for text in failures("two stages"))
+    assert not failures("plain")
 
 
 def failures(variant, dtype="float32", arch="llama", checkpointing="False"):
@@ -148,7 +182,8 @@ class Replayed:
         n_padding = self.form.tokens - row.n_tokens
         padded = PackedRow.of_lengths([*row.lengths, n_padding], row.device)
         ids = torch.nn.functional.pad(input_ids, (0, n_padding))
-        return self.decoder._packed_forward(padded, ids, None).last_hidden_state[:, : row.n_tokens]
+        hidden = self.decoder._packed_forward(padded, ids, None).last_hidden_state
+        return StepOutput(hidden[:, : row.n_tokens], None)
 
 
 class Stale(Replayed):

@@ -17,8 +17,8 @@ ROOT = Path(unsloth_pack.__file__).parent
 
 # A room may import from itself and from those below it in this list.
 ROOMS = (
-    *("cli", "bench", "recipe", "report", "api", "checks", "training"),
-    *("packing", "files", "data", "demo"),
+    *("cli", "bench", "recipe", "report", "vision", "api", "chat_templates", "drop_in", "checks", "training"),
+    *("images", "packing", "files", "data", "demo"),
     *("patching", "memory", "forwards", "graphs", "losses", "lora", "models", "attention", "row", "kernels"),
     *("modules", "host_copy", "errors"),
 )

@@ -19,6 +19,7 @@ from transformers import (
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.graphs.capture import StepOutput
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.patching.patch import patch_of
 
@@ -358,7 +359,7 @@ def test_the_report_follows_an_adapter_that_comes_after_the_patch():
     assert "LoRA" not in str(patch.report)
     adapted = with_lora(model, {"modules_to_save": ["lm_head"]})
     assert patch.report.not_fused["LoRA"] == "14 layers: put on after the patch; call patch_model again"
-    assert "ModulesToSaveWrapper" in patch.report.not_fused["loss"]
+    assert "loss" in patch.report.fused
     anew = patch_model(adapted)
     assert "14 layers" in anew.report.fused["LoRA"]
     assert "LoRA" not in anew.report.not_fused
@@ -562,9 +563,9 @@ def test_graphs_are_replayed_for_the_last_hidden_state_alone(monkeypatch):
     decoder = model.get_decoder()
     ids = torch.cat(random_documents([4, 6])).to(DEVICE)[None]
 
-    def run(*_):
-        replayed.append(True)
-        return torch.zeros(1, 10, 64, device=DEVICE, dtype=DTYPE)
+    def run(*asked):
+        replayed.append(asked[-1])
+        return StepOutput(torch.zeros(1, 10, 64, device=DEVICE, dtype=DTYPE), None)
 
     monkeypatch.setattr(decoder.step_graphs, "run", run)
 
@@ -573,8 +574,10 @@ def test_graphs_are_replayed_for_the_last_hidden_state_alone(monkeypatch):
 
     assert is_replayed()
     assert model(input_ids=ids, labels=ids, packed_seq_lengths=[4, 6], return_dict=True).hidden_states is None
-    assert len(replayed) == 2
+    assert replayed == [False, False]
     assert is_replayed(output_hidden_states=False, output_attentions=None)
+    assert is_replayed(output_router_logits=True)
+    assert replayed == [False, False, False, True]
     assert not is_replayed(output_hidden_states=True, output_attentions=None)
     decoder.config.output_hidden_states = True
     assert not is_replayed()

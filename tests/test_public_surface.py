@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 import unsloth_pack
-from unsloth_pack import FastLanguageModel, kernels, packing
+from unsloth_pack import (
+    FastLanguageModel,
+    FastVisionModel,
+    VisionDataCollator,
+    chat_templates,
+    kernels,
+    packing,
+)
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.cli import SUBCOMMANDS
 from unsloth_pack.patching.patch import Patch
@@ -28,6 +35,18 @@ CALLS = [  # arguments may be added behind these, with a default
         | dict(layers_to_transform=None, modules_to_save=None, use_gradient_checkpointing=False)
         | dict(random_state=3407, use_rslora=False, use_dora=False, loftq_config=None),
     ),
+    (
+        FastVisionModel.from_pretrained,
+        dict(model_name=REQUIRED, max_seq_length=2048, dtype=None, load_in_4bit=False, load_in_8bit=False)
+        | dict(full_finetuning=False, max_pixels=None, min_pixels=None, kwargs=REQUIRED),
+    ),
+    (
+        FastVisionModel.get_peft_model,
+        dict(model=REQUIRED, r=16, target_modules=None, lora_alpha=16, lora_dropout=0.0, bias="none")
+        | dict(finetune_vision_layers=False, finetune_language_layers=True, finetune_attention_modules=True)
+        | dict(finetune_mlp_modules=True, finetune_aligner="full"),
+    ),
+    (VisionDataCollator, dict(model=REQUIRED, processor=REQUIRED, max_seq_length=None)),
     (FastLanguageModel.for_inference, dict(model=REQUIRED)),
     (FastLanguageModel.for_training, dict(model=REQUIRED)),
     (unsloth_pack.patch_model, dict(model=REQUIRED, attn_backend="auto")),
@@ -58,6 +77,15 @@ CALLS = [  # arguments may be added behind these, with a default
         packing.plan_accumulation,
         dict(target_effective=REQUIRED, samples_per_pack=REQUIRED, world_size=1, per_device_batch=1),
     ),
+    (
+        chat_templates.get_chat_template,
+        dict(tokenizer=REQUIRED, chat_template="chatml", mapping=None, map_eos_token=True),
+    ),
+    (
+        chat_templates.train_on_responses_only,
+        dict(trainer=REQUIRED, instruction_part=None, response_part=None),
+    ),
+    (chat_templates.standardize_sharegpt, dict(dataset=REQUIRED)),
     (kernels.rope_qk, dict(q=REQUIRED, k=REQUIRED, cos=REQUIRED, sin=REQUIRED, position_ids=None)),
 ]
 FLAGS = """
@@ -90,11 +118,12 @@ def test_keyword_only_arguments():
 def test_flags_and_subcommands_keep_their_names():
     known = set(train_parser()._option_string_actions)
     assert {f"--{name}" for name in FLAGS.split()} <= known
-    assert {"train", "stats", "pack", "verify", "doctor", "generate", "merge", "bench"} == set(SUBCOMMANDS)
+    named = {"train", "stats", "pack", "verify", "doctor", "generate", "merge", "bench", "config", "recipe"}
+    assert named == set(SUBCOMMANDS)
 
 
 def test_everything_public_has_a_docstring():
-    for module in (unsloth_pack, packing, kernels):
+    for module in (unsloth_pack, chat_templates, packing, kernels):
         for name in module.__all__:
             thing = getattr(module, name)
             assert inspect.getdoc(thing), name

@@ -13,7 +13,7 @@ from transformers.utils import is_bitsandbytes_available
 from unsloth_pack import FastLanguageModel, patch_model
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import load_adapter
-from unsloth_pack.files.merging import merged_state_dict
+from unsloth_pack.files.merging import merged_weights
 from unsloth_pack.lora.fp8 import quantize_to_fp8
 from unsloth_pack.lora.quantised_stacks import dequantised_copy, is_quantised
 from unsloth_pack.lora.stacks import is_experts, quantise_experts
@@ -106,7 +106,7 @@ def test_merging_gives_what_is_computed(kind, has_adapter):
         with pytest.raises(InputError, match="cannot be merged in place; use save_pretrained_merged"):
             model.merge_adapter()
     fresh = base()
-    fresh.load_state_dict(merged_state_dict(model, torch.float32))
+    fresh.load_state_dict(dict(merged_weights(model, torch.float32)))
     assert error(logits(fresh), logits(model)) < 1e-5
 
 

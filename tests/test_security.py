@@ -159,8 +159,6 @@ for name in ("connect", "connect_ex", "sendto"):
 for name in ("getaddrinfo", "gethostbyname", "create_connection"):
     setattr(socket, name, refuse(name))
 from unsloth_pack.cli import main
-from unsloth_pack.kernels import launch
-launch.INTERPRETED = False  # plain torch, as a user without a GPU runs
 common = ["--dtype=float32", "--max_steps=2", "--save_steps=1", "--save_model", "--sample_packing"]
 sys.exit(main([*common, *sys.argv[1:]]))
 """

@@ -180,8 +180,7 @@ def test_the_points_cover_what_is_promised():
 
 @pytest.mark.nightly  # three processes that import the whole stack
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TRL would need flash-attn")
-def test_ours_and_trl_train_the_same_points(tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # plain torch is what a CPU trains with
+def test_ours_and_trl_train_the_same_points(tmp_path):
     arguments = ["--peers=ours,trl", "--points=tiny*", f"--work={tmp_path}", "--minutes=10"]
     assert sweep.main(arguments) == 0
     for point in json.loads((tmp_path / "sweep.json").read_text())["points"]:

@@ -25,7 +25,7 @@ from trl import SFTConfig, SFTTrainer
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.packing import pack_dataset
-from unsloth_pack.training.trl import row_collator, sft_config
+from unsloth_pack.training.trl_setup import row_collator, sft_config
 
 BOUND = 1e-4
 
@@ -271,11 +271,12 @@ def by_trl(folder, tmp_path):
 
 
 @pytest.mark.parametrize("train_a_step", [in_a_loop, by_transformers, by_trl])
-def test_every_trainer_asks_for_the_captured_step(train_a_step, folder, tmp_path, monkeypatch):
-    """Nothing that a trainer passes to the model stands against it."""
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_every_trainer_asks_for_the_captured_step(train_a_step, architecture, tmp_path, monkeypatch):
+    """Nothing that a trainer passes to the model stands against it, with experts neither."""
     asked = []
-    monkeypatch.setattr(StepGraphs, "run", lambda self, decoder, row, ids: asked.append((row, ids)))
-    train_a_step(folder, tmp_path)
+    monkeypatch.setattr(StepGraphs, "run", lambda self, decoder, row, ids, _: asked.append((row, ids)))
+    train_a_step(str(save_model(tmp_path / "model", architecture)), tmp_path)
     assert asked
     assert all(ids is not None and len(row.lengths) > 1 for row, ids in asked)
 

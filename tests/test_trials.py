@@ -7,6 +7,7 @@ import torch
 from tiny import random_documents, tiny_model
 
 from unsloth_pack import patch_model
+from unsloth_pack.graphs.capture import StepOutput
 from unsloth_pack.graphs.gauge import Gauge, free_bytes
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.graphs.trials import Trials
@@ -190,11 +191,12 @@ def test_graphs_leave_room_for_a_step():
         with trials.trial(1024, CPU):
             machine.runs(0.02, 0.005, keeps=10)
         machine.takes(-10)
-        why = trials.why_too_large(1024, CPU)
+        why = trials.why_too_large(1024, CPU, 0)
         assert (why is None) == is_held
         assert is_held or as_gib(why) == [10, 10, 19.9]
-        assert trials.why_too_large(512, CPU) is None
-        assert as_gib(trials.why_too_large(2048, CPU))[0] == 20
+        assert trials.why_too_large(512, CPU, 0) is None
+        assert as_gib(trials.why_too_large(1024, CPU, 2**30))[:2] == [11, 10]
+        assert as_gib(trials.why_too_large(2048, CPU, 0))[0] == 20
 
 
 def test_a_backward_pass_that_takes_more_counts():
@@ -205,15 +207,15 @@ def test_a_backward_pass_that_takes_more_counts():
     with trials.trial(1024, CPU):
         machine.runs(0.02, 0.005, keeps=4)
     machine.takes(-4)
-    assert trials.why_too_large(1024, CPU) is None
+    assert trials.why_too_large(1024, CPU, 0) is None
     with trials.trial(1024, CPU):
         machine.runs(0.02, 0.005, keeps=4)
     machine.takes(20)
     machine.takes(-24)
-    assert as_gib(trials.why_too_large(1024, CPU)) == [24, 24, 25]
+    assert as_gib(trials.why_too_large(1024, CPU, 0)) == [24, 24, 25]
     machine.takes(25)  # what a capture takes is no step's
     machine.takes(-25)
-    assert as_gib(trials.why_too_large(1024, CPU)) == [24, 24, 25]
+    assert as_gib(trials.why_too_large(1024, CPU, 0)) == [24, 24, 25]
 
 
 # In a decoder's graphs
@@ -313,7 +315,12 @@ class Slow(Gauge):
 @pytest.mark.parametrize(("gauge", "is_captured"), [(Gauge, True), (Slow, False)])
 def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
     replayed = []
-    captured = SimpleNamespace(replay=lambda row, ids: replayed.append(row) or torch.randn(*ids.shape, 64))
+
+    def replay(row, ids):
+        replayed.append(row)
+        return StepOutput(torch.randn(*ids.shape, 64), None)
+
+    captured = SimpleNamespace(replay=replay)
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)

@@ -27,6 +27,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.errors import InputError
+from unsloth_pack.graphs.capture import StepOutput
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.losses.contract import LabelledHead
 from unsloth_pack.row.padded_batch import PaddedBatch
@@ -581,9 +582,9 @@ def test_graphs_get_the_packed_row(monkeypatch):
     model, batch, rows = patched(), batch_of(random_documents(LENGTHS), "left"), []
     decoder = decoder_of(model)
 
-    def run(decoder, row, input_ids):
+    def run(decoder, row, input_ids, router_logits):
         rows.append((row.lengths, tuple(input_ids.shape)))
-        return torch.ones(1, sum(LENGTHS), 64, device=DEVICE)
+        return StepOutput(torch.ones(1, sum(LENGTHS), 64, device=DEVICE), None)
 
     monkeypatch.setattr(decoder.step_graphs, "run", run)
     hidden = decoder(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state

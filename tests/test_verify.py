@@ -34,7 +34,7 @@ from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.forwards.mixers import attention
 from unsloth_pack.losses import contract
 from unsloth_pack.row.packed_row import PackedRow
-from unsloth_pack.training.trl import row_collator
+from unsloth_pack.training.trl_setup import row_collator
 
 FEW = [document.tolist() for document in random_documents([9, 1, 14])]
 LEAKS = ("leak into logits", "leak into gradients", "leak into trained gradients")
@@ -104,6 +104,30 @@ def test_a_model_without_an_adapter_passes(caplog):
     assert report.passed, str(report)
     assert not caplog.records  # it is not warned of as one that was to be trained
     assert "trained gradients against alone" not in [check.name for check in report.checks]
+
+
+SHORT = [([4, 3], 0), ([2, 1], 1), ([1, 1], 2), ([2, 4], 4)]
+
+
+def short_documents(lengths, seed):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 250) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("arch", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize(("lengths", "seed"), SHORT)
+def test_experts_round_short_rows_otherwise_and_that_is_no_leak(arch, lengths, seed):
+    """The GEMM of an expert that gets one token is another than that of one that gets two."""
+    report = verify(patched(arch), documents=short_documents(lengths, seed), seed=seed)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(("lengths", "seed"), SHORT)
+def test_a_leak_in_a_short_row_of_experts_is_found(lengths, seed):
+    model = tiny_model("qwen3_moe", device="cpu")
+    leaks = verify(model, documents=short_documents(lengths, seed), describe=lambda _: {}, seed=seed)
+    failed = {check.name for check in leaks.checks if not check.passed}
+    assert {"leak into logits", "leak into gradients", "leak into trained gradients"} <= failed
 
 
 def test_sums_in_another_order_every_time_are_no_leak():

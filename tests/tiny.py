@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from unsloth_pack import supported_architectures
 from unsloth_pack.lora.targets import lora_targets
 from unsloth_pack.models import spec_of
+from unsloth_pack.modules.chosen import train_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
@@ -33,7 +34,9 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
     weights = {}
     for name, weight in model.state_dict().items():
         noise = 0.1 * torch.randn(weight.shape, generator=generator)
-        if "lora_magnitude" in name:
+        if "trainable_tokens_delta" in name:
+            weight = weight + noise
+        elif "lora_magnitude" in name:
             weight = weight * (1 + noise)
         elif "lora_" in name:
             weight = noise
@@ -51,8 +54,16 @@ def tiny_model(arch, dtype=torch.float32, device=DEVICE, seed=0, lora=None, **ov
     return model
 
 
+def is_full(lora):
+    """Whether `tiny_model` puts no adapter on: all of the model trains but for what is `frozen`."""
+    return (lora or {}).get("tuning") == "full"
+
+
 def with_lora(base, lora=None):
     """Adapters on all that `FastLanguageModel` adapts by default: experts and what stands beside them too."""
+    if is_full(lora):
+        train_only(base, None, lora.get("frozen"))
+        return base
     fields = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **(lora or {})}
     config = LoraConfig(**lora_targets(base, None, fields).config_fields(4, 8, fields))
     return get_peft_model(base, config, autocast_adapter_dtype=False)

@@ -18,6 +18,11 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False))
+
+
+@pytest.fixture(scope="session")
 def rows():
     """The answer repeats the question: something that a few updates make likelier."""
     rng = random.Random(0)

@@ -102,9 +102,9 @@ def die_before_the_adapter_is_saved():
 
 
 def die_before_the_summary():
-    import unsloth_pack.cli.train
+    import unsloth_pack.cli.run_report
 
-    unsloth_pack.cli.train._show_summary = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    unsloth_pack.cli.run_report.write_report = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_the_output_unread():

@@ -251,7 +251,7 @@ def test_help_says_the_default_of_every_flag(name, capsys):
     assert main([name, "--help"]) == 0
     debug, *flags = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
     assert debug.startswith("--debug")
-    assert flags
+    assert flags or name == "recipe"
     for flag in flags:
         assert re.search(r"default:\s|has\s+to\s+be\s+given", flag)
 
@@ -272,11 +272,10 @@ def test_help_lists_every_flag_and_loads_no_torch(capsys):
 @pytest.mark.parametrize("command", [["verify"], ["stats"], ["stats", "--json"]], ids=" ".join)
 def test_a_reader_that_has_gone_changes_nothing(command):
     """As after `| head`: the exit code stays, and no library or exit handler writes to stderr."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # slow
     program = "import sys; from unsloth_pack.cli import main; sys.exit(main())"
     read, write = os.pipe()
     os.close(read)
     line = [sys.executable, "-c", program, *command]
-    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

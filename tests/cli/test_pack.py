@@ -53,6 +53,8 @@ def test_the_summary_and_the_manifest(model, data, rows, tmp_path, capsys, monke
     more = ["--strategy", "next_fit", "--seed", "7", "--train_on_responses_only", "--rows_per_shard", "5"]
     assert main([*command, *more, "--out", "other", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
+    (part,) = printed.pop("data_sets")
+    assert (part["name"], part["documents"], part["unused_columns"]) == (data, len(rows), [])
     assert (printed["strategy"], printed["seed"], printed["train_on_responses_only"]) == ("next_fit", 7, True)
     assert {shard["rows"] for shard in printed["shards"][:-1]} == {5}
     on_disk = json.loads((tmp_path / "other" / "packs.json").read_text())
@@ -101,6 +103,8 @@ def test_the_same_losses_as_packing_at_the_start_of_the_run(tmp_path):
     data, expected = (read_metrics(tmp_path / name)["data"][0] for name in ("packed", "rows"))
     assert data.pop("fingerprint") == read_manifest(tmp_path / "packs").data_fingerprint
     assert len(expected.pop("fingerprint")) == 64
+    assert expected.pop("mixture") == "concatenate"
+    assert [part["name"] for part in expected.pop("data_sets")] == [str(TRAIN_FILE)]
     assert data == expected
     assert (tmp_path / "packed" / "lengths.png").read_bytes() == (tmp_path / "rows/lengths.png").read_bytes()
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cli_runs import losses, read_metrics
+from cli_runs import cut_after, losses, read_metrics
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import TrainerControl
@@ -33,7 +33,7 @@ def torchrun(processes, *arguments, program=ROOT / "cli.py", error_file=None, **
     spelt = [f"--{name}={value}" for name, value in flags.items()]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(program), *arguments, *spelt]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if error_file is not None:
         environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -70,6 +70,50 @@ def test_two_processes_make_the_update_of_one(train, model, data, rows, tmp_path
     torch.testing.assert_close(torch.tensor([*two.values()]), torch.tensor([*one.values()]))
     assert_same_evaluations(tmp_path / "out", tmp_path / "two")
     assert_same_adapter(tmp_path / "out", tmp_path / "two")
+
+
+def test_two_processes_train_on_top_of_an_adapter(train, model, data, tmp_path):
+    """The main one merges; a refusal of one of them leaves nothing that both would have trained on."""
+    first = tmp_path / "first"
+    assert train("--sample_packing", output_dir=first, **CUT) == 0
+    on_top = SIX_UPDATES | {"init_adapter": first, "merge_init_adapter": True}
+    two = on_top | {"dataset": data, "output_dir": tmp_path / "two", "gradient_accumulation_steps": 2}
+    late = torchrun(2, "--sample_packing", **two, learning_rates='{"no_such_module": 1e-3}')
+    assert late.returncode == 1
+    assert "no_such_module" in late.stderr
+    assert "Error" not in late.stderr.replace("ChildFailedError", "")
+    assert not [*tmp_path.glob("two/**/*")]
+    done = torchrun(2, "--sample_packing", "--dtype=float32", **two)
+    assert done.returncode == 0, done.stderr
+    assert train("--sample_packing", **on_top, gradient_accumulation_steps=4) == 0
+    one, of_two = losses(tmp_path / "out"), losses(tmp_path / "two")
+    torch.testing.assert_close(torch.tensor([*of_two.values()]), torch.tensor([*one.values()]))
+    assert_same_adapter(tmp_path / "out", tmp_path / "two")
+    bases = [load_file(tmp_path / name / "base" / "model.safetensors") for name in ("out", "two")]
+    assert all(torch.equal(bases[0][name], bases[1][name]) for name in bases[0])
+    assert not (tmp_path / "two" / ".base").exists()
+
+
+def test_all_of_a_model_trains_on_two_processes(train, model, data, tmp_path):
+    """As on one; resumed too. A part that is frozen has no gradient in either."""
+    flags = SIX_UPDATES | {"tuning": "full", "freeze_modules": "layers.0", "learning_rate": 1e-3}
+    two = flags | {"dataset": data, "model_name": model, "output_dir": tmp_path / "two", "save_steps": 3}
+    done = torchrun(2, "--sample_packing", **two, gradient_accumulation_steps=2)
+    assert done.returncode == 0, done.stderr
+    assert train("--sample_packing", **flags, gradient_accumulation_steps=4) == 0
+    one, of_two = (losses(tmp_path / name) for name in ("out", "two"))
+    torch.testing.assert_close(torch.tensor([*of_two.values()]), torch.tensor([*one.values()]))
+    ends = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "two")]
+    torch.testing.assert_close(ends[1], ends[0])
+    began = load_file(Path(model) / "model.safetensors")
+    moved = {name for name, weight in began.items() if not torch.equal(weight, ends[1][name])}
+    assert moved == {name for name in began if ".layers.0." not in name}
+    cut_after(tmp_path / "two", 3)
+    again = torchrun(2, "--resume", output_dir=tmp_path / "two")
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "two") == of_two
+    resumed = load_file(tmp_path / "two" / "model.safetensors")
+    assert all(torch.equal(resumed[name], weight) for name, weight in ends[1].items())
 
 
 def test_rows_that_come_again_to_fill_all_ranks_are_counted(model, rows, tmp_path):

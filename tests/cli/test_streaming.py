@@ -142,7 +142,7 @@ def test_a_checkpoint_of_other_data_is_refused(change, train, lines, rows, termi
 def torchrun(tmp_path_factory):
     def run(*arguments):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         program = str(Path(__file__).with_name("streaming_rank.py"))
         return subprocess.run(
             [*command, program, *arguments], env=environment, capture_output=True, text=True, timeout=300

@@ -8,10 +8,8 @@ import torch
 from model_folder import save_model
 
 from unsloth_pack.cli import main
-from unsloth_pack.kernels import launch
 
 torch.set_num_threads(1)
-launch.INTERPRETED = False  # plain torch, as a user without a GPU runs
 with tempfile.TemporaryDirectory() as temporary:
     folder = Path(temporary)
     save_model(folder / "model")

@@ -13,14 +13,21 @@ DTYPES = {  # what the model computes in; NF4 weights are dequantised to it
     "float32": torch.float32,
     "nf4": torch.bfloat16,
 }
-VARIANTS = {  # fields of a LoraConfig; the names of all norms end in "norm"
+VARIANTS = {  # fields of a LoraConfig, or no adapter at all; the names of all norms end in "norm"
     "plain": {},
     "rslora": {"use_rslora": True},
     "dropout": {"lora_dropout": 0.5},
     "bias": {"bias": "all"},
     "dora": {"use_dora": True},
     "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head", "norm"]},
+    "trained tokens": {"trainable_token_indices": [5, 40, 99, 200]},
+    "two stages": {},  # its adapter comes from a folder, see `STAGES`
+    "full": {"tuning": "full"},
+    "frozen parts": {"tuning": "full", "frozen": ["embed_tokens", r"layers\.0"]},
 }
+STAGES = (
+    "two stages",
+)  # variants whose adapter a first stage has saved: plain PEFT loads it, or the package
 CHECKPOINTING = {"False": False, "True": True, "offload": "offload", "auto": "auto"}
 WINDOWS = {"short": 24, "long": 1000}  # against documents of up to 129 tokens; "none" where there is none
 

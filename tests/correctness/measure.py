@@ -1,6 +1,5 @@
 """The rows of one case: how far its gradients, loss and logits are from the truth, or why there are none."""
 
-import copy
 import gc
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -13,7 +12,7 @@ from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 from .cases import CHECKPOINTING, DTYPES
 from .judge import Draw, judge_as_few, on_the_same_row
-from .models import NotApplicable, build, build_exact, drawing_dropout
+from .models import NotApplicable, build, build_exact, drawing_dropout, to_patch
 
 _STEPS_BEFORE_REPLAY = 3  # two rows of a form run uncaptured, the third is captured
 
@@ -41,7 +40,7 @@ def measure(case):
 
 def _uncaptured_and_captured(case):
     references = _references(case.arch, case.window, case.variant, case.dtype)
-    model = copy.deepcopy(references.model)
+    model = to_patch(references.model, case.variant)
     patch = patch_model(model, case.backend)
     with drawing_dropout(model):
         yield from _in_turn(case, references, model, patch)

@@ -2,16 +2,19 @@
 
 import copy
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from tiny import DEVICE, MIXED_LENGTHS, tiny_model, with_lora
+from tiny import DEVICE, MIXED_LENGTHS, is_full, tiny_model, with_lora
 from torch import nn
 from torch.nn import functional as F
 
 from unsloth_pack import supported_architectures
+from unsloth_pack.files.loading import load_adapter
 from unsloth_pack.forwards.mixers.state_layer import StateMixer
 from unsloth_pack.kernels import reference
 from unsloth_pack.lora import layers
@@ -19,7 +22,7 @@ from unsloth_pack.lora.layers import FastLoraLinear
 from unsloth_pack.models import spec_of
 from unsloth_pack.patching.decoder_parts import mixers_by_layer
 
-from .cases import DTYPES, VARIANTS, WINDOWS
+from .cases import DTYPES, STAGES, VARIANTS, WINDOWS
 
 
 class NotApplicable(Exception):
@@ -29,6 +32,8 @@ class NotApplicable(Exception):
 def build(arch, window, variant, dtype):
     """The model as transformers and PEFT make it, for a name of DTYPES."""
     lora, overrides = VARIANTS[variant], _overrides(arch, window, variant)
+    if is_full(lora) and dtype == "nf4":
+        raise NotApplicable("quantised weights have no gradient")
     try:
         if dtype == "nf4":
             model = _in_nf4(tiny_model(arch, DTYPES[dtype], "cpu", lora=lora, **overrides), lora)
@@ -38,7 +43,26 @@ def build(arch, window, variant, dtype):
         raise NotApplicable(f"PEFT refuses: {error}") from error
     if variant == "bias" and not any(name.endswith("bias") for name, _ in model.named_parameters()):
         raise NotApplicable(f"no layer of {arch} has a bias")
+    if variant in STAGES:
+        model = _second_stage(
+            model, lambda base, folder: PeftModel.from_pretrained(base, folder, is_trainable=True)
+        )
     return _with_token_dropout(model)
+
+
+def to_patch(model, variant):
+    """A copy of a model that `build` made; a second stage's adapter is loaded as a run loads it."""
+    return _second_stage(model, load_adapter) if variant in STAGES else copy.deepcopy(model)
+
+
+def _second_stage(model, load):
+    """The same model, with its adapter saved and loaded again."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        base = copy.deepcopy(model).unload()
+        for name in ("peft_config", "active_adapter"):
+            base.__dict__.pop(name, None)
+        return load(base, folder).train()
 
 
 def build_exact(arch, window, variant, quantised=None):
@@ -158,7 +182,7 @@ def _with_token_dropout(model):
 
 
 def _without_dropout_in_states(model):
-    decoder = model.get_base_model().get_decoder()
+    decoder = model.get_decoder()
     for mixer, one in mixers_by_layer(decoder, spec_of(decoder.config.model_type)):
         for layer in one.modules() if isinstance(mixer, StateMixer) else ():
             if isinstance(layer, LoraLayer):

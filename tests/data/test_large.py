@@ -12,7 +12,7 @@ import datasets
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_folder import byte_tokenizer
+from model_folder import TEMPLATE, byte_tokenizer
 
 from unsloth_pack.data import load_rows, rows_hash
 from unsloth_pack.data.spans import in_order, spans_of
@@ -30,6 +30,7 @@ TURNS = [
     }
     for i in range(40)
 ]
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
 MIXED = [
     {"text": f"{i}", "x": [None, 1, "a", 1.5, [], ["b"], {"k": 0.6}][i % 7 if i > 20 else 0]}
     for i in range(40)
@@ -43,14 +44,21 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
+def read_little(patch):
+    """Parts of 100 bytes, read 16 bytes at a time."""
+    for module in ("file_parts", "text_files"):
+        patch.setattr(f"unsloth_pack.data.{module}.PART", 100)
+    for module in ("file_parts", "json_files"):
+        patch.setattr(f"unsloth_pack.data.{module}.BLOCK", 16)
+
+
 @pytest.fixture
 def large(monkeypatch):
     """Makes everything too large to be held."""
 
     def make():
         monkeypatch.setattr("unsloth_pack.data.readers._SMALL", 0)
-        monkeypatch.setattr("unsloth_pack.data.text_files.PART", 100)
-        monkeypatch.setattr("unsloth_pack.data.text_files._BLOCK", 16)
+        read_little(monkeypatch)
         monkeypatch.setattr("unsloth_pack.data.spans._ROWS", 3)
         monkeypatch.setattr("unsloth_pack.data.tokenize._ROWS_A_BATCH", 2)
 
@@ -72,8 +80,7 @@ def whole(monkeypatch):
         held = load(path)
         with monkeypatch.context() as patch:
             patch.setattr("unsloth_pack.data.readers._SMALL", 0)
-            patch.setattr("unsloth_pack.data.text_files.PART", 100)
-            patch.setattr("unsloth_pack.data.text_files._BLOCK", 16)
+            read_little(patch)
             in_parts = load(path)
         return held, in_parts
 
@@ -168,7 +175,9 @@ def test_errors_in_a_later_part_name_the_same_place(name, content, says, whole, 
 
 def documents(path, num_proc=1, max_length=400, tokenizer=None, **more):
     rows = load_rows(str(path), num_proc=num_proc)
-    return prepare_documents(rows, tokenizer or byte_tokenizer(), max_length, num_proc=num_proc, **more)
+    return prepare_documents(
+        rows, tokenizer or byte_tokenizer(WITH_TOOLS), max_length, num_proc=num_proc, **more
+    )
 
 
 def told(made):
@@ -221,7 +230,7 @@ def test_a_second_run_reads_and_tokenises_nothing(large, tmp_path, monkeypatch):
         raise AssertionError("it is done already")
 
     monkeypatch.setattr("unsloth_pack.data.encoding.Encoder.__call__", never)
-    monkeypatch.setattr("unsloth_pack.data.text_files.parse_json", never)
+    monkeypatch.setattr("unsloth_pack.data.json_files.parse_json", never)
     monkeypatch.setattr("unsloth_pack.packing.dataset.RowBuilder.build", never)
     assert told(documents(path, num_proc=3)) == first
     copied = write(tmp_path / "copy.jsonl", path.read_bytes())

@@ -82,7 +82,7 @@ TURNS: dict[str, tuple[Any, str]] = {
     "content as number": ([USER, {"role": "assistant", "content": 7}], "needs a string as 'content', got 7"),
     "content in parts": (
         [USER, {"role": "assistant", "content": [{"type": "image"}]}],
-        "images are not supported",
+        "images need FastVisionModel",
     ),
     "a part without its text": (
         [{"role": "user", "content": [{"type": "text", "text": None}]}, REPLY],

@@ -71,7 +71,7 @@ def _refusal_of_command(arguments: Sequence[str]) -> str:
     assert out == ""
     line, end, more = said.partition("\n")
     assert (end, more) == ("\n", ""), said
-    assert line.startswith("unsloth-pack: ")
+    assert line.startswith(("unsloth-pack: ", "run.yaml:"))
     return line
 
 

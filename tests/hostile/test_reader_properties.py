@@ -126,7 +126,7 @@ def shown(rows):
 
 
 ARGUMENTS = st.dictionaries(KEYS, VALUES, max_size=3)
-KWARGS = st.dictionaries(TEXT.filter(str.isalpha).map("x_".__add__), VALUES, max_size=2)
+KWARGS = st.dictionaries(st.sampled_from(["x_a", "x_b"]), VALUES)
 
 
 @st.composite
@@ -146,7 +146,10 @@ def conversations(draw):
     return rows
 
 
-EVERYTHING = byte_tokenizer("{{ messages | tojson }}{{ tools | tojson }}{{ x_a | tojson if x_a is defined }}")
+EVERYTHING = byte_tokenizer(
+    "{{ messages | tojson }}{{ tools | tojson }}{{ x_a | tojson if x_a is defined }}"
+    "{{ x_b | tojson if x_b is defined }}"
+)
 
 
 def templates_see_what_was_written(rows):

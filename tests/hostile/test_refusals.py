@@ -8,8 +8,10 @@ from pathlib import Path
 import cases_calls
 import cases_files
 import cases_flags
+import cases_images
 import cases_models
 import cases_rows
+import cases_sets
 import pytest
 from refusals import Case, line_of, train, tree
 
@@ -19,9 +21,11 @@ from unsloth_pack.data import load_rows
 KINDS = {
     "files": cases_files.CASES,
     "rows": cases_rows.CASES,
+    "sets": cases_sets.CASES,
     "models": cases_models.CASES,
     "flags": cases_flags.CASES,
     "calls": cases_calls.CASES,
+    "images": cases_images.CASES,
 }
 CASES = [case for cases in KINDS.values() for case in cases]
 
@@ -75,6 +79,18 @@ def test_lines_of_10_megabytes_are_read_whole(place):
     (place / "rows.txt").write_text(f"{text}\nend\n")
     for name in ("rows.jsonl", "rows.csv", "rows.txt"):
         assert load_rows(name)["text"][:] == [text, "end"]
+
+
+def test_the_same_file_by_three_names_trains(place):
+    """As itself, as a link and in another script: each is a data set of its own."""
+    (place / "字.jsonl").symlink_to("few.jsonl")
+    sets = '["few.jsonl", "字.jsonl", {"path": "./few.jsonl", "weight": 2, "limit": 3}]'
+    assert main(train(dataset=sets, eval_fraction=0.3)) == 0
+    lines = [json.loads(line) for line in (place / "out" / "metrics.jsonl").read_text().splitlines()]
+    (data,) = [line for line in lines if line["kind"] == "data" and line["use"] == "train"]
+    assert [part["documents"] for part in data["data_sets"]] == [8, 8, 3]
+    held = [part["held_out"] for part in data["data_sets"]]
+    assert held[0] == held[1] > 0  # equal documents stay together
 
 
 def test_names_of_any_length_make_a_folder_that_can_be(place, monkeypatch):

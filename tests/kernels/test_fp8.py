@@ -65,6 +65,18 @@ def test_the_kernel_gives_the_reference(widths):
 
 
 @needs_fp8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (7, 48), (3, 1000), (33, 4096), (70, 520)], ids=str)
+def test_what_they_stand_for_is_rounded_once(shape, dtype):
+    rows = quantize_rows(
+        torch.randn(shape, device=DEVICE) * torch.logspace(-3, 3, shape[0], device=DEVICE)[:, None]
+    )
+    exact = rows.values.double() * rows.scale.double()
+    assert torch.equal(rows.dequantized(dtype), exact.float().to(dtype))
+    assert torch.equal(rows.dequantized(torch.float64), exact.float().double())
+
+
+@needs_fp8
 def test_rows_of_zeros_and_strided_rows():
     x = torch.randn(8, 64, device=DEVICE)
     x[3] = 0

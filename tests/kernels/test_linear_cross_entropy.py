@@ -7,15 +7,17 @@ which of them has the larger single error is luck.
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from exactness import DEVICE, LAYOUTS, assert_same
+from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
 from largest import Largest
 from torch import Tensor
 
-from unsloth_pack.kernels import LabelledRows, chunked_head, linear_cross_entropy, reference
+from unsloth_pack.kernels import ExtraLogits, LabelledRows, chunked_head, linear_cross_entropy, reference
 from unsloth_pack.kernels import linear_cross_entropy as _function
 
 pytest.importorskip("triton")
@@ -24,9 +26,16 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 OPTIONS = [{}, {"scale": 0.5}, {"softcap": 5.0}, {"softcap": 3.0, "scale": 2.0, "num_items": 7}]
 
 
-def plain(hidden, weight, labels, *, bias=None, softcap=None, scale=1.0, num_items=None) -> Tensor:
+def plain(
+    hidden, weight, labels, *, bias=None, softcap=None, scale=1.0, extra=None, num_items=None
+) -> Tensor:
     """transformers' causal language models and its `ForCausalLMLoss`, their labels shifted."""
-    logits = F.linear(hidden, weight, bias) * scale
+    logits = F.linear(hidden, weight, bias)
+    if extra is not None and extra.b is not None:
+        logits = logits + F.linear(extra.h, extra.b)
+    elif extra is not None:
+        logits = logits.index_copy(-1, extra.outputs, extra.h)
+    logits = logits * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.to(torch.promote_types(logits.dtype, FP32)).flatten(0, -2)
@@ -48,6 +57,9 @@ def make(*shape: int, V: int, dtype=FP32, unlabelled=0.3, bias=False):
 def run(fn, tensors, labels, **options) -> list[Tensor]:
     """The loss, and the gradients of the tensors that require one."""
     hidden, weight, *bias = tensors
+    if "extra" in options:
+        options["extra"] = options["extra"](tensors)
+        bias = bias[:1] if options.pop("with_bias") else []
     loss = fn(hidden, weight, labels, bias=bias[0] if bias else None, **options)
     wanted = [x for x in tensors if x.requires_grad]
     return [loss.detach(), *torch.autograd.grad(3 * loss, wanted)]
@@ -79,6 +91,35 @@ def check(tensors, labels, slack=1.25, **options) -> None:
 def test_no_less_exact_than_logits_of_all_rows(dtype, options, path, small_chunks):
     check(*make(2, 17, 32, V=517, dtype=dtype), **options)
     check(*make(2, 17, 32, V=517, dtype=dtype, bias=True), **options)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", KINDS_OF_EXTRA)
+def test_what_changes_the_logits_gets_its_gradient(kind, options, dtype, path, small_chunks):
+    tensors, labels = make(2, 17, 32, V=517, dtype=dtype, bias=True)
+    check(tensors, labels, **options, **with_extra(kind, tensors))
+    tensors[1].requires_grad_(False)
+    check(tensors, labels, **options, extra=partial(of_leaves, kind), with_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({}, "both b and outputs, or neither"),
+        ({"b": torch.zeros(6, 2), "outputs": torch.tensor([1, 2])}, "both b and outputs, or neither"),
+        ({"h": torch.zeros(3, 2), "outputs": torch.tensor([1, 2])}, "one row a row"),
+        ({"b": torch.zeros(5, 2)}, r"pass \[6, 2\]"),
+        ({"outputs": torch.tensor([1, 2, 3])}, r"pass \[2\] of torch.int64"),
+        ({"outputs": torch.tensor([1, 2], dtype=torch.int32)}, r"pass \[2\] of torch.int64"),
+        ({"b": torch.zeros(6, 2, dtype=BF16)}, "cast both to one"),
+        ({"b": torch.zeros(6, 2, device="meta")}, "move it there"),
+    ],
+)
+def test_extra_logits_that_do_not_fit_are_refused(extra, message):
+    extra = ExtraLogits(**{"h": torch.zeros(4, 2), **extra})
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(torch.zeros(4, 3), torch.zeros(6, 3), torch.arange(4), extra=extra)
 
 
 @pytest.mark.parametrize("V", [1, 2, 3, 257, 8192, 8193])
@@ -344,8 +385,7 @@ def test_never_synchronises_when_the_labels_are_found_before():
 def test_a_cpu_without_triton_runs_it_too():
     for hide in ("", "sys.modules['triton'] = None"):
         code = f"""
-import os, sys
-os.environ.pop("TRITON_INTERPRET", None)
+import sys
 {hide}
 import torch
 from unsloth_pack.kernels import linear_cross_entropy, reference

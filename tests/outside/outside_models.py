@@ -12,6 +12,19 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ARCHITECTURES = sorted(supported_architectures())
 LENGTHS = [5, 40, 1, 17, 30]
 
+# Shows whatever a template can be given, as Qwen3's and others do with less
+TELLING_TEMPLATE = (
+    "{% if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.content is defined %}{{ m.content }}{% else %}<none>{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.name }}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
 
 def plain_model(architecture="llama", **overrides):
     """Untouched; norms and biases are not at their initial values."""

@@ -3,7 +3,6 @@
 `pack` shows what would be trained on, without training.
 """
 
-import itertools
 import json
 from pathlib import Path
 
@@ -13,21 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import trl
 from model_folder import byte_tokenizer, save_model
+from outside_models import TELLING_TEMPLATE
 
 from unsloth_pack.cli import main
 
-# Shows whatever a template can be given, as Qwen3's and others do with less
-TEMPLATE = (
-    "{% if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]"
-    "{% if m.role == 'assistant' %}{% generation %}"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
-    "{% if m.content is defined %}{{ m.content }}{% else %}<none>{% endif %}"
-    "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
-    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.name }}{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CHAT = {"messages": [USER, REPLY]}
 SHARE = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -41,68 +29,6 @@ TOOL = {"type": "function", "function": FUNCTION}
 
 def calling(arguments):
     return {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), chat_template=TEMPLATE, max_position_embeddings=4096)
-
-
-@pytest.fixture
-def command(model, tmp_path, monkeypatch):
-    """The command line that packs `data`, which is a list of rows, an Arrow table, or a file or folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def build(data, *more):
-        path = tmp_path / "rows.jsonl"
-        if isinstance(data, list):
-            path.write_text("".join(json.dumps(row) + "\n" for row in data))
-        elif isinstance(data, pa.Table):
-            path = tmp_path / "rows.parquet"
-            pq.write_table(data, path)
-        else:
-            path = data
-        given = {"model_name": model, "dataset": path, "max_seq_length": 4096}
-        return ["pack", *(f"--{name}={value}" for name, value in given.items()), *more]
-
-    yield build
-    datasets.enable_progress_bars()
-
-
-@pytest.fixture
-def trained(command, tmp_path, capsys):
-    """What every row is trained on: its text, and the part of it that carries loss."""
-
-    numbers = itertools.count()
-
-    def run(data, *more):
-        out = tmp_path / f"packs-{next(numbers)}"
-        assert main(command(data, "--strategy=next_fit", f"--out={out}", *more)) == 0, capsys.readouterr().err
-        with pa.ipc.open_stream(out / "shard-00000.arrow") as stream:
-            (row,) = stream.read_all().to_pylist()
-        decode = byte_tokenizer().decode
-        bounds = zip(row["cu_lengths"], row["cu_lengths"][1:], strict=False)
-        return [
-            (decode(row["input_ids"][a:b]), decode([t for t in row["labels"][a:b] if t != -100]))
-            for a, b in bounds
-        ]
-
-    return run
-
-
-@pytest.fixture
-def refusal(command, tmp_path, capsys):
-    """The one line that the data are refused with."""
-
-    def run(data, *more):
-        capsys.readouterr()
-        assert main(command(data, "--out=packs", *more)) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "; " in line
-        assert not (tmp_path / "packs").exists()
-        return line
-
-    return run
 
 
 # ---- chat_template_kwargs
@@ -146,6 +72,11 @@ def test_thinking_of_qwen3(trained, tmp_path, kwargs, loss):
         (CHAT | {"chat_template_kwargs": [1]}, "expected an object, got [1]"),
         (CHAT | {"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is no variable of a template"),
         (CHAT | {"chat_template_kwargs": {"chat_template": "x"}}, "'chat_template' is no variable"),
+        (CHAT | {"chat_template_kwargs": {"thinking": True}}, "the chat template does not read 'thinking'"),
+        (
+            CHAT_PAIR | {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True, "mood": 0}},
+            "the chat template does not read 'mood'",
+        ),
         (PAIR | {"chat_template_kwargs": {"enable_thinking": True}}, "rows of strings pass no chat template"),
     ],
 )
@@ -155,11 +86,22 @@ def test_template_kwargs_that_cannot_act(refusal, row, says):
     assert says in line
 
 
-def test_evaluation_rows_have_template_kwargs_too(model, tmp_path, capsys):
+def test_a_variable_that_is_null_or_that_the_user_leaves_out_is_not_missed(trained):
+    row = CHAT | {"chat_template_kwargs": {"thinking": None}}
+    assert [text for text, _ in trained([row])] == ["[user]q[assistant]a<eos>"]
+    row = CHAT | {"chat_template_kwargs": {"thinking": True}}
+    assert len(trained([row], "--columns=chat_template_kwargs=")) == 1
+
+
+def test_evaluation_rows_have_template_kwargs_too(telling, tmp_path, capsys):
     """`train` and `pack` read alike: a bad row of the evaluation is refused by its number."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(CHAT) + "\n")
     (tmp_path / "eval.jsonl").write_text(json.dumps(CHAT | {"chat_template_kwargs": 5}) + "\n")
-    given = {"model_name": model, "dataset": tmp_path / "rows.jsonl", "eval_dataset": tmp_path / "eval.jsonl"}
+    given = {
+        "model_name": telling,
+        "dataset": tmp_path / "rows.jsonl",
+        "eval_dataset": tmp_path / "eval.jsonl",
+    }
     given |= {"output_dir": tmp_path / "out", "max_seq_length": 144, "max_steps": 1}
     assert main([f"--{name}={value}" for name, value in given.items()]) == 2
     assert "row 0, column 'chat_template_kwargs': expected an object, got 5" in capsys.readouterr().err
@@ -207,7 +149,7 @@ def test_null_content_is_not_an_empty_one(trained, content):
     call = {key: value for key, value in calling({}).items() if key != "content"}
     messages = [USER, call | content]
     ((text, _),) = trained([{"messages": messages}])
-    assert text == byte_tokenizer(TEMPLATE).apply_chat_template(messages, tokenize=False)
+    assert text == byte_tokenizer(TELLING_TEMPLATE).apply_chat_template(messages, tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +348,7 @@ def test_columns_that_say_nothing_of_the_training(trained, row):
     assert trained([row])[0][0] == "[user]q[assistant]a<eos>"
 
 
-def test_alpaca_rows_without_a_chat_template(model, trained, refusal, tmp_path):
+def test_alpaca_rows_without_a_chat_template(telling, trained, refusal, tmp_path):
     plain = save_model(tmp_path / "plain", chat_template=None, max_position_embeddings=4096)
     flag = f"--model_name={plain}"
     ((text, _),) = trained([ALPACA | {"system": "S", "tools": []}], flag)
@@ -465,10 +407,10 @@ def test_marks_of_user_turns_that_contradict_the_loss(refusal):
 
 
 @pytest.mark.parametrize("command_name", ["stats", "verify"])
-def test_what_only_counts_tokens_reads_marks_of_user_turns(model, tmp_path, capsys, command_name):
+def test_what_only_counts_tokens_reads_marks_of_user_turns(telling, tmp_path, capsys, command_name):
     row = json.dumps({"messages": [USER | {"train": False}, REPLY]})
     (tmp_path / "rows.jsonl").write_text(f"{row}\n{row}\n")
-    assert main([command_name, "--dataset", str(tmp_path / "rows.jsonl"), "--model_name", str(model)]) == 0
+    assert main([command_name, "--dataset", str(tmp_path / "rows.jsonl"), "--model_name", str(telling)]) == 0
     assert capsys.readouterr().out
 
 
@@ -488,3 +430,94 @@ def test_keys_of_a_turn_written_with_from(trained):
     ]
     expected = '[user]bobq[assistant](hm)a{"function": {"arguments": {}}}<eos>'
     assert trained([{"conversations": turns}])[0][0] == expected
+
+
+# ---- no column is passed over in silence
+
+V1 = {"role": "user", "content": [{"type": "text", "value": "q"}]}
+
+
+@pytest.mark.parametrize("table", [list, pa.Table.from_pylist])
+def test_parts_of_llama_factory_v1(trained, table):
+    turns = [V1, REPLY | {"content": [{"type": "text", "value": "a"}, {"type": "text", "value": "b"}]}]
+    assert trained(table([{"messages": turns}]))[0][0] == "[user]q[assistant]ab<eos>"
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "text"}, {"type": "text", "value": 5}, {"type": "image_url", "value": "x"}]
+)
+def test_parts_that_are_no_text(refusal, part):
+    assert "row 0, column 'messages': turn 0 (user)" in refusal(
+        [{"messages": [V1 | {"content": [part]}, REPLY]}]
+    )
+
+
+def test_a_loss_weight_of_llama_factory_v1(refusal, trained):
+    assert "is excluded from training" in refusal([{"messages": [USER, REPLY | {"loss_weight": 0.0}]}])
+    assert len(trained([{"messages": [USER, REPLY | {"loss_weight": 1.0}]}])) == 1
+
+
+@pytest.mark.parametrize("row", [CHAT, SHARE, CHAT_PAIR, ALPACA])
+def test_tools_that_a_template_does_not_show(refusal, trained, tmp_path, row):
+    """The model would learn to call tools that it was never told of."""
+    deaf = save_model(tmp_path / "deaf", max_position_embeddings=4096)
+    line = refusal([row, row | {"tools": [TOOL]}], f"--model_name={deaf}")
+    assert "row 1, column 'tools': the chat template does not show them" in line
+    assert line.endswith("use a model whose template does, or leave them out with --columns tools=")
+    assert len(trained([row, row | {"tools": [TOOL]}], f"--model_name={deaf}", "--columns=tools=")) == 2
+    assert len(trained([row, row | {"tools": []}], f"--model_name={deaf}")) == 2
+
+
+@pytest.mark.parametrize("name", ["system", "tools", "chat_template_kwargs"])
+def test_what_a_template_would_read_beside_text(refusal, name):
+    value = {"system": "S", "tools": [TOOL], "chat_template_kwargs": {"x": 1}}[name]
+    line = refusal([TEXT | {name: value}])
+    assert f"row 0, column {name!r}: not used, because rows of strings pass no chat template" in line
+
+
+@pytest.mark.parametrize("row", [TEXT, PAIR, CHAT, SHARE, ALPACA])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rejected", "b"),
+        ("chosen", "b"),
+        ("rejected_response", "b"),
+        ("sample_weight", 0.5),
+        ("loss_weight", 2),
+        ("kto_tag", False),
+        ("history", [["q", "a"]]),
+        ("functions", [FUNCTION]),
+        ("train_on_inputs", True),
+    ],
+)
+def test_one_column_of_another_training(refusal, trained, row, name, value):
+    line = refusal([row | {name: value}])
+    assert f"row 0, column {name!r}" in line
+    assert f"(--columns {name}=)" in line
+    assert len(trained([row | {name: value}], f"--columns={name}=")) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        (TEXT | {"id": 1, "label": 0}, "id, label"),
+        (PAIR | {"text": "t", "input": "i"}, "text, input"),
+        (CHAT | {"prompt": "q", "prompt_id": "x", "weight": 1}, "prompt, prompt_id, weight"),
+        (ALPACA | {"text": "t", "source": None}, "text, source"),
+        (SHARE | {"score": 0.2, "system": "", "tools": "[]"}, "score"),
+    ],
+)
+@pytest.mark.parametrize("name", ["pack", "stats"])
+def test_other_columns_are_named(packing, capsys, name, row, unused):
+    given = packing([row, row], *(["--out=packs"] if name == "pack" else []))
+    given = [name, *(part for part in given[1:] if name == "pack" or "max_seq_length" not in part)]
+    assert main(given) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    noun = "columns" if "," in unused else "column"
+    assert f"{noun} {unused} " in shown + " "
+    assert shown.count("not used") == 1
+
+
+def test_no_line_where_every_column_is_used(packing, capsys):
+    assert main(packing([ALPACA | {"input": "i", "system": "s"}], "--out=packs")) == 0
+    assert "not used" not in capsys.readouterr().out

@@ -54,7 +54,6 @@ def test_on_two_ranks(truth, model_folder, tmp_path):
     command += [str(HERE / "one_update.py"), model_folder, str(tmp_path), "1", "8"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]),
-        "TRITON_INTERPRET": "0",
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -52,12 +52,15 @@ def test_what_a_run_writes_down_resumes_it(folder):
     assert resumed == flat(first) | {"resume": True, "output_dir": str(folder)}
 
 
-@pytest.mark.parametrize("name", sorted(flat(TrainOptions()).keys() - {"output_dir", "resume", "config"}))
+@pytest.mark.parametrize(
+    "name", sorted(flat(TrainOptions()).keys() - {"output_dir", "resume", "config", "objective"})
+)
 def test_a_resumed_run_changes_nothing_but_what_is_free(name, folder):
-    """Every option is one or the other, for a new option too."""
+    """Every option is one or the other, for a new option too; the objective has one value."""
     others = {int: "7", float: "0.25", bool: "true", type(None): "7", str: "other"}
     words = {"bias": "all", "on_nonfinite": "skip", "save_method": "lora", "dtype": "float16"}
-    words |= {"loftq_config": "{}", "eval_packing": "true"}
+    words |= {"loftq_config": "{}", "eval_packing": "true", "lr_scheduler_kwargs": "{}", "tuning": "full"}
+    words |= {"learning_rates": '{"norm": 1}', "warmup_ratio": "0.25", "optim_args": "eps=1"}
     was = flat(TrainOptions())
     value = words.get(name, others[type(was[name])])
     flags = [*started(folder, **was), f"--{name}={value}"]
@@ -102,11 +105,11 @@ def test_defaults_that_depend_on_other_options():
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("lr: 1\n", "config is 'run.yaml': lr is unknown; did you mean --learning_rate?"),
-        ("push_to_hub: true\n", "config is 'run.yaml': push_to_hub is unknown; nothing is uploaded"),
-        ("seed: null\nsede: null\n", "config is 'run.yaml': sede is unknown; did you mean --seed?"),
-        ("debug: null\n", "config is 'run.yaml': debug cannot be set there; give it on the command line"),
-        ("yes: 1\nyes: 2\n", "config is 'run.yaml': yes is there twice; keep one"),
+        ("lr: 1\n", "run.yaml:1: lr is unknown; did you mean learning_rate?"),
+        ("hub_token: a\n", "run.yaml:1: hub_token is unknown; no token is read from here"),
+        ("seed: null\nsede: null\n", "run.yaml:2: sede is unknown; did you mean seed?"),
+        ("debug: null\n", "run.yaml:1: debug cannot be set in a file; give it on the command line"),
+        ("yes: 1\nyes: 2\n", "run.yaml:2: yes is there twice, first in line 1; keep one of them"),
     ],
 )
 def test_what_is_wrong_in_a_config_file(file, says, folder):

@@ -1,0 +1,211 @@
+"""Templates by name write what the makers of the models document."""
+
+import pytest
+from chat_tokenizers import SPECIAL, TURNS, WITH_SYSTEM, tokenizer_of
+
+from unsloth_pack import InputError
+from unsloth_pack.chat_templates import CHAT_FORMATS, get_chat_template
+
+_CHATML = (
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
+    "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nTa<|im_end|>\n"
+)
+_CHATML_SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
+_THOUGHT = _CHATML.replace("\nTa", "\n<think>\n\n</think>\n\nTa")
+_GEMMA = (
+    "<s><start_of_turn>user\nBe kind.\n\nHi<end_of_turn>\n<start_of_turn>model\nYo<end_of_turn>\n"
+    "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\nTa<end_of_turn>\n"
+)
+_LLAMA_3 = "".join(
+    f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n{turn['content']}<|eot_id|>"
+    for turn in WITH_SYSTEM
+)
+_DATED = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+_PHI_3 = "".join(f"<|{turn['role']}|>\n{turn['content']}<|end|>\n" for turn in WITH_SYSTEM)
+_PHI_4 = "".join(f"<|im_start|>{t['role']}<|im_sep|>{t['content']}<|im_end|>" for t in WITH_SYSTEM)
+RENDERED = {
+    "alpaca": "<s>Be kind.\n\n### Instruction:\nHi\n\n### Response:\nYo<eos>\n\n"
+    "### Instruction:\nBye\n\n### Response:\nTa<eos>\n\n",
+    **dict.fromkeys(("chatml", "qwen-2.5", "qwen-3-instruct"), _CHATML_SYSTEM + _CHATML),
+    **dict.fromkeys(("qwen-3", "qwen-3-thinking"), _CHATML_SYSTEM + _THOUGHT),
+    **dict.fromkeys(("gemma", "gemma-2", "gemma-3", "gemma-3n"), _GEMMA),
+    "llama": "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] Yo <eos><s>[INST] Bye [/INST] Ta <eos>",
+    "llama-3": f"<s>{_LLAMA_3}",
+    **dict.fromkeys(
+        ("llama-3.1", "llama-3.2", "llama-3.3"), f"<s>{_LLAMA_3}".replace("Be kind.", f"{_DATED}Be kind.")
+    ),
+    "mistral": "<s>[INST] Be kind.\n\nHi [/INST] Yo<eos>[INST] Bye [/INST] Ta<eos>",
+    **dict.fromkeys(("phi-3", "phi-3.5"), _PHI_3),
+    "phi-4": _PHI_4,
+    "vicuna": "<s>Be kind. USER: Hi ASSISTANT: Yo<eos>USER: Bye ASSISTANT: Ta<eos>",
+    "zephyr": "".join(f"<|{t['role']}|>\n{t['content']}<eos>\n" for t in WITH_SYSTEM),
+}
+ASKED = {  # what a template puts before an answer to be generated
+    **dict.fromkeys(("chatml", "qwen-2.5", "qwen-3", "qwen-3-instruct"), "<|im_start|>assistant\n"),
+    "qwen-3-thinking": "<|im_start|>assistant\n<think>\n",
+    **dict.fromkeys(("gemma", "gemma-2", "gemma-3", "gemma-3n"), "<start_of_turn>model\n"),
+    **dict.fromkeys(
+        ("llama-3", "llama-3.1", "llama-3.2", "llama-3.3"),
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    **dict.fromkeys(("phi-3", "phi-3.5", "zephyr"), "<|assistant|>\n"),
+    "phi-4": "<|im_start|>assistant<|im_sep|>",
+    **dict.fromkeys(("mistral", "llama"), "Hi [/INST]"),
+    "vicuna": "ASSISTANT:",
+    "alpaca": "### Response:\n",
+}
+
+
+def rendered(tokenizer, turns, **options):
+    return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+
+
+def test_every_format_is_compared():
+    assert RENDERED.keys() == CHAT_FORMATS.keys() == ASKED.keys()
+
+
+def test_what_it_writes(family):
+    name, tokenizer = family
+    assert get_chat_template(tokenizer, name) is tokenizer
+    assert rendered(tokenizer, WITH_SYSTEM) == RENDERED[name]
+    assert rendered(tokenizer, TURNS[:1], add_generation_prompt=True).endswith(ASKED[name])
+
+
+def test_what_is_asked_is_what_was_trained_on(family):
+    """The prompt of a generation is the begin of the text that was trained on."""
+    name, tokenizer = family
+    get_chat_template(tokenizer, name)
+    asked = rendered(tokenizer, TURNS[:1], add_generation_prompt=True)
+    trained = rendered(tokenizer, TURNS[:2])
+    assert trained.startswith(asked)
+
+
+def test_the_end_of_an_answer_ends_a_generation(family):
+    name, tokenizer = family
+    get_chat_template(tokenizer, name)
+    end = CHAT_FORMATS[name].end or "<eos>"
+    assert tokenizer.eos_token == end
+    assert f"Yo{CHAT_FORMATS[name].before_end}{end}" in rendered(tokenizer, TURNS)
+
+
+@pytest.mark.parametrize("name", sorted(SPECIAL))
+def test_a_vocabulary_without_the_token_keeps_its_size(name):
+    tokenizer = tokenizer_of(name, special=False)
+    size = len(tokenizer)
+    get_chat_template(tokenizer, name)
+    assert len(tokenizer) == size
+    assert tokenizer.eos_token == "<eos>"
+    assert "Yo<eos>" in rendered(tokenizer, TURNS)
+    assert CHAT_FORMATS[name].end not in rendered(tokenizer, TURNS)
+
+
+def test_the_token_stays_text_if_it_may_not_end_anything():
+    tokenizer = get_chat_template(tokenizer_of("chatml", special=False), "chatml", map_eos_token=False)
+    assert rendered(tokenizer, TURNS) == _CHATML
+    assert tokenizer.eos_token == "<eos>"
+
+
+def test_answers_are_marked(family):
+    """As TRL's `assistant_only_loss` needs it."""
+    name, tokenizer = family
+    get_chat_template(tokenizer, name)
+    encoded = tokenizer.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    learned = tokenizer.decode([token for token, mark in pairs if mark])
+    ends = CHAT_FORMATS[name].before_end + tokenizer.eos_token
+    thought = "<think>\n\n</think>\n\n" if "think" in RENDERED[name] else ""
+    assert learned.replace(" ", "") == f"Yo{ends}{thought}Ta{ends}".replace(" ", "")
+
+
+@pytest.mark.parametrize("spelling", ["qwen3-instruct", "Qwen-3-Instruct", "qwen3_instruct"])
+def test_spellings(spelling):
+    assert rendered(get_chat_template(tokenizer_of("chatml"), spelling), TURNS) == _CHATML
+
+
+def test_a_mapping():
+    mapping = {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}
+    tokenizer = get_chat_template(tokenizer_of("chatml"), "chatml", mapping=mapping)
+    turns = [
+        {
+            "from": {"user": "human", "assistant": "gpt"}.get(turn["role"], turn["role"]),
+            "value": turn["content"],
+        }
+        for turn in WITH_SYSTEM
+    ]
+    assert rendered(tokenizer, turns) == _CHATML_SYSTEM + _CHATML
+
+
+def test_a_system_message():
+    tokenizer = get_chat_template(tokenizer_of("chatml"), "chatml", system_message='Say "so"\n{{ x }}')
+    assert rendered(tokenizer, TURNS).startswith('<|im_start|>system\nSay "so"\n{{ x }}<|im_end|>\n')
+    assert rendered(tokenizer, WITH_SYSTEM) == _CHATML_SYSTEM + _CHATML
+
+
+def test_content_in_parts():
+    tokenizer = get_chat_template(tokenizer_of("gemma-3"), "gemma-3")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, *TURNS[1:]]
+    assert rendered(tokenizer, parts) == rendered(tokenizer, TURNS)
+
+
+def test_thoughts_of_a_hybrid():
+    tokenizer = get_chat_template(tokenizer_of("qwen-3"), "qwen-3")
+    thinking = [
+        *TURNS[:1],
+        {"role": "assistant", "content": "<think>\nfirst\n</think>\n\nYo"},
+        *TURNS[2:3],
+        {"role": "assistant", "content": "<think>\nsecond\n</think>\n\nTa"},
+    ]
+    assert rendered(tokenizer, thinking) == _THOUGHT.replace("<think>\n\n<", "<think>\nsecond\n<")
+    asked = rendered(tokenizer, TURNS[:1], add_generation_prompt=True, enable_thinking=False)
+    assert asked.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_template_of_ones_own():
+    own = "{% for m in messages %}{{ m.content }}<stop>{% endfor %}"
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    get_chat_template(tokenizer, (own, "<stop>"))
+    assert (tokenizer.chat_template, tokenizer.eos_token) == (own, "<stop>")
+    assert get_chat_template(tokenizer_of("chatml"), own).eos_token == "<eos>"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"chat_template": "lama-3"}, "'lama-3'; choose one of alpaca, chatml"),
+        ({"chat_template": 5}, "chat_template is 5; give a name"),
+        ({"chat_template": "chatml", "mapping": {"rol": "from"}}, "mapping holds 'rol'"),
+        ({"chat_template": "chatml", "mapping": {"role": 5}}, "mapping holds 'role': 5"),
+        ({"chat_template": "{{ x }}", "mapping": {"role": "from"}}, "need the name of a template"),
+        ({"chat_template": ("{{ x }}", "<stop>")}, "'<stop>', which is no token"),
+        ({"tokenizer": "demo"}, "tokenizer is a str"),
+    ],
+)
+def test_refusals(given, says):
+    tokenizer = tokenizer_of("chatml")
+    with pytest.raises(InputError, match=says.replace("{", "\\{")):
+        get_chat_template(**{"tokenizer": tokenizer, **given})
+    assert tokenizer.chat_template is None
+    assert tokenizer.eos_token == "<eos>"
+
+
+def test_no_end_of_sequence():
+    tokenizer = tokenizer_of("alpaca")
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="no eos_token"):
+        get_chat_template(tokenizer, "alpaca")
+
+
+@pytest.mark.parametrize(
+    ("turns", "options", "says"),
+    [
+        (TURNS, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "writes no tools"),
+        ([*TURNS, {"role": "tool", "content": "5"}], {}, "no turn of role tool"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {}, "text alone"),
+    ],
+)
+def test_what_a_template_would_drop_is_refused(turns, options, says, family):
+    name, tokenizer = family
+    get_chat_template(tokenizer, name)
+    with pytest.raises(Exception, match=says):
+        rendered(tokenizer, turns, **options)

@@ -1,0 +1,182 @@
+"""`unsloth-pack config` and `unsloth-pack recipe`: they look and copy, and load nothing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unsloth_pack.cli import main
+from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.library import recipe_names, recipe_text
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def said(capsys):
+    def run(*command):
+        capsys.readouterr()
+        assert main(command) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def origins(shown):
+    """`{name: (value, origin)}` of what `config show` prints."""
+    found = re.findall(r"^ +(\w+):(?: (.*?))? +# (.*)$", shown, re.MULTILINE)
+    return {name: (value, origin) for name, value, origin in found}
+
+
+def test_show_says_where_every_value_comes_from(said):
+    Path("base.yaml").write_text("dataset: rows.json\nr: 4\nloftq_config: {loftq_bits: 4, loftq_iter: 1}\n")
+    Path("run.yaml").write_text("base_config: base.yaml\ntraining:\n  seed: 1\n  learning_rate: 2e-5\n")
+    shown = said("config", "show", "run.yaml", "--seed=7", "--loftq_config.loftq_iter=2", "--packing")
+    seen = origins(shown)
+    assert seen["r"] == ("4", "base.yaml:2")
+    assert seen["dataset"] == ("rows.json", "base.yaml:1")
+    assert seen["learning_rate"] == ("2.0e-05", "run.yaml:4")
+    assert seen["seed"] == ("7", "command line")
+    assert (seen["loftq_bits"], seen["loftq_iter"]) == (("4", "base.yaml:3"), ("2", "command line"))
+    assert seen["lora_alpha"] == ("16.0", "default")
+    assert seen["max_steps"] == ("400", "follows from other options")
+    assert seen["optim"] == ("null", "default: adamw_torch; on CUDA its fused form")
+    assert seen["output_dir"] == ("null", "default: outputs/<model>-<dataset>-<time>-<4 random digits>")
+    every = flat(read_options([])).keys() - {"config", "resume", "overwrite_output_dir", "loftq_config"}
+    assert seen.keys() == every | {"loftq_bits", "loftq_iter"}
+
+
+def test_what_show_prints_is_a_config_file_of_the_same_run(said):
+    flags = ["--dataset=rows.json", "--dtype=float32", "--loftq_config.loftq_bits=4", "--lora_dropout=1e-3"]
+    Path("shown.yaml").write_text(said("config", "show", *flags))
+    read = flat(read_options(["--config=shown.yaml", "--output_dir=out"]))
+    assert read == flat(read_options([*flags, "--output_dir=out"])) | {"config": "shown.yaml"}
+
+
+def test_show_of_the_demo_names_its_defaults(said):
+    seen = origins(said("config", "show"))
+    assert seen["learning_rate"] == ("0.002", "default of the demo")
+    assert seen["weight_decay"] == ("0.0", "default of the demo")
+
+
+def test_check_says_all_that_is_wrong_and_nothing_else(said, capsys):
+    Path("run.yaml").write_text("dataset: gone.json\nmodel_name: no/such\n")
+    assert said("config", "check", "run.yaml") == "run.yaml: no mistakes\n"
+    assert said("config", "check", "--config=run.yaml") == "run.yaml: no mistakes\n"
+    Path("run.yaml").write_text("sede: 1\nr: 0\n")
+    assert main(["config", "check", "run.yaml"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "run.yaml:1: sede is unknown; did you mean seed?",
+        "run.yaml:2: r is 0; give a whole number of at least 1",
+    ]
+
+
+def test_check_finds_options_that_contradict_each_other(capsys):
+    Path("run.yaml").write_text("load_in_4bit: true\nload_in_8bit: true\n")
+    assert main(["config", "check", "run.yaml"]) == 2
+    assert "load_in_4bit and load_in_8bit are set together; choose one" in capsys.readouterr().err
+
+
+def test_check_of_settings_that_need_other_machines_is_fine(said):
+    Path("run.yaml").write_text("fsdp: full\nload_in_fp8: true\noutput_dir: /proc/nowhere\n")
+    assert said("config", "check", "run.yaml") == "run.yaml: no mistakes\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["config", "sho"], "config has no action 'sho'; use one of show, check, schema"),
+        (["config", "check"], "config check is given no file; name one"),
+        (
+            ["config", "check", "gone.yaml"],
+            "config is 'gone.yaml': No such file or directory; check the path",
+        ),
+        (["config", "show", "--sede=1"], "unknown argument '--sede'; did you mean --seed?"),
+        (["config", "show", "a.yaml", "--config=b.yaml"], "config is given twice; give one file, "),
+        (["config", "schema", "x"], "unknown argument 'x'; see `unsloth-pack config schema --help`"),
+        (["recipe", "frob"], "recipe has no action 'frob'; use one of list, show, copy"),
+        (["recipe", "list", "x"], "recipe list takes no name and is given 'x'; give it to show or copy"),
+        (["recipe", "show"], "recipe show is given no name; choose one of "),
+        (["recipe", "show", "frob"], "there is no recipe 'frob'; choose one of "),
+        (["recipe", "copy", "../demo"], "there is no recipe '../demo'; choose one of "),
+        (["recipe", "copy", "qlora", "file"], "folder is 'file' but "),
+        (["recipe", "copy", "qlora", "a\x1bb"], "cannot name a folder; give another"),
+    ],
+)
+def test_what_is_refused(command, says, capsys):
+    Path("file").write_text("mine")
+    Path("a.yaml").write_text("r: 4\n")
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert sorted(os.listdir()) == ["a.yaml", "file"]
+
+
+def test_schema_prints_json(said):
+    assert json.loads(said("config", "schema"))["properties"]["training"]["properties"]["learning_rate"]
+
+
+@pytest.mark.parametrize("command", ["config", "recipe"])
+def test_help(command, capsys):
+    for arguments in ([command, "--help"], [command, "-h"]):
+        assert main(arguments) == 0
+        assert f"unsloth-pack {command} " in capsys.readouterr().out
+    assert main(["config"]) == 0
+
+
+def test_list_names_every_recipe_and_what_it_is_for(said):
+    lines = said("recipe", "list").splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    assert {"sft-packed", "qlora", "stage1", "stage2"} <= {*recipe_names()}
+    assert all(len(line.split()) > 5 and line.endswith(".") for line in lines)
+    assert said("recipe") == said("recipe", "list")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_show_prints_the_file_and_copy_brings_what_it_builds_on(name, said):
+    assert said("recipe", "show", name) == said("recipe", "show", f"{name}.yaml") == recipe_text(name)
+    assert f"run it with: unsloth-pack --config new/{name}.yaml" in said("recipe", "copy", name, "new")
+    assert Path("new", f"{name}.yaml").read_text() == recipe_text(name)
+    assert said("config", "check", f"new/{name}.yaml") == f"new/{name}.yaml: no mistakes\n"
+    said("recipe", "copy", name, "new")  # they are there already, and the same
+
+
+def test_a_second_stage_is_looked_at_before_the_first_has_run(said):
+    said("recipe", "copy", "stage2")
+    assert "  init_adapter: outputs/stage1 " in said("config", "show", "stage2.yaml")
+    Path("outputs/stage1").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"init_adapter 'outputs/stage1' holds no adapter_config\.json"):
+        read_options(["--config=stage2.yaml"])
+
+
+def test_copy_replaces_nothing(capsys):
+    Path("stages.yaml").write_text("mine")
+    assert main(["recipe", "copy", "stage1"]) == 2
+    assert "'stages.yaml' is there already; give another folder, or move it" in capsys.readouterr().err
+    assert os.listdir() == ["stages.yaml"]
+    Path("link.yaml").symlink_to("gone")
+    Path("stages.yaml").unlink()
+    Path("stage1.yaml").symlink_to("gone")
+    assert main(["recipe", "copy", "stage1"]) == 2
+    assert not Path("gone").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [["config", "check", "run.yaml"], ["config", "schema"], ["recipe", "list"]]
+)
+def test_no_library_is_loaded_to_look(command):
+    Path("run.yaml").write_text("r: 4\n")
+    code = "import sys; from unsloth_pack.cli import main; main(sys.argv[1:]); print([*sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+    assert not {"'torch'", "'transformers'", "'datasets'"} & {*re.findall(r"'\w+'", done.stdout)}

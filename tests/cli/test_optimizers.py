@@ -1,0 +1,156 @@
+"""`--optim` and `--optim_args`: every setting reaches the optimizer as a number, or is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer
+from trl import SFTConfig
+
+from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.optimizers import SETTINGS, arguments_of
+from unsloth_pack.training.trl import RunTrainer
+
+OTHER = {  # values that are nobody's default
+    "block_size": 64,
+    "bf16_stochastic_round": "true",
+    "nesterov": True,
+    "centered": "True",
+    "t_alpha": 7,
+    "t_beta3": 9,
+}
+INSTALLED = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "lion_8bit", "ademamix", "sgd", "rmsprop")
+
+
+def options_made(optim, **given):
+    """What the optimizer is made with; None where it is not installed."""
+    flags = ["--dataset=d", f"--optim={optim}", f"--optim_args={json.dumps(given)}"]
+    training = read_options(flags if given else flags[:2]).training
+    config = SFTConfig("out", optim=optim, use_cpu=True, bf16=False, **arguments_of(training))
+    try:
+        return RunTrainer.get_optimizer_cls_and_kwargs(config)[1]
+    except (ImportError, ValueError):
+        return None
+
+
+@pytest.mark.parametrize("optim", SETTINGS)
+def test_every_setting_reaches_the_optimizer(optim):
+    plain = options_made(optim)
+    assert plain is not None or optim not in INSTALLED
+    if plain is None:
+        pytest.skip("not installed")
+    for name in SETTINGS[optim]:
+        value = OTHER.get(name, 0.125)
+        made = options_made(optim, **{name: value})
+        changed = {key: made[key] for key in made if made[key] != plain.get(key)}
+        assert len(changed) == 1, name
+        (found,) = changed.values()
+        number = next(each for each in found if each == value) if isinstance(found, tuple) else found
+        assert not isinstance(number, str), name
+        assert number == (True if isinstance(value, str) else value)
+
+
+def test_what_transformers_hears_of_no_settings():
+    assert "optim_args" not in arguments_of(read_options(["--dataset=d", "--optim=sgd"]).training)
+    config = SFTConfig("out", optim="sgd", use_cpu=True, bf16=False, optim_args="momentum=0.5")
+    assert Trainer.get_optimizer_cls_and_kwargs(config)[1]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            {"optim": "adamw_torch", "optim_args": "momentum=0.9"},
+            "optim_args has 'momentum', which adamw_torch does not take; give beta1, beta2, eps",
+        ),
+        (
+            {"optim": "adafactor", "optim_args": "beta1=0.9"},
+            "'beta1', which adafactor does not take; leave out optim_args",
+        ),
+        ({"optim": "sgd", "optim_args": "momentum=fast"}, "optim_args has momentum 'fast'; give a number of"),
+        ({"optim": "sgd", "optim_args": "nesterov=1"}, "optim_args has nesterov 1; give true or false"),
+        ({"optim": "adamw_torch", "optim_args": "beta2=1"}, "beta2 1; give a number of at least 0 and below"),
+        ({"optim_args": "eps=nan"}, "optim_args has eps 'nan'; give a number above 0"),
+        ({"optim_args": "eps"}, "give settings such as block_size=128,beta2=0.95, or a JSON object"),
+        ({"optim_args": "eps=1e-8,eps=1e-6"}, "give settings such as block_size=128"),
+        ({"optim_args": '{"eps": [1]}'}, "give settings such as block_size=128"),
+        (
+            {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=true"},
+            "which rounds weights in bfloat16, and an adapter trains in float32; give --tuning full --dtype",
+        ),
+        (
+            {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=true", "tuning": "full"},
+            "and dtype is float32; give --tuning full --dtype bfloat16, or leave it out",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(flags, says, refused):
+    assert says in refused(**flags)
+
+
+@pytest.mark.skipif("__import__('importlib').util.find_spec('torchao')")
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_torchao_that_is_not_there(optim, refused):
+    line = refused(optim=optim, optim_args="block_size=64")
+    assert (
+        f"optim is '{optim}', which needs torchao, and that cannot be imported; pip install torchao" in line
+    )
+
+
+def groups_of(folder):
+    return torch.load(folder / "optimizer.pt", weights_only=True)["param_groups"]
+
+
+def test_a_run_trains_with_them_and_goes_on_with_them(train, tmp_path):
+    (tmp_path / "run.yaml").write_text("optim: adamw_torch\noptim_args: {beta2: 0.95, eps: 1e-6}\n")
+    flags = ["--config=run.yaml", "--optim_args.beta1=0.8", "--save_steps=2"]
+    assert train(*flags) == 0
+    for group in groups_of(tmp_path / "out" / "checkpoint-2"):
+        assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6)
+    written = (tmp_path / "out" / "config.yaml").read_text()
+    assert "  optim_args: {beta2: 0.95, eps: 1.0e-06, beta1: 0.8}\n" in written
+    assert train(output_dir="again", config="out/config.yaml") == 0
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_the_weights_are_those_of_the_settings(train, tmp_path):
+    """SGD with momentum moves the weights of the second update by what momentum keeps of the first."""
+    for momentum in (0, 0.5):
+        flags = {"optim": "sgd", "optim_args": f"momentum={momentum}", "max_steps": 2, "save_steps": 1}
+        flags |= {"lr_scheduler_type": "constant", "weight_decay": 0}
+        assert train(output_dir=tmp_path / f"m{momentum}", **flags) == 0
+    first, plain, moved = (
+        load_file(tmp_path / folder / "adapter_model.safetensors")
+        for folder in ("m0/checkpoint-1", "m0", "m0.5")
+    )
+    again = load_file(tmp_path / "m0.5" / "checkpoint-1" / "adapter_model.safetensors")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(plain[name], moved[name]) for name in first)
+
+
+def test_stochastic_rounding_keeps_updates_that_rounding_to_nearest_loses(model, train, tmp_path):
+    """Adam's first update moves each weight by the learning rate: here less than half of its last place."""
+    pytest.importorskip("torchao")
+    rate, before = 1e-6, load_file(f"{model}/model.safetensors")
+    flags = {"tuning": "full", "dtype": "bfloat16", "max_steps": 1, "learning_rate": rate, "warmup_steps": 0}
+    flags |= {"lr_scheduler_type": "constant", "weight_decay": 0, "optim": "adamw_torch_8bit"}
+    means, places, numbers = {}, 0.0, 0
+    for way in ("true", "false"):
+        given = f"bf16_stochastic_round={way},eps=1e-12"
+        assert train(output_dir=tmp_path / way, optim_args=given, **flags) == 0
+        after = load_file(tmp_path / way / "model.safetensors")
+        moved, numbers, places = 0.0, 0, 0.0
+        for name in (name for name in after if "mlp" in name):
+            was = before[name].to(torch.bfloat16).double()
+            is_large = was.abs() > 2**10 * rate
+            moved += (after[name].double() - was).abs()[is_large].sum().item()
+            places += (2.0 ** (was.abs()[is_large].log2().floor() - 7)).sum().item()
+            numbers += int(is_large.sum())
+        means[way] = moved / numbers
+    spread = math.sqrt(rate * places / numbers / numbers)  # of a mean of numbers that are 0 or a last place
+    assert means["false"] == 0
+    assert abs(means["true"] - rate) < 4 * spread
+    assert 4 * spread < rate / 2

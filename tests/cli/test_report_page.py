@@ -1,0 +1,88 @@
+"""`report.html` of real runs: packed, padded, streamed, resumed; and no run fails because of it."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from unsloth_pack.report import page
+
+ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+|url\((?!#)|\bsrc=|@import|<script|<link", re.IGNORECASE)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell")
+
+
+def shown(out):
+    return (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "flags", [{"sample_packing": True}, {"sample_packing": False}], ids=["packed", "padded"]
+)
+def test_a_run_leaves_a_page(flags, train, tmp_path):
+    assert train(max_steps=3, logging_steps=1, **flags) == 0
+    text = shown(tmp_path / "out")
+    assert not ADDRESS.search(text)
+    assert "could not be drawn" not in text
+    assert text.count("<svg") == (3 if flags["sample_packing"] else 2)
+    assert "Content-Security-Policy" in text
+
+
+def test_a_resumed_run_shows_all_updates(train, tmp_path):
+    assert train(max_steps=2, save_steps=1, logging_steps=1) == 0
+    first = shown(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    assert train("--resume", max_steps=2, save_steps=1, logging_steps=1) == 0
+    again = shown(tmp_path / "out")
+    assert ": 2 updates" in first
+    assert ": 2 updates" in again
+
+
+def test_a_page_of_somebody_else_stays(train, refused, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    theirs = tmp_path / "out" / "report.html"
+    theirs.write_text("mine")
+    assert "report.html" in refused()
+    assert train("--overwrite_output_dir", max_steps=1, save_steps=1) == 0
+    assert theirs.read_text() == "mine"
+    assert "report.html was not written" in capsys.readouterr().out
+    theirs.unlink()
+    theirs.mkdir()  # it cannot be replaced
+    shutil.rmtree(tmp_path / "out" / "checkpoint-1")
+    assert train("--overwrite_output_dir", max_steps=1) == 0
+    assert theirs.is_dir()
+
+
+@pytest.mark.parametrize("broken", ["figure", "page", "disk"])
+def test_a_run_does_not_fail_because_of_it(broken, train, monkeypatch, capsys, tmp_path):
+    def fail(*args, **kwargs):
+        raise {"disk": OSError(28, "No space left on device")}.get(broken, RuntimeError("no\nfonts"))
+
+    place = {"figure": "curves", "page": "page_of", "disk": "write_file"}[broken]
+    monkeypatch.setattr(page, place, fail)
+    assert train(max_steps=1) == 0
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    if broken == "figure":
+        assert "could not be drawn: RuntimeError: no" in shown(tmp_path / "out")
+    else:
+        assert "report.html was not written" in capsys.readouterr().out
+        assert not (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, BROWSERS)), reason=f"none of {', '.join(BROWSERS)} is installed"
+)
+def test_a_browser_shows_it(train, tmp_path):
+    """The browser finds no name in the network, and logs what the page asks for."""
+    assert train(max_steps=2, logging_steps=1) == 0
+    browser = next(filter(None, map(shutil.which, BROWSERS)))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'browser'}"]
+    address = (tmp_path / "out" / "report.html").as_uri()
+    done = subprocess.run(
+        [browser, *options, address], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("<svg") == 3
+    assert "Refused to load" not in done.stderr

@@ -1,0 +1,271 @@
+"""What trains, from the command line: all of a model, parts of it, and new tokens."""
+
+import json
+
+import pytest
+import torch
+from cli_runs import adapter_names, check_merged, cut_after, logits, losses, plain
+from model_folder import byte_tokenizer, save_model
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from unsloth_pack import FastLanguageModel
+from unsloth_pack.cli import main
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True))
+
+
+def weights(folder):
+    return {name: weight.clone() for name, weight in plain(folder).state_dict().items()}
+
+
+def changed(before, after):
+    return {name for name in after if not torch.equal(before[name], after[name])}
+
+
+# All of the model
+
+
+def test_all_of_a_model_trains_and_is_saved_as_trained(train, model, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train("--packing", "--save_model", tuning="full", learning_rate=1e-3) == 0
+    assert "100.00%" in capsys.readouterr().out
+    assert changed(weights(model), weights(out)) == weights(model).keys()
+    saved = load_file(out / "model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}  # as it was trained
+    assert not (out / "adapter_config.json").exists()
+    assert (out / "tokenizer.json").is_file()
+    torch.testing.assert_close(logits(plain(out / "merged")), logits(plain(out)), rtol=0.1, atol=0.05)
+    ours, _ = FastLanguageModel.from_pretrained(str(out), 128, torch.float32)
+    torch.testing.assert_close(logits(ours), logits(plain(out)))
+    assert losses(out)[4] < losses(out)[1]
+    assert main(["verify", f"--model_name={out}", "--dtype=float32"]) == 0
+
+
+def test_a_full_run_resumes_bit_for_bit(train, tmp_path):
+    flags = {"tuning": "full", "learning_rate": 1e-3, "max_steps": 6, "save_steps": 3}
+    assert train("--packing", output_dir=tmp_path / "whole", **flags) == 0
+    assert train("--packing", output_dir=tmp_path / "half", **flags) == 0
+    cut_after(tmp_path / "half", 3)
+    assert main(["--resume", f"--output_dir={tmp_path / 'half'}"]) == 0
+    assert losses(tmp_path / "half") == losses(tmp_path / "whole")
+    assert not changed(weights(tmp_path / "half"), weights(tmp_path / "whole"))
+
+
+def test_a_full_run_is_replaced_when_asked(train, refused, tmp_path):
+    flags = {"tuning": "full", "max_steps": 1}
+    assert train("--packing", **flags) == 0
+    assert "holds a model" in refused("--packing", **flags)
+    assert train("--packing", "--overwrite_output_dir", **flags) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"load_in_4bit": True}, "tuning is 'full' and load_in_4bit is set, but quantised weights have no"),
+        ({"load_in_8bit": True}, "tuning is 'full' and load_in_8bit is set"),
+        ({"load_in_fp8": True}, "tuning is 'full' and load_in_fp8 is set"),
+        ({"dtype": "float16"}, "tuning is 'full' and dtype is 'float16'"),
+        ({"use_dora": True}, "use_dora is True and tuning is 'full', which makes no adapter"),
+        ({"r": 8}, "r is 8 and tuning is 'full'"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is ['lm_head'] and tuning is 'full'"),
+        ({"save_method": "lora"}, "tuning is 'full' and save_method is 'lora'"),
+        ({"train_modules": "wrong"}, "train_modules holds 'wrong', which matches no module"),
+        ({"freeze_modules": '["norm", "h.0"]'}, "freeze_modules holds 'h.0', which matches no module"),
+        ({"freeze_modules": ".*"}, "leaves nothing to train"),
+    ],
+)
+def test_what_full_tuning_refuses(flags, says, refused):
+    assert says in refused(tuning="full", **flags)
+
+
+# Parts
+
+
+PARTS = {
+    "a layer": ({"train_modules": "model.layers.1"}, lambda name: ".layers.1." in name),
+    "norms": ({"train_modules": ".*norm"}, lambda name: "norm" in name),
+    "frozen": (
+        {"freeze_modules": '["embed_tokens", "model.layers.0"]'},
+        lambda name: "embed_tokens" not in name and ".layers.0." not in name,
+    ),
+    "both": (
+        {"train_modules": "model.layers", "freeze_modules": "mlp"},
+        lambda name: ".layers." in name and ".mlp." not in name,
+    ),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_a_model_train(part, train, untied, tmp_path):
+    flags, chosen = PARTS[part]
+    assert train("--packing", model_name=untied, tuning="full", learning_rate=1e-3, **flags) == 0
+    before, after = weights(untied), weights(tmp_path / "out")
+    assert changed(before, after) == set(filter(chosen, before))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"target_modules": "q_proj,v_proj"}, ["q_proj", "v_proj"]),
+        ({"target_modules": r"model\.layers\.1\..*_proj"}, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ({"target_modules": "embed_tokens,q_proj"}, ["embed_tokens", "q_proj"]),
+        ({"target_modules": "lm_head,q_proj"}, ["lm_head", "q_proj"]),
+        ({"target_modules": "all-linear"}, ["q_proj", "gate_proj", "down_proj"]),
+        ({"layers_to_transform": 1}, ["q_proj", "gate_proj"]),
+        ({"freeze_modules": "mlp"}, ["q_proj", "o_proj"]),
+    ],
+    ids=str,
+)
+def test_targets_of_an_adapter(flags, expected, train, untied, tmp_path):
+    assert train("--packing", "--save_model", model_name=untied, **flags) == 0
+    names = {name for name in adapter_names(tmp_path / "out") if "lora_" in name}
+    adapted = {name.split(".lora_")[0].split(".")[-1] for name in names}
+    assert adapted >= {*expected}
+    if "layers" in str(flags):
+        assert not any(".layers.0." in name for name in names)
+    if "mlp" in str(flags):
+        assert not adapted & {"gate_proj", "up_proj", "down_proj"}
+    if "," in str(flags.get("target_modules")):
+        assert adapted == {*expected}
+    check_merged(tmp_path / "out", untied)
+
+
+@pytest.mark.parametrize("base", ["tied", "untied"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"modules_to_save": "norm,embed_tokens"},
+        {"modules_to_save": "lm_head"},
+        {"train_modules": "model.layers.1"},
+        {"train_modules": "model.layers.1.mlp", "modules_to_save": "norm"},
+        {"trainable_token_indices": "97,98"},
+        {"trainable_token_indices": "97,98", "modules_to_save": "norm", "train_modules": "layers.0.mlp"},
+    ],
+    ids=str,
+)
+def test_what_trains_beside_an_adapter_is_merged(base, flags, train, request, tmp_path):
+    folder = request.getfixturevalue(base)
+    assert train("--packing", "--save_model", model_name=folder, **flags) == 0
+    names = adapter_names(tmp_path / "out")
+    assert any("lora_" not in name for name in names)
+    if flags.get("train_modules") == "model.layers.1":
+        assert not any("lora_" in name and ".layers.1." in name for name in names)
+    check_merged(tmp_path / "out", folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"target_modules": "w_proj"}, "target_modules names 'w_proj'; the model has"),
+        ({"target_modules": "(w_"}, "argument --target_modules: got '(w_'; give a regular expression"),
+        ({"target_modules": ".*w_proj"}, "target_modules is '.*w_proj', which matches nothing"),
+        ({"modules_to_save": "head"}, "modules_to_save names 'head'; the model has"),
+        ({"train_modules": "model.layer.1"}, "train_modules holds 'model.layer.1', which matches no module"),
+        ({"freeze_modules": "wte"}, "freeze_modules holds 'wte', which matches no module"),
+        ({"layers_to_transform": "0,9"}, "layers_to_transform is 9; give a whole number from 0 to 1"),
+        ({"layers_to_transform": "a"}, "give whole numbers of at least 0, with commas between them"),
+        ({"trainable_token_indices": "3,258"}, "trainable_token_indices is 258; give a whole number from 0"),
+        ({"trainable_token_indices": "3,3"}, "trainable_token_indices holds 3 twice"),
+        ({"load_in_4bit": True, "modules_to_save": "q_proj"}, "load_in_4bit is set, and modules_to_save or"),
+        ({"load_in_4bit": True, "train_modules": "layers.0"}, "load_in_4bit is set, and modules_to_save or"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_before_the_model_is_loaded(flags, says, refused, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    if "load_in_4bit" in flags:
+        pytest.importorskip("bitsandbytes")
+    assert says in refused(**flags)
+
+
+# New tokens
+
+
+def tokens_file(tmp_path, content, name="tokens.yaml"):
+    (tmp_path / name).write_text(content)
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("base", ["tied", "untied"])
+def test_new_tokens_are_in_every_reload(base, train, request, tmp_path):
+    folder = request.getfixturevalue(base)
+    file = tokens_file(tmp_path, "<zap>: ab\n<zip>: null\n")
+    rows = [{"instruction": "<zap>ab<zip>", "input": "", "output": "<zip>ba<zap>"}] * 20
+    data = tmp_path / "rows.json"
+    data.write_text(json.dumps(rows))
+    flags = {"model_name": folder, "dataset": data, "add_tokens": file, "max_steps": 8}
+    assert train("--packing", "--save_model", save_steps=4, **flags) == 0
+    out = tmp_path / "out"
+    held = load_file(out / "adapter_model.safetensors")
+    rows = {name: weight.shape for name, weight in held.items() if "lora_" not in name}
+    assert set(rows.values()) == {(2, 64)}  # those rows alone
+    assert len(rows) == (1 if base == "tied" else 2)
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer("ab<zap>ba<zip>", return_tensors="pt").input_ids
+    assert {258, 259} <= set(ids[0].tolist())
+    before = plain(folder)
+    before.resize_token_embeddings(len(tokenizer))
+    trained = logits(PeftModel.from_pretrained(before, out).eval(), ids)
+    ours, _ = FastLanguageModel.from_pretrained(str(out), 128, torch.float32)
+    torch.testing.assert_close(logits(ours.eval(), ids), trained, rtol=1e-4, atol=1e-4)
+    merged = plain(out / "merged")
+    assert merged.config.vocab_size == 260
+    assert (logits(merged, ids) - trained).norm() < 0.02 * trained.norm()
+    assert main(["merge", f"--model_name={out}", f"--save_path={tmp_path / 'by_command'}"]) == 0
+    torch.testing.assert_close(logits(plain(tmp_path / "by_command"), ids), logits(merged, ids))
+    embedding = plain(folder).get_input_embeddings().weight
+    of_command = plain(tmp_path / "by_command").get_input_embeddings().weight
+    torch.testing.assert_close(of_command[:258], embedding, rtol=1e-2, atol=1e-3)  # all else is as it was
+
+    first = losses(out)
+    (out / "adapter_config.json").unlink()
+    assert main(["--resume", f"--output_dir={out}", "--save_steps=4"]) == 2  # complete
+    assert first == losses(out)
+
+
+def test_new_tokens_begin_as_a_mean(untied):
+    from unsloth_pack.files.new_tokens import add_to_model, add_to_tokenizer
+
+    model, tokenizer = FastLanguageModel.from_pretrained(untied, 128, torch.float32)
+    before = [end.weight.clone() for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    added = add_to_tokenizer(tokenizer, {"<a>": "xyz", "<b>": None})
+    assert list(added.values()) == [tokenizer.encode("xyz"), []]
+    add_to_model(model, added)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for end, was in zip(ends, before, strict=True):
+        assert torch.equal(end.weight[:258], was)
+        torch.testing.assert_close(end.weight[258], was[tokenizer.encode("xyz")].mean(dim=0))
+        torch.testing.assert_close(end.weight[259], was.mean(dim=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokens.txt", "\n  \n", "it holds no token; write one a line"),
+        ("tokens.txt", "<a>\n<b>\n<a>\n", "'<a>' is there twice; keep one"),
+        ("tokens.txt", "<eos>\n", "add_tokens names '<eos>', which is token 256 already; leave it out"),
+        ("tokens.json", "{", "not json; correct it"),
+        ("tokens.json", '{"<a>": "x", "<a>": "y"}', "'<a>' is there twice"),
+        ("tokens.json", '{"<a>": 3}', "'<a>': 3 is no token with a description"),
+        ("tokens.yaml", "<a>: x\n<a>: y\n", "'<a>' is there twice"),
+        ("tokens.yaml", "- <a>\n- 3\n", "3: None is no token with a description"),
+        ("tokens.yaml", "{}", "it holds no token"),
+    ],
+)
+def test_new_tokens_that_are_refused(name, content, says, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    assert says in refused(add_tokens=tokens_file(tmp_path, content, name))
+
+
+def test_a_description_of_no_token_is_refused(refused, tmp_path, model, monkeypatch):
+    tokenizer = byte_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: [])
+    file = tokens_file(tmp_path, '{"<a>": "x"}', "tokens.json")
+    assert "describes '<a>' as 'x', of which the tokenizer makes no token" in refused(add_tokens=file)
+    assert "No such file" in refused(add_tokens=tmp_path / "nowhere.txt")

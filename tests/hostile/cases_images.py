@@ -1,0 +1,195 @@
+"""Rows with images that are refused: files, paths, placeholders, and the processor's limits."""
+
+import base64
+import functools
+import io
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, PngImagePlugin
+from refusals import Case, nothing
+from tiny_vision import encoded, picture, vision_config, vision_model, vision_processor
+
+from unsloth_pack import FastVisionModel, VisionDataCollator
+
+PNG = encoded(picture(64, 64))
+JPEG = encoded(picture(64, 64), "JPEG")
+OUTSIDE = "outside.png"  # beside the folder of images
+
+
+@functools.cache
+def _parts():
+    return vision_config(), vision_processor()
+
+
+def collate(rows, **options):
+    options.setdefault("image_folder", "images")
+    return VisionDataCollator(*_parts(), **options)(rows if isinstance(rows, list) else [rows])
+
+
+def folder(place: Path) -> None:
+    """A folder of images, one of them outside, and what is no image."""
+    (place / "images" / "in").mkdir(parents=True)
+    (place / "images" / "a.png").write_bytes(PNG)
+    (place / OUTSIDE).write_bytes(PNG)
+    (place / "images" / "empty.png").write_bytes(b"")
+    (place / "images" / "text.png").write_text("not an image")
+    (place / "images" / "cut.jpg").write_bytes(JPEG[: len(JPEG) // 2])
+    (place / "images" / "link.png").symlink_to(place / OUTSIDE)
+    (place / "images" / "loop.png").symlink_to("loop.png")
+    (place / "images" / "gone.png").symlink_to("no-such.png")
+    (place / "images" / "out").symlink_to(place)
+    os.mkfifo(place / "images" / "pipe.png")
+
+
+def of(content, says, name, prepare=folder, **options):
+    return Case(
+        f"images: {name}",
+        says,
+        lambda: collate(asking([{"type": "image", "image": content}]), **options),
+        prepare,
+    )
+
+
+def row(given, says, name, prepare=folder, **options):
+    return Case(f"images: {name}", says, lambda: collate(given, **options), prepare)
+
+
+def chunk(name, body):
+    crc = zlib.crc32(name + body).to_bytes(4, "big")
+    return len(body).to_bytes(4, "big") + name + body + crc
+
+
+def png_of_size(width, height):
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" * 1000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + pixels + chunk(b"IEND", b"")
+
+
+def with_text_bomb():
+    """A picture with a compressed text of 100 MB."""
+    text = PngImagePlugin.PngInfo()
+    text.add_text("x", "\0" * 100_000_000, zip=True)
+    file = io.BytesIO()
+    picture(32, 32).save(file, "PNG", pnginfo=text)
+    return file.getvalue()
+
+
+def asking(text, **columns):
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "It is red."}]
+    return {"messages": turns, **columns}
+
+
+def answering(content, **columns):
+    turns = [{"role": "user", "content": "draw"}, {"role": "assistant", "content": content}]
+    return {"messages": turns, **columns}
+
+
+URI = "data:image/png;base64," + base64.b64encode(PNG).decode()
+WIDE = picture(8, 8).convert("F")
+NAN = Image.fromarray(np.full((32, 32), np.nan, np.float32))
+PART = [{"type": "image", "image": PNG}]
+
+CASES = [
+    # files
+    of(b"", "an image of 0 bytes", "no bytes"),
+    of("empty.png", "no image of a known format", "an empty file"),
+    of("text.png", "no image of a known format.*text.png", "a text"),
+    of("cut.jpg", "cannot be read .*truncated.*cut.jpg", "half a JPEG"),
+    of(PNG[:40], "cannot be read|known format", "the header of a PNG alone"),
+    of(PNG[:30], "cannot be read|no image of a known format", "half a header"),
+    of(PNG[:100] + b"\0" * 40 + PNG[140:], "cannot be read", "a PNG with holes"),
+    of(JPEG[:2], "no image of a known format|cannot be read", "two bytes of a JPEG"),
+    of(encoded(picture(64, 64), "GIF")[:30], "cannot be read|known format", "a GIF cut in its palette"),
+    of(encoded(picture(64, 64), "WEBP")[:60], "cannot be read|known format", "half a WebP"),
+    of(encoded(picture(64, 64), "TIFF")[:60], "cannot be read|known format", "half a TIFF"),
+    of(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "known format", "a program: PostScript"),
+    of(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "known format", "an SVG"),
+    of(b"%PDF-1.7", "known format", "a PDF"),
+    of(b"\0" * 5000, "known format", "zeros"),
+    of(png_of_size(60_000, 60_000), "too large .*60000 by 60000|too large", "a decompression bomb"),
+    of(png_of_size(10_000, 9_500), "too large .*above the limit", "a bomb that Pillow would only warn of"),
+    of(png_of_size(0, 8), "0 by 8 pixels|cannot be read|known format", "no width"),
+    of(with_text_bomb(), "cannot be read .*too large|too large", "a compressed text of 100 MB"),
+    of(png_of_size(64, 64), "cannot be read", "too few pixels in a PNG"),
+    of(picture(4, 1000), "processor refuses .*aspect ratio", "250 times as wide as high"),
+    of(encoded(picture(1, 1000)), "processor refuses .*aspect ratio.*1 by 1000", "1 by 1000"),
+    of(WIDE, "mode F, with 32 bits", "pixels of 32 bits"),
+    of(NAN, "mode F, with 32 bits", "pixels that are not numbers"),
+    # paths
+    of(f"../{OUTSIDE}", "leads out of the image folder", "a path out of the folder"),
+    of(f"in/../../{OUTSIDE}", "leads out of the image folder", "a path in and out"),
+    of("link.png", "leads out of the image folder", "a link out of the folder"),
+    of(f"out/{OUTSIDE}", "leads out of the image folder", "a linked folder"),
+    of("/etc/passwd", "leads out of the image folder", "an absolute path elsewhere"),
+    of("file:///etc/passwd", "leads out of the image folder", "a file address elsewhere"),
+    of("file://host/a.png", "a file of another host", "a file of a host"),
+    of("a.png", "give image_folder", "a relative path without a folder", image_folder=None),
+    of("no-such.png", "No such file", "no such file"),
+    of("gone.png", "No such file", "a link to nothing"),
+    of("loop.png", "cannot be read|No such file|leads out", "a link to itself"),
+    of("in", "no file", "a folder"),
+    of("pipe.png", "no file", "a pipe, which would wait for ever"),
+    of("a\0.png", "cannot be read .*null", "a null byte"),
+    of("a" * 5000, "File name too long", "a name of 5,000 letters"),
+    of("https://example.com/a.png", "on the network.*download", "an address"),
+    of("s3://bucket/a.png", "on the network", "a bucket"),
+    of({"url": "http://example.com/a.png"}, "on the network", "an address in an object"),
+    of("data:image/png;base64", "without a comma", "a data URI cut short"),
+    of("data:image/png;base64,@@@", "not base64", "a data URI that is not base64"),
+    of(URI[:-100], "cannot be read|not base64", "half a data URI"),
+    # what stands for an image
+    of(5, "no image, got 5", "a number"),
+    of("  ", "no image", "white space"),
+    of([], "no image", "a list"),
+    of(np.zeros((8, 8, 3), np.uint8), "no image, got array", "an array"),
+    of({"bytes": None, "path": None}, "no image", "an object of nulls"),
+    of({"pixels": 1}, "no image", "an object of other keys"),
+    row(asking("<image> or <image>", images=[PNG]), "images in column .*: 2, images: 1", "an image too few"),
+    row(asking("<image>", images=[PNG, PNG]), "images in column .*: 1, images: 2", "an image too many"),
+    row(asking("what?", image=PNG), "images in column .*: 0, images: 1", "an image without a place"),
+    row(asking("<image>"), "images in column .*: 1, images: 0", "a place without an image"),
+    row(asking([{"type": "image"}]), "images in column .*: 1, images: 0", "a part without an image"),
+    row(
+        asking([*PART, {"type": "text", "text": "<image>"}]),
+        "images in column .*: 1, images: 0",
+        "a part and a mark",
+    ),
+    row(asking("<image>", image=PNG, images=[PNG]), "images in two columns", "two columns"),
+    row(asking("<image>", images=[None]), "column 'images': no image, got None", "null in a list"),
+    row(answering(PART), "an image in a turn of the assistant", "an image in an answer"),
+    row(answering("<image>", images=[PNG]), "an image in a turn of the assistant", "a mark in an answer"),
+    row(asking("<|image_pad|>"), r"the text holds <\|image_pad\|>", "the model's token in a text"),
+    row(asking("a<|vision_start|>b"), r"the text holds <\|vision_start\|>", "the model's marker in a text"),
+    row(answering("<|video_pad|>"), r"the text holds <\|video_pad\|>", "a token of videos in an answer"),
+    row(asking([{"type": "video", "video": "a.mp4"}]), "neither text nor an image", "a video in a part"),
+    row(asking([{"type": "text"}]), "neither text nor an image", "a text without text"),
+    row(asking([5]), "neither text nor an image", "a part that is a number"),
+    row(asking("what?", videos=["a.mp4"]), "column 'videos': video or sound", "a column of videos"),
+    row(asking("what?", audio=b"x"), "column 'audio': video or sound", "a column of sound"),
+    # rows
+    row(5, "expected a row with columns", "a row that is a number"),
+    row({"image": PNG, "caption": "red"}, "no conversation.*give the columns", "no conversation"),
+    row({"messages": "hello"}, "expected a list of turns", "a conversation that is a text"),
+    row({"messages": []}, "at least one turn", "no turns"),
+    row({"messages": [{"content": PART}]}, "turn 0 has no role", "a turn without a role"),
+    row({"messages": [{"role": "user", "content": PART}]}, "no assistant turn", "no answer"),
+    row(answering(""), "empty response", "an empty answer"),
+    row(asking(None), "needs a string", "a question that is null"),
+    row({"prompt": "<image>?", "completion": 5, "image": PNG}, "needs a string", "a completion of 5"),
+    row([], "no document left", "an empty batch", prepare=nothing, image_folder=None),
+    # lengths
+    of(PNG, "too long .*max_seq_length is 9", "a document above the limit", max_seq_length=9),
+    of(PNG, "cut before the end of an image", "a cut in an image", max_seq_length=10, overlong="truncate"),
+    of(PNG, "with the smallest images", "a long text", max_seq_length=25, overlong="shrink"),
+    # models
+    Case("images: a text model", "takes no images", lambda: FastVisionModel.from_pretrained("model")),
+    Case(
+        "images: an adapter on nothing",
+        "leaves no layer for an adapter",
+        lambda: FastVisionModel.get_peft_model(vision_model("qwen2_5_vl"), finetune_language_layers=False),
+    ),
+]

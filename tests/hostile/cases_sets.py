@@ -1,0 +1,245 @@
+"""Several data sets: weights, limits, splits, columns, shares that are held out, files that are none."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from refusals import FEW, Case, train
+
+ASKED = '{"question": "q", "answer": "a"}\n' * 4
+CHATS = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n' * 4
+NAMES = ("few.jsonl", "asked.jsonl")
+MAP = {"question": "prompt", "answer": "completion"}
+
+
+def some_sets(folder: Path) -> None:
+    """Beside few.jsonl: a file of no format, chats, a folder of splits, files without documents."""
+    (folder / "asked.jsonl").write_text(ASKED)
+    (folder / "chats.jsonl").write_text(CHATS)
+    (folder / "empty.jsonl").write_text("")
+    (folder / "masked.jsonl").write_text('{"prompt": "a", "completion": ""}\n')
+    (folder / "plain.txt").write_text("one\n\ntwo\n")
+    (folder / "größe 字.jsonl").write_text(ASKED)
+    (folder / "parts").mkdir()
+    (folder / "parts" / "train.jsonl").write_text(FEW)
+    (folder / "parts" / "test.jsonl").write_text(FEW)
+    (folder / "nothing").mkdir()
+
+
+def sets(
+    name: str, items: Any, says: str, also: Callable[[Path], object] | None = None, **flags: Any
+) -> Case:
+    """A run on these data sets."""
+
+    def prepare(folder: Path) -> None:
+        some_sets(folder)
+        if also:
+            also(folder)
+
+    named = items if isinstance(items, str) else json.dumps(items)
+    return Case(f"sets: {name}", says, train(dataset=named, **flags), prepare)
+
+
+def both(**second: Any) -> Sequence[Any]:
+    """Two data sets, of which the second has these keys."""
+    return ["few.jsonl", {"path": "few.jsonl", **second}]
+
+
+# ---- what an item may say
+
+OF_ITEMS = [
+    sets(f"weight {value!r}", both(weight=value), r"weight of item 2 \(few.jsonl\) a number above 0.*not ")
+    for value in (
+        0,
+        -1,
+        -0.0,
+        1e9,
+        1e400,
+        float("nan"),
+        float("-inf"),
+        "",
+        "nan",
+        "much",
+        True,
+        [1],
+        {"a": 1},
+    )
+]
+OF_ITEMS += [
+    sets(f"limit {value!r}", both(limit=value), r"limit of item 2 \(few.jsonl\) a whole number of at ")
+    for value in (0, -1, 0.5, 2**40, float("nan"), "", "all", True, [1])
+]
+OF_ITEMS += [
+    sets(f"split {value!r}", both(split=value), r"as split of item 2 \(few.jsonl\) the name of a split")
+    for value in (True, " ", ["train"], {"a": 1})
+]
+OF_ITEMS += [
+    sets(f"path {value!r}", ["few.jsonl", {"path": value}], "item 2 a path")
+    for value in ("", " \t", None, 5, True, ["few.jsonl"], {"a": 1})
+]
+OF_ITEMS += [
+    sets(f"item {value!r}", ["few.jsonl", value], "item 2 (as )?a path")
+    for value in (None, True, [], ["few.jsonl"], "", {}, {"weight": 2})
+]
+OF_ITEMS += [
+    sets(f"key {key!r}", both(**{key: 1}), "none but the keys path, weight, split, limit, columns")
+    for key in ("wieght", "", "Path", "größe", "a\nb", "x" * 500)
+]
+OF_ITEMS += [
+    sets("no data sets", [], "at least one data set"),
+    sets("a list that does not end", '["few.jsonl", ', "a list of data sets as JSON"),
+    sets("an object that does not end", '{"path": ', "a list of data sets as JSON"),
+    sets("lists in lists without an end", "[" * 5000, "a list of data sets as JSON"),
+    sets("a comma too many", "few.jsonl,,asked.jsonl", "item 2 a path"),
+    sets("a comma at the end", "few.jsonl,", "item 2 a path"),
+    sets("only commas", ",,", "item 1 a path"),
+]
+
+# ---- what is there
+
+OF_FILES = [
+    sets("one that is missing", ["few.jsonl", "gone.jsonl"], "gone.jsonl: file not found; check the path"),
+    sets("both missing", "gone.jsonl,lost.jsonl", "gone.jsonl: file not found"),
+    sets("an empty file beside a whole one", "few.jsonl,empty.jsonl", "empty.jsonl: the file is empty"),
+    sets("an empty folder", "few.jsonl,nothing", "nothing"),
+    sets(
+        "a set without a token that counts",
+        "few.jsonl,masked.jsonl",
+        "masked.jsonl: .*; |max_token_loss|no token",
+    ),
+    sets("that set alone", "masked.jsonl", "; "),
+    sets("a missing file in another script", ["few.jsonl", "нет 字.jsonl"], "нет 字.jsonl: file not found"),
+    sets(
+        "no format, in another script",
+        ["few.jsonl", "größe 字.jsonl"],
+        "größe 字.jsonl: no known data format",
+    ),
+    sets("a name that steers a terminal", ["few.jsonl", "\x1b[31m.jsonl"], r"x1b\[31m.jsonl: file not found"),
+    sets("a name with a zero byte", ["few.jsonl", "a\0b.jsonl"], "; "),
+    sets("a name of 5,000 letters", ["few.jsonl", "x" * 5000 + ".jsonl"], "; "),
+    sets(
+        "a dangling link",
+        "few.jsonl,link.jsonl",
+        "link.jsonl: file not found",
+        lambda f: (f / "link.jsonl").symlink_to("gone.jsonl"),
+    ),
+    sets(
+        "a link to itself",
+        "few.jsonl,link.jsonl",
+        "link.jsonl: ",
+        lambda f: (f / "link.jsonl").symlink_to("link.jsonl"),
+    ),
+    sets("a pipe", "few.jsonl,pipe.jsonl", "not an ordinary file", lambda f: os.mkfifo(f / "pipe.jsonl")),
+    sets("a device", ["few.jsonl", "/dev/zero"], "; "),
+    sets(
+        "a folder that holds itself",
+        "few.jsonl,loop",
+        "loop",
+        lambda f: ((f / "loop").mkdir(), (f / "loop" / "again").symlink_to("../loop")),
+    ),
+    sets(
+        "packs beside a file",
+        "few.jsonl,packs",
+        "holds packed rows, which are trained on alone",
+        lambda f: ((f / "packs").mkdir(), (f / "packs" / "packs.json").write_text("{}")),
+    ),
+]
+
+# ---- splits, columns, shares, mixtures
+
+OF_PARTS = [
+    sets(
+        "a split of a file", both(split="test"), "few.jsonl: split is 'test', and a single file has no splits"
+    ),
+    sets("a split that is not there", [{"path": "parts", "split": "dev"}], "parts: .*dev"),
+    sets("a split in another script", [{"path": "parts", "split": "größe"}], "größe"),
+    sets("a split that leads out", [{"path": "parts", "split": "../../x"}], r"\.\./\.\./x"),
+    sets("no split", [{"path": "parts", "split": ""}], "as split of item 1 .*the name of a split"),
+    sets("a split of the demo", [{"path": "demo", "split": "dev"}], "demo: .*dev"),
+    sets("a split for all that one lacks", "parts,few.jsonl", "few.jsonl: split is 'test'", split="test"),
+    sets("two columns as one", "asked.jsonl", "not both 'prompt'", columns="question=prompt,answer=prompt"),
+    sets(
+        "two columns of one item as one",
+        [{"path": "asked.jsonl", "columns": {"question": "text", "answer": "text"}}],
+        "in the columns of item 1 .*not both 'text'",
+    ),
+    sets("a column that nobody has", ",".join(NAMES), "no data set has such a column", columns="ask=prompt"),
+    sets("a column that the item lacks", both(columns={"ask": "prompt"}), "few.jsonl: columns maps 'ask'"),
+    sets(
+        "a name that is taken",
+        [{"path": "few.jsonl", "columns": {"instruction": "output"}}],
+        "there is a column 'output' already",
+    ),
+    sets(
+        "a mapping that spoils one",
+        "few.jsonl,asked.jsonl",
+        "few.jsonl: no known data format",
+        columns="output=input,question=prompt,answer=completion",
+    ),
+    sets(
+        "all columns left out", [{"path": "asked.jsonl", "columns": {"question": None, "answer": None}}], "; "
+    ),
+    sets("columns of an item as a list", both(columns=["question"]), "in the columns of item 2 .*a mapping"),
+    sets("columns of an item as a number", both(columns=5), "in the columns of item 2 .*a mapping"),
+    sets(
+        "unicode columns",
+        both(columns={"größe": "字"}),
+        "in the columns of item 2 .*'größe' one of the names",
+    ),
+    sets("no format without a mapping", ",".join(NAMES), "asked.jsonl: no known data format"),
+    sets(
+        "text for responses alone",
+        "few.jsonl,plain.txt",
+        "plain.txt: train_on_resp",
+        train_on_responses_only=True,
+    ),
+    sets(
+        "all of one set held out",
+        ["few.jsonl", {"path": "few.jsonl", "limit": 1}],
+        "; ",
+        eval_fraction=0.9999,
+    ),
+    sets("one document to hold out", [{"path": "few.jsonl", "limit": 1}], "eval_fraction", eval_fraction=0.5),
+    sets(
+        "held out beside an evaluation",
+        ",".join(NAMES),
+        "give one of them",
+        eval_fraction=0.5,
+        eval_dataset="demo",
+    ),
+    sets("held out of a stream", "few.jsonl", "give --eval_dataset", eval_fraction=0.5, streaming=True),
+    sets("a fraction of a stream", both(weight=0.5), "give a whole number", streaming=True),
+    sets(
+        "a weight for an evaluation",
+        "few.jsonl",
+        "no weight",
+        eval_dataset='[{"path": "few.jsonl", "weight": 2}]',
+    ),
+    sets(
+        "an evaluation that is missing", "few.jsonl", "gone.jsonl: file not found", eval_dataset="gone.jsonl"
+    ),
+    sets("a weight that takes no document", both(weight=1e-8), "few.jsonl: .*; "),
+    sets(
+        "a weight that is never used up",
+        both(weight=1e-8),
+        "takes about 8.* documents a pass until each",
+        mixture="interleave_over",
+    ),
+    sets("a weight that takes too many", both(weight=9e8), "weight 9e.08 makes .*documents a pass; lower it"),
+]
+OF_PARTS += [
+    sets(f"eval_fraction {value}", "few.jsonl", "eval_fraction.*above 0 and below 1", eval_fraction=value)
+    for value in (0, 1, -0.1, "nan", "inf", "half", "", 500)
+]
+OF_PARTS += [
+    sets(f"sample_limit {value}", ",".join(NAMES), "sample_limit.*at least 1", sample_limit=value)
+    for value in (0, -1, "0.5", "nan", "", "all")
+]
+OF_PARTS += [
+    sets(f"mixture {value}", ",".join(NAMES), "mixture.*one of concatenate", mixture=value)
+    for value in ("", "interleave", "concat", "None")
+]
+
+CASES = [*OF_ITEMS, *OF_FILES, *OF_PARTS]

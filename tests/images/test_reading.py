@@ -1,0 +1,136 @@
+"""Images of every kind: the header says the size that decoding gives, and pixels are those that one sees."""
+
+import io
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps, features
+from tiny_vision import encoded, picture
+
+from unsloth_pack.images.pixels import PatchMaker
+from unsloth_pack.images.reading import pixels_of, size_of
+from unsloth_pack.images.sources import ImageSource, source_of
+
+KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
+KINDS += ["AVIF"] if features.check("avif") else []
+KINDS += ["JPEG2000"] if features.check("jpg_2000") else []
+
+
+def of(content):
+    return ImageSource(0, "image", content)
+
+
+def with_exif(kind, orientation, size=(40, 72)):
+    image = picture(*size)
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    return encoded(image, kind, exif=exif)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_header_says_what_decoding_gives(kind):
+    data = encoded(picture(40, 72), kind)
+    assert size_of(of(data)) == (40, 72) == pixels_of(of(data)).size[::-1]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("GIF", "BMP", "PPM", "JPEG2000")])
+def test_images_are_turned_as_their_exif_says(kind, orientation):
+    data = with_exif(kind, orientation)
+    decoded = pixels_of(of(data))
+    assert size_of(of(data)) == decoded.size[::-1]
+    theirs = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    assert decoded.tobytes() == theirs.tobytes()
+    if kind != "AVIF":  # Pillow's encoder turns the pixels there
+        assert decoded.size[::-1] == ((72, 40) if orientation > 4 else (40, 72))
+
+
+def test_an_image_of_pillow_is_turned_too():
+    opened = Image.open(io.BytesIO(with_exif("JPEG", 6)))
+    assert size_of(of(opened)) == (72, 40) == pixels_of(of(opened)).size[::-1]
+    opened = Image.open(io.BytesIO(with_exif("PNG", 6)))
+    opened.load()
+    assert size_of(of(opened)) == (72, 40) == pixels_of(of(opened)).size[::-1]
+
+
+def chunk(name, body):
+    crc = zlib.crc32(name + body).to_bytes(4, "big")
+    return len(body).to_bytes(4, "big") + name + body + crc
+
+
+def test_exif_behind_the_pixels_of_a_png():
+    plain = encoded(picture(40, 72))
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    body = exif.tobytes().removeprefix(b"Exif\0\0")
+    data = plain[:-12] + chunk(b"eXIf", body) + plain[-12:]
+    assert size_of(of(data)) == (72, 40) == pixels_of(of(data)).size[::-1]
+
+
+def test_the_size_of_a_png_is_read_without_its_pixels(monkeypatch):
+    data = encoded(picture(40, 72))
+    cut = data[: data.index(b"IDAT") + 8]
+    assert size_of(of(cut)) == (40, 72)
+    with pytest.raises(ValueError, match="cannot be read"):
+        pixels_of(of(cut))
+
+
+def test_modes():
+    image = picture(24, 40)
+    assert pixels_of(of(encoded(image.convert("CMYK"), "TIFF"))).mode == "RGB"
+    grey = image.convert("L")
+    assert np.asarray(pixels_of(of(encoded(grey))))[..., 1].tolist() == np.asarray(grey).tolist()
+    palette = image.quantize(16)
+    with_alpha = encoded(palette, "PNG", transparency=3)
+    assert pixels_of(of(with_alpha)).tobytes() == palette.convert("RGB").tobytes()
+    hidden = image.convert("RGBA")
+    hidden.putalpha(0)  # as in transformers' processors, transparency is dropped
+    assert pixels_of(of(encoded(hidden))).tobytes() == image.tobytes()
+    assert set(np.unique(np.asarray(pixels_of(of(encoded(grey.convert("1"))))))) <= {0, 255}
+
+
+def test_sixteen_bits_become_eight():
+    """Pillow's own conversion cuts all values above 255."""
+    wide = np.linspace(0, 65535, 24 * 40).reshape(24, 40).astype(np.uint16)
+    data = encoded(Image.fromarray(wide))
+    got = np.asarray(pixels_of(of(data)))[..., 0].astype(float)
+    assert np.abs(got - wide / 257).max() <= 0.5
+    assert (got.min(), got.max()) == (0, 255)
+
+
+def test_an_animation_is_its_first_frame():
+    frames = [picture(24, 40, seed).quantize(64) for seed in range(3)]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    first = Image.open(io.BytesIO(data)).convert("RGB")
+    assert pixels_of(of(data)).tobytes() == first.tobytes()
+
+
+def test_ways_to_name_an_image(tmp_path):
+    import base64
+
+    data = encoded(picture(24, 40))
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "a b.png"
+    path.write_bytes(data)
+    folder = tmp_path / "in"
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    for value in (
+        *("a b.png", str(path), Path("a b.png"), f"file://{folder}/a%20b.png", uri, data, bytearray(data)),
+        *({"bytes": data, "path": None}, {"bytes": None, "path": "a b.png"}, {"bytes": data, "path": "gone"}),
+        *({"url": uri}, Image.open(path)),
+    ):
+        assert size_of(source_of(0, "image", value, folder)) == (24, 40)
+    assert size_of(source_of(0, "image", str(path), None)) == (24, 40)
+    (folder / "link.png").symlink_to(path)
+    assert size_of(source_of(0, "image", "link.png", folder)) == (24, 40)
+
+
+@pytest.mark.parametrize("size", [(3, 50), (50, 3), (1, 1), (1, 100), (97, 131), (16, 16)])
+def test_small_and_odd_sizes_take_the_tokens_that_their_header_says(size, processor):
+    """Three rows of pixels look like three channels to a processor that has to guess."""
+    make = PatchMaker(processor.image_processor)
+    source = of(encoded(picture(*size)))
+    patches = make(source)
+    assert len(patches.values) == make.tokens(source, size_of(source)) * 4

@@ -1,0 +1,173 @@
+"""Images are found in rows of every form, and all forms of one row make the same document."""
+
+import base64
+
+import datasets
+import pytest
+import torch
+from tiny_vision import encoded, picture
+
+IMAGES = [picture(40, 72), picture(96, 33, 1)]
+BYTES = [encoded(image) for image in IMAGES]
+QUESTION = ("First ", 0, "\nthen ", 1, "?")
+ANSWER = "Both are red."
+
+
+def parts(*images, bare=False, key="image"):
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image"}
+        if bare
+        else {"type": "image", key: images[part]}
+        for part in QUESTION
+    ]
+
+
+def marked():
+    return "".join(part if isinstance(part, str) else "<image>" for part in QUESTION)
+
+
+def turns(content):
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": ANSWER}]
+
+
+def uri(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+FORMS = {
+    "parts of Pillow": lambda place: {"messages": turns(parts(*IMAGES))},
+    "parts of bytes": lambda place: {"messages": turns(parts(*BYTES, key="bytes"))},
+    "parts of paths": lambda place: {"messages": turns(parts("0.png", "1.png", key="path"))},
+    "parts of whole paths": lambda place: {"messages": turns(parts(*map(str, sorted(place.iterdir()))))},
+    "parts of file addresses": lambda place: {
+        "messages": turns(parts(*(f"file://{path}" for path in sorted(place.iterdir())), key="url"))
+    },
+    "parts of data URIs": lambda place: {"messages": turns(parts(*map(uri, BYTES)))},
+    "parts as OpenAI writes them": lambda place: {
+        "messages": turns(
+            [
+                {"type": "image_url", "image_url": {"url": part["image"]}}
+                if part["type"] == "image"
+                else part
+                for part in parts(*map(uri, BYTES))
+            ]
+        )
+    },
+    "parts with nulls": lambda place: {
+        "messages": turns([dict.fromkeys(("text", "image", "path", "url")) | part for part in parts(*IMAGES)])
+    },
+    "bare parts and a column": lambda place: {"messages": turns(parts(bare=True)), "images": IMAGES},
+    "marks and a column": lambda place: {"messages": turns(marked()), "images": BYTES},
+    "ShareGPT": lambda place: {
+        "conversations": [{"from": "human", "value": marked()}, {"from": "gpt", "value": ANSWER}],
+        "images": ["0.png", "1.png"],
+    },
+    "LLaVA, one image in a part": lambda place: {
+        "conversations": [
+            {"from": "human", "value": [*parts(*IMAGES)[:3], {"type": "text", "text": "<image>?"}]},
+            {"from": "gpt", "value": ANSWER},
+        ],
+        "image": "1.png",
+        "id": "a",
+    },
+    "objects of datasets": lambda place: {
+        "messages": turns(marked()),
+        "images": [{"bytes": data, "path": None} for data in BYTES],
+    },
+}
+
+
+@pytest.fixture
+def place(tmp_path):
+    for number, data in enumerate(BYTES):
+        (tmp_path / f"{number}.png").write_bytes(data)
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_makes_the_same_document(form, place, collate):
+    made = collate(image_folder=place)
+    wanted, got = made([FORMS["parts of Pillow"](place)]), made([FORMS[form](place)])
+    assert made.counts.images == 4
+    for name in ("input_ids", "labels", "position_ids", "pixel_values", "image_grid_thw"):
+        assert torch.equal(wanted[name], got[name]), name
+
+
+def test_prompt_and_completion_and_instructions(collate):
+    pair = {"prompt": marked(), "completion": ANSWER, "images": IMAGES}
+    others = [
+        pair | {"completion": None, "response": ANSWER},
+        {"prompt": turns(parts(*IMAGES))[:1], "completion": turns("")[1:] and turns(marked())[1:]},
+        {"instruction": marked(), "input": "", "output": ANSWER, "images": IMAGES},
+    ]
+    wanted = collate()([pair])
+    for other in others:
+        got = collate()([other])
+        assert torch.equal(wanted["labels"], got["labels"])
+        assert torch.equal(wanted["pixel_values"], got["pixel_values"])
+    whole = collate()([FORMS["parts of Pillow"](None)])
+    assert torch.equal(wanted["input_ids"], whole["input_ids"])
+    assert (wanted["labels"] != -100).sum() < (whole["labels"] != -100).sum()
+
+
+def test_rows_of_a_data_set(collate, place):
+    """Arrow holds null for the keys that only other parts have, and images as bytes or decoded."""
+    answer = {"role": "assistant", "content": [{"type": "text", "text": ANSWER}]}
+    rows = [
+        {"messages": [{"role": "user", "content": content}, answer]}
+        for content in (parts("0.png", "1.png", key="path"), [{"type": "text", "text": "no image"}])
+    ]
+    made = datasets.Dataset.from_list(rows)
+    assert made[1]["messages"][0]["content"][0].keys() == {"type", "text", "path"}
+    got = collate(image_folder=place)([*made])
+    assert got["packed_seq_lengths"] == collate(image_folder=place)(rows)["packed_seq_lengths"]
+    table = {"messages": [turns(marked())], "images": [[str(path) for path in sorted(place.iterdir())]]}
+    features = datasets.Features(
+        {
+            "messages": datasets.List(
+                {"role": datasets.Value("string"), "content": datasets.Value("string")}
+            ),
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    decoded = datasets.Dataset.from_dict(table, features=features)
+    assert torch.equal(collate()([*decoded])["pixel_values"], got["pixel_values"])
+
+
+def test_the_order_of_images_is_that_of_their_places(collate):
+    row = {"messages": turns(marked()), "images": IMAGES}
+    swapped = {"messages": turns(marked()), "images": IMAGES[::-1]}
+    one, other = collate()([row]), collate()([swapped])
+    assert one["image_grid_thw"].flip(0).tolist() == other["image_grid_thw"].tolist()
+    assert one["image_grid_thw"].tolist() != other["image_grid_thw"].tolist()
+
+
+def test_several_turns_a_system_and_a_tool(collate):
+    row = {
+        "system": "Be brief.",
+        "messages": [
+            {"role": "user", "content": "<image>"},
+            {"role": "assistant", "content": "red"},
+            {"role": "user", "content": "and <image>"},
+            {"role": "assistant", "content": "blue"},
+        ],
+        "images": IMAGES,
+    }
+    batch = collate(train_on_responses_only=True)([row])
+    assert len(batch["image_grid_thw"]) == 2
+    assert (batch["labels"] != -100).sum() == len("red") + len("blue") + 2
+
+
+def test_a_template_that_writes_no_images_is_refused():
+    from tiny_vision import vision_model, vision_processor
+
+    from unsloth_pack import VisionDataCollator
+    from unsloth_pack.errors import InputError
+
+    text_alone = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    made = VisionDataCollator(vision_model(), vision_processor(template=text_alone))
+    made([{"messages": turns("no image")}])
+    with pytest.raises(InputError, match=r"2 images, and the chat template writes 0 placeholders"):
+        made([FORMS["parts of Pillow"](None)])

@@ -1,0 +1,245 @@
+"""`FastVisionModel`: what is loaded, which parts train, and what is saved."""
+
+import json
+import logging
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny_vision import QWEN, asked, picture, save_vision_model, vision_model
+from torch import nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
+from unsloth_pack.lora.vision_parts import TrainedParts, VisionParts, kept_in_16_bits, vision_targets
+
+FAMILIES = ("gemma3", "smolvlm", "idefics3", "llava_onevision", "internvl", "mistral3", "qwen3_vl_moe")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_vision_model(tmp_path_factory.mktemp("vision") / "model"))
+
+
+def load(folder, **options):
+    return FastVisionModel.from_pretrained(folder, max_seq_length=512, dtype="float32", **options)
+
+
+def adapted(model):
+    """Paths of the layers that have an adapter."""
+    return {
+        name.rpartition(".lora_A")[0].removeprefix("base_model.model.")
+        for name, _ in model.named_parameters()
+        if ".lora_A." in name
+    }
+
+
+def trained_whole(model):
+    return {
+        name.partition(".modules_to_save")[0].removeprefix("base_model.model.")
+        for name, p in model.named_parameters()
+        if p.requires_grad and ".lora_" not in name
+    }
+
+
+def test_a_model_and_its_processor(folder):
+    model, processor = load(folder, max_pixels=60 * 60, min_pixels=28 * 28)
+    assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert not any(p.requires_grad for p in model.parameters())
+    assert processor.image_processor.size == {"shortest_edge": 784, "longest_edge": 3600}
+    collate = VisionDataCollator(model, processor)
+    batch = collate([asked(picture(300, 300), "what?")])
+    assert batch["image_grid_thw"].prod() == 16
+    text = processor.apply_chat_template(
+        asked("hello")["messages"][:1], tokenize=False, add_generation_prompt=True
+    )
+    ids = processor.tokenizer(text, return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("options", "tower", "language", "aligner"),
+    [
+        ({}, set(), ATTENTION | MLP, "full"),
+        (dict(finetune_aligner=False), set(), ATTENTION | MLP, False),
+        (dict(finetune_aligner="lora"), set(), ATTENTION | MLP, "lora"),
+        (dict(finetune_vision_layers=True), {"qkv", "proj"} | MLP, ATTENTION | MLP, "full"),
+        (dict(finetune_mlp_modules=False), set(), ATTENTION, "full"),
+        (dict(finetune_attention_modules=False), set(), MLP, "full"),
+        (
+            dict(finetune_vision_layers=True, finetune_language_layers=False, finetune_mlp_modules=False),
+            {"qkv", "proj"},
+            set(),
+            "full",
+        ),
+        (dict(finetune_language_layers=False, finetune_aligner="lora"), set(), set(), "lora"),
+        (dict(target_modules="all-linear"), set(), ATTENTION | MLP, "full"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_adapters_go_on_the_chosen_parts_alone(folder, options, tower, language, aligner):
+    model = FastVisionModel.get_peft_model(load(folder)[0], r=4, **options)
+    paths = adapted(model)
+    of_tower = {path for path in paths if path.startswith("model.visual.blocks")}
+    of_aligner = {path for path in paths if path.startswith("model.visual.merger")}
+    of_language = {path for path in paths if path.startswith("model.language_model")}
+    assert paths == of_tower | of_aligner | of_language
+    assert {path.rpartition(".")[2] for path in of_tower} == tower
+    assert {path.rpartition(".")[2] for path in of_language} == language
+    assert len(of_language) == 3 * len(language)  # in every layer
+    assert len(of_tower) == 2 * len(tower)
+    assert bool(of_aligner) == (aligner == "lora")
+    assert trained_whole(model) == ({"model.visual.merger"} if aligner == "full" else set())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(finetune_aligner="whole"), "finetune_aligner is 'whole'; give 'full', 'lora' or False"),
+        (dict(finetune_aligner=True), "finetune_aligner is True"),
+        (dict(finetune_vision_layers=1), "finetune_vision_layers is 1; give True or False"),
+        (dict(finetune_language_layers=None), "finetune_language_layers is None"),
+        (dict(finetune_language_layers=False), "leaves no layer for an adapter"),
+        (dict(finetune_attention_modules=False, finetune_mlp_modules=False), "leaves no layer"),
+        (dict(target_modules=["q_proj", "gate_proj"]), "may also mean layers of the tower"),
+        (dict(target_modules="no_such"), "matches nothing"),
+        (dict(r=0), "r is 0"),
+        (dict(modules_to_save=["no_such"]), "names 'no_such'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_adapted(folder, options, message):
+    with pytest.raises(InputError, match=message):
+        FastVisionModel.get_peft_model(load(folder)[0], **options)
+
+
+def test_a_pattern_of_ones_own(folder):
+    pattern = r"model\.visual\.blocks\.0\.attn\.qkv"
+    model = FastVisionModel.get_peft_model(load(folder)[0], target_modules=pattern, finetune_aligner=False)
+    assert adapted(model) == {"model.visual.blocks.0.attn.qkv"}
+
+
+def test_rows_of_text_train_and_the_adapter_comes_back(folder, tmp_path):
+    """Rows with images are for the patched forward; a row of text goes through every layer but the tower."""
+    model, processor = load(folder)
+    model = FastVisionModel.get_peft_model(model, r=4, finetune_aligner="full")
+    batch = VisionDataCollator(model, processor)([asked("one"), asked("two", answer="red")])
+    batch["position_ids"] = batch["position_ids"][0]
+    loss = model(**batch).loss
+    loss.backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.01 * torch.randn_like(weight)
+    model = FastVisionModel.for_inference(model)
+    wanted = model(input_ids=batch["input_ids"]).logits
+    model.save_pretrained(tmp_path / "adapter")
+    processor.save_pretrained(tmp_path / "adapter")
+    again, loaded = load(str(tmp_path / "adapter"))
+    assert isinstance(again, PeftModel)
+    assert torch.equal(again.eval()(input_ids=batch["input_ids"]).logits, wanted)
+    of_tower = "model.visual.merger.modules_to_save.default.mlp.0.weight"
+    states = [
+        {n.removeprefix("base_model.model."): p for n, p in m.named_parameters()} for m in (model, again)
+    ]
+    assert torch.equal(states[0][of_tower], states[1][of_tower])
+    assert loaded.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+
+
+def test_merged_models_come_with_their_processor(folder, tmp_path):
+    model, processor = load(folder, max_pixels=56 * 56)
+    model = FastVisionModel.get_peft_model(model, r=4)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.01 * torch.randn_like(weight)
+    model.save_pretrained_merged(tmp_path / "merged", processor)
+    config = AutoConfig.from_pretrained(tmp_path / "merged")
+    assert config.architectures == ["Qwen2_5_VLForConditionalGeneration"]
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    merger = model.get_base_model().model.visual.merger.modules_to_save["default"].mlp[0].weight
+    assert torch.equal(plain.model.visual.merger.mlp[0].weight, merger.bfloat16())
+    assert AutoImageProcessor.from_pretrained(tmp_path / "merged").size["longest_edge"] == 3136
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer.convert_tokens_to_ids(QWEN.placeholder) == config.image_token_id
+    load(str(tmp_path / "merged"))
+
+
+def test_four_bits_leave_the_tower_as_it_is(folder):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model, _ = load(folder, load_in_4bit=True)
+    quantised = {n for n, m in model.named_modules() if isinstance(m, bitsandbytes.nn.Linear4bit)}
+    assert quantised
+    assert all(name.startswith("model.language_model.layers") for name in quantised)
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)} - quantised
+    assert {name for name in linear if not name.startswith("model.visual")} == {"lm_head"}
+    assert len(linear) > 5
+
+
+def test_a_tokenizer_of_another_model(folder, tmp_path):
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"image_token_id": 7}))
+    with pytest.raises(InputError, match=r"gives <\|image_pad\|> the id 260, the model reads 7"):
+        load(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, "qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
+def test_every_family_has_its_parts(model_type, caplog):
+    """Each linear layer is in one part, and bitsandbytes is kept from all but those of the decoder."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    caplog.set_level(logging.ERROR)
+    config = AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    parts = VisionParts.of(model)
+    kinds = {n: parts.kind(n) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert {"tower", "decoder"} <= {*kinds.values()}
+    assert all([*model.get_submodule(path).parameters()] for path in parts.aligner)
+    assert {name for name, kind in kinds.items() if not kind} == {"lm_head"}
+    for name, kind in kinds.items():
+        assert should_convert_module(name, kept_in_16_bits(config)) == (kind == "decoder"), name
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "smolvlm", "llava_onevision", "mistral3", "qwen2_5_vl"])
+def test_names_of_layers_never_hit_a_tower(model_type):
+    config = AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    import re
+
+    parts = VisionParts.of(model)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for trained, wanted in [
+        (TrainedParts(), {"decoder"}),
+        (TrainedParts(vision_layers=True), {"decoder", "tower"}),
+        (TrainedParts(language_layers=False, vision_layers=True), {"tower"}),
+        (TrainedParts(aligner="lora"), {"decoder", "aligner"}),
+    ]:
+        if trained.aligner == "lora" and "aligner" not in map(parts.kind, linear):  # Gemma 3's is one matrix
+            with pytest.raises(InputError, match="on the aligner, which has no linear layer"):
+                vision_targets(model, trained)
+            continue
+        pattern, saved = vision_targets(model, trained)
+        everything = {name for name, _ in model.named_modules()}
+        assert all(name in linear for name in everything if re.fullmatch(pattern, name))
+        hit = {name for name in linear if re.fullmatch(pattern, name)}
+        assert {parts.kind(name) for name in hit} == wanted
+        if trained.language_layers:
+            assert {name for name in linear if parts.kind(name) == "decoder"} <= hit
+        assert bool(saved) == (trained.aligner == "full")
+
+
+def test_the_mergers_of_deepstack_train_whole():
+    model = vision_model("qwen3_vl")
+    parts = VisionParts.of(model)
+    assert parts.aligner == ("model.visual.merger", "model.visual.deepstack_merger_list")
+    assert parts.kind("model.visual.deepstack_merger_list.1.linear_fc1") == "aligner"

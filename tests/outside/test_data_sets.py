@@ -1,0 +1,300 @@
+"""Several data sets, parts of them, and documents held out: `train` in its own processes, twice, resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+
+from unsloth_pack.cli import main
+
+ROOT = Path(__file__).parents[2]
+ALPACA = [{"instruction": f"say {'a' * (n % 9)}", "output": "b" * (1 + n % 30), "id": n} for n in range(40)]
+ASKED = [{"question": f"what is {n}", "answer": f"it is {n}", "lang": "en"} for n in range(60)]
+CHATS = [
+    {"conversations": [{"from": "human", "value": f"hi {n}"}, {"from": "gpt", "value": "x" * (n % 7 + 1)}]}
+    for n in range(30)
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Data sets of four formats."""
+    (tmp_path / "alpaca.json").write_text(json.dumps(ALPACA))
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ASKED))
+    (tmp_path / "text.txt").write_text("\n".join(f"line {n} of the text" for n in range(20)))
+    datasets.Dataset.from_list(CHATS).to_parquet(tmp_path / "chats.parquet")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+MAPPED = {"path": "asked.jsonl", "weight": 0.5, "columns": {"question": "prompt", "answer": "completion"}}
+MIXED = [{"path": "alpaca.json", "weight": 2}, MAPPED, "chats.parquet", {"path": "text.txt", "limit": 10}]
+FLAGS = ["--max_seq_length=128", "--dtype=float32", "--gradient_accumulation_steps=1", "--seed=5"]
+
+
+@pytest.fixture
+def run(folder, model_folder):
+    """`python cli.py` with these arguments; a `Popen` whose output is kept."""
+
+    def start(*arguments, out="out"):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        given = [f"--model_name={model_folder}", f"--output_dir={out}", *FLAGS]
+        given = [f"--output_dir={out}"] if "--resume" in arguments else given
+        command = [sys.executable, str(ROOT / "cli.py"), "train", *given, *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+    return start
+
+
+def ended(process):
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return " ".join(said.replace("│", " ").split())
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def data_of(folder, use="train"):
+    (line,) = [line for line in metrics(folder) if line["kind"] == "data" and line["use"] == use]
+    return line
+
+
+def losses(folder):
+    """Of training and of evaluation, by update."""
+    logs = [line for line in metrics(folder) if line["kind"] == "log"]
+    return {
+        (line["step"], name): line[name] for line in logs for name in ("loss", "eval_loss") if name in line
+    }
+
+
+def adapter(folder):
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def stopped_and_resumed(run, folder, *arguments):
+    """A run that is terminated after its first updates, then goes on in another process."""
+    process = run(*arguments, out="cut")
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "cut" / "metrics.jsonl").exists() and len(losses(folder / "cut")) >= 2:
+            process.send_signal(signal.SIGTERM)
+            break
+        time.sleep(0.02)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 143, said
+    return ended(run("--resume", out="cut"))
+
+
+HELD_OUT = ["--eval_fraction=0.1", f"--dataset={json.dumps(MIXED)}", "--max_steps=30", "--sample_packing"]
+
+
+def test_a_mixture_that_is_held_out_of_trains_twice_alike_and_resumes(run, folder):
+    banner = ended(run(*HELD_OUT, "--num_proc=1", out="one"))
+    assert "mixture alpaca.json: weight 2, " in banner
+    assert "mixture asked.jsonl: weight 0.5, " in banner
+    assert "not used alpaca.json: column id" in banner
+    assert "not used asked.jsonl: column lang" in banner
+    assert "held out of the data" in banner
+    stopped_and_resumed(run, folder, *HELD_OUT, "--num_proc=2")
+    assert data_of(folder / "cut") == data_of(folder / "one")
+    assert data_of(folder / "cut", "eval") == data_of(folder / "one", "eval")
+    assert losses(folder / "cut") == losses(folder / "one")
+    assert adapter(folder / "cut") == adapter(folder / "one")
+    data = data_of(folder / "one")
+    assert data["mixture"] == "concatenate"
+    assert [part["name"] for part in data["data_sets"]] == [
+        *("alpaca.json", "asked.jsonl", "chats.parquet", "text.txt")
+    ]
+    assert [part["documents"] for part in data["data_sets"]] == [40, 60, 30, 10]
+    assert sum(part["held_out"] for part in data["data_sets"]) == data["ledger"]["rows_held_out"] == 14
+    assert data_of(folder / "one", "eval")["ledger"]["rows_read"] == 14
+    tokens = sum(part["trained_tokens"] for part in data["data_sets"])
+    ledger = data["ledger"]
+    assert tokens == sum(
+        ledger[name]
+        for name in ("tokens_counted", "tokens_masked_by_template", "tokens_masked_at_boundaries")
+    )
+
+
+@pytest.mark.parametrize("how", ["interleave_under", "concatenate"])
+def test_a_mixture_that_streams_resumes(run, folder, how):
+    items = [item | {"weight": 3} if item is MAPPED else item for item in MIXED]
+    flags = ["--streaming", f"--mixture={how}", f"--dataset={json.dumps(items)}", "--max_steps=25"]
+    shown = ended(run(*flags, "--num_proc=2", out="one"))
+    assert "mixture asked.jsonl: " in shown
+    assert "read asked.jsonl: " in shown
+    stopped_and_resumed(run, folder, *flags)
+    assert losses(folder / "cut") == losses(folder / "one")
+    assert adapter(folder / "cut") == adapter(folder / "one")
+    summaries = [metrics(folder / name)[-1] for name in ("one", "cut")]
+    for summary in summaries:  # a resumed run finds its files by their whole paths
+        read = summary["stream"]["read"]
+        summary["stream"]["read"] = [[Path(name).name, *counts] for name, *counts in read]
+    assert summaries[0]["stream"] == summaries[1]["stream"]
+    assert len(summaries[0]["stream"]["read"]) == 4
+
+
+def test_a_run_resumes_from_another_folder(run, folder, tmp_path_factory, monkeypatch, capsys):
+    """The paths of a list are those of the folder in which the run began."""
+    ended(run(f"--dataset={json.dumps(MIXED)}", "--max_steps=4", "--save_steps=2"))
+    for name in ("checkpoint-4", "adapter_model.safetensors"):
+        path = folder / "out" / name
+        subprocess.run(["rm", "-r", str(path)], check=True)
+    lines = [line for line in metrics(folder / "out") if line["kind"] != "summary"]
+    (folder / "out" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert main(["--resume", f"--output_dir={folder / 'out'}"]) == 0
+    assert main(["--resume", f"--output_dir={folder / 'out'}", "--split=test"]) == 2
+    assert "split was None, not 'test'" in capsys.readouterr().err
+
+
+# ---- without training: what is chosen, by `pack`
+
+
+@pytest.fixture
+def packed(folder, model_folder, capsys):
+    """What `pack` says of the data."""
+
+    def pack(*arguments):
+        capsys.readouterr()
+        command = ["pack", f"--model_name={model_folder}", "--max_seq_length=200", "--json", "--out=packs"]
+        assert main([*command, *arguments]) == 0
+        subprocess.run(["rm", "-r", "packs"], check=True)
+        return json.loads(capsys.readouterr().out)
+
+    return pack
+
+
+@pytest.fixture
+def no_pack(refused, folder, model_folder):
+    def pack(*arguments):
+        given = [f"--model_name={model_folder}", "--max_seq_length=200", "--out=no_packs"]
+        return refused(["pack", *given, *arguments])
+
+    return pack
+
+
+def test_pack_and_stats_take_the_same_mixture(packed, folder, model_folder, capsys):
+    flags = [f"--dataset={json.dumps(MIXED)}", "--mixture=interleave_over", "--sample_limit=50"]
+    manifest = packed(*flags)
+    assert manifest["documents"] == 50
+    assert packed(*flags, "--num_proc=2") == packed(*flags, "--num_proc=1") == manifest
+    assert packed(*flags, "--seed=1") != manifest
+    assert main(["stats", f"--model_name={model_folder}", "--json", *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["count"], report["tokens"]) == (50, manifest["tokens"])
+    assert main(["stats", f"--model_name={model_folder}", *flags]) == 0
+    assert "mixture: alpaca.json: weight 2" in capsys.readouterr().out
+
+
+def test_paths_between_commas(packed):
+    assert packed("--dataset=alpaca.json,text.txt")["documents"] == 60
+
+
+def test_a_split_of_a_folder(packed, no_pack, folder, refused, model_folder):
+    (folder / "data").mkdir()
+    for name, rows in (("train", ALPACA[:9]), ("validation", ALPACA[:5]), ("test-00000", ALPACA[:3])):
+        (folder / "data" / f"{name}.json").write_text(json.dumps(rows))
+    assert packed("--dataset=data")["documents"] == 9
+    assert packed("--dataset=data", "--split=validation")["documents"] == 5
+    both = [{"path": "data", "split": "test"}, "data"]
+    assert packed(f"--dataset={json.dumps(both)}", "--split=validation")["documents"] == 3 + 5
+    assert "no split 'dev'; choose one of test, train, validation" in no_pack("--dataset=data", "--split=dev")
+    line = no_pack("--dataset=alpaca.json", "--split=test")
+    assert "alpaca.json: split is 'test', and a single file has no splits" in line
+    streaming = ["--streaming", "--max_steps=1", f"--model_name={model_folder}", "--split=dev"]
+    assert "choose one of test, train, validation" in refused([*streaming, "--dataset=data"])
+    assert "a single file has no splits" in refused([*streaming, "--dataset=alpaca.json"])
+
+
+def test_a_split_of_a_saved_data_set(packed, no_pack, folder):
+    parts = {name: datasets.Dataset.from_list(ALPACA[:n]) for name, n in (("train", 4), ("held", 2))}
+    datasets.DatasetDict(parts).save_to_disk(folder / "saved")
+    assert packed("--dataset=saved", "--split=held")["documents"] == 2
+    assert "no split 'x'; choose one of held, train" in no_pack("--dataset=saved", "--split=x")
+
+
+def test_a_split_of_a_hub_data_set(packed, no_pack, monkeypatch):
+    def load_dataset(name, split):
+        parts = {"train": 3, "train[:50%]": 2, "validation": 1}
+        if split not in parts:
+            raise ValueError(f'Unknown split "{split}". Should be one of {list(parts)}.')
+        return datasets.Dataset.from_list(ALPACA[: parts[split]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert packed("--dataset=owner/name", "--split=train[:50%]")["documents"] == 2
+    line = no_pack("--dataset=owner/name", "--split=dev")
+    assert "owner/name: no such file or folder, and split 'dev' of a hub dataset" in line
+    assert "'train', 'train[:50%]', 'validation'" in line
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        ("gone.jsonl", "gone.jsonl: file not found"),
+        ({"path": "alpaca.json", "wieght": 2}, "item 2 (alpaca.json) none but the keys path, weight"),
+        ({"path": "alpaca.json", "weight": 0}, "as weight of item 2 (alpaca.json) a number above 0"),
+        ({"weight": 2}, "item 2 a path"),
+        ("empty.jsonl", "empty.jsonl: the file is empty"),
+        ("empty.txt", "empty.txt: "),
+        ("asked.jsonl", "asked.jsonl: no known data format has the columns question (str), answer (str)"),
+        (MAPPED | {"columns": {"q": "prompt"}}, "asked.jsonl: columns maps 'q', and there is no such column"),
+        ("bad.jsonl", "bad.jsonl: row 1, column 'text': expected a string, got None"),
+        ({"path": "text.txt", "weight": 0.001}, "text.txt: weight 0.001 of 20 documents leaves none"),
+    ],
+)
+def test_what_is_wrong_with_an_item(no_pack, folder, item, says):
+    (folder / "empty.jsonl").write_text("")
+    (folder / "empty.txt").write_text("\n")
+    (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
+    line = no_pack(f"--dataset={json.dumps(['text.txt', item])}")
+    assert says in line, line
+
+
+def test_packs_are_named_alone(folder, model_folder, refused, no_pack):
+    given = [f"--model_name={model_folder}", "--max_seq_length=200", "--dataset=text.txt"]
+    assert main(["pack", *given, "--out=packs"]) == 0
+    train = [f"--model_name={model_folder}", "--max_steps=1", "--output_dir=out"]
+    line = refused([*train, "--dataset=packs,text.txt"])
+    assert "packs holds packed rows, which are trained on alone" in line
+    for flag in ("--split=test", "--sample_limit=3", "--columns=a=text", "--mixture=interleave_over"):
+        line = refused([*train, "--dataset=packs", flag])
+        assert f"{flag[2:].partition('=')[0]} is " in line
+        assert "are packed already" in line
+    assert "give --eval_dataset" in refused([*train, "--dataset=packs", "--eval_fraction=0.5"])
+    assert "packed rows, but documents are needed here" in no_pack("--dataset=text.txt,packs")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--eval_dataset=text.txt"], "eval_fraction is 0.5 and eval_dataset is text.txt; give one of them"),
+        (["--streaming"], "eval_fraction is 0.5 and streaming is set, but nobody knows which documents"),
+        (["--dataset=one.txt"], "all 1 documents hold the same tokens, so that none can be held out"),
+        (["--dataset=same.txt"], "all 3 documents hold the same tokens, so that none can be held out"),
+    ],
+)
+def test_what_cannot_be_held_out(folder, model_folder, refused, flags, says):
+    (folder / "one.txt").write_text("a")
+    (folder / "same.txt").write_text("a\na\na")
+    train = [f"--model_name={model_folder}", "--max_steps=1", "--output_dir=out", "--max_seq_length=99"]
+    assert says in refused([*train, "--dataset=text.txt", "--eval_fraction=0.5", *flags])
+
+
+def test_evaluation_data_of_several_kinds(folder, model_folder, capsys):
+    """Its documents count once each, and a smoke run evaluates on few of them."""
+    train = [f"--model_name={model_folder}", "--max_steps=2", "--output_dir=out", *FLAGS]
+    evaluation = json.dumps(["alpaca.json", {"path": "text.txt", "limit": 3}])
+    assert main([*train, "--dataset=text.txt", f"--eval_dataset={evaluation}", "--sample_limit=7"]) == 0
+    assert data_of(folder / "out", "eval")["ledger"]["rows_read"] == 7 + 3
+    assert data_of(folder / "out")["ledger"]["rows_read"] == 7
+    assert "eval_loss" in {name for _, name in losses(folder / "out")}

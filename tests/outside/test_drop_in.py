@@ -1,0 +1,444 @@
+"""Notebooks that people have, with `unsloth_pack` in place of Unsloth: their calls, in their order."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from datasets import Dataset
+from model_folder import byte_tokenizer, save_model
+from transformers import DataCollatorForSeq2Seq, TrainingArguments
+from trl import SFTConfig as TrlConfig
+from trl import SFTTrainer as TrlTrainer
+
+from unsloth_pack import (
+    FastLanguageModel,
+    FastModel,
+    InputError,
+    SFTConfig,
+    SFTTrainer,
+    UnslothTrainer,
+    UnslothTrainingArguments,
+    is_bfloat16_supported,
+)
+from unsloth_pack.chat_templates import (
+    get_chat_template,
+    standardize_data_formats,
+    standardize_sharegpt,
+    train_on_responses_only,
+)
+
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ARGUMENTS = dict(per_device_train_batch_size=2, gradient_accumulation_steps=1, warmup_steps=1, max_steps=2)
+ARGUMENTS |= dict(
+    learning_rate=2e-4, logging_steps=1, weight_decay=0.001, lr_scheduler_type="linear", seed=3407
+)
+ARGUMENTS |= dict(report_to="none", disable_tqdm=True, save_strategy="no")
+SHAREGPT = [
+    [
+        {"from": "human", "value": f"question {number}"},
+        {"from": "gpt", "value": f"answer {number}"},
+        {"from": "human", "value": "and?"},
+        {"from": "gpt", "value": "no more"},
+    ]
+    for number in range(12)
+]
+PARTS = {
+    "llama-3.1": (
+        "<|start_header_id|>user<|end_header_id|>\n\n",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "gemma-3": ("<start_of_turn>user\n", "<start_of_turn>model\n"),
+    "phi-4": ("<|im_start|>user<|im_sep|>", "<|im_start|>assistant<|im_sep|>"),
+    "qwen3-instruct": ("<|im_start|>user\n", "<|im_start|>assistant\n"),
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Notebooks write into the folder they run in."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024))
+
+
+def loaded(folder, **options):
+    return FastLanguageModel.from_pretrained(
+        model_name=folder, max_seq_length=512, dtype=None, load_in_4bit=False, **options
+    )
+
+
+def adapted(model, **options):
+    given = dict(r=8, target_modules=SEVEN, lora_alpha=16, lora_dropout=0, bias="none", random_state=3407)
+    given |= dict(use_gradient_checkpointing="unsloth", use_rslora=False, loftq_config=None)
+    return FastLanguageModel.get_peft_model(model, **given | options)
+
+
+def learned(trainer, tokenizer, row=0):
+    """As the notebooks show it."""
+    labels = trainer.train_dataset[row]["labels"]
+    blank = [tokenizer.pad_token_id if label == -100 else label for label in labels]
+    return tokenizer.decode(blank).replace(tokenizer.pad_token, " ")
+
+
+def trained(trainer):
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    stats = trainer.train()
+    assert stats.metrics["train_runtime"] > 0
+    assert trainer.state.global_step == 2
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert all(0 < loss < 20 for loss in losses)
+    changed = [
+        n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])
+    ]
+    assert changed
+    return stats
+
+
+def test_llama_alpaca_completion(folder):
+    model, tokenizer = loaded(folder)
+    model = adapted(model)
+    alpaca_prompt = "### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
+
+    def formatting_prompts_func(examples):
+        rows = zip(examples["instruction"], examples["input"], examples["output"], strict=True)
+        return {"text": [alpaca_prompt.format(*row) + tokenizer.eos_token for row in rows]}
+
+    rows = {"instruction": ["add"] * 12, "input": ["1 2"] * 12, "output": ["3"] * 12}
+    dataset = Dataset.from_dict(rows).map(formatting_prompts_func, batched=True)
+    trainer = SFTTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=dataset,
+        dataset_text_field="text",
+        max_seq_length=256,
+        dataset_num_proc=1,
+        packing=False,
+        args=TrainingArguments(
+            **ARGUMENTS,
+            fp16=False,
+            bf16=is_bfloat16_supported(),
+            optim="adamw_torch",
+            output_dir="outputs",
+            use_cpu=not torch.cuda.is_available(),
+        ),
+    )
+    assert trainer.args.max_length == 256
+    trained(trainer)
+    FastLanguageModel.for_inference(model)
+    inputs = tokenizer([alpaca_prompt.format("add", "3 4", "")], return_tensors="pt").to(model.device)
+    assert tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=4, use_cache=True))
+    model.save_pretrained("lora_model")
+    tokenizer.save_pretrained("lora_model")
+    again, _ = FastLanguageModel.from_pretrained(
+        model_name="lora_model", max_seq_length=256, load_in_4bit=False
+    )
+    FastLanguageModel.for_inference(again)
+    with torch.no_grad():
+        assert torch.allclose(again(**inputs).logits, model(**inputs).logits, atol=1e-5)
+    model.save_pretrained_merged("merged", tokenizer, save_method="merged_16bit")
+    assert os.path.exists("merged/model.safetensors")
+    model.save_pretrained_merged("lora", tokenizer, save_method="lora")
+    assert os.path.exists("lora/adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", PARTS)
+def test_conversations(name, packing, folder):
+    model, tokenizer = loaded(folder)
+    model = adapted(model)
+    tokenizer = get_chat_template(tokenizer, chat_template=name)
+    dataset = standardize_sharegpt(Dataset.from_dict({"conversations": SHAREGPT}))
+
+    def formatting_prompts_func(examples):
+        render = tokenizer.apply_chat_template
+        convos = examples["conversations"]
+        return {"text": [render(convo, tokenize=False, add_generation_prompt=False) for convo in convos]}
+
+    trainer = SFTTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=dataset.map(formatting_prompts_func, batched=True),
+        eval_dataset=None,
+        data_collator=None if packing else DataCollatorForSeq2Seq(tokenizer=tokenizer),
+        args=SFTConfig(
+            **ARGUMENTS, dataset_text_field="text", packing=packing, optim="adamw_8bit", output_dir="outputs"
+        ),
+    )
+    instruction_part, response_part = PARTS[name]
+    trainer = train_on_responses_only(trainer, instruction_part=instruction_part, response_part=response_part)
+    shown = learned(trainer, tokenizer)
+    assert "answer" in shown
+    assert "no more" in shown
+    assert "question" not in shown
+    assert "and?" not in shown
+    trained(trainer)
+
+
+def test_gemma_with_fast_model(folder):
+    model, tokenizer = FastModel.from_pretrained(
+        model_name=folder,
+        max_seq_length=256,
+        load_in_4bit=False,
+        load_in_8bit=False,
+        full_finetuning=False,
+        fast_inference=False,
+        device_map="sequential",
+    )
+    model = FastModel.get_peft_model(
+        model,
+        finetune_vision_layers=False,
+        finetune_language_layers=True,
+        finetune_attention_modules=True,
+        finetune_mlp_modules=True,
+        r=8,
+        lora_alpha=8,
+        lora_dropout=0,
+        bias="none",
+        random_state=3407,
+    )
+    assert {name.split(".")[-1] for name in model.peft_config["default"].target_modules} == {*SEVEN}
+    tokenizer = get_chat_template(tokenizer, chat_template="gemma-3")
+    dataset = standardize_data_formats(Dataset.from_dict({"conversations": SHAREGPT}))
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Continue: 1, 1, 2,"}]}]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", tokenize=True, return_dict=True
+    )
+    assert model.generate(**inputs.to(model.device), max_new_tokens=3).shape[1] > inputs["input_ids"].shape[1]
+    assert dataset[0]["conversations"][0] == {"role": "user", "content": "question 0"}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "stays"), [("mlp", {*SEVEN[:4]}), ("attention", {*SEVEN[4:]})], ids=["attention", "mlp"]
+)
+def test_parts_of_a_model(left_out, stays, folder):
+    model, _ = loaded(folder)
+    model = FastModel.get_peft_model(model, **{f"finetune_{left_out}_modules": False})
+    assert set(model.peft_config["default"].target_modules) == stays
+
+
+def test_continued_pretraining(folder):
+    """Embeddings are trained with a learning rate of their own."""
+    model, tokenizer = loaded(folder)
+    model = adapted(model, target_modules=[*SEVEN, "embed_tokens", "lm_head"], use_rslora=True)
+    rows = Dataset.from_dict({"text": [f"line {number} of a long text" for number in range(12)]})
+    trainer = UnslothTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=rows,
+        dataset_text_field="text",
+        max_seq_length=256,
+        dataset_num_proc=1,
+        args=UnslothTrainingArguments(**ARGUMENTS, embedding_learning_rate=1e-5, output_dir="outputs"),
+    )
+    trained(trainer)
+    named = {id(weight): name for name, weight in model.named_parameters()}
+    rates = {}
+    for group in trainer.optimizer.param_groups:
+        for weight in group["params"]:
+            rates.setdefault(group["initial_lr"], []).append(named[id(weight)])
+    assert rates.keys() == {2e-4, 1e-5}
+    assert all("embed_tokens" in name or "lm_head" in name for name in rates[1e-5])
+    assert all("modules_to_save" in name for name in rates[1e-5])
+    assert len(rates[1e-5]) == 2
+    assert not any("embed_tokens" in name or "lm_head" in name for name in rates[2e-4])
+
+
+def test_a_rate_for_embeddings_that_are_not_trained(folder):
+    model, tokenizer = loaded(folder)
+    args = SFTConfig(**ARGUMENTS, embedding_learning_rate=1e-5, output_dir="outputs")
+    rows = Dataset.from_dict({"text": ["some text"] * 4})
+    trainer = SFTTrainer(adapted(model), args, tokenizer=tokenizer, train_dataset=rows)
+    with pytest.raises(InputError, match="embedding_learning_rate is 1e-05, but no embedding is trained"):
+        trainer.train()
+
+
+def test_the_trainer_of_trl(folder):
+    """Two lines changed in place of three: TRL's own trainer, with TRL's own names."""
+    model, tokenizer = loaded(folder)
+    tokenizer = get_chat_template(tokenizer, "chatml")
+    rows = [[{"role": "user", "content": "Q"}, {"role": "assistant", "content": f"A{n}"}] for n in range(12)]
+    on_cpu = dict(use_cpu=True, bf16=False) if not torch.cuda.is_available() else {}
+    config = dict(max_length=512, gradient_checkpointing=False, output_dir="outputs")
+    model = adapted(model)
+    for packing in (False, True):
+        trainer = TrlTrainer(
+            model,
+            TrlConfig(**ARGUMENTS, **config, **on_cpu, packing=packing, padding_free=packing),
+            train_dataset=Dataset.from_dict({"messages": rows}),
+            processing_class=tokenizer,
+        )
+        train_on_responses_only(trainer)
+        assert "A0" in learned(trainer, tokenizer)
+        assert "Q" not in learned(trainer, tokenizer)
+        trained(trainer)
+
+
+def test_a_stream(folder):
+    model, tokenizer = loaded(folder)
+    tokenizer = get_chat_template(tokenizer, "chatml")
+    rows = [[{"role": "user", "content": "Q"}, {"role": "assistant", "content": f"A{n}"}] for n in range(12)]
+    stream = Dataset.from_dict({"messages": rows}).to_iterable_dataset()
+    args = SFTConfig(**ARGUMENTS, output_dir="outputs")
+    trainer = train_on_responses_only(
+        SFTTrainer(adapted(model), args, tokenizer=tokenizer, train_dataset=stream)
+    )
+    row = next(iter(trainer.train_dataset))
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "A0<eos>\n"
+    trained(trainer)
+
+
+def test_text_that_begins_with_the_token_of_the_tokenizer(folder, caplog):
+    """A rendered chat has its begin-of-sequence token, and the tokenizer puts another before it."""
+    from tokenizers.processors import TemplateProcessing
+
+    model, _ = loaded(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<pad>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", tokenizer.bos_token_id)]
+    )
+    model = adapted(model)
+    for text in ("<pad>some text", "some text"):
+        trainer = SFTTrainer(
+            model,
+            SFTConfig(**ARGUMENTS, output_dir="outputs"),
+            tokenizer=tokenizer,
+            train_dataset=Dataset.from_dict({"text": [text] * 4}),
+        )
+        ids = trainer.train_dataset[0]["input_ids"]
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.bos_token_id not in ids[1:]
+
+
+def test_defaults_of_the_configuration(folder):
+    model, tokenizer = loaded(folder)
+    args = SFTConfig(**ARGUMENTS, output_dir="outputs")
+    trainer = SFTTrainer(model=adapted(model), args=args, tokenizer=tokenizer, train_dataset=_texts())
+    assert trainer.args.max_length == 512  # the model's
+    assert args.max_length is None  # the caller's own is as it was
+    assert not trainer.args.gradient_checkpointing
+    assert SFTConfig(output_dir="outputs", max_seq_length=64).max_length == 64
+
+
+def _texts():
+    return Dataset.from_dict({"text": ["some text"] * 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"args": 5}, "args is a int"),
+        ({"tokenizer": byte_tokenizer(), "processing_class": byte_tokenizer()}, "both given"),
+    ],
+)
+def test_trainers_that_cannot_be(given, says, folder):
+    model, tokenizer = loaded(folder)
+    with pytest.raises(InputError, match=says):
+        SFTTrainer(model=model, train_dataset=_texts(), **{"tokenizer": tokenizer, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"fast_inference": True}, "fast_inference is True, .*vLLM"),
+        ({"max_lora_rank": 32}, "max_lora_rank is 32.*give r to get_peft_model"),
+        ({"gpu_memory_utilization": 0.6}, "option of vLLM"),
+        ({"float32_mixed_precision": True}, "give dtype='float32'"),
+        ({"qat_scheme": "int4"}, "qat_scheme is 'int4'"),
+        ({"use_gradient_checkpointing": "unsloth"}, "give it to get_peft_model"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is"),
+    ],
+)
+def test_loading_arguments_that_ask_for_what_is_not_here(given, says, folder):
+    with pytest.raises(InputError, match=says) as refused:
+        loaded(folder, **given)
+    assert "\n" not in str(refused.value)
+
+
+def test_loading_arguments_that_ask_for_nothing(folder):
+    nothing = dict(
+        fast_inference=False, load_in_16bit=False, use_gradient_checkpointing=False, fix_tokenizer=True
+    )
+    loaded(
+        folder, **nothing, auto_model=None, offload_embedding=False, use_exact_model_name=True, text_only=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"finetune_language_layers": False}, "leaves nothing to train"),
+        ({"finetune_attention_modules": False, "finetune_mlp_modules": False}, "both False"),
+        ({"finetune_mlp_modules": False, "target_modules": ["q_proj"]}, "leave target_modules out"),
+        ({"finetune_mlp_modules": "no"}, "finetune_mlp_modules is 'no'"),
+        ({"qat_scheme": "int4"}, "qat_scheme"),
+    ],
+)
+def test_adapters_that_cannot_be(given, says, folder):
+    model, _ = loaded(folder)
+    with pytest.raises(InputError, match=says):
+        FastModel.get_peft_model(model, **given)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda model, tokenizer: model.save_pretrained_gguf(
+                "out", tokenizer, quantization_method="q4_k_m"
+            ),
+            [
+                "save_pretrained_merged('out', tokenizer)",
+                "convert_hf_to_gguf.py out ",
+                "out-q4_k_m.gguf Q4_K_M",
+            ],
+        ),
+        (
+            lambda model, tokenizer: model.save_pretrained_gguf("out", tokenizer, quantization_type="Q8_0"),
+            ["--outtype q8_0"],
+        ),
+        (
+            lambda model, tokenizer: model.push_to_hub_gguf(
+                "me/it", tokenizer, quantization_method=["f16"], token="t"
+            ),
+            ["save_pretrained_merged('it', tokenizer)", "--outtype f16", "hf upload me/it it.gguf"],
+        ),
+        (
+            lambda model, tokenizer: model.push_to_hub_merged("me/it", tokenizer, token="t"),
+            ["cannot push to 'me/it'", "hf upload"],
+        ),
+        (
+            lambda model, tokenizer: model.push_to_hub_merged("me/it/too", tokenizer, token="t"),
+            ["cannot push to 'me/it/too'", "repo_name"],
+        ),
+        (
+            lambda model, tokenizer: model.save_pretrained_merged(
+                "out", tokenizer, save_method="merged_4bit"
+            ),
+            ["save_method is 'merged_4bit'"],
+        ),
+    ],
+)
+def test_what_cannot_be_saved_here_says_what_to_do(call, says, folder):
+    model, tokenizer = loaded(folder)
+    model = adapted(model)
+    with pytest.raises(InputError) as refused:
+        call(model, tokenizer)
+    line = str(refused.value)
+    assert all(part in line for part in says), line
+    assert "\n" not in line
+    assert os.listdir() == []
+
+
+def test_a_model_can_be_pickled_with_its_methods(folder):
+    model, _ = loaded(folder)
+    assert pickle.loads(pickle.dumps(model.push_to_hub_merged)).func.__name__ == "push_to_hub_merged"
+
+
+def test_bfloat16_follows_the_default_type(folder):
+    model, _ = loaded(folder)
+    assert is_bfloat16_supported() == (model.dtype == torch.bfloat16)

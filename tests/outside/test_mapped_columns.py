@@ -1,0 +1,177 @@
+"""`--columns`: files that follow no format, under the names that a format has."""
+
+import json
+import re
+import shlex
+
+import pyarrow as pa
+import pytest
+
+from unsloth_pack.cli import main
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+THEIRS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+CHAT = "[user]q[assistant]a<eos>"
+
+
+@pytest.mark.parametrize(
+    ("row", "suggested", "text"),
+    [
+        ({"question": "q", "answer": "a"}, "question=prompt,answer=completion", "qa<eos>"),
+        (
+            {"id": 3, "Question": "q", "Answer": "a", "url": "u"},
+            "Question=prompt,Answer=completion",
+            "qa<eos>",
+        ),
+        ({"input": "q", "output": "a"}, "input=prompt,output=completion", "qa<eos>"),
+        ({"instruction": "q", "response": "a"}, "instruction=prompt,response=completion", "qa<eos>"),
+        ({"user_query": "q", "modelReply": "a"}, "user_query=prompt,modelReply=completion", "qa<eos>"),
+        ({"question": "q", "context": "c", "answer": "a"}, None, "[user]q\nc[assistant]a<eos>"),
+        ({"dialog": TURNS}, "dialog=messages", CHAT),
+        ({"id": 1, "chat": THEIRS}, "chat=conversations", CHAT),
+        ({"content": "t", "title": "x"}, "content=text", "t<eos>"),
+        ({"Document": "t", "year": 7}, "Document=text", "t<eos>"),
+        ({"frob": "t", "n": 1}, "frob=text", "t<eos>"),
+        ({"my question, or so": "q", "the=answer": "a"}, "{", "qa<eos>"),
+        ({"what's the question": "q", "answer": "a"}, "what", "qa<eos>"),
+    ],
+)
+def test_the_mapping_that_is_suggested_trains(refusal, trained, row, suggested, text):
+    """As it stands in the error, pasted into a shell."""
+    line = refusal([row, row])
+    assert "no known data format has the columns" in line
+    (said,) = re.findall(r"perhaps with (.*), or rename them to", line)
+    assert suggested is None or suggested in said
+    assert [made for made, _ in trained([row, row], *shlex.split(said))] == [text] * 2
+
+
+def test_no_suggestion_where_nothing_speaks_for_one(refusal):
+    line = refusal([{"a1": "x", "b1": "y", "n": 2}])
+    assert "map them with --columns, or rename them to messages" in line
+
+
+def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
+    for row in (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]},
+        {"chosen": TURNS, "rejected": TURNS},
+        {"instruction": "q", "chosen": "a", "rejected": "b"},
+    ):
+        (said,) = re.findall(r"with (--columns \S+)", refusal([row]))
+        ((text, _),) = trained([row], *shlex.split(said))
+        assert text in ("qa<eos>", CHAT)
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        (
+            "quest=prompt,answer=completion",
+            "columns maps 'quest', and there is no such column among question, ",
+        ),
+        ("question=prompt,answer=text", "there is a column 'text' already; leave that out with --columns"),
+        ("question=promt", "'question' one of the names"),
+        ("question=prompt,answer=prompt", "'question' and 'answer' different names, not both 'prompt'"),
+        ("question=prompt", "columns maps 'question' to 'prompt', which the rows are not made of"),
+    ],
+)
+def test_a_mapping_that_cannot_be(refusal, flag, says):
+    assert says in refusal([{"question": "q", "answer": "a", "text": "t"}], f"--columns={flag}")
+
+
+def test_the_way_out_of_a_name_that_is_taken(refusal, trained):
+    row = {"question": "q", "prompt": 7, "completion": "a"}
+    (said,) = re.findall(r"leave that out with (--columns \S+)", refusal([row], "--columns=question=prompt"))
+    assert [made for made, _ in trained([row], *shlex.split(said))] == ["qa<eos>"]
+
+
+def write_sets(folder):
+    rows = {
+        "asked": {"question": "q", "answer": "a", "id": 3},
+        "chats": {"messages": TURNS, "question": "q", "source": "web"},
+        "plain": {"prompt": "p", "completion": "c", "question": "q"},
+        "texts": {"text": "t"},
+    }
+    for name, row in rows.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+
+
+MAPPED = "--columns=question=prompt,answer=completion"
+
+
+@pytest.fixture
+def sets(tmp_path, monkeypatch):
+    write_sets(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def packed(sets, capsys, *flags):
+    """What `pack --json` prints of data sets, or the line that refuses them."""
+    code = main(["pack", *flags, "--json", f"--out={sets / 'packs'}"])
+    out, error = capsys.readouterr()
+    return json.loads(out)["data_sets"] if code == 0 else error
+
+
+def test_a_mapping_beside_several_data_sets_is_for_those_that_have_its_columns(sets, capsys):
+    parts = packed(sets, capsys, "--dataset=asked.jsonl,texts.jsonl", MAPPED)
+    assert [(part["documents"], part["unused_columns"]) for part in parts] == [(1, ["id"]), (1, [])]
+
+
+def test_a_mapping_that_no_data_set_can_use(sets, capsys):
+    line = packed(sets, capsys, "--dataset=asked.jsonl,texts.jsonl", "--columns=quest=prompt")
+    assert (
+        "columns maps 'quest', and no data set has such a column: asked.jsonl (question, answer, id), "
+        in line
+    )
+    assert "texts.jsonl (text); correct it" in line
+    line = packed(sets, capsys, "--dataset=texts.jsonl", MAPPED)
+    assert "columns maps 'question', and there is no such column among text; correct it" in line
+
+
+@pytest.mark.parametrize("other", ["chats", "plain"])
+def test_a_shared_mapping_that_spoils_one_data_set(sets, capsys, other):
+    """The way out is said for that data set alone, and works."""
+    line = packed(sets, capsys, f"--dataset=asked.jsonl,{other}.jsonl", MAPPED)
+    assert f"{other}.jsonl: columns maps 'question' to 'prompt'" in line
+    (said,) = re.findall(r"leave (?:it|that) out with columns of its own: (\{.*?\}) in its item", line)
+    items = ["asked.jsonl", {"path": f"{other}.jsonl", "columns": json.loads(said)}]
+    parts = packed(sets, capsys, f"--dataset={json.dumps(items)}", MAPPED)
+    assert [part["documents"] for part in parts] == [1, 1]
+
+
+@pytest.mark.parametrize("stream", [[], ["--streaming"]], ids=["whole", "streamed"])
+def test_a_run_shares_a_mapping_with_its_evaluation(sets, model_folder, stream, refused):
+    flags = [f"--model_name={model_folder}", "--max_steps=1", "--max_seq_length=128", "--sample_packing"]
+    flags += [MAPPED, *stream, "--num_proc=1"]
+    both = ["--dataset=asked.jsonl,texts.jsonl", "--eval_dataset=texts.jsonl", "--output_dir=out"]
+    assert main([*flags, *both]) == 0
+    data = [json.loads(line) for line in (sets / "out/metrics.jsonl").read_text().splitlines()]
+    parts = next(line["data_sets"] for line in data if line["kind"] == "data" and line["use"] == "train")
+    assert [part["unused_columns"] for part in parts] == [["id"], []]
+    line = refused([*flags, "--dataset=chats.jsonl,texts.jsonl"])
+    assert "columns maps 'answer', and no data set has such a column" in line
+
+
+def test_two_columns_that_change_places(trained):
+    rows = [{"prompt": "a", "completion": "q"}]
+    assert trained(rows, "--columns=prompt=completion,completion=prompt")[0] == ("qa<eos>", "a<eos>")
+
+
+@pytest.mark.parametrize("value", [None, "", 5, ["a"], {"a": 1}])
+def test_values_of_a_mapped_column_are_checked(refusal, value):
+    rows = [{"q": "q", "a": "a"}, {"q": "q", "a": value}]
+    assert "row 1, column 'completion': expected" in refusal(rows, "--columns=q=prompt,a=completion")
+
+
+def test_a_column_that_is_null_in_every_row(trained):
+    rows = [{"q": "q", "a": "a", "s": None}] * 2
+    assert len(trained(rows, "--columns=q=instruction,a=output,s=input")) == 2
+    assert len(trained(pa.Table.from_pylist(rows), "--columns=q=instruction,a=output,s=input")) == 2
+
+
+def test_mapped_objects_stay_as_they_are(trained):
+    call = {"function": {"arguments": {"x": None, "y": 1.0}}}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+    ((text, _),) = trained([{"dialog": [TURNS[0], reply]}], "--columns=dialog=messages")
+    assert json.dumps({"x": None, "y": 1.0}) in text

@@ -1,0 +1,96 @@
+"""The notebooks run from top to bottom, and lie here as they ran."""
+
+import base64
+import importlib.util
+import io
+import re
+from pathlib import Path
+
+import matplotlib.image
+import nbformat
+import pytest
+import trl
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LARGEST = 200_000  # bytes of a file
+MACHINE = re.compile(r"/(?:home|root|tmp|work|Users|usr|mnt)/|[A-Z]:\\\\")
+PICTURES = {"1": 1, "2": 3, "3": 2, "4": 0, "5": 1}  # at least, by the number of the notebook
+
+
+def each_notebook(test):
+    return pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)(test)
+
+
+@pytest.fixture(scope="session")
+def runner():
+    """`tools/run_notebooks.py`, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "tools" / "run_notebooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outputs(notebook):
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def pictures(notebook):
+    return [output.data["image/png"] for output in outputs(notebook) if "image/png" in output.get("data", {})]
+
+
+def share_of_colour(picture):
+    """The share of pixels that are neither white, black nor grey: axes without data have none."""
+    pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(picture)), format="png")[..., :3]
+    return float((pixels.max(-1) - pixels.min(-1) > 0.1).mean())
+
+
+def check(notebook, number):
+    assert not [output for output in outputs(notebook) if output.output_type == "error"]
+    drawn = pictures(notebook)
+    assert len(drawn) >= PICTURES[number]
+    assert all(share_of_colour(picture) > 0.002 for picture in drawn)
+
+
+def test_there_are_five():
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]
+
+
+@each_notebook
+def test_they_lie_here_as_they_ran(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    check(notebook, path.name[0])
+    assert path.stat().st_size < LARGEST
+    assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
+    shown = [
+        str({**output, "data": {**output.get("data", {}), "image/png": ""}}) for output in outputs(notebook)
+    ]
+    assert not [text for text in shown if MACHINE.search(text)]
+
+
+@each_notebook
+def test_they_say_what_to_change(path):
+    text = path.read_text().lower()
+    assert "your own" in text or path.name.startswith("5")
+
+
+@each_notebook
+@pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="TRL trains on CUDA only")
+def test_they_run(path, runner):
+    check(runner.run(path), path.name[0])
+
+
+def test_an_empty_figure_is_seen():
+    from matplotlib.figure import Figure
+
+    for has_line in (True, False):
+        figure, made = Figure(), io.BytesIO()
+        axes = figure.add_subplot(xlabel="update", ylabel="loss", title="Loss")
+        if has_line:
+            axes.plot([1, 2, 3], [3, 2, 1])
+        figure.savefig(made, format="png")
+        assert (share_of_colour(base64.b64encode(made.getvalue())) > 0.002) is has_line

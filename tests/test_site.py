@@ -1,0 +1,45 @@
+"""The site builds without a warning, and has a page for every command, notebook and document."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from unsloth_pack.cli import SUBCOMMANDS
+
+ROOT = Path(__file__).parents[1]
+
+
+def pages(nav):
+    """The paths that a navigation leads to."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav
+    return [path for part in parts for path in pages(part)]
+
+
+def test_the_navigation_leads_everywhere():
+    named = set(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert {f"commands/{name}.md" for name in SUBCOMMANDS} <= named
+    assert {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} <= named
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= named
+
+
+NEEDED = ("mkdocs", "mkdocstrings_handlers", "mkdocs_jupyter", "material")
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, NEEDED)), reason="the site needs pip install -e '.[docs]'"
+)
+def test_it_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for name in ("index", "api", "troubleshooting", "commands/train", "notebooks/1-first-fine-tune"):
+        assert (tmp_path / "site" / f"{name}.html").stat().st_size > 10_000
+    api = (tmp_path / "site" / "api.html").read_text()
+    assert "instruction_part" in api
+    assert "--max_seq_length" in (tmp_path / "site" / "commands" / "train.html").read_text()

@@ -1,0 +1,377 @@
+"""Documents with images in one packed row come out as each of them alone."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from correctness.judge import Draw, holds, judge_as_few
+from tiny import DEVICE, error
+from vision_models import (
+    ALIGNER,
+    IMAGE,
+    MERGE,
+    MODELS,
+    PARTS,
+    TRAINED,
+    Passes,
+    axes_of,
+    document,
+    documents,
+    images_of,
+    labels_of,
+    made,
+    row_of,
+    run_alone,
+    run_packed,
+    text_and_axes,
+)
+
+from unsloth_pack import patch_model
+from unsloth_pack.errors import InputError
+from unsloth_pack.row.images import RowImages
+from unsloth_pack.row.packed_row import PackedRow
+
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(scope="module")
+def references():
+    """Plain transformers, by model, what trains, dtype and seed."""
+    kept = {}
+
+    def reference(name, trained, dtype, seed):
+        key = (name, trained, dtype, seed)
+        if key not in kept:
+            docs = documents(seed=seed)
+            exact = run_alone(made(name, torch.float64, trained), docs)
+            model, routes = made(name, dtype, trained), exact.routes
+            on_row = run_packed(model, docs, routes=routes, position_ids=text_and_axes(docs))
+            kept[key] = Draw(exact, run_alone(model, docs, routes), on_row)
+        return kept[key]
+
+    return reference
+
+
+@each_model
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("trained", TRAINED)
+def test_packed_is_as_right_as_each_document_alone(name, trained, dtype, checkpointing, references):
+    model = made(name, dtype, trained)
+    patch_model(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+
+    def run(seed):
+        draw = references(name, trained, dtype, seed)
+        return run_packed(model, documents(seed=seed), routes=draw.truth.routes), draw
+
+    row = judge_as_few(run, dtype)
+    assert holds(row), row["failed"]
+
+
+@each_model
+def test_every_description_means_the_same(name):
+    model, docs = made(name, torch.float64), documents()
+    patch_model(model)
+    lengths = [len(doc.ids) for doc in docs]
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    given = [
+        {"packed_seq_lengths": torch.tensor(lengths)},
+        {"position_ids": text_and_axes(docs)},
+        {"position_ids": text_and_axes(docs)[1:], "packed_seq_lengths": lengths},
+        {"position_ids": text_and_axes(docs)[:1, 0]},
+        {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        },
+        {
+            "packed_seq_lengths": lengths,
+            "mm_token_type_ids": (row_of(model, docs)["input_ids"] == IMAGE).int(),
+        },
+    ]
+    outcomes = [run_packed(model, docs, **describe) for describe in given]
+    for outcome in outcomes[1:]:
+        assert torch.equal(outcome.logits, outcomes[0].logits)
+        assert outcome.loss == outcomes[0].loss
+
+
+@each_model
+def test_a_padded_batch_loses_its_padding(name):
+    """As TRL's collator makes it: a row for each document."""
+    docs = [doc for doc in documents() if len(doc.ids) > 1]
+    truth = run_alone(made(name, torch.float64), docs)
+    model = made(name, torch.float64)
+    patch = patch_model(model)
+    longest = max(len(doc.ids) for doc in docs)
+    ids, mask, labels = (torch.zeros(len(docs), longest, dtype=torch.int64) for _ in range(3))
+    labels -= 100
+    for number, doc in enumerate(docs):
+        n = len(doc.ids)
+        ids[number, :n], mask[number, :n], labels[number, :n] = doc.ids, 1, labels_of([doc])
+    types = (ids == IMAGE).int()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "mm_token_type_ids": types}
+    given = images_of(model, docs, requires_grad=True)
+    out = model(**{key: value.to(DEVICE) for key, value in batch.items()}, **given)
+    out.loss.backward()
+    assert "taken out" in patch.report.fused["padding"]
+    assert error(out.loss.detach().double().cpu(), truth.loss) < 1e-6
+    grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == truth.grads.keys() - {"pixel_values"}
+    for key, grad in grads.items():
+        assert error(grad.double().cpu(), truth.grads[key]) < 1e-5, key
+    assert error(given["pixel_values"].grad.double().cpu(), truth.grads["pixel_values"]) < 1e-5
+
+
+@each_model
+def test_no_bit_of_another_document_moves(name):
+    """Another document's image or text changed; the changed one's own logits must move."""
+    model, docs = made(name).eval(), documents()
+    patch_model(model)
+    lengths = [len(doc.ids) for doc in docs]
+
+    def logits(changed):
+        with torch.no_grad():
+            return model(**row_of(model, changed), packed_seq_lengths=lengths).logits[0].split(lengths)
+
+    before = logits(docs)
+    for number, doc in enumerate(docs):
+        changed = copy.deepcopy(docs)
+        if len(doc.grids):
+            changed[number].pixels += 1
+        else:
+            changed[number].ids = (doc.ids + 1) % 290
+        after = logits(changed)
+        moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert moved == [other == number for other in range(len(docs))]
+
+
+@each_model
+def test_the_loss_of_a_document_reaches_its_own_pixels_alone(name):
+    model, docs = made(name, torch.float64, "all"), documents()
+    patch_model(model)
+    lengths = [len(doc.ids) for doc in docs]
+    given = row_of(model, docs, requires_grad=True)
+    parts = model(**given, packed_seq_lengths=lengths).logits[0].split(lengths)
+    sizes = [len(doc.pixels) for doc in docs]
+    for number, part in enumerate(parts):
+        (grad,) = torch.autograd.grad(
+            part.square().sum(), given["pixel_values"], retain_graph=True, materialize_grads=True
+        )
+        reached = [bool(one.any()) for one in grad.split(sizes)]
+        assert reached == [other == number and size > 0 for other, size in enumerate(sizes)]
+
+
+@each_model
+def test_swapped_images_are_seen(name):
+    model, docs = made(name).eval(), documents([[1, (4, 4), 3], [2, (4, 4), 2]])
+    patch_model(model)
+    lengths = [len(doc.ids) for doc in docs]
+    swapped = copy.deepcopy(docs)
+    swapped[0].pixels, swapped[1].pixels = docs[1].pixels, docs[0].pixels
+    with torch.no_grad():
+        right, wrong = (
+            model(**row_of(model, given), packed_seq_lengths=lengths).logits[0] for given in (docs, swapped)
+        )
+    before_any_image = 1
+    assert torch.equal(right[:before_any_image], wrong[:before_any_image])
+    assert not torch.isclose(right[before_any_image : lengths[0]], wrong[before_any_image : lengths[0]]).all()
+
+
+@each_model
+def test_a_row_of_text_alone(name):
+    model, docs = made(name, torch.float64), documents([[5], [1], [9]])
+    truth = run_alone(model, docs)
+    patch_model(model)
+    packed = run_packed(model, docs)
+    assert error(packed.logits, truth.logits) < 1e-6
+
+
+@each_model
+def test_undone_bit_for_bit(name):
+    model, docs = made(name, trained="all"), documents()
+    before = {key: type(module) for key, module in model.named_modules()}
+    attributes = {key: set(vars(module)) for key, module in model.named_modules()}
+    answers = run_packed(model, docs, position_ids=text_and_axes(docs))
+    patch = patch_model(model)
+    run_packed(model, docs)
+    patch.undo()
+    assert {key: type(module) for key, module in model.named_modules()} == before
+    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
+    again = run_packed(model, docs, position_ids=text_and_axes(docs))
+    assert torch.equal(answers.logits, again.logits)
+
+
+@each_model
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_generates_what_plain_generates(name, static):
+    model = made(name).eval()
+    doc = document([3, (4, 6), 2, (2, 2), 4], torch.Generator().manual_seed(5))
+    given = images_of(model, [doc]) | {
+        "input_ids": doc.ids[None].to(DEVICE),
+        "mm_token_type_ids": doc.types[None].to(DEVICE),
+        "attention_mask": torch.ones_like(doc.ids)[None].to(DEVICE),
+    }
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    options |= dict(cache_implementation="static") if static else {}
+    plain = model.generate(**given, **options)
+    patch_model(model)
+    assert torch.equal(model.generate(**given, **options), plain)
+
+
+# The tower
+
+
+@each_model
+@pytest.mark.parametrize("trained", ["frozen tower", "aligner", "tower"])
+def test_a_frozen_tower_runs_no_backward_pass(name, trained):
+    """Whatever hooks a trainer has set."""
+    model, docs = made(name, trained=trained), documents()
+    patch_model(model)
+    tower = model.get_base_model().model.visual
+    tower.patch_embed.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    model.enable_input_require_grads()
+    passes = Passes(tower.blocks)
+    model(
+        **row_of(model, docs), packed_seq_lengths=[len(doc.ids) for doc in docs], labels=labels_of(docs)[None]
+    ).loss.backward()
+    assert passes.number == (len(tower.blocks) if trained == "tower" else 0)
+    got = any(p.grad is not None for key, p in model.named_parameters() if any(a in key for a in ALIGNER))
+    assert got == (trained == "aligner")
+
+
+@each_model
+def test_a_tower_off_by_one_is_seen(name, monkeypatch):
+    """cu_seqlens that end an image a patch late."""
+    model, docs = made(name, torch.float64), documents()
+    truth = run_alone(model, docs)
+    patch_model(model).skip_probe()
+    of_lengths = PackedRow.of_lengths
+
+    def shifted(lengths, device):
+        return of_lengths((lengths[0] + 1, lengths[1] - 1, *lengths[2:]), device)
+
+    monkeypatch.setattr(PackedRow, "of_lengths", shifted)
+    assert error(run_packed(model, docs).logits, truth.logits) > 1e-3
+
+
+# Positions on three axes
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+@pytest.mark.parametrize("seed", range(20))
+def test_axes_are_those_of_transformers(name, seed):
+    """Document by document; images that touch each other it cannot tell apart."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(least, most):
+        return int(torch.randint(least, most + 1, (), generator=generator))
+
+    parts = []
+    for _ in range(number(1, 6)):
+        part = [number(1, 5)] if number(0, 2) else []
+        for _ in range(number(0, 3)):
+            part += [(MERGE * number(1, 5), MERGE * number(1, 5)), number(1, 4)]
+        parts.append(part or [1])
+    docs = [document(part, generator) for part in parts]
+    row = PackedRow.of_lengths(tuple(len(doc.ids) for doc in docs), torch.device("cpu"))
+    ids, grids = torch.cat([doc.ids for doc in docs]), torch.cat([doc.grids for doc in docs]).numpy()
+    grids //= [1, MERGE, MERGE]
+    images = RowImages.of((ids == IMAGE).numpy(), grids.prod(axis=1), row)
+    axes = torch.from_numpy(images.axes(row, grids))
+    assert torch.equal(axes, torch.cat([axes_of(doc) for doc in docs], dim=1))
+    inner = made(name).get_base_model().model
+    theirs = [inner.get_rope_index(doc.ids[None], doc.types[None], doc.grids)[0][:, 0] for doc in docs]
+    assert torch.equal(axes, torch.cat(theirs, dim=1))
+
+
+def test_routers_get_their_auxiliary_loss():
+    """As plain transformers on the same row, with the logits and in a call that asks for the loss alone."""
+    model, docs = made("qwen3_vl_moe", torch.float64, "all"), documents()
+    given = row_of(model, docs) | {"labels": labels_of(docs)[None].to(DEVICE), "output_router_logits": True}
+    plain = model(**given, position_ids=text_and_axes(docs), use_cache=False)
+    patch_model(model)
+    for training in (False, True):
+        out = model.train(training)(**given, packed_seq_lengths=[len(doc.ids) for doc in docs])
+        assert error(out.aux_loss.detach().double(), plain.aux_loss.detach().double()) < 1e-6
+        assert error(out.loss.detach().double(), plain.loss.detach().double()) < 1e-6
+
+
+# What is refused
+
+
+def call(model, docs, **changed):
+    given = row_of(model, docs) | {"packed_seq_lengths": [len(doc.ids) for doc in docs]} | changed
+    return model(**{key: value for key, value in given.items() if value is not None})
+
+
+def wrong_axes(docs):
+    axes = text_and_axes(docs)
+    axes[2, 0, -1] += 1
+    return axes
+
+
+def late_axes(docs):
+    return text_and_axes(docs) + torch.tensor([0, 1, 1, 1])[:, None, None].to(DEVICE)
+
+
+REFUSED = {
+    "no grids": (
+        lambda docs: {"image_grid_thw": None},
+        "a packed row comes with images but no image_grid_thw",
+    ),
+    "no pixels": (lambda docs: {"pixel_values": None}, "a packed row comes with images but no pixel_values"),
+    "grids of others": (
+        lambda docs: {"image_grid_thw": torch.cat([doc.grids for doc in docs]) * torch.tensor([1, 1, 2])},
+        "pixel_values holds",
+    ),
+    "grids of floats": (
+        lambda docs: {"image_grid_thw": torch.cat([doc.grids for doc in docs]).float()},
+        "image_grid_thw is tensor",
+    ),
+    "a grid of nothing": (lambda docs: {"image_grid_thw": [[1, 0, 4]]}, "image_grid_thw is [[1, 0, 4]]"),
+    "lists of several lengths": (
+        lambda docs: {"image_grid_thw": [[1, 2], [1]]},
+        "image_grid_thw is [[1, 2], [1]]",
+    ),
+    "an image less": (
+        lambda docs: {"image_grid_thw": docs[0].grids, "pixel_values": docs[0].pixels},
+        "a row holds",
+    ),
+    "a boundary inside an image": (
+        lambda docs: {"packed_seq_lengths": [3, sum(len(doc.ids) for doc in docs) - 3]},
+        "do not stand side by side in one document",
+    ),
+    "other axes": (lambda docs: {"position_ids": wrong_axes(docs)}, "leave them out, or make them agree"),
+    "axes that start late": (lambda docs: {"position_ids": late_axes(docs)}, "let every document start at 0"),
+    "videos": (lambda docs: {"pixel_values_videos": docs[0].pixels}, "only images are packed"),
+    "embeddings": (
+        lambda docs: {"input_ids": None, "inputs_embeds": torch.zeros(1, sum(len(d.ids) for d in docs), 64)},
+        "give input_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    model, docs = made("qwen3_vl"), documents([[1, (4, 4), 3], [2, (2, 4), 2]])
+    patch_model(model)
+    change, said = REFUSED[case]
+    with pytest.raises(InputError) as caught:
+        call(model, docs, **change(docs))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_part_is_tried():
+    """The documents above: no image, one, three; first, last, touching; one token of text."""
+    kinds = [[isinstance(part, tuple) for part in parts] for parts in PARTS]
+    assert {sum(kind) for kind in kinds} >= {0, 1, 2, 3}
+    assert any(kind[0] for kind in kinds)
+    assert any(kind[-1] for kind in kinds)
+    assert any(a and b for kind in kinds for a, b in itertools.pairwise(kind))
+    assert [1] in PARTS
