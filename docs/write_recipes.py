@@ -1,0 +1,56 @@
+"""Write the tables of `docs/recipes.md` from the options, the recipes and the names of other trainers."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from unsloth_pack.recipe.flags import Option, sections_of
+from unsloth_pack.recipe.library import recipe_names, summary_of
+from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.other_trainers import FLAGS
+
+GUIDE = Path(__file__).with_name("recipes.md")
+
+
+def with_tables(guide: str) -> str:
+    """The guide with every table between `<!-- name -->` and `<!-- end -->` made anew."""
+    for name, lines in {"recipes": _recipes(), "options": _options(), "names": _names()}.items():
+        table = f"<!-- {name} -->\n" + "\n".join(lines) + "\n<!-- end -->"
+        guide = re.sub(
+            rf"<!-- {name} -->.*?<!-- end -->", lambda _, table=table: table, guide, flags=re.DOTALL
+        )
+    return guide
+
+
+def _recipes() -> Iterator[str]:
+    yield "| recipe | what it is |"
+    yield "|---|---|"
+    yield from (f"| `{name}` | {summary_of(name)} |" for name in recipe_names())
+
+
+def _options() -> Iterator[str]:
+    for section in sections_of(TrainOptions):
+        yield f"\n**`{'.'.join(section.path)}`**: {section.about}\n"
+        yield "| option | value | what it is | default |"
+        yield "|---|---|---|---|"
+        for option in section.options:
+            yield f"| {' | '.join(_cells(option))} |"
+
+
+def _cells(option: Option) -> Iterator[str]:
+    yield " or ".join(f"`{name}`" for name in option.names)
+    for text in (option.unit, option.help, option.shown_default):
+        yield text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _names() -> Iterator[str]:
+    yield "| here | elsewhere |"
+    yield "|---|---|"
+    theirs: dict[str, list[str]] = {}
+    for name, ours in FLAGS.items():
+        theirs.setdefault(ours, []).append(f"`{name}`")
+    yield from (f"| `{ours}` | {', '.join(sorted(names))} |" for ours, names in theirs.items())
+
+
+if __name__ == "__main__":
+    GUIDE.write_text(with_tables(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
