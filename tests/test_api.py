@@ -286,6 +286,19 @@ def test_quantised_weights_train_and_merge(folder, tmp_path, bits):
     assert error(alone(plain(tmp_path / "merged")), expected) < 0.1 * moved
 
 
+def test_weights_in_4_bits_that_bitsandbytes_cannot_pack_are_evaluated(folder, monkeypatch):
+    """As on a CPU with AVX512-BF16, where its evaluation fails on the 172 inputs of a tiny model's MLP."""
+    modules = pytest.importorskip("bitsandbytes.nn.modules")
+    monkeypatch.setattr(modules, "has_avx512bf16", lambda: True)
+    model, _ = load(folder, load_in_4bit=True)
+    for layer in model.modules():
+        if isinstance(layer, modules.Linear4bit):
+            layer.support_avx512bf16_for_cpu &= layer.in_features % 64 > 0  # others need such a CPU
+    with torch.no_grad():
+        trained = model.train()(**packed_row(seed=5)).logits.double()
+    assert error(logits(model), trained) < 1e-6
+
+
 def test_full_finetuning_trains_every_weight(folder, tmp_path):
     model, tokenizer = load(folder, full_finetuning=True, dtype=None)
     assert model.dtype == torch.float32

@@ -43,6 +43,7 @@ from unsloth_pack.files.saving import (
     save_pretrained_merged,
 )
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
+from unsloth_pack.lora.nf4 import keep_from_packing
 from unsloth_pack.lora.parts import check_parts
 from unsloth_pack.lora.quantised_stacks import stand_ins
 from unsloth_pack.lora.stacks import quantise_experts
@@ -151,6 +152,7 @@ class FastLanguageModel:
                 )
             quantize_to_fp8(model)
         if load_in_4bit:
+            keep_from_packing(model)
             quantise_experts(model, "nf4")  # bitsandbytes quantises linear layers alone
         model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:

@@ -118,7 +118,7 @@ def test_on_top_of_what_was_trained_on_4_bits(first_stage, train, first_row, tmp
     second = {"init_adapter": first, "load_in_4bit": True, "max_steps": 2, "output_dir": tmp_path / "second"}
     assert train("--packing", "--merge_init_adapter", "--save_model", **second) == 0
     torch.testing.assert_close(logits(plain(tmp_path / "second" / "base")), trained, rtol=1e-4, atol=1e-4)
-    rounded = in_4_bits(tmp_path / "second" / "base")
+    rounded = in_4_bits(tmp_path / "second" / "base").train()  # some CPUs evaluate 4 bits in bfloat16
     row, loss = first_row[2]
     assert float(loss) == pytest.approx(loss_of(rounded, row), rel=1e-5)
     again, _ = FastLanguageModel.from_pretrained(

@@ -93,7 +93,7 @@ def measured(tensors, labels, upstream=("log_prob", "entropy"), **options):
 
 
 def check(*draws, slack=1.25, **options):
-    """Errors in norm over all draws, against the plain path's; a slack for luck, as few numbers are compared."""
+    """Errors in norm over all draws, against the plain path's; a slack for luck, as numbers are few."""
     for rows in zip(*(measured(*draw, **options) for draw in draws), strict=True):
         name = rows[0][0]
         error, yardstick, rounding = (sum(row[k] ** 2 for row in rows) ** 0.5 for k in (1, 2, 3))
@@ -105,9 +105,7 @@ def check(*draws, slack=1.25, **options):
 @pytest.mark.parametrize("trains_head", [False, True], ids=["frozen head", "trained head"])
 def test_no_less_exact_than_logits_of_all_rows(dtype, options, trains_head, path, small_chunks):
     for upstream in (("log_prob",), ("entropy",), ("log_prob", "entropy")):
-        draws = [
-            make(2, 17, 32, V=517, dtype=dtype, bias=True, trains_head=trains_head) for _ in range(LUCK)
-        ]
+        draws = [make(2, 17, 32, V=517, dtype=dtype, bias=True, trains_head=trains_head) for _ in range(LUCK)]
         check(*draws, upstream=upstream, **options)
 
 

@@ -19,6 +19,8 @@ if is_bitsandbytes_available():
 else:
     LINEAR_4BIT_TYPES = LORA_4BIT_TYPES = ()
 
+_PACKED_OUTPUTS = 32  # rows that bitsandbytes packs together
+
 
 class Nf4Weight(NamedTuple):
     """A weight `[O, I]` in four bits.
@@ -65,3 +67,15 @@ def why_not_dequantised(layer: Any) -> str | None:
     if getattr(state, "packing_format_for_cpu", False):
         return "its weight is packed for inference on a CPU"
     return None
+
+
+def keep_from_packing(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing weights of other shapes than it can for inference on a CPU.
+
+    Where a CPU has AVX512-BF16, its forward in evaluation fails on them.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if is_linear_4bit(layer)]
+    for layer in layers:
+        n_out, n_in = layer.out_features, layer.in_features
+        if n_out % _PACKED_OUTPUTS or n_in % layer.weight.blocksize:
+            layer.support_avx512bf16_for_cpu = False
