@@ -1,14 +1,9 @@
 """The door under DistributedDataParallel: every process describes its own row once a micro-batch."""
 
-import os
-import socket
-import time
-
-import pytest
 import torch
-import torch.multiprocessing as mp
 from tiny import random_documents, tiny_model
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import in_two_processes
 
 from unsloth_pack import patch_model
 from unsloth_pack.row import from_call
@@ -16,10 +11,8 @@ from unsloth_pack.row import from_call
 LENGTHS = {0: [5, 1, 9, 3], 1: [8, 2, 4]}
 
 
-def train(rank, port, folder):
+def train(rank, folder):
     """Three micro-batches of a process's own row; what it has described and its gradients go to a file."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     shapes, describe = [], from_call.describe_row
     from_call.describe_row = lambda shape, *a, **k: shapes.append(shape) or describe(shape, *a, **k)
     model = tiny_model("qwen3", torch.float32, device="cpu")
@@ -31,23 +24,10 @@ def train(rank, port, folder):
         parallel(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     torch.save((shapes, gradients), f"{folder}/{rank}.pt")
-    # A process that ends while the other still holds the group can leave it waiting for ever
-    del parallel
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def test_every_process_describes_its_row_once(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = mp.spawn(train, (port, str(tmp_path)), nprocs=2, join=False)
-    deadline = time.monotonic() + 240
-    while not processes.join(timeout=5):
-        if time.monotonic() > deadline:
-            for process in processes.processes:
-                process.kill()
-            pytest.fail("the processes do not end")
+    in_two_processes(train, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert first[0] == [(1, 18)] * 3
     assert second[0] == [(1, 14)] * 3

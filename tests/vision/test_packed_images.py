@@ -333,6 +333,10 @@ REFUSED = {
         lambda docs: {"image_grid_thw": torch.cat([doc.grids for doc in docs]).float()},
         "image_grid_thw is tensor",
     ),
+    "a grid with half a token": (
+        lambda docs: {"image_grid_thw": [[1, 1, 16], *torch.cat([doc.grids for doc in docs[1:]]).tolist()]},
+        "image_grid_thw of image 0 is [1, 1, 16], and 2 by 2 patches make a token",
+    ),
     "a grid of nothing": (lambda docs: {"image_grid_thw": [[1, 0, 4]]}, "image_grid_thw is [[1, 0, 4]]"),
     "lists of several lengths": (
         lambda docs: {"image_grid_thw": [[1, 2], [1]]},

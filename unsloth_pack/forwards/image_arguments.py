@@ -25,10 +25,12 @@ class Images:
         pixels: `pixel_values`.
         described: the other arguments that were given, by their names; numbers of patches, pixels and images
             as lists on the host.
+        is_blank: they stand in for images that the row does not have.
     """
 
     pixels: Tensor
     described: Mapping[str, Any]
+    is_blank: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Features:
     of_tokens: Tensor
     sizes: np.ndarray
     by_layer: list[Tensor]
+
+    def of_none(self) -> "Features":
+        """Without any row; a backward pass still goes through all that made them, with zeros."""
+        return Features(self.of_tokens[:0], self.sizes[:0], [features[:0] for features in self.by_layer])
 
 
 def take_images(spec: VisionSpec, rest: dict[str, Any]) -> Images | None:

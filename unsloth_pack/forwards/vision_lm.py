@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.blank_image import blank_image, needs_blank_image
 from unsloth_pack.forwards.call import Call
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen, take_images
@@ -40,6 +41,9 @@ class FastVisionLM(FastCausalLM):
         call.images = take_images(self.vision_spec, call.rest)
         if call.images is not None and call.packed_row.visual is None:
             call.describe(self._described(call, call.images))
+        elif call.images is None and needs_blank_image(self.base_model, self.vision_spec):
+            call.images = blank_image(self.vision_spec, self.config)
+            call.describe(replace(call.packed_row, visual=np.empty(0, np.int64), _built={}))
 
     def _described(self, call: Call, images: Images) -> PackedRow:
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
@@ -51,7 +55,9 @@ class FastVisionLM(FastCausalLM):
         if spec.grid is None:
             return replace(row, visual=np.flatnonzero(is_placeholder), _built={})
         merge = getattr(self.config.vision_config, spec.merge)
-        of_tokens = np.array(images.described[spec.grid]) // [1, merge, merge]
+        of_patches = np.array(images.described[spec.grid])
+        _refuse_parts_of_tokens(spec.grid, of_patches, merge)
+        of_tokens = of_patches // [1, merge, merge]
         found = RowImages.of(is_placeholder, of_tokens.prod(axis=1), row)
         row = replace(row, visual=found.places, _built={})
         described = with_axes(row, found.axes(row, of_tokens))
@@ -68,9 +74,12 @@ class FastVisionLM(FastCausalLM):
         """Replace the token ids of a call by embeddings that hold its images."""
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
         features = seen(self.base_model, spec, images)
-        if spec.grid is None or len(row.visual_ids) != len(features.of_tokens):
+        if images.is_blank:
+            features = features.of_none()
+        elif spec.grid is None or len(row.visual_ids) != len(features.of_tokens):
             self._refuse_other_images(row, images, features.sizes)
-        embeds = self.fast_decoder.get_input_embeddings()(ids)
+        embeds = call.inputs["inputs_embeds"]
+        embeds = self.fast_decoder.get_input_embeddings()(ids) if embeds is None else embeds
         places = row.visual_ids
         if isinstance(call.described, PaddedBatch) and row.visual is not None:
             places = row.upload(call.described.places[row.visual])
@@ -96,6 +105,16 @@ class FastVisionLM(FastCausalLM):
             raise InputError(
                 f"{name} is {given}, the documents of the row hold {by_document}; give one number a document"
             )
+
+
+def _refuse_parts_of_tokens(name: str, of_patches: np.ndarray, merge: int) -> None:
+    in_parts = (of_patches[:, 1:] % merge).any(axis=1)
+    if in_parts.any():
+        image = int(np.flatnonzero(in_parts)[0])
+        raise InputError(
+            f"{name} of image {image} is {of_patches[image].tolist()}, and {merge} by {merge} patches make a "
+            "token; give the grids that the model's processor has made"
+        )
 
 
 def _refuse_other_axes(given: np.ndarray, of_images: np.ndarray) -> None:

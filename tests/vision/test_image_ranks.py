@@ -1,0 +1,66 @@
+"""Two processes, one of them with a row without images: both end, with the mean of their gradients."""
+
+import tiled_models
+import torch
+import vision_models
+from torch.nn.parallel import DistributedDataParallel
+from two_processes import in_two_processes
+from vision_models import labels_of
+
+from unsloth_pack import patch_model
+
+CASES = [
+    (name, trained)
+    for name in (*vision_models.MODELS, *tiled_models.MODELS)
+    for trained in ("aligner", "tower")
+]
+
+
+def rows_of(name, model):
+    """A row with images and one without."""
+    if name in tiled_models.MODELS:
+        docs = tiled_models.documents(name, [[(1, 2), 5], [3, (2, 1)], [7]])
+        with_images = tiled_models.row_of(name, model, docs)
+    else:
+        docs = vision_models.documents([[(2, 4), 5], [3, (4, 2)], [7]])
+        with_images = vision_models.row_of(model, docs)
+    rows = []
+    for row, chosen in ((with_images, docs), ({"input_ids": docs[2].ids[None]}, docs[2:])):
+        lengths = [len(doc.ids) for doc in chosen]
+        rows.append(row | {"labels": labels_of(chosen)[None], "packed_seq_lengths": lengths})
+    return rows
+
+
+def made(name, trained):
+    models = tiled_models if name in tiled_models.MODELS else vision_models
+    model = models.made(name, torch.float32, trained)
+    patch_model(model)
+    return model
+
+
+def gradients(model):
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def train(rank, folder):
+    """Two steps of every model, so that one whose gradients did not all come is found."""
+    for name, trained in CASES:
+        model = made(name, trained)
+        row = rows_of(name, model)[rank]
+        parallel = DistributedDataParallel(model, find_unused_parameters=False)
+        for _ in range(2):
+            model.zero_grad()
+            parallel(**row).loss.backward()
+        torch.save(gradients(model), f"{folder}/{name}-{trained}-{rank}.pt")
+
+
+def test_a_row_without_images_holds_nobody_up(tmp_path):
+    in_two_processes(train, str(tmp_path))
+    for name, trained in CASES:
+        model = made(name, trained)
+        for row in rows_of(name, model):
+            model(**row).loss.backward()
+        ours = [torch.load(tmp_path / f"{name}-{trained}-{rank}.pt") for rank in (0, 1)]
+        for key, expected in gradients(model).items():
+            assert torch.equal(ours[0][key], ours[1][key]), (name, trained, key)
+            torch.testing.assert_close(ours[0][key], expected / 2, msg=f"{name} {trained} {key}")
