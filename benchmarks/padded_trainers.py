@@ -14,30 +14,24 @@ updates after the warm-up. Exit code 1 if a run failed; what it said is printed.
 
 import argparse
 import importlib.util
-import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shapes import build, device_name, versions
+from peer_runs import parser_of, run_peers
+from shapes import build
 
-ROOT = Path(__file__).resolve().parents[1]
 PEERS = ("ours", "trl", "unsloth")
 # Median and sigma of the logarithm, in tokens
 LENGTHS = {"prompt": (85, 1.0), "chosen": (250, 0.75), "rejected": (210, 0.85)}
 SHORTEST = 4
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-_RESULT = "RESULT "
 
 
 @dataclass(frozen=True)
@@ -69,67 +63,8 @@ CASES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--case", default="dpo-0.5b,dpo-8b", help=f"of {', '.join(CASES)} (default: dpo-0.5b,dpo-8b)")
-    add("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; ratios are of the first by each")
-    add("--rounds", type=int, default=2, help="runs of every peer (default: 2)")
-    add("--timeout", type=int, default=400, help="seconds of one run (default: 400)")
-    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "unsloth-pack-benchmarks")
-    add("--json", type=Path, help="also write every number here")
-    add("--child", choices=("build", *PEERS), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    cases, peers = args.case.split(","), args.peers.split(",")
-    for given, known, flag in ((cases, CASES, "--case"), (peers, PEERS, "--peers")):
-        if unknown := set(given) - set(known):
-            parser.error(f"{flag} is {', '.join(sorted(unknown))}; choose of {', '.join(known)}")
-    if args.child is not None:
-        return child(args.child, CASES[cases[0]], args.work)
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for name in cases:
-        built = in_a_process("build", name, args)
-        if "failed" in built:
-            print(f"{name}: cannot build the model: {built['failed']}", flush=True)
-            runs[name] = {"build": [built]}
-            continue
-        runs[name] = {peer: [] for peer in peers}
-        for _ in range(args.rounds):
-            for peer in peers:
-                run = in_a_process(peer, name, args)
-                print(f"{name} {peer}: {run.get('failed') or line_of(run)}", flush=True)
-                runs[name][peer].append(run)
-        print(table(name, runs[name]), flush=True)
-    if args.json:
-        report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name()}
-        report |= {"versions": versions(), "lengths": LENGTHS, "runs": runs}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    every = [run for by_peer in runs.values() for of_one in by_peer.values() for run in of_one]
-    return int(any("failed" in run for run in every))
-
-
-def in_a_process(what: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run, or `failed` and why."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
-    command = [sys.executable, __file__, "--child", what, "--case", case, "--work", str(args.work.resolve())]
-    try:
-        done = subprocess.run(
-            command,
-            env=os.environ | quiet | {"PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            timeout=args.timeout,
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"more than {args.timeout} s"}
-    told = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
-    if done.returncode or not told:
-        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
-        return {"failed": f"exit code {done.returncode}: {said[-1][:300]}", "said": "\n".join(said)[-4000:]}
-    return json.loads(told[-1].removeprefix(_RESULT))
+    parser = parser_of(__doc__, CASES, "dpo-0.5b,dpo-8b", PEERS)
+    return run_peers(__file__, parser, CASES, PEERS, child, line_of, lengths=LENGTHS)
 
 
 def line_of(run: dict[str, Any]) -> str:
@@ -139,34 +74,12 @@ def line_of(run: dict[str, Any]) -> str:
     )
 
 
-def table(case: str, by_peer: dict[str, list[dict[str, Any]]]) -> str:
-    """Medians over the rounds, and ratios of the first peer by each."""
-    names = ("ms", "tokens_s", "peak_GiB")
-    medians = {
-        peer: {name: statistics.median(run[name] for run in finished) for name in names}
-        for peer, of_one in by_peer.items()
-        if (finished := [run for run in of_one if "failed" not in run])
-    }
-    first = medians.get(next(iter(by_peer)))
-    lines = [f"\n{case:<12}{'ms':>10}{'tokens/s':>12}{'GiB':>8}{'speed x':>10}{'memory x':>10}"]
-    for peer, one in medians.items():
-        line = f"  {peer:<10}{one['ms']:>10.1f}{one['tokens_s']:>12,.0f}{one['peak_GiB']:>8.2f}"
-        if first is not None:
-            memory = first["peak_GiB"] / one["peak_GiB"] if one["peak_GiB"] else float("nan")
-            line += f"{first['tokens_s'] / one['tokens_s']:>10.2f}{memory:>10.2f}"
-        lines.append(line)
-    return "\n".join(lines) + "\n"
-
-
 # In a process of its own
 
 
-def child(what: str, case: Case, work: Path) -> int:
-    sys.path.remove(str(Path(__file__).resolve().parent))  # transformers would import kernels.py from here
-    folder = build(case.shape, work)
-    result = {} if what == "build" else train(what, case, folder, work)
-    print(_RESULT + json.dumps(result), flush=True)
-    return 0
+def child(what: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    folder = build(CASES[name].shape, args.work)
+    return {} if what == "build" else train(what, CASES[name], folder, args.work)
 
 
 def preferences(case: Case) -> list[dict[str, str]]:

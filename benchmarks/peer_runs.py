@@ -1,0 +1,131 @@
+"""Rounds of training runs, each peer in a process of its own, and the table of their medians.
+
+A benchmark calls `run_peers` from its `main`. Its own file is started again for every run, with `--child` and
+the name of the peer, or "build" to build the model once. What a run found is a JSON object on a marked line.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shapes import device_name, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+_RESULT = "RESULT "
+_QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+
+Runs = dict[str, dict[str, list[dict[str, Any]]]]
+
+
+def parser_of(
+    doc: str | None, cases: Mapping[str, Any], default: str, peers: tuple[str, ...]
+) -> argparse.ArgumentParser:
+    """The flags that every such benchmark has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--case", default=default, help=f"of {', '.join(cases)} (default: {default})")
+    add("--peers", default=",".join(peers), help=f"of {', '.join(peers)}; ratios are of the first by each")
+    add("--rounds", type=int, default=2, help="runs of every peer (default: 2)")
+    add("--timeout", type=int, default=400, help="seconds of one run (default: 400)")
+    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "unsloth-pack-benchmarks")
+    add("--json", type=Path, help="also write every number here")
+    add("--child", choices=("build", *peers), help=argparse.SUPPRESS)
+    return parser
+
+
+def run_peers(
+    file: str,
+    parser: argparse.ArgumentParser,
+    cases: Mapping[str, Any],
+    peers: tuple[str, ...],
+    child: Callable[[str, str, argparse.Namespace], dict[str, Any]],
+    line_of: Callable[[dict[str, Any]], str],
+    **published: Any,
+) -> int:
+    """The exit code: 1 if a run failed.
+
+    Args:
+        file: of the benchmark.
+        child: the figures of one run, of "build" or a peer, for a case by its name. They hold `ms`,
+            `tokens_s` and `peak_GiB`.
+        line_of: what is printed of them.
+        published: what else stands in the file of results.
+    """
+    args = parser.parse_args()
+    chosen, asked = args.case.split(","), args.peers.split(",")
+    for given, known, flag in ((chosen, cases, "--case"), (asked, peers, "--peers")):
+        if unknown := set(given) - set(known):
+            parser.error(f"{flag} is {', '.join(sorted(unknown))}; choose of {', '.join(known)}")
+    if args.child is not None:
+        sys.path.remove(str(Path(file).resolve().parent))  # transformers would import kernels.py from here
+        print(_RESULT + json.dumps(child(args.child, chosen[0], args)), flush=True)
+        return 0
+    runs: Runs = {}
+    for name in chosen:
+        built = in_a_process(file, "build", name, args)
+        if "failed" in built:
+            print(f"{name}: cannot build the model: {built['failed']}", flush=True)
+            runs[name] = {"build": [built]}
+            continue
+        runs[name] = {peer: [] for peer in asked}
+        for _ in range(args.rounds):
+            for peer in asked:
+                run = in_a_process(file, peer, name, args)
+                print(f"{name} {peer}: {run.get('failed') or line_of(run)}", flush=True)
+                runs[name][peer].append(run)
+        print(table(name, runs[name]), flush=True)
+    if args.json:
+        report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name()}
+        report |= {"versions": versions(), **published, "runs": runs}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    every = [run for by_peer in runs.values() for of_one in by_peer.values() for run in of_one]
+    return int(any("failed" in run for run in every))
+
+
+def in_a_process(file: str, what: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run, or `failed` and why."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, file, *sys.argv[1:], "--child", what, "--case", case]
+    try:
+        done = subprocess.run(
+            [*command, "--work", str(args.work.resolve())],
+            env=os.environ | _QUIET | {"PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            timeout=args.timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"more than {args.timeout} s"}
+    told = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    if done.returncode or not told:
+        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
+        return {"failed": f"exit code {done.returncode}: {said[-1][:300]}", "said": "\n".join(said)[-4000:]}
+    return json.loads(told[-1].removeprefix(_RESULT))
+
+
+def table(case: str, by_peer: dict[str, list[dict[str, Any]]]) -> str:
+    """Medians over the rounds, and ratios of the first peer by each."""
+    names = ("ms", "tokens_s", "peak_GiB")
+    medians = {
+        peer: {name: statistics.median(run[name] for run in finished) for name in names}
+        for peer, of_one in by_peer.items()
+        if (finished := [run for run in of_one if "failed" not in run])
+    }
+    first = medians.get(next(iter(by_peer)))
+    lines = [f"\n{case:<16}{'ms':>10}{'tokens/s':>12}{'GiB':>8}{'speed x':>10}{'memory x':>10}"]
+    for peer, one in medians.items():
+        line = f"  {peer:<14}{one['ms']:>10.1f}{one['tokens_s']:>12,.0f}{one['peak_GiB']:>8.2f}"
+        if first is not None:
+            memory = first["peak_GiB"] / one["peak_GiB"] if one["peak_GiB"] else float("nan")
+            line += f"{first['tokens_s'] / one['tokens_s']:>10.2f}{memory:>10.2f}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
