@@ -301,6 +301,20 @@ def test_routers_get_their_auxiliary_loss():
         assert error(out.loss.detach().double(), plain.loss.detach().double()) < 1e-6
 
 
+def test_where_the_aligner_alone_trains_a_row_of_text_has_a_gradient_of_zero():
+    model, (doc,) = made("qwen3_vl", torch.float32, "aligner"), documents([[7]])
+    patch_model(model)
+    given = {"input_ids": doc.ids[None].to(DEVICE), "labels": doc.ids[None].to(DEVICE)}
+    given["packed_seq_lengths"] = [7]
+    model(**given).loss.backward()
+    of_aligner = {name: p for name, p in model.named_parameters() if any(f".{a}." in name for a in ALIGNER)}
+    assert all(weight.grad is None for weight in of_aligner.values())  # the language model has some
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name in of_aligner)
+    model(**given).loss.backward()
+    assert not any(weight.grad.any() for weight in of_aligner.values())
+
+
 # What is refused
 
 

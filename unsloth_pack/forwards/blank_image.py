@@ -1,4 +1,4 @@
-"""An image for a process whose row has none, while others have some."""
+"""An image for a row without any, where something waits for the gradients of what sees images."""
 
 from typing import Any
 
@@ -10,15 +10,21 @@ from unsloth_pack.models.vision_spec import VisionSpec
 from unsloth_pack.modules.sharding import is_gathered_as_group, is_gathered_by_module
 
 
-def needs_blank_image(base: Any, spec: VisionSpec) -> bool:
-    """Whether other processes may wait for this one in the tower and the aligner of a base model.
+def needs_blank_image(model: Any, spec: VisionSpec) -> bool:
+    """Whether a row of text alone has to go through the tower and the aligner of a model as well.
 
-    They do for the gradients of what trains there, and for the parts of weights that are sharded.
+    Other processes wait for the gradients of what trains there, and for the parts of weights that are
+    sharded. And where nothing else trains, the loss would have no gradient.
     """
-    if not torch.is_grad_enabled() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if not torch.is_grad_enabled():
         return False
-    parts = [base.get_submodule(path) for path in (spec.tower, *spec.aligner)]
-    return any(map(_is_waited_for, parts))
+    parts = [model.base_model.get_submodule(path) for path in (spec.tower, *spec.aligner)]
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        return any(map(_is_waited_for, parts))
+    trained_here = {weight for part in parts for weight in part.parameters() if weight.requires_grad}
+    return bool(trained_here) and all(
+        weight in trained_here for weight in model.parameters() if weight.requires_grad
+    )
 
 
 def _is_waited_for(part: nn.Module) -> bool:

@@ -41,7 +41,7 @@ class FastVisionLM(FastCausalLM):
         call.images = take_images(self.vision_spec, call.rest)
         if call.images is not None and call.packed_row.visual is None:
             call.describe(self._described(call, call.images))
-        elif call.images is None and needs_blank_image(self.base_model, self.vision_spec):
+        elif call.images is None and needs_blank_image(self, self.vision_spec):
             call.images = blank_image(self.vision_spec, self.config)
             call.describe(replace(call.packed_row, visual=np.empty(0, np.int64), _built={}))
 
