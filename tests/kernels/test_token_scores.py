@@ -105,9 +105,7 @@ def check(*draws, slack=1.25, **options):
 @pytest.mark.parametrize("trains_head", [False, True], ids=["frozen head", "trained head"])
 def test_no_less_exact_than_logits_of_all_rows(dtype, options, trains_head, path, small_chunks):
     for upstream in (("log_prob",), ("entropy",), ("log_prob", "entropy")):
-        draws = [
-            make(2, 17, 32, V=517, dtype=dtype, bias=True, trains_head=trains_head) for _ in range(LUCK)
-        ]
+        draws = [make(2, 17, 32, V=517, dtype=dtype, bias=True, trains_head=trains_head) for _ in range(LUCK)]
         check(*draws, upstream=upstream, **options)
 
 

@@ -180,12 +180,15 @@ def processor_of(
 ) -> VisionProcessor:
     """The processor of a model from its parts.
 
-    A chat template that lies beside the processor becomes that of the tokenizer, where it has none.
+    A chat template that lies beside the tokenizer as the processor's becomes the tokenizer's, whose own may be
+    that of a model of text.
     """
     files = {name: value for name, value in hub.items() if name != "trust_remote_code"}
     of_videos = get_video_processor_config(source, **files)
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = _saved_template(source, files)
+    template = _saved_template(tokenizer.name_or_path or source, files)
+    if template is None and tokenizer.chat_template is None:
+        template = _saved_template(source, files)
+    tokenizer.chat_template = template or tokenizer.chat_template
     return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, tokens, of_videos, config)
 
 

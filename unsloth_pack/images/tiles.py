@@ -219,13 +219,9 @@ class AnyresMaker(TileMaker):
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
         import torch
 
-        most = max(len(image.values) for image in images)
-        pixels = [
-            torch.nn.functional.pad(self._pixels(image), (*[0] * 7, most - len(image.values)))
-            for image in images
-        ]
+        # The tiles of all images one after another: the model also takes one row an image, with padding
         return {
-            "pixel_values": torch.stack(pixels),
+            "pixel_values": torch.cat([self._pixels(image) for image in images]),
             "image_sizes": torch.tensor([image.size for image in images]),
             "batch_num_images": torch.tensor([n for n in by_document if n]),
         }

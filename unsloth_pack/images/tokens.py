@@ -214,8 +214,9 @@ class ImageTokenIds:
         """The ids of a text that stands between two placeholders."""
         if mark not in self._of_mark:
             around = self._tokens.placeholder
-            ids = self._tokenizer(f"{around}{mark}{around}", add_special_tokens=False)["input_ids"]
-            self._of_mark[mark] = np.array(ids[1:-1] if mark else [], np.int32)
+            encoded = self._tokenizer(f"{around}{mark}{around}", add_special_tokens=False)["input_ids"]
+            first, last = (place for place, one in enumerate(encoded) if one == self.placeholder)
+            self._of_mark[mark] = np.array(encoded[first + 1 : last], np.int32)
         return self._of_mark[mark]
 
     def expanded(
