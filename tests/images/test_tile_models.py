@@ -57,7 +57,7 @@ def test_a_model_comes_with_its_processor_and_is_saved_with_it(name, folders, tm
     assert image_processor.to_dict() == processor.image_processor.to_dict()
     assert tokenizer.chat_template == FAMILIES[name].template
     again, loaded = load(str(tmp_path / "merged"))
-    batch = VisionDataCollator(again, loaded)([ROWS[2]])
+    batch = VisionDataCollator(plain, loaded)([ROWS[2]])
     del batch["labels"], batch["packed_seq_lengths"]
     torch.testing.assert_close(again(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-5)
 

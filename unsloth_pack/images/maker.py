@@ -31,6 +31,7 @@ class ImageMaker(ABC, Generic[Made]):
     Attributes:
         needed: what an image processor of the family has.
         own_limit: what limits the size of an image, where `max_pixels` does not; for errors.
+        described: the arguments of a call, beside pixels, that say which images they are.
         shrinks: whether an image can be made of fewer tokens.
 
     Raises:
@@ -39,6 +40,7 @@ class ImageMaker(ABC, Generic[Made]):
 
     needed: ClassVar[tuple[str, ...]]
     own_limit: ClassVar[str] = ""
+    described: ClassVar[tuple[str, ...]] = ()
     shrinks: ClassVar[bool] = True
 
     def __init__(self, image_processor: Any, config: Any = None):

@@ -32,6 +32,7 @@ class PatchMaker(ImageMaker[Patches]):
     """Cuts images into patches as a processor of the Qwen-VL family does, which does the resizing itself."""
 
     needed = ("patch_size", "merge_size", "temporal_patch_size", "get_number_of_image_patches")
+    described = ("image_grid_thw",)
 
     @property
     def merge_size(self) -> int:

@@ -180,8 +180,8 @@ def processor_of(
 ) -> VisionProcessor:
     """The processor of a model from its parts.
 
-    A chat template that lies beside the tokenizer as the processor's becomes the tokenizer's, whose own may be
-    that of a model of text.
+    A chat template that lies beside the tokenizer as the processor's becomes that of the tokenizer, whose own
+    may be that of a model of text.
     """
     files = {name: value for name, value in hub.items() if name != "trust_remote_code"}
     of_videos = get_video_processor_config(source, **files)

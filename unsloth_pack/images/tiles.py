@@ -193,6 +193,7 @@ class AnyresMaker(TileMaker):
 
     needed = ("image_grid_pinpoints",)
     own_limit = "image_grid_pinpoints, which the model's configuration must have too"
+    described = ("image_sizes", "batch_num_images")
     shrinks = False
 
     @property
@@ -269,6 +270,7 @@ class SizesMaker(TileMaker):
     """Mistral 3: an image keeps its shape, and stands line by line."""
 
     needed = ("patch_size", "size", "do_resize")
+    described = ("image_sizes",)
     own_limit = "size={'longest_edge': pixels}"
 
     @property

@@ -1,16 +1,20 @@
 """`VisionDataCollator`: a batch of conversations with images as one packed row."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from unsloth_pack.chat_templates.answer_labels import AnswerLabels
 from unsloth_pack.chat_templates.by_name import parts_of
 from unsloth_pack.data.encoding import IGNORE_INDEX, marks_answers
 from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.image_arguments import PIXELS
+from unsloth_pack.forwards.vision_lm import FastVisionLM
 from unsloth_pack.images.documents import (
     Overlong,
     PlacedImage,
@@ -22,6 +26,7 @@ from unsloth_pack.images.documents import (
 from unsloth_pack.images.families import image_maker
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.tokens import image_tokens_of
+from unsloth_pack.row.from_call import with_axes
 from unsloth_pack.row.images import RowImages
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -55,9 +60,11 @@ class VisionDataCollator:
       rows are positions in time, height and width.
     - `packed_seq_lengths`: the length of every document, a list on the host.
     - `pixel_values` float32 and what describes them, if there is an image; see `docs/vision.md`.
+    - `packed_row` for a patched model: the whole description, so that nothing of it is read back from a GPU.
+      What describes images is then lists. Make a new collator after `undo()`.
 
     Args:
-        model: that the batches are for; only its configuration is read.
+        model: that the batches are for, patched already if it is to be; its configuration is read.
         processor: with `tokenizer` and `image_processor`, as `FastVisionModel.from_pretrained` returns it.
         max_seq_length: tokens of the longest document, images expanded; None for no limit.
         formatting_func: makes the row to be trained of each example.
@@ -100,7 +107,7 @@ class VisionDataCollator:
         relabel = None
         if train_on_responses_only:
             relabel = _answers(tokenizer, instruction_part, response_part)
-        self._format = formatting_func
+        self._format, self._is_patched = formatting_func, _is_patched(model)
         self._encode = VisionEncoder(
             tokenizer,
             tokens,
@@ -168,28 +175,43 @@ class VisionDataCollator:
         labels = np.concatenate([document.labels for document, _ in documents])
         labels[row.starts] = IGNORE_INDEX
         images = [image for _, of_document in documents for image in of_document]
+        axes = self._axes(row, ids, images)
+        positions = row.positions[None] if axes is None else np.stack([row.positions, *axes])[:, None]
         batch: dict[str, Any] = {
             "input_ids": _row(ids),
             "labels": _row(labels),
-            "position_ids": self._positions(row, ids, images),
+            "position_ids": torch.from_numpy(positions),
             "packed_seq_lengths": list(lengths),
         }
         if images:
             by_document = [len(of_document) for _, of_document in documents]
             batch |= self._make_patches.arguments(images, by_document)
-        return batch
+        return self._left_on_host(batch, row, axes) if self._is_patched else batch
 
-    def _positions(self, row: PackedRow, ids: np.ndarray, images: list[Any]) -> torch.Tensor:
-        """`[1, T]`, or `[4, 1, T]` where images have positions on three axes."""
+    def _axes(self, row: PackedRow, ids: np.ndarray, images: list[Any]) -> np.ndarray | None:
+        """`[3, T]`, where images have positions on three axes."""
         grids = self._make_patches.grids(images)
         if grids is None:
-            return _row(row.positions)
+            return None
         is_placeholder = ids == self._image_ids.placeholder
-        axes = RowImages.of(is_placeholder, grids.prod(axis=1), row).axes(row, grids)
-        return torch.from_numpy(np.stack([row.positions, *axes]))[:, None]
+        return RowImages.of(is_placeholder, grids.prod(axis=1), row).axes(row, grids)
+
+    def _left_on_host(self, batch: dict[str, Any], row: PackedRow, axes: np.ndarray | None) -> dict[str, Any]:
+        """The batch with all that describes it as objects, which a trainer sends to no device."""
+        pixels = batch.get(PIXELS)
+        if pixels is not None:
+            is_placeholder = batch["input_ids"][0].numpy() == self._image_ids.placeholder
+            row = replace(row, visual=np.flatnonzero(is_placeholder), _built={})
+        batch["packed_row"] = row if axes is None else with_axes(row, axes)
+        described = self._make_patches.described
+        return batch | {name: batch[name].tolist() for name in described if name in batch}
 
 
 UnslothVisionDataCollator = VisionDataCollator  # as Unsloth's notebooks call it
+
+
+def _is_patched(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())
 
 
 def _row(values: np.ndarray) -> torch.Tensor:
