@@ -22,7 +22,7 @@ IGNORE_INDEX = -100  # the label of a token without loss, as in torch's cross en
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GENERATION_END = re.compile(r"\{%-?\s*endgeneration\s*-?%\}")
 # A template is a program, so any of these may come from it; jinja2's own are added where it is imported
-_REFUSALS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+TEMPLATE_REFUSALS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 Columns = Mapping[str, list[Any]]
 Ids = list[list[int]]
@@ -224,7 +224,7 @@ class Encoder:
                     tools=given,
                     **json.loads(kwargs),
                 )
-            except (TemplateError, *_REFUSALS):
+            except (TemplateError, *TEMPLATE_REFUSALS):
                 return None  # of the row with its tools, the template has just made ids
 
         for member in members:
@@ -252,7 +252,7 @@ class Encoder:
                 **options,
             )
 
-        refusals = (TemplateError, *_REFUSALS)
+        refusals = (TemplateError, *TEMPLATE_REFUSALS)
         try:
             return apply(conversations)
         except refusals:

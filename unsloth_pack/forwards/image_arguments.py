@@ -88,7 +88,11 @@ def take_images(spec: VisionSpec, rest: dict[str, Any]) -> Images | None:
 
 
 def seen(base: Any, spec: VisionSpec, images: Images) -> Features:
-    """The features of images, through the tower and the aligner of a model's base model."""
+    """The features of images, through the tower and the aligner of a model's base model.
+
+    Raises:
+        InputError: pixels in tiles are those of other images than the sizes.
+    """
     tower = base.get_submodule(spec.tower)
     device = next(tower.parameters()).device
     pixels = images.pixels.to(device, tower.dtype)
@@ -99,7 +103,15 @@ def seen(base: Any, spec: VisionSpec, images: Images) -> Features:
             out = tower(pixels, grid_thw=torch.from_numpy(grids), return_dict=True)
         by_layer = [] if spec.deepstack is None else out.deepstack_features
         return Features(out.pooler_output, grids.prod(axis=1) // merge**2, by_layer)
-    out = base.get_image_features(pixels, **images.described, return_dict=True)
+    try:
+        out = base.get_image_features(pixels, **images.described, return_dict=True)
+    except RuntimeError as error:
+        if "split_sizes" not in str(error):
+            raise
+        raise InputError(
+            f"{PIXELS} holds {len(pixels)} tiles, images of the given sizes have others; give those of the "
+            "same images, whole"
+        ) from error
     parts = out.pooler_output
     if spec.alike:  # one tensor for all of them, or for those of a row
         of_tokens = torch.cat([part.flatten(0, -2) for part in parts])

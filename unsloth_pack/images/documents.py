@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,11 +13,12 @@ from unsloth_pack.data.encoding import IGNORE_INDEX, Encoder
 from unsloth_pack.data.fields import ROLES
 from unsloth_pack.data.refusals import fail
 from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.images.pixels import PatchMaker
+from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.reading import size_of
 from unsloth_pack.images.rows import ImageRow, image_row, with_parts
 from unsloth_pack.images.sources import ImageSource, UnreadableImage
-from unsloth_pack.images.tokens import ImageTokenIds, ImageTokens
+from unsloth_pack.images.templates import takes_texts
+from unsloth_pack.images.tokens import Cut, ImageTokenIds, ImageTokens
 
 Overlong = Literal["error", "truncate", "drop", "shrink"]
 _NO_LIMIT = 2**31 - 1
@@ -32,13 +33,17 @@ class PlacedImage:
     """An image of a document.
 
     Args:
-        tokens: that it takes, without its markers.
+        tokens: that stand in the place of its placeholder.
         most_pixels: to which it is shrunk; None for the processor's own limit.
+        cut: which of these the tower makes.
+        of_document: how many images its document has.
     """
 
     source: ImageSource
     tokens: int
     most_pixels: int | None = None
+    cut: Cut = field(default_factory=Cut)
+    of_document: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +52,7 @@ class VisionDocument:
 
     Args:
         index: of its row.
-        ids, labels: `[n]` int32, each image as many placeholders as it has tokens.
+        ids, labels: `[n]` int32, each image as many placeholders as it has tokens, with marks among them.
         images: in their order; none is decoded yet.
     """
 
@@ -90,7 +95,7 @@ class VisionEncoder:
 
     Args:
         tokenizer: with a chat template that writes one placeholder for an image.
-        make_patches: knows how many tokens an image takes.
+        make_patches: knows how many tokens an image takes; see `image_maker`.
         max_length: tokens of the longest document, images expanded; None for no limit.
         overlong: of a longer one: "error" refuses it, "truncate" cuts it behind its last image and refuses
             it where that is not enough, "drop" leaves it out, and "shrink" makes its images smaller.
@@ -107,7 +112,7 @@ class VisionEncoder:
         self,
         tokenizer: Any,
         tokens: ImageTokens,
-        make_patches: PatchMaker,
+        make_patches: ImageMaker[Any],
         *,
         max_length: int | None = None,
         overlong: Overlong = "error",
@@ -119,6 +124,11 @@ class VisionEncoder:
     ):
         if overlong not in get_args(Overlong):
             raise InputError(f"overlong is {overlong!r}; choose one of {', '.join(get_args(Overlong))}")
+        if overlong == "shrink" and not make_patches.shrinks:
+            raise InputError(
+                "overlong is 'shrink', and the model's processor has no size to shrink images by; choose one "
+                "of error, truncate, drop"
+            )
         if max_length is not None:
             require_whole("max_seq_length", max_length, 1)
         if image_folder is not None and not Path(image_folder).is_dir():
@@ -134,6 +144,7 @@ class VisionEncoder:
         if relabel is not None:
             self._learned = {"assistant": True}
         self._tokenizer, self._responses_only = tokenizer, responses_only
+        self._takes_texts = takes_texts(tokenizer)
         self._encoders: dict[tuple[str, ...], Encoder] = {}
 
     def __call__(self, rows: Sequence[Any]) -> list[VisionDocument]:
@@ -148,7 +159,7 @@ class VisionEncoder:
     def _document(self, index: int, row: Any) -> VisionDocument | None:
         try:
             found = image_row(index, row, self._folder, self._learned, self._tokens.texts)
-            images = [self._placed(source) for source in found.images]
+            images = [self._placed(source, len(found.images)) for source in found.images]
         except UnreadableImage:
             if not self._skip_broken:
                 raise
@@ -175,12 +186,15 @@ class VisionEncoder:
         self.counts.images += times * len(document.images)
         self.counts.vision_tokens += times * sum(image.tokens for image in document.images)
 
-    def _placed(self, source: ImageSource) -> PlacedImage:
-        return PlacedImage(source, self._make_patches.tokens(source, size_of(source)))
+    def _placed(
+        self, source: ImageSource, of_document: int, most: int | None = None, size: Any = None
+    ) -> PlacedImage:
+        cut = self._make_patches.cut(source, size or size_of(source), most, of_document)
+        return PlacedImage(source, self.token_ids.n_written(cut), most, cut, of_document)
 
     def _encoded(self, row: ImageRow) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels, one placeholder an image."""
-        turns, n_prompt = with_parts(row.turns), len(row.prompt)
+        turns, n_prompt = with_parts(row.turns, everywhere=not self._takes_texts), len(row.prompt)
         columns = {"prompt": turns[:n_prompt], "completion": turns[n_prompt:]}
         columns = columns if n_prompt else {"messages": turns}
         batch = {name: [value] for name, value in (columns | row.beside).items()}
@@ -206,13 +220,13 @@ class VisionEncoder:
     def _check(self, row: ImageRow, ids: np.ndarray) -> None:
         """Refuse ids in which the chat template wrote the images otherwise than the row has them."""
         wanted = len(row.images)
-        *found, reserved = self.token_ids.counts(ids)
-        if found != [wanted] * 3 or reserved:
-            problem = f"{wanted} images, and the chat template writes {found[0]} placeholders"
-            if found[0] == wanted:
-                problem = f"{wanted} images, and {found[1]} starts and {found[2]} ends of images"
-            if reserved:
-                problem = f"{reserved} tokens that stand for a video"
+        placeholders, around, reserved = self.token_ids.counts(ids)
+        if {placeholders, *around} != {wanted} or reserved:
+            problem = f"{wanted} images, and the chat template writes {placeholders} placeholders"
+            if placeholders == wanted:
+                problem = f"{wanted} images, and {around[0]} starts and {around[-1]} ends of images"
+            if {placeholders, *around} == {wanted}:
+                problem = f"{reserved} tokens that stand for a video or within an image"
             remedy = "use the model's own chat template, and no tokens of images in texts or tools"
             fail(row.index, row.column, problem, [turn.get("content") for turn in row.turns], remedy)
 
@@ -231,8 +245,8 @@ class VisionEncoder:
             if self._overlong == "shrink":
                 images = self._shrunk(row, images, limit - text, length)
                 self.counts.shrunk += 1
-        ids, places = self.token_ids.expanded(ids, [image.tokens for image in images])
-        is_vision = self.token_ids.carry_no_loss(ids)
+        written = [self.token_ids.written(image.cut) for image in images]
+        ids, places, is_vision = self.token_ids.expanded(ids, written)
         labels = np.where(is_vision, np.int32(IGNORE_INDEX), labels[places])
         if len(ids) > limit:
             if is_vision[limit:].any():
@@ -245,17 +259,18 @@ class VisionEncoder:
     def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
         """The images with as many pixels as let all of them fit into `room` tokens."""
         sizes = [size_of(image.source) for image in images]
+        make = self._make_patches
 
         def limited(most_tokens: int) -> list[PlacedImage]:
-            most = min(self._make_patches.pixels_of_tokens(most_tokens), self._make_patches.most_pixels)
-            pairs = zip(images, sizes, strict=True)
-            tokens = [self._make_patches.tokens(image.source, size, most) for image, size in pairs]
-            return [
-                replace(image, tokens=n, most_pixels=most) if n < image.tokens else image
-                for image, n in zip(images, tokens, strict=True)
+            most = min(make.pixels_of_tokens(most_tokens), make.most_pixels)
+            smaller = [
+                self._placed(image.source, image.of_document, most, size)
+                for image, size in zip(images, sizes, strict=True)
             ]
+            pairs = zip(images, smaller, strict=True)
+            return [small if small.tokens < image.tokens else image for image, small in pairs]
 
-        low, high = 0, max((image.tokens for image in images), default=0)
+        low, high = 0, -(-make.most_pixels // make.pixels_of_tokens(1)) if images else 0
         while low < high:  # the most tokens an image may have
             middle = (low + high + 1) // 2
             if sum(image.tokens for image in limited(middle)) <= room:

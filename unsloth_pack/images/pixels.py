@@ -1,20 +1,18 @@
-"""The patches of an image as bytes, cut once on the host, and as the numbers that a tower takes."""
+"""The patches of an image as bytes, cut once on the host, and as the numbers that a tower takes: Qwen-VL."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.data.refusals import fail
-from unsloth_pack.images.reading import pixels_of
-from unsloth_pack.images.sources import ImageSource
+from unsloth_pack.images.maker import RGB, ImageMaker
+from unsloth_pack.images.tokens import Cut
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_RGB = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +28,11 @@ class Patches:
     grid: tuple[int, int, int]
 
 
-class PatchMaker:
-    """Cuts images into patches as a processor of the Qwen-VL family does, which does the resizing itself.
+class PatchMaker(ImageMaker[Patches]):
+    """Cuts images into patches as a processor of the Qwen-VL family does, which does the resizing itself."""
 
-    Args:
-        image_processor: of transformers, with the sizes of patches and of images.
-    """
-
-    def __init__(self, image_processor: Any):
-        self._processor = image_processor
-        self._merged = image_processor.merge_size**2
-        self._factor = image_processor.patch_size * image_processor.merge_size
+    needed = ("patch_size", "merge_size", "temporal_patch_size", "get_number_of_image_patches")
+    described = ("image_grid_thw",)
 
     @property
     def merge_size(self) -> int:
@@ -49,46 +41,13 @@ class PatchMaker:
 
     @property
     def most_pixels(self) -> int:
-        """Pixels above which an image is made smaller."""
         return self._processor.size["longest_edge"]
 
     def pixels_of_tokens(self, tokens: int) -> int:
-        """Pixels of an image of so many tokens."""
-        return tokens * self._factor**2
+        return tokens * (self._processor.patch_size * self.merge_size) ** 2
 
-    def tokens(self, source: ImageSource, size: tuple[int, int], most_pixels: int | None = None) -> int:
-        """How many tokens an image of this height and width takes.
-
-        Args:
-            most_pixels: a limit below that of the processor.
-
-        Raises:
-            InputError: the processor refuses such an image, as it does one that is far wider than high.
-        """
-        limits = {} if most_pixels is None else self._limits(most_pixels)
-        options = {"min_pixels": limits["shortest_edge"], "max_pixels": most_pixels} if limits else {}
-        try:
-            patches = self._processor.get_number_of_image_patches(*size, options)
-        except ValueError as error:
-            shown = f"{size[0]} by {size[1]} pixels"
-            problem = f"an image that the processor refuses ({error})"
-            fail(source.index, source.column, problem, shown, "cut it, or remove the row")
-        return patches // self._merged
-
-    def __call__(self, source: ImageSource, most_pixels: int | None = None) -> Patches:
-        """Read, resize and cut an image.
-
-        Raises:
-            InputError: the image cannot be read.
-        """
-        options = {} if most_pixels is None else {"size": self._limits(most_pixels)}
-        # The values stay those of pixels, so they are whole numbers
-        made = self._processor(
-            [pixels_of(source)], do_rescale=False, do_normalize=False, return_tensors="np", **options
-        )
-        frames = made["pixel_values"].reshape(len(made["pixel_values"]), _RGB, self._frames, -1)
-        grid = tuple(int(n) for n in made["image_grid_thw"][0])
-        return Patches(frames[:, :, 0].astype(np.uint8).reshape(len(frames), -1), grid)  # type: ignore[arg-type]
+    def saved(self) -> dict[str, Any]:
+        return {}
 
     def normalised(self, values: Tensor) -> Tensor:
         """`[patches, 3 * frames * patch * patch]` float32, on the device of the patches.
@@ -96,20 +55,48 @@ class PatchMaker:
         Args:
             values: `[patches, 3 * patch * patch]` uint8.
         """
-        import torch
-
-        scale, shift = (torch.from_numpy(each).to(values.device)[:, None, None] for each in self._affine())
-        pixels = torch.addcmul(shift, values.reshape(len(values), _RGB, 1, -1).float(), scale)
+        pixels = self._scaled(values.reshape(len(values), RGB, 1, -1))
         return pixels.expand(-1, -1, self._frames, -1).reshape(len(values), -1)
 
-    def _affine(self) -> tuple[np.ndarray, np.ndarray]:
-        """`[3]` float32 each: by what the byte of a channel is multiplied, and what is added then."""
-        processor = self._processor
-        factor = processor.rescale_factor if processor.do_rescale else 1.0
-        mean, std = np.zeros(_RGB), np.ones(_RGB)
-        if processor.do_normalize:
-            mean, std = np.array(processor.image_mean), np.array(processor.image_std)
-        return (factor / std).astype(np.float32), (-mean / std).astype(np.float32)
+    def cut_made(self, made: Any, place: int) -> Cut:
+        return Cut(whole=int(made["image_grid_thw"][place].prod()) // self.merge_size**2)
+
+    def cut_of(self, image: Patches) -> Cut:
+        return Cut(whole=len(image.values) // self.merge_size**2)
+
+    def grids(self, images: Sequence[Patches]) -> np.ndarray:
+        of_patches = np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3)
+        return of_patches // [1, self.merge_size, self.merge_size]
+
+    def arguments(self, images: Sequence[Patches], by_document: Sequence[int]) -> dict[str, Any]:
+        import torch
+
+        values = torch.from_numpy(np.concatenate([image.values for image in images]))
+        grids = torch.tensor([image.grid for image in images])
+        return {"pixel_values": self.normalised(values), "image_grid_thw": grids}
+
+    def _sizes(self) -> list[tuple[str, Any, str, Any]]:
+        names = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
+        names["temporal_patch_size"] = "temporal_patch_size"
+        processor, vision = self._processor, self._config.vision_config
+        return [
+            (ours, getattr(processor, ours), theirs, getattr(vision, theirs))
+            for ours, theirs in names.items()
+        ]
+
+    def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
+        limits = {} if most_pixels is None else self._limits(most_pixels)
+        options = {"min_pixels": limits["shortest_edge"], "max_pixels": most_pixels} if limits else {}
+        patches = self._processor.get_number_of_image_patches(height, width, options)
+        return Cut(whole=patches // self.merge_size**2)
+
+    def _options(self, most_pixels: int | None) -> dict[str, Any]:
+        return {} if most_pixels is None else {"size": self._limits(most_pixels)}
+
+    def _taken(self, made: Any, of_document: int) -> Patches:
+        frames = made["pixel_values"].reshape(len(made["pixel_values"]), RGB, self._frames, -1)
+        time, height, width = (int(n) for n in made["image_grid_thw"][0])
+        return Patches(frames[:, :, 0].astype(np.uint8).reshape(len(frames), -1), (time, height, width))
 
     @property
     def _frames(self) -> int:

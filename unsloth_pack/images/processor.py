@@ -6,18 +6,22 @@ transformers' own processors of the Qwen-VL family also hold a video processor, 
 from __future__ import annotations
 
 import json
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.image_utils import make_nested_list_of_images
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 
 from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.files.loading import load_with
+from unsloth_pack.images.families import image_maker, maker_of
+from unsloth_pack.images.maker import ImageMaker
+from unsloth_pack.images.pixels import PatchMaker
 from unsloth_pack.images.reading import require_pillow
 from unsloth_pack.images.tokens import ImageTokens
 
-_NEEDED = ("patch_size", "merge_size", "temporal_patch_size", "get_number_of_image_patches")
 _SAVED = ("processor_config.json", "tokenizer_config.json")
 
 
@@ -40,18 +44,52 @@ class VisionProcessor(ProcessorMixin):
         chat_template: str | None = None,
         tokens: ImageTokens | None = None,
         of_videos: dict[str, Any] | None = None,
+        config: Any = None,
     ):
-        """Args: tokens: the family's; of_videos: the configuration of its video processor, to be saved."""
+        """
+        Args:
+            tokens: the family's.
+            of_videos: the configuration of its video processor, to be saved.
+            config: of the model, which all families but Qwen-VL need.
+        """
+        self._maker: ImageMaker[Any] | None = None
         if tokens is not None:
             self.image_token = tokens.placeholder
-            self.image_token_id = tokenizer.convert_tokens_to_ids(tokens.placeholder)
+            marks = (tokens.placeholder, *tokens.writing.marks)
+            ids: Any = tokenizer.convert_tokens_to_ids(list(marks))
+            self.image_token_id, self.image_token_ids = ids[0], ids
+            options: Any = {**VisionProcessor.text_kwargs, **dict(tokens.text_options)}
+            self.text_kwargs = options
+            self._maker = image_maker(config, image_processor) if config else PatchMaker(image_processor)
         self._tokens, self._of_videos = tokens, of_videos or {}
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
+    def prepare_inputs_layout(
+        self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
+    ) -> Any:
+        """The inputs as transformers lays them out, a flat list of images cut into one list for each text."""
+        images, text, *others = super().prepare_inputs_layout(images, text, videos, audio, **kwargs)
+        if images is not None and self._tokens is not None and self._tokens.by_text:
+            images = make_nested_list_of_images(images)
+            texts = [text] if isinstance(text, str) else text or []
+            if len(images) == 1 and len(texts) > 1:
+                ends = [*accumulate(one.count(self.image_token) for one in texts)]
+                images = [images[0][begin:end] for begin, end in pairwise([0, *ends])]
+        return images, text, *others
+
+    def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
+        """Ids of the text, and pixels of the images in the place of its image tokens."""
+        own = {} if self._maker is None else self._maker.options
+        options = {name: value for name, value in own.items() if name not in kwargs}
+        if images is not None and options:
+            kwargs["images_kwargs"] = options | kwargs.get("images_kwargs", {})
+        return super().__call__(images=images, text=text, **kwargs)
+
     def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: Any) -> str:
-        """The placeholders of one image."""
-        patches = image_inputs["image_grid_thw"][image_idx].prod()
-        return self.image_token * int(patches // self.image_processor.merge_size**2)
+        """What stands in the place of an image's token."""
+        assert self._maker is not None
+        assert self._tokens is not None
+        return self._tokens.writing.text(self._maker.cut_made(image_inputs, image_idx), self.image_token)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the tokenizer, the image processor and the chat template into a folder."""
@@ -63,8 +101,9 @@ class VisionProcessor(ProcessorMixin):
         for name in _SAVED:
             path = Path(save_directory, name)
             saved = json.loads(path.read_text(encoding="utf-8")) | {"processor_class": self._tokens.processor}
-            if name == _SAVED[0] and self._of_videos:
-                saved["video_processor"] = self._of_videos
+            if name == _SAVED[0]:
+                saved |= self._maker.saved() if self._maker else {}
+                saved |= {"video_processor": self._of_videos} if self._of_videos else {}
             path.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @property
@@ -72,34 +111,48 @@ class VisionProcessor(ProcessorMixin):
         """What a model takes of the output."""
         return [*super().model_input_names, "mm_token_type_ids"]
 
+    @property
+    def unused_input_names(self) -> list[str]:
+        """What the image processor says besides, which no model takes."""
+        return ["rows", "cols", "num_patches"]
+
     def to_dict(self) -> dict[str, Any]:
         """What is saved of the processor itself."""
         parts = super().to_dict()
-        return {name: value for name, value in parts.items() if name not in ("tokens", "of_videos")}
+        return {name: value for name, value in parts.items() if name not in ("tokens", "of_videos", "config")}
 
 
 def load_image_processor(
-    source: str, *, max_pixels: int | None = None, min_pixels: int | None = None, **hub: Any
+    source: str,
+    *,
+    config: Any = None,
+    max_pixels: int | None = None,
+    min_pixels: int | None = None,
+    **hub: Any,
 ) -> Any:
     """A model's image processor, with PIL where torchvision is missing.
 
     Args:
+        config: of the model; None for one of the Qwen-VL family.
         max_pixels, min_pixels: pixels to which larger and smaller images are resized; None for the model's.
 
     Raises:
-        InputError: it cannot be loaded, is of a family that is not prepared here, or the limits are wrong.
+        InputError: it cannot be loaded, is of a family that is not prepared here, or the limits are wrong or
+            not those of the family.
     """
     require_pillow()
+    make = PatchMaker if config is None else maker_of(config)
     for name, value in (("max_pixels", max_pixels), ("min_pixels", min_pixels)):
         if value is not None:
             require_whole(name, value, 1)
+        if value is not None and make.own_limit:
+            raise InputError(
+                f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; set "
+                f"{make.own_limit}, on processor.image_processor"
+            )
     processor = load_with(AutoImageProcessor, source, **hub)
-    if missing := [name for name in _NEEDED if not hasattr(processor, name)]:
-        raise InputError(
-            f"the image processor of {source} is {type(processor).__name__}, which has no {missing[0]}; "
-            "give a model of the Qwen-VL family"
-        )
-    return limit_pixels(processor, max_pixels, min_pixels)
+    make(processor, config)
+    return processor if make.own_limit else limit_pixels(processor, max_pixels, min_pixels)
 
 
 def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int | None) -> Any:
@@ -123,9 +176,26 @@ def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int |
 
 
 def processor_of(
-    source: str, image_processor: Any, tokenizer: Any, tokens: ImageTokens, **hub: Any
+    source: str, image_processor: Any, tokenizer: Any, tokens: ImageTokens, config: Any = None, **hub: Any
 ) -> VisionProcessor:
-    """The processor of a model from its parts."""
+    """The processor of a model from its parts.
+
+    A chat template that lies beside the tokenizer as the processor's becomes that of the tokenizer, whose own
+    may be that of a model of text.
+    """
     files = {name: value for name, value in hub.items() if name != "trust_remote_code"}
     of_videos = get_video_processor_config(source, **files)
-    return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, tokens, of_videos)
+    template = _saved_template(tokenizer.name_or_path or source, files)
+    if template is None and tokenizer.chat_template is None:
+        template = _saved_template(source, files)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, tokens, of_videos, config)
+
+
+def _saved_template(source: str, files: dict[str, Any]) -> str | None:
+    try:
+        return ProcessorMixin.get_processor_dict(source, **files)[0].get("chat_template")
+    except (OSError, ValueError, LookupError) as error:
+        raise InputError(
+            f"cannot load {source}: its processor cannot be read ({error}); correct its files"
+        ) from None

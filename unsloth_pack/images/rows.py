@@ -77,10 +77,18 @@ def image_row(
     return ImageRow(index, column, turns[:n_prompt], turns, beside, waiting.found)
 
 
-def with_parts(turns: list[Message]) -> list[Message]:
-    """The turns as chat templates of vision models read them: the parts of a text with images apart."""
+def with_parts(turns: list[Message], everywhere: bool = False) -> list[Message]:
+    """The turns as chat templates of vision models read them: the parts of a text with images apart.
+
+    Args:
+        everywhere: texts without images too become a list of parts.
+    """
+
+    def is_apart(text: str | None) -> bool:
+        return bool(text) if everywhere else MARK in (text or "")
+
     return [
-        turn | {"content": [*_parts(turn["content"])]} if MARK in (turn.get("content") or "") else turn
+        turn | {"content": [*_parts(turn["content"])]} if is_apart(turn.get("content")) else turn
         for turn in turns
     ]
 

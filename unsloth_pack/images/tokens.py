@@ -2,12 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.images.rows import MARK
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How many tokens a tower makes of an image: of tiles in lines, then of the image as a whole.
+
+    Args:
+        lines, columns: of tiles; 0 where there is only the whole image.
+        of_tile: tokens of each tile.
+        whole: tokens of the whole image, which stand behind those of its tiles.
+    """
+
+    lines: int = 0
+    columns: int = 0
+    of_tile: int = 1
+    whole: int = 0
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What a processor writes around the placeholders of an image, as text.
+
+    Args:
+        begin, end: before and behind everything.
+        tile: before each tile. `{line}` and `{column}` are its place, from 1.
+        between: between two lines of tiles.
+        behind: behind the tiles, where there are any and the whole image follows.
+        whole: before the whole image.
+        marks: the tokens among these that a tokenizer must know.
+    """
+
+    begin: str = ""
+    tile: str = ""
+    between: str = ""
+    behind: str = ""
+    whole: str = ""
+    end: str = ""
+    marks: tuple[str, ...] = ()
+
+    def pieces(self, cut: Cut) -> Iterator[tuple[str, int]]:
+        """The text of an image: each a mark, which may be empty, and the number of placeholders behind it."""
+        waiting = self.begin
+        for line in range(cut.lines):
+            waiting += self.between if line else ""
+            for column in range(cut.columns):
+                yield waiting + self.tile.format(line=line + 1, column=column + 1), cut.of_tile
+                waiting = ""
+        if cut.whole:
+            yield waiting + (self.behind if cut.lines else "") + self.whole, cut.whole
+            waiting = ""
+        yield waiting + self.end, 0
+
+    def text(self, cut: Cut, placeholder: str) -> str:
+        """What stands in the place of an image's placeholder."""
+        return "".join(mark + placeholder * times for mark, times in self.pieces(cut))
 
 
 @dataclass(frozen=True)
@@ -15,11 +72,14 @@ class ImageTokens:
     """How a family of models writes images into its text.
 
     Args:
-        placeholder: the token that a chat template writes once for an image, and that is then repeated for
-            each of its merged patches.
-        start, end: the markers around them.
+        placeholder: the token that a chat template writes once for an image, and in whose place a processor
+            writes one for each token of the tower.
+        start, end: the markers that the chat template writes around it; "" where it writes none.
         reserved: further tokens that stand for other media.
         processor: the class of the family's processor in transformers, named in saved files.
+        writing: what the processor writes beside placeholders.
+        text_options: the processor's own defaults for its tokenizer.
+        by_text: the images of a call lie in one list for each text.
     """
 
     placeholder: str
@@ -27,11 +87,15 @@ class ImageTokens:
     end: str
     reserved: tuple[str, ...]
     processor: str
+    writing: Writing = field(default_factory=Writing)
+    text_options: tuple[tuple[str, Any], ...] = ()
+    by_text: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All tokens that no text may hold."""
-        return (self.placeholder, self.start, self.end, *self.reserved)
+        """All tokens that no text may hold; `<image>` may be the mark of an image in a row."""
+        tokens = (self.placeholder, self.start, self.end, *self.writing.marks, *self.reserved)
+        return tuple(text for text in tokens if text not in ("", MARK))
 
 
 def _qwen(processor: str) -> ImageTokens:
@@ -39,11 +103,36 @@ def _qwen(processor: str) -> ImageTokens:
     return ImageTokens(*markers, ("<|video_pad|>",), processor)
 
 
+def _idefics(processor: str, *reserved: str) -> ImageTokens:
+    mark = "<fake_token_around_image>"
+    writing = Writing(
+        tile=f"{mark}<row_{{line}}_col_{{column}}>",
+        between="\n",
+        behind="\n\n",
+        whole=f"{mark}<global-img>",
+        end=mark,
+        marks=(mark,),
+    )
+    return ImageTokens("<image>", "", "", reserved, processor, writing, by_text=True)
+
+
 IMAGE_TOKENS = {
     "qwen2_vl": _qwen("Qwen2VLProcessor"),
     "qwen2_5_vl": _qwen("Qwen2_5_VLProcessor"),
     "qwen3_vl": _qwen("Qwen3VLProcessor"),
     "qwen3_vl_moe": _qwen("Qwen3VLProcessor"),
+    "idefics3": _idefics("Idefics3Processor"),
+    "smolvlm": _idefics("SmolVLMProcessor", "<video>"),
+    "llava_onevision": ImageTokens("<image>", "", "", ("<video>",), "LlavaOnevisionProcessor"),
+    "internvl": ImageTokens(
+        *("<IMG_CONTEXT>", "", "", ("<video>",), "InternVLProcessor"),
+        Writing(begin="<img>", end="</img>", marks=("<img>", "</img>")),
+        text_options=(("padding_side", "left"),),
+    ),
+    "mistral3": ImageTokens(
+        *("[IMG]", "", "", (), "PixtralProcessor"),
+        Writing(between="[IMG_BREAK]", end="[IMG_END]", marks=("[IMG_BREAK]", "[IMG_END]")),
+    ),
 }
 
 
@@ -64,64 +153,90 @@ def image_tokens_of(config: Any) -> ImageTokens:
     )
 
 
-@dataclass(frozen=True)
 class ImageTokenIds:
-    """The ids of a family's image tokens in one tokenizer.
+    """A family's image tokens in one tokenizer.
 
-    Args:
-        placeholder, start, end: see `ImageTokens`.
-        reserved: ids that may not be in a document at all.
+    Attributes:
+        placeholder: the id of the token that stands for each token of the tower.
+
+    Raises:
+        InputError: the tokenizer lacks a token, or the model reads another id as an image.
     """
 
-    placeholder: int
-    start: int
-    end: int
-    reserved: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tokens: ImageTokens, tokenizer: Any, config: Any = None) -> ImageTokenIds:
-        """The ids of the tokens.
-
-        Raises:
-            InputError: the tokenizer lacks one, or the model reads another id as an image.
-        """
+    def __init__(self, tokens: ImageTokens, tokenizer: Any, config: Any = None):
         vocabulary = tokenizer.get_vocab()
-        for text in (tokens.placeholder, tokens.start, tokens.end):
+        around = [text for text in (tokens.start, tokens.end) if text]
+        for text in (tokens.placeholder, *around, *tokens.writing.marks):
             if text not in vocabulary:
                 raise InputError(
                     f"the tokenizer has no token {text}, which stands for images; load the one that came "
                     "with the model"
                 )
-        reserved = tuple(vocabulary[text] for text in tokens.reserved if text in vocabulary)
-        placeholder, start, end = (
-            vocabulary[text] for text in (tokens.placeholder, tokens.start, tokens.end)
-        )
-        ids = cls(placeholder, start, end, reserved)
-        expected = getattr(config, "image_token_id", ids.placeholder)
-        if expected != ids.placeholder:
+        self.placeholder = vocabulary[tokens.placeholder]
+        self._around = tuple(vocabulary[text] for text in around)
+        others = (*tokens.writing.marks, *tokens.reserved)
+        self._reserved = tuple(vocabulary[text] for text in others if text in vocabulary)
+        self._tokens, self._tokenizer = tokens, tokenizer
+        self._of_mark: dict[str, np.ndarray] = {}
+        expected = getattr(config, "image_token_id", self.placeholder)
+        if expected != self.placeholder:
             raise InputError(
-                f"the tokenizer gives {tokens.placeholder} the id {ids.placeholder}, the model reads "
+                f"the tokenizer gives {tokens.placeholder} the id {self.placeholder}, the model reads "
                 f"{expected} as an image; load the tokenizer that came with the model"
             )
-        return ids
 
-    def counts(self, ids: np.ndarray) -> tuple[int, int, int, int]:
-        """How many placeholders, starts, ends and reserved tokens there are."""
-        placeholder, start, end = ((ids == one).sum() for one in (self.placeholder, self.start, self.end))
-        return int(placeholder), int(start), int(end), int(np.isin(ids, self.reserved).sum())
+    @classmethod
+    def of(cls, tokens: ImageTokens, tokenizer: Any, config: Any = None) -> ImageTokenIds:
+        """The image tokens in a tokenizer; see the class."""
+        return cls(tokens, tokenizer, config)
 
-    def expanded(self, ids: np.ndarray, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids in which the placeholder of each image is repeated, and the place that each came from.
+    def counts(self, ids: np.ndarray) -> tuple[int, list[int], int]:
+        """How many placeholders, markers of each kind around them, and tokens out of place there are.
+
+        Args:
+            ids: `[n]` as a chat template writes them.
+        """
+        around = [int((ids == marker).sum()) for marker in self._around]
+        return int((ids == self.placeholder).sum()), around, int(np.isin(ids, self._reserved).sum())
+
+    def written(self, cut: Cut) -> np.ndarray:
+        """`[n]` int32: what stands in the place of an image's placeholder."""
+        parts = []
+        for mark, times in self._tokens.writing.pieces(cut):
+            parts += [self._ids_of(mark), np.full(times, self.placeholder, np.int32)]
+        return np.concatenate(parts)
+
+    def n_written(self, cut: Cut) -> int:
+        """How many tokens these are."""
+        return sum(len(self._ids_of(mark)) + times for mark, times in self._tokens.writing.pieces(cut))
+
+    def _ids_of(self, mark: str) -> np.ndarray:
+        """The ids of a text that stands between two placeholders."""
+        if mark not in self._of_mark:
+            around = self._tokens.placeholder
+            encoded = self._tokenizer(f"{around}{mark}{around}", add_special_tokens=False)["input_ids"]
+            first, last = (place for place, one in enumerate(encoded) if one == self.placeholder)
+            self._of_mark[mark] = np.array(encoded[first + 1 : last], np.int32)
+        return self._of_mark[mark]
+
+    def expanded(
+        self, ids: np.ndarray, images: list[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids with images in the place of their placeholders.
 
         Args:
             ids: `[n]` with one placeholder an image.
-            tokens: how many each image takes, in order.
-        """
-        repeats = np.ones(len(ids), np.int64)
-        repeats[ids == self.placeholder] = tokens
-        places = np.repeat(np.arange(len(ids)), repeats)
-        return ids[places], places
+            images: `[n]` ids of each image, in order.
 
-    def carry_no_loss(self, ids: np.ndarray) -> np.ndarray:
-        """`[n]` bool: where an image or one of its markers stands."""
-        return np.isin(ids, (self.placeholder, self.start, self.end))
+        Returns:
+            The ids, the place in the given ones that each came from, and whether it belongs to an image or to
+            a marker around one.
+        """
+        is_image = ids == self.placeholder
+        repeats = np.ones(len(ids), np.int64)
+        repeats[is_image] = [len(image) for image in images]
+        places = np.repeat(np.arange(len(ids)), repeats)
+        expanded, is_image = ids[places], is_image[places]
+        if images:
+            expanded[is_image] = np.concatenate(images)
+        return expanded, places, is_image | np.isin(expanded, self._around)

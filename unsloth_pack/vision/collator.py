@@ -1,20 +1,32 @@
 """`VisionDataCollator`: a batch of conversations with images as one packed row."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from unsloth_pack.chat_templates.answer_labels import AnswerLabels
 from unsloth_pack.chat_templates.by_name import parts_of
 from unsloth_pack.data.encoding import IGNORE_INDEX, marks_answers
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.documents import Overlong, Relabel, VisionCounts, VisionDocument, VisionEncoder
-from unsloth_pack.images.pixels import Patches, PatchMaker
+from unsloth_pack.forwards.image_arguments import PIXELS
+from unsloth_pack.forwards.vision_lm import FastVisionLM
+from unsloth_pack.images.documents import (
+    Overlong,
+    PlacedImage,
+    Relabel,
+    VisionCounts,
+    VisionDocument,
+    VisionEncoder,
+)
+from unsloth_pack.images.families import image_maker
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.tokens import image_tokens_of
+from unsloth_pack.row.from_call import with_axes
 from unsloth_pack.row.images import RowImages
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -44,13 +56,15 @@ class VisionDataCollator:
 
     - `input_ids`, `labels`: `[1, T]`. The first label of every document is -100, and so are those of images,
       of their markers, and of what the chat template or the answers leave out.
-    - `position_ids`: `[4, 1, T]`. The first row counts from 0 in every document and is its boundary, the
-      others are its positions in time, height and width.
+    - `position_ids`: `[1, T]`, which count from 0 in every document; `[4, 1, T]` for Qwen-VL, whose further
+      rows are positions in time, height and width.
     - `packed_seq_lengths`: the length of every document, a list on the host.
-    - `pixel_values` `[patches, numbers]` float32 and `image_grid_thw` `[images, 3]`, if there is an image.
+    - `pixel_values` float32 and what describes them, if there is an image; see `docs/vision.md`.
+    - `packed_row` for a patched model: the whole description, so that nothing of it is read back from a GPU.
+      What describes images is then lists. Make a new collator after `undo()`.
 
     Args:
-        model: that the batches are for; only its configuration is read.
+        model: that the batches are for, patched already if it is to be; its configuration is read.
         processor: with `tokenizer` and `image_processor`, as `FastVisionModel.from_pretrained` returns it.
         max_seq_length: tokens of the longest document, images expanded; None for no limit.
         formatting_func: makes the row to be trained of each example.
@@ -59,7 +73,7 @@ class VisionDataCollator:
             They may be left out where the template marks answers itself.
         image_folder: where relative paths begin, and out of which none may lead.
         overlong: of a document above `max_seq_length`: "error" refuses it, "truncate" cuts it behind its
-            last image, "drop" leaves it out, "shrink" makes its images smaller.
+            last image, "drop" leaves it out, "shrink" makes its images smaller where the processor can.
         skip_broken_images: leave out rows with an image that cannot be read; `counts` counts them.
         others: Unsloth's further arguments, taken where they ask for nothing.
 
@@ -88,15 +102,15 @@ class VisionDataCollator:
         _take_others(others)
         tokenizer, image_processor = _parts_of_processor(processor)
         config = getattr(model, "config", model)
-        _check_same_sizes(config, image_processor)
+        tokens = image_tokens_of(config)
+        self._make_patches = image_maker(config, image_processor)
         relabel = None
         if train_on_responses_only:
             relabel = _answers(tokenizer, instruction_part, response_part)
-        self._format = formatting_func
-        self._make_patches = PatchMaker(image_processor)
+        self._format, self._is_patched = formatting_func, _is_patched(model)
         self._encode = VisionEncoder(
             tokenizer,
-            image_tokens_of(config),
+            tokens,
             self._make_patches,
             max_length=max_seq_length,
             overlong=overlong,
@@ -106,6 +120,7 @@ class VisionDataCollator:
             skip_broken=skip_broken_images,
             config=config,
         )
+        self._image_ids = self._encode.token_ids
         self._skip_broken = skip_broken_images
 
     @property
@@ -121,7 +136,7 @@ class VisionDataCollator:
         """
         rows = examples if self._format is None else [self._format(example) for example in examples]
         try:
-            documents = [*self._with_patches(self._encode(rows))]
+            documents = [*self._with_images(self._encode(rows))]
         except UnreadableImage as error:
             raise UnreadableImage(f"in a batch, {error}") from None
         except InputError as error:
@@ -133,58 +148,70 @@ class VisionDataCollator:
             )
         return self._packed(documents)
 
-    def _with_patches(
-        self, documents: list[VisionDocument]
-    ) -> Iterator[tuple[VisionDocument, list[Patches]]]:
+    def _with_images(self, documents: list[VisionDocument]) -> Iterator[tuple[VisionDocument, list[Any]]]:
         for document in documents:
             try:
-                yield document, [self._patches(document, place) for place in range(len(document.images))]
+                yield document, [self._made(document, image) for image in document.images]
             except UnreadableImage:
                 if not self._skip_broken:
                     raise
                 self._encode.forget(document)
 
-    def _patches(self, document: VisionDocument, place: int) -> Patches:
-        image = document.images[place]
-        patches = self._make_patches(image.source, image.most_pixels)
-        made = len(patches.values) // self._make_patches.merge_size**2
-        if made != image.tokens:
+    def _made(self, document: VisionDocument, image: PlacedImage) -> Any:
+        made = self._make_patches(image.source, image.most_pixels, image.of_document)
+        cut = self._make_patches.cut_of(made)
+        if cut != image.cut:
+            found = self._image_ids.n_written(cut)
             raise UnreadableImage(
-                f"row {document.index}, column {image.source.column!r}: {image.source.shown} has {made} "
+                f"row {document.index}, column {image.source.column!r}: {image.source.shown} has {found} "
                 f"tokens, and its header said {image.tokens}; let nothing change it, or remove the row"
             )
-        return patches
+        return made
 
-    def _packed(self, documents: list[tuple[VisionDocument, list[Patches]]]) -> dict[str, Any]:
+    def _packed(self, documents: list[tuple[VisionDocument, list[Any]]]) -> dict[str, Any]:
         lengths = tuple(len(document.ids) for document, _ in documents)
         row = PackedRow.of_lengths(lengths, torch.device("cpu"))
         ids = np.concatenate([document.ids for document, _ in documents])
         labels = np.concatenate([document.labels for document, _ in documents])
         labels[row.starts] = IGNORE_INDEX
-        patches = [patch for _, of_document in documents for patch in of_document]
-        positions = np.stack([row.positions, *self._axes(row, ids, patches)])
+        images = [image for _, of_document in documents for image in of_document]
+        axes = self._axes(row, ids, images)
+        positions = row.positions[None] if axes is None else np.stack([row.positions, *axes])[:, None]
         batch: dict[str, Any] = {
             "input_ids": _row(ids),
             "labels": _row(labels),
-            "position_ids": torch.from_numpy(positions)[:, None],
+            "position_ids": torch.from_numpy(positions),
             "packed_seq_lengths": list(lengths),
         }
-        if patches:
-            values = torch.from_numpy(np.concatenate([patch.values for patch in patches]))
-            batch["pixel_values"] = self._make_patches.normalised(values)
-            batch["image_grid_thw"] = torch.tensor([patch.grid for patch in patches])
-        return batch
+        if images:
+            by_document = [len(of_document) for _, of_document in documents]
+            batch |= self._make_patches.arguments(images, by_document)
+        return self._left_on_host(batch, row, axes) if self._is_patched else batch
 
-    def _axes(self, row: PackedRow, ids: np.ndarray, patches: list[Patches]) -> np.ndarray:
-        """`[3, T]`."""
-        merge = self._make_patches.merge_size
-        of_patches = np.array([patch.grid for patch in patches], dtype=np.int64).reshape(-1, 3)
-        grids = of_patches // [1, merge, merge]
-        is_placeholder = ids == self._encode.token_ids.placeholder
+    def _axes(self, row: PackedRow, ids: np.ndarray, images: list[Any]) -> np.ndarray | None:
+        """`[3, T]`, where images have positions on three axes."""
+        grids = self._make_patches.grids(images)
+        if grids is None:
+            return None
+        is_placeholder = ids == self._image_ids.placeholder
         return RowImages.of(is_placeholder, grids.prod(axis=1), row).axes(row, grids)
+
+    def _left_on_host(self, batch: dict[str, Any], row: PackedRow, axes: np.ndarray | None) -> dict[str, Any]:
+        """The batch with all that describes it as objects, which a trainer sends to no device."""
+        pixels = batch.get(PIXELS)
+        if pixels is not None:
+            is_placeholder = batch["input_ids"][0].numpy() == self._image_ids.placeholder
+            row = replace(row, visual=np.flatnonzero(is_placeholder), _built={})
+        batch["packed_row"] = row if axes is None else with_axes(row, axes)
+        described = self._make_patches.described
+        return batch | {name: batch[name].tolist() for name in described if name in batch}
 
 
 UnslothVisionDataCollator = VisionDataCollator  # as Unsloth's notebooks call it
+
+
+def _is_patched(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())
 
 
 def _row(values: np.ndarray) -> torch.Tensor:
@@ -208,19 +235,6 @@ def _parts_of_processor(processor: Any) -> tuple[Any, Any]:
                 "FastVisionModel.from_pretrained returns"
             )
     return processor.tokenizer, processor.image_processor
-
-
-def _check_same_sizes(config: Any, image_processor: Any) -> None:
-    """Refuse a processor whose patches are not those of the model's tower."""
-    image_tokens_of(config)
-    pairs = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
-    for ours, theirs in (pairs | {"temporal_patch_size": "temporal_patch_size"}).items():
-        has, needs = getattr(image_processor, ours, None), getattr(config.vision_config, theirs)
-        if has != needs:
-            raise InputError(
-                f"the image processor's {ours} is {has}, the model's {theirs} {needs}; give the processor "
-                "that came with the model"
-            )
 
 
 def _answers(tokenizer: Any, question: str | None, answer: str | None) -> Relabel | None:

@@ -46,7 +46,8 @@ class FastVisionModel:
             max_seq_length, dtype, full_finetuning: as in `FastLanguageModel.from_pretrained`.
             load_in_4bit, load_in_8bit: of the language model. Tower, aligner and head stay in 16 bits.
             max_pixels, min_pixels: to which larger and smaller images are resized; None for the limits that
-                the model came with. Nothing else is resized.
+                the model came with. Nothing else is resized. Only for Qwen-VL: the image processors of other
+                families have limits of their own, which an error names.
             kwargs: further arguments of `FastLanguageModel.from_pretrained`.
 
         Returns:
@@ -61,7 +62,9 @@ class FastVisionModel:
         files |= take_file_options(dict(kwargs))
         config, _ = split_config(source, **files)
         tokens = image_tokens_of(config)
-        image_processor = load_image_processor(source, max_pixels=max_pixels, min_pixels=min_pixels, **files)
+        image_processor = load_image_processor(
+            source, config=config, max_pixels=max_pixels, min_pixels=min_pixels, **files
+        )
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name,
             max_seq_length=max_seq_length,
@@ -72,7 +75,7 @@ class FastVisionModel:
             **kwargs,
         )
         ImageTokenIds.of(tokens, tokenizer, config)
-        return model, processor_of(source, image_processor, tokenizer, tokens, **files)
+        return model, processor_of(source, image_processor, tokenizer, tokens, config, **files)
 
     @staticmethod
     def get_peft_model(

@@ -1,0 +1,103 @@
+"""A collator of a patched model describes its rows on the host: a step reads none of it from the device."""
+
+import pickle
+from itertools import chain
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from datasets import Dataset
+from device_reads import counted_reads
+from test_tiles import ROWS
+from tiny_tiles import tile_model, tile_processor
+from tiny_vision import encoded, vision_model, vision_processor
+from transformers import Trainer, TrainingArguments
+
+from unsloth_pack import InputError, VisionDataCollator, patch_model
+
+DESCRIBED = {
+    "qwen3_vl": {"image_grid_thw"},
+    "idefics3": set(),
+    "llava_onevision": {"image_sizes", "batch_num_images"},
+    "internvl": set(),
+    "mistral3": {"image_sizes"},
+}
+each_family = pytest.mark.parametrize("name", DESCRIBED)
+
+
+def patched(name):
+    model = vision_model(name) if name == "qwen3_vl" else tile_model(name)
+    patch_model(model)
+    return model, vision_processor(name) if name == "qwen3_vl" else tile_processor(name)
+
+
+def readers(model, batch):
+    """Loss of a step, and the functions of the package that read numbers that describe the row."""
+    with counted_reads() as places:
+        loss = model(**batch, use_cache=False).loss
+    functions = ("_whole_numbers", "_described", "on_host")
+    return loss.detach(), {place.split(":")[1] for place in places if place.split(":")[1] in functions}
+
+
+@each_family
+def test_nothing_that_describes_a_row_is_read_back(name):
+    model, processor = patched(name)
+    plain, host = (VisionDataCollator(given, processor)(ROWS) for given in (model.config, model))
+    assert {key for key in plain if key in host and not torch.is_tensor(host[key])} == {
+        "packed_seq_lengths",
+        *DESCRIBED[name],
+    }
+    assert {*host} - {*plain} == {"packed_row"}
+    wanted, read = readers(model, plain)
+    assert "_described" in read
+    loss, read = readers(model, host)
+    assert not read
+    assert torch.equal(loss, wanted)
+    # as a trainer sends a batch to its device, and as a worker of a loader sends one to its trainer
+    for sent in (send_to_device(host, torch.device("cpu")), pickle.loads(pickle.dumps(host))):
+        loss, read = readers(model, sent)
+        assert not read
+        assert torch.equal(loss, wanted)
+
+
+@each_family
+def test_a_row_without_images_is_described_too(name):
+    model, processor = patched(name)
+    host = VisionDataCollator(model, processor)([ROWS[1], ROWS[1]])
+    wanted, _ = readers(model, VisionDataCollator(model.config, processor)([ROWS[1], ROWS[1]]))
+    loss, read = readers(model, host)
+    assert not read
+    assert torch.equal(loss, wanted)
+
+
+def streamed(name, folder, **options):
+    model, processor = patched(name)
+    rows = [{"messages": [{"role": "user", "content": "<image>?"}, row["messages"][1]]} for row in ROWS[:2]]
+    images = [
+        [encoded(part["image"])] for part in ROWS[2]["messages"][0]["content"] if part["type"] == "image"
+    ]
+    rows = Dataset.from_list([row | {"images": one} for row, one in zip(rows, chain(images), strict=False)])
+    args = TrainingArguments(
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        remove_unused_columns=False,
+        use_cpu=True,
+        **options,
+    )
+    collator = VisionDataCollator(model, processor)
+    trainer = Trainer(model, args, train_dataset=rows.to_iterable_dataset(), data_collator=collator)
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision", "mistral3"])
+def test_streamed_rows_need_whole_batches(name, tmp_path):
+    """accelerate cuts what it dispatches to as many rows as `input_ids` has."""
+    losses = streamed(name, tmp_path, accelerator_config={"dispatch_batches": False})
+    assert len(losses) == 2
+    with pytest.raises(InputError, match="pixel_values holds 1 "):
+        streamed(name, tmp_path)

@@ -1,0 +1,239 @@
+"""Models with images in tiles: loaded and saved with their processors, adapted, trained, and asked."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from test_tiles import ROWS, alone, each_family
+from tiny_tiles import FAMILIES, save_tile_model, theirs, tile_model, tile_processor, tile_tokenizer
+from tiny_vision import asked, encoded, picture
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from unsloth_pack import FastVisionModel, InputError, VisionDataCollator, patch_model
+from unsloth_pack.images.tokens import IMAGE_TOKENS
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A saved model of each family, made once."""
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            made[name] = str(save_tile_model(tmp_path_factory.mktemp(name) / "model", name))
+        return made[name]
+
+    return folder
+
+
+def load(folder, **options):
+    return FastVisionModel.from_pretrained(folder, max_seq_length=512, dtype="float32", **options)
+
+
+@each_family
+def test_a_model_comes_with_its_processor_and_is_saved_with_it(name, folders, tmp_path):
+    model, processor = load(folders(name))
+    collate = VisionDataCollator(model, processor)
+    wanted = alone(theirs(name), ROWS[2])
+    assert collate([ROWS[2]])["input_ids"].tolist() == wanted["input_ids"].tolist()
+    model = FastVisionModel.get_peft_model(model, r=4)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.01 * torch.randn_like(weight)
+    model.save_pretrained_merged(tmp_path / "merged", processor)
+    saved = json.loads((tmp_path / "merged/processor_config.json").read_text())
+    assert saved["processor_class"] == type(theirs(name)).__mro__[1].__name__ == IMAGE_TOKENS[name].processor
+    sizes = vars(theirs(name))
+    kept = {key: value for key, value in saved.items() if key in sizes and not isinstance(value, dict)}
+    assert kept
+    assert kept == {key: sizes[key] for key in kept}
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    image_processor, tokenizer = (
+        kind.from_pretrained(tmp_path / "merged") for kind in (AutoImageProcessor, AutoTokenizer)
+    )
+    assert image_processor.to_dict() == processor.image_processor.to_dict()
+    assert tokenizer.chat_template == FAMILIES[name].template
+    again, loaded = load(str(tmp_path / "merged"))
+    batch = VisionDataCollator(plain, loaded)([ROWS[2]])
+    del batch["labels"], batch["packed_seq_lengths"]
+    torch.testing.assert_close(again(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-5)
+
+
+@each_family
+def test_every_part_can_be_trained_alone(name, folders):
+    aligner = "connector" if name in ("idefics3", "smolvlm") else "multi_modal_projector"
+    tower = "vision_model" if name in ("idefics3", "smolvlm") else "vision_tower"
+    for options, wanted in [
+        ({}, {"decoder"}),
+        (dict(finetune_vision_layers=True, finetune_language_layers=False), {"tower"}),
+        (dict(finetune_language_layers=False, finetune_aligner="lora"), {"aligner"}),
+    ]:
+        model = FastVisionModel.get_peft_model(load(folders(name))[0], r=4, **options)
+        trained = {key for key, weight in model.named_parameters() if weight.requires_grad}
+        parts = {
+            "aligner" if f".{aligner}." in key else "tower" if f".{tower}." in key else "decoder"
+            for key in trained
+            if ".lora_" in key
+        }
+        assert parts == wanted
+        whole = {key for key in trained if ".lora_" not in key}
+        assert all(f".{aligner}.modules_to_save." in key for key in whole)
+        assert bool(whole) == (options.get("finetune_aligner", "full") == "full")
+
+
+@each_family
+def test_asked_with_images_it_answers_as_plain_transformers(name):
+    oracle, processor = theirs(name), tile_processor(name)
+    plain, ours = tile_model(name).eval(), tile_model(name).eval()
+    patch_model(ours)
+    images = [picture(40, 90), picture(16, 16, 2)]
+    turns = asked("one ", images[0], " two ", images[1])["messages"][:1]
+    text = [processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)]
+    options = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    wanted = plain.generate(**oracle(text=list(text), images=[images], return_tensors="pt"), **options)
+    given = processor(text=list(text), images=[images], return_tensors="pt")
+    given.pop("mm_token_type_ids", None)
+    answer = ours.generate(**given, **options)
+    assert answer.sequences.tolist() == wanted.sequences.tolist()
+    for one, other in zip(answer.logits, wanted.logits, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@each_family
+def test_it_trains_under_trl(name, folders, tmp_path):
+    model, processor = load(folders(name))
+    model = FastVisionModel.get_peft_model(model, r=4, finetune_vision_layers=True)
+    rows = Dataset.from_list(
+        [
+            {
+                "messages": [{"role": "user", "content": text}, row["messages"][1]],
+                "images": [*map(encoded, images)],
+            }
+            for row in ROWS
+            for images in [[p["image"] for p in row["messages"][0]["content"] if p["type"] == "image"]]
+            for text in ["<image>" * len(images) + "what?"]
+        ]
+    )
+    config = SFTConfig(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=0.01,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        bf16=False,
+    )
+    collator = VisionDataCollator(model, processor, max_seq_length=512)
+    trainer = SFTTrainer(
+        model, config, train_dataset=rows, processing_class=processor, data_collator=collator
+    )
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - 0.1
+
+
+@each_family
+def test_images_and_their_marks_carry_no_loss(name):
+    collate = VisionDataCollator(tile_model(name), tile_processor(name))
+    row = asked("a", picture(40, 90), "\n\nb", answer="c\n\nd")
+    batch = collate([row])
+    tokenizer = tile_tokenizer(name)
+    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    # of two line ends in a text, and those that the processor writes between tiles
+    in_text = tokenizer.decode(ids[labels != -100])
+    around = [token for token in FAMILIES[name].tokens if "im_" not in token and "INST" not in token]
+    assert not [token for token in around if token in in_text and token != "<end_of_utterance>"]
+    assert in_text.count("\n\n") == 2
+    assert "c\n\nd" in in_text
+    first = int((ids == collate._image_ids.placeholder).nonzero()[0])
+    last = int((ids == collate._image_ids.placeholder).nonzero()[-1])
+    assert (labels[first : last + 1] == -100).all()
+
+
+@each_family
+def test_overlong_documents(name):
+    model, processor = tile_model(name), tile_processor(name)
+
+    def collate(**options):
+        return VisionDataCollator(model, processor, **options)
+
+    row = asked("two", picture(60, 80), "and", picture(40, 40, 1), answer="word " * 4)
+    (length,) = collate()([row])["packed_seq_lengths"]
+    with pytest.raises(InputError, match=rf"row 0, .*{length} tokens with its images"):
+        collate(max_seq_length=length - 1)([row])
+    cut = collate(max_seq_length=length - 9, overlong="truncate")([row])
+    assert cut["input_ids"][0].tolist() == collate()([row])["input_ids"][0, :-9].tolist()
+    with pytest.raises(InputError, match="cut before the end of an image"):
+        collate(max_seq_length=length // 3, overlong="truncate")([row])
+    drop = collate(max_seq_length=length - 1, overlong="drop")
+    assert len(drop([row, ROWS[1]])["packed_seq_lengths"]) == 1
+    assert drop.counts.dropped == 1
+    if name == "llava_onevision":
+        with pytest.raises(InputError, match="overlong is 'shrink', and the model's processor has no size"):
+            collate(overlong="shrink")
+        return
+    least = 20
+    while least < length:
+        try:
+            collate(max_seq_length=least, overlong="shrink")([row])
+            break
+        except InputError:
+            least += 1
+    with pytest.raises(InputError, match="too long with the smallest images"):
+        collate(max_seq_length=least - 1, overlong="shrink")([row])
+    fitted = {
+        limit: collate(max_seq_length=limit, overlong="shrink")([row])["packed_seq_lengths"][0]
+        for limit in range(least, length)
+    }
+    assert all(got <= limit for limit, got in fitted.items())
+    assert [*fitted.values()] == sorted(fitted.values())
+    assert len({*fitted.values()}) > 1
+    patch_model(model)
+    limited = collate(max_seq_length=least, overlong="shrink")([row, ROWS[1]])
+    assert model(**limited).loss.isfinite()  # the model sees as many tokens as there are
+
+
+@each_family
+def test_limits_that_another_family_has(name, folders):
+    for limit in ("max_pixels", "min_pixels"):
+        with pytest.raises(InputError, match=rf"{limit} is 4096, and images of model type '{name}'.*; set "):
+            load(folders(name), **{limit: 4096})
+
+
+def test_processors_of_other_sizes():
+    for name, options, message in [
+        (
+            "idefics3",
+            dict(max_image_size={"longest_edge": 32}),
+            "max_image_size is 32, the model's image_size 16",
+        ),
+        ("internvl", dict(size={"height": 32, "width": 32}), "size is .*32.*, the model's tiles .*16"),
+        ("llava_onevision", dict(image_grid_pinpoints=[[16, 16]]), "image_grid_pinpoints is .*, the model's"),
+        ("mistral3", dict(size={"longest_edge": 128}), r"size\['longest_edge'\] is 128, .* sees 64 pixels"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            tile_processor(name, **options)
+    with pytest.raises(InputError, match="is a GotOcr2ImageProcessorPil, which has no do_image_splitting"):
+        VisionDataCollator(tile_model("idefics3"), tile_processor("internvl"))
+    tokenizer = tile_tokenizer("llava_onevision")
+    processor = tile_processor("internvl")
+    processor.tokenizer = tokenizer
+    with pytest.raises(InputError, match="the tokenizer has no token <IMG_CONTEXT>"):
+        VisionDataCollator(tile_model("internvl"), processor)
+
+
+@each_family
+def test_texts_hold_no_tokens_of_the_model(name):
+    collate = VisionDataCollator(tile_model(name), tile_processor(name))
+    for token in IMAGE_TOKENS[name].texts:
+        with pytest.raises(InputError, match=r"the text holds .*, a token of the model"):
+            collate([asked(f"a {token} b")])
+    with pytest.raises(InputError, match="places for images in column 'messages': 1, images: 0"):
+        collate([asked("a <image> b")])

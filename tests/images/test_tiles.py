@@ -1,0 +1,128 @@
+"""Images in tiles and in sizes of their own: ids and pixels are those of transformers' own processors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import error
+from tiny_tiles import FAMILIES, theirs, tile_config, tile_model, tile_processor
+from tiny_vision import asked, picture
+from torch.nn import functional as F
+
+from unsloth_pack import VisionDataCollator, patch_model
+from unsloth_pack.images.families import image_maker
+from unsloth_pack.images.sources import ImageSource
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds
+
+each_family = pytest.mark.parametrize("name", FAMILIES)
+ROWS = [
+    asked(picture(30, 70), "what is it?"),  # an image first, and the only one
+    asked("no image\n\nat all", answer="None."),
+    asked("look: ", picture(40, 90, 1), picture(16, 16, 2), " and", picture(33, 12, 3), answer="Three."),
+    asked(picture(5, 20, 4), answer="x"),
+    asked("an image last ", picture(90, 20, 5)),
+]
+
+
+def images_of(row):
+    return [part["image"] for part in row["messages"][0]["content"] if part["type"] == "image"]
+
+
+def alone(oracle, row):
+    """A document as transformers' own processor makes it: every turn in parts, all images in one list."""
+    turns = [
+        turn
+        if isinstance(turn["content"], list)
+        else turn | {"content": [{"type": "text", "text": turn["content"]}]}
+        for turn in row["messages"]
+    ]
+    text = oracle.tokenizer.apply_chat_template(turns, tokenize=False)
+    images = {"images": [images_of(row)]} if images_of(row) else {}
+    return oracle(text=[text], return_tensors="pt", **images)
+
+
+@each_family
+def test_ids_and_pixels_equal_those_of_transformers(name):
+    oracle, ours = theirs(name), tile_processor(name)
+    collate = VisionDataCollator(tile_config(name), ours)
+    for row in ROWS:
+        wanted, batch, again = alone(oracle, row), collate([row]), alone(ours, row)
+        assert batch["input_ids"].tolist() == wanted["input_ids"].tolist()
+        assert {*again} - {"mm_token_type_ids"} == {*wanted}
+        assert all(torch.equal(again[key], wanted[key]) for key in wanted)
+        if "pixel_values" in wanted:
+            pixels = wanted["pixel_values"].reshape(batch["pixel_values"].shape)  # LLaVA's come with padding
+            assert error(batch["pixel_values"], pixels) < 1e-6
+            assert wanted.get("pixel_attention_mask", torch.ones(1)).all()  # so it is left out
+        for key in {"image_sizes", "batch_num_images"} & {*wanted}:
+            assert batch[key].tolist() == wanted[key].tolist()
+
+
+@each_family
+def test_tokens_from_the_header_are_those_of_transformers(name):
+    oracle, config = theirs(name), tile_config(name)
+    ids = ImageTokenIds(IMAGE_TOKENS[name], oracle.tokenizer, config)
+    sides = st.integers(1, 90)
+
+    @settings(deadline=None, max_examples=40, derandomize=True)
+    @given(height=sides, width=sides, several=st.booleans(), most=st.none() | st.integers(1, 3000))
+    def check(height, width, several, most):
+        make = image_maker(config, oracle.image_processor)
+        of_document = 1 + several
+        source = ImageSource(0, "image", picture(height, width))
+        cut = make.cut(source, (height, width), None, of_document)
+        images = [[source.content] * of_document]
+        text = IMAGE_TOKENS[name].placeholder * of_document
+        wanted = oracle(images=images, text=[text], return_tensors="pt")["input_ids"][0]
+        assert [*ids.written(cut)] * of_document == wanted.tolist()
+        assert ids.n_written(cut) * of_document == len(wanted)
+        assert make.cut_of(make(source, None, of_document)) == cut
+        small = make.cut(source, (height, width), most, of_document)
+        made = make(source, most, of_document)
+        assert make.cut_of(made) == small
+        assert ids.n_written(small) <= ids.n_written(cut)
+
+    check()
+
+
+def measured(model, forwards):
+    """Logits, loss and gradients of documents: `forwards` are their calls, each with its labels."""
+    counted = sum(int((labels[0, 1:] != -100).sum()) for _, labels in forwards)
+    logits, loss = [], 0.0
+    for arguments, labels in forwards:
+        cast = {k: v.to(model.dtype) if k == "pixel_values" else v for k, v in arguments.items()}
+        out = model(**cast, use_cache=False).logits
+        share = F.cross_entropy(out[0, :-1], labels[0, 1:], reduction="sum") / counted
+        share.backward()
+        loss = loss + share.detach()
+        logits.append(out[0].detach())
+    # The gradient of a key's bias is 0 but for rounding: it moves all scores of a query alike
+    grads = {
+        key: weight.grad.double()
+        for key, weight in model.named_parameters()
+        if weight.grad is not None and not key.endswith("k_proj.bias")
+    }
+    return {"logits": torch.cat(logits).double(), "loss": loss.double()} | grads
+
+
+@each_family
+def test_a_packed_batch_equals_each_document_alone_in_transformers(name):
+    oracle = theirs(name)
+    batch = VisionDataCollator(tile_config(name), tile_processor(name))(ROWS)
+    labels = batch.pop("labels")
+    forwards = [
+        (alone(oracle, row), own)
+        for row, own in zip(ROWS, labels.split(batch["packed_seq_lengths"], dim=1), strict=True)
+    ]
+    truth = measured(tile_model(name, torch.float64), forwards)
+    plain = measured(tile_model(name), forwards)
+    of_calls = {"logits", "loss"}
+    for dtype in (torch.float32, torch.float64):
+        model = tile_model(name, dtype)
+        patch_model(model)
+        ours = measured(model, [(batch, labels)])
+        assert ours.keys() == truth.keys()
+        for kind in (of_calls, truth.keys() - of_calls):
+            limit = 1.5 * max(error(plain[key], truth[key]) for key in kind)
+            worst = max(error(ours[key], truth[key]) for key in kind)
+            assert worst <= limit

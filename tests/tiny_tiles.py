@@ -1,0 +1,238 @@
+"""Tiny models whose images come in tiles or in sizes of their own, and their processors."""
+
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from unittest import mock
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from unsloth_pack.images.processor import VisionProcessor
+from unsloth_pack.images.tokens import IMAGE_TOKENS
+from unsloth_pack.models import spec_of
+
+SIDE, PATCH = 16, 4  # of a tile and of a patch, in pixels
+_TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+_TOWER |= dict(image_size=SIDE, patch_size=PATCH)
+_PINPOINTS = [[SIDE * a, SIDE * b] for a in range(1, 4) for b in range(1, 4)]
+# Shortened from those that lie beside the models; the first two show no turn that is one text
+_IDEFICS = (
+    "<|im_start|>{% for m in messages %}{{ m['role'] | capitalize }}"
+    "{% if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+_LLAVA = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' }}"
+    "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
+    "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ '\n' + c['text'] }}{% endgeneration %}{% else %}{{ '\n' + c['text'] }}{% endif %}"
+    "{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_INTERN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
+    "{{ '<IMG_CONTEXT>\n' }}{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}[IMG]{% else %}"
+    "{{ c['text'] }}{% endif %}{% endfor %}{% endif %}[/INST]{% else %}{% if m['content'] is string %}"
+    "{{ m['content'] + eos_token }}{% else %}{{ m['content'][0]['text'] + eos_token }}{% endif %}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's tests need: its text model, image processor, sizes, chat template and tokens."""
+
+    text: str
+    image_processor: str
+    sizes: dict
+    template: str
+    tower: dict = field(default_factory=dict)
+    config: dict = field(default_factory=dict)
+    tokens: tuple = ()
+    of_tokenizer: dict = field(default_factory=dict)  # attributes by which transformers' processor knows them
+
+
+_ROWS = tuple(f"<row_{line}_col_{column}>" for line in range(1, 4) for column in range(1, 4))
+_HALF = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+_SPLIT = dict(size={"longest_edge": 3 * SIDE}, max_image_size={"longest_edge": SIDE}, **_HALF)
+_OF_IDEFICS = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>", *_ROWS)
+FAMILIES = {
+    "idefics3": Family(
+        "llama",
+        "Idefics3ImageProcessorPil",
+        _SPLIT,
+        _IDEFICS,
+        config=dict(scale_factor=2),
+        tokens=("<image>", *_OF_IDEFICS),
+    ),
+    "smolvlm": Family(
+        "llama",
+        "SmolVLMImageProcessorPil",
+        _SPLIT,
+        _IDEFICS,
+        config=dict(scale_factor=2),
+        tokens=("<image>", "<video>", *_OF_IDEFICS),
+    ),
+    "llava_onevision": Family(
+        "qwen2",
+        "LlavaOnevisionImageProcessorPil",
+        dict(size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=_PINPOINTS),
+        _LLAVA,
+        tower=dict(model_type="siglip_vision_model", vision_use_head=False),
+        config=dict(image_grid_pinpoints=_PINPOINTS, vision_aspect_ratio="anyres_max_4"),
+        tokens=("<image>", "<video>", "<|im_start|>", "<|im_end|>"),
+    ),
+    "internvl": Family(
+        "qwen3",
+        "GotOcr2ImageProcessorPil",
+        dict(size={"height": SIDE, "width": SIDE}, max_patches=6),
+        _INTERN,
+        tower=dict(image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH]),
+        tokens=("<IMG_CONTEXT>", "<video>", "<|im_start|>", "<|im_end|>", "<img>", "</img>"),
+        of_tokenizer={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    ),
+    "mistral3": Family(
+        "mistral",
+        "PixtralImageProcessorPil",
+        dict(size={"longest_edge": 64}, patch_size={"height": PATCH, "width": PATCH}),
+        _MISTRAL,
+        tower=dict(model_type="pixtral", image_size=64),
+        config=dict(spatial_merge_size=2),
+        tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"),
+    ),
+}
+
+
+def tile_tokenizer(name, template=None):
+    """Bytes, but for two line ends, which real tokenizers make one token."""
+    family = FAMILIES[name]
+    vocab = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab |= {"<eos>": 256, "<pad>": 257, "ĊĊ": 258}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    options = dict(eos_token="<eos>", pad_token="<pad>", extra_special_tokens=family.of_tokenizer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **options)
+    known = [token for token in family.tokens if token not in tokenizer.get_vocab()]
+    tokenizer.add_tokens(known, special_tokens=True)
+    tokenizer.chat_template = template or family.template
+    return tokenizer
+
+
+def tile_config(name):
+    family, tokenizer = FAMILIES[name], tile_tokenizer(name)
+    text = spec_of(family.text).tiny_config(vocab_size=len(tokenizer), eos_token_id=256, pad_token_id=257)
+    return transformers.AutoConfig.for_model(
+        name,
+        text_config=text.to_dict() | {"tie_word_embeddings": False},
+        vision_config=_TOWER | family.tower,
+        **family.config,
+        **{_image_id(name): tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[name].placeholder)},
+    )
+
+
+def _image_id(name):
+    return "image_token_index" if name in ("llava_onevision", "mistral3") else "image_token_id"
+
+
+def tile_model(name, dtype=torch.float32, seed=0):
+    """A random model, the same in every dtype; drawn as `tiny_vision.vision_model` is."""
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(tile_config(name), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+    return model.to(dtype)
+
+
+def tile_image_processor(name, **options):
+    return getattr(transformers, FAMILIES[name].image_processor)(**(FAMILIES[name].sizes | options))
+
+
+def tile_processor(name, **options):
+    tokenizer = tile_tokenizer(name)
+    return VisionProcessor(
+        tile_image_processor(name, **options),
+        tokenizer,
+        tokenizer.chat_template,
+        IMAGE_TOKENS[name],
+        {},
+        tile_config(name),
+    )
+
+
+def save_tile_model(folder, name):
+    tile_model(name).save_pretrained(folder)
+    tile_processor(name).save_pretrained(folder)
+    return folder
+
+
+def theirs(name, **options):
+    """transformers' own processor, without its video processor, for which torchvision is needed."""
+    config = tile_config(name)
+    kind, sizes = {
+        "idefics3": ("Idefics3Processor", {"image_seq_len": 4}),
+        "smolvlm": ("SmolVLMProcessor", {"image_seq_len": 4}),
+        "llava_onevision": (
+            "LlavaOnevisionProcessor",
+            dict(
+                num_image_tokens=16, vision_feature_select_strategy="full", vision_aspect_ratio="anyres_max_4"
+            ),
+        ),
+        "internvl": ("InternVLProcessor", {"image_seq_length": 4}),
+        "mistral3": ("PixtralProcessor", {"patch_size": PATCH, "spatial_merge_size": 2}),
+    }[name]
+    with _without_torchvision():
+        if name == "mistral3":
+            from transformers.models.pixtral.processing_pixtral import PixtralProcessor as Theirs
+        else:
+            Theirs = getattr(transformers, kind)
+
+        class WithoutVideos(Theirs):
+            def check_argument_for_proper_class(self, name, argument):
+                return None
+
+        tokenizer = tile_tokenizer(name)
+        made = WithoutVideos(
+            image_processor=tile_image_processor(name, **options),
+            tokenizer=tokenizer,
+            **sizes,
+            **({} if name in ("idefics3", "mistral3") else {"video_processor": None}),
+        )
+    assert config.image_token_id == made.image_token_id
+    made.chat_template = tokenizer.chat_template
+    return made
+
+
+@contextmanager
+def _without_torchvision():
+    """For transformers' processors of Pixtral and SmolVLM, which import packages that are not used here."""
+    from transformers.models.pixtral import image_processing_pil_pixtral as pil
+    from transformers.models.smolvlm import processing_smolvlm
+
+    name = "transformers.models.pixtral.image_processing_pixtral"
+    stand_in = ModuleType(name)
+    stand_in.get_resize_output_image_size = pil.get_resize_output_image_size
+    with (
+        mock.patch.dict(sys.modules, {name: stand_in}),
+        mock.patch.object(processing_smolvlm, "num2words", object()),
+    ):
+        yield
