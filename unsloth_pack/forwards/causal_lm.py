@@ -126,14 +126,14 @@ class FastCausalLM(CountedParameters):
         self, inputs: dict[str, Any], labels: Any, rest: Mapping[str, Any], known: PaddedBatch | None
     ) -> PaddedBatch | None:
         """The padded batch of a call that describes no row, or None where it keeps its padding."""
-        if self.is_wrapper and (not self._takes_images(images_in(rest)) or inputs["input_ids"] is None):
+        if self.is_wrapper and (not self._takes_images(rest) or inputs["input_ids"] is None):
             return None
         given = {name: rest[name] for name in ("shift_labels", "ignore_index") if name in rest}
         return self.fast_decoder.unpadding.batch_of(self.fast_decoder, inputs, known, labels, **given)
 
-    def _takes_images(self, given: list[str]) -> bool:
-        """Whether a call with these arguments of images can be one packed row."""
-        return not given
+    def _takes_images(self, rest: Mapping[str, Any]) -> bool:
+        """Whether a padded batch with these further arguments can be one packed row."""
+        return not images_in(rest)
 
     def _take_images(self, call: Call) -> None:
         """Take the images of a row out of a call."""

@@ -3,13 +3,16 @@
 Shapes: B rows of T tokens, N tokens of the packed row, V of them stand for images, C features.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.forwards.call import Call
+from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen, take_images
 from unsloth_pack.models.vision_spec import VisionSpec
@@ -19,6 +22,7 @@ from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
 
 _TOKEN_TYPES = "mm_token_type_ids"  # transformers finds images by them; we by their tokens
+_BOTH_WAYS = "token_type_ids"  # 1 at the tokens of images, where those see each other in both directions
 
 
 class FastVisionLM(FastCausalLM):
@@ -26,30 +30,35 @@ class FastVisionLM(FastCausalLM):
 
     vision_spec: VisionSpec
 
-    def _takes_images(self, given: list[str]) -> bool:
-        return set(given) <= {PIXELS}
+    def _takes_images(self, rest: Mapping[str, Any]) -> bool:
+        given = images_in(rest)
+        # transformers hides the tokens behind it from one of an image where a batch does not mark them
+        is_marked = not (given and self.vision_spec.both_ways) or rest.get(_BOTH_WAYS) is not None
+        return set(given) <= {PIXELS} and is_marked
 
     def _take_images(self, call: Call) -> None:
         """Find the images of a row, and describe its tokens by them.
 
         Raises:
             InputError: what `take_images`, `RowImages.of` and `RowImages.axes` refuse; positions on three
-                axes that are not those of the images.
+                axes that are not those of the images; token types that mark other tokens.
         """
         call.rest.pop(_TOKEN_TYPES, None)
+        types = call.rest.pop(_BOTH_WAYS, None) if self.vision_spec.both_ways else None
         call.images = take_images(self.vision_spec, call.rest)
         if call.images is not None and call.packed_row.visual is None:
-            call.describe(self._described(call, call.images))
+            call.describe(self._described(call, call.images, types))
 
-    def _described(self, call: Call, images: Images) -> PackedRow:
+    def _described(self, call: Call, images: Images, types: Any) -> PackedRow:
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
         if ids is None:
             raise InputError(f"a packed row comes with {PIXELS} and inputs_embeds; give input_ids")
-        is_placeholder = (ids == getattr(self.config, spec.token)).cpu().numpy().reshape(-1)
+        is_placeholder = self._placeholders(ids, types)
         if isinstance(call.described, PaddedBatch):
             is_placeholder = is_placeholder[call.described.places]
         if spec.grid is None:
-            return replace(row, visual=np.flatnonzero(is_placeholder), _built={})
+            visual = np.flatnonzero(is_placeholder)
+            return replace(row, visual=visual, both_ways=spec.both_ways, _built={})
         merge = getattr(self.config.vision_config, spec.merge)
         of_tokens = np.array(images.described[spec.grid]) // [1, merge, merge]
         found = RowImages.of(is_placeholder, of_tokens.prod(axis=1), row)
@@ -58,6 +67,28 @@ class FastVisionLM(FastCausalLM):
         if row.axes is not None and described.axes is not None:
             _refuse_other_axes(row.axes, described.axes)
         return described
+
+    def _placeholders(self, ids: Tensor, types: Any) -> np.ndarray:
+        """`[B * T]` bool: which tokens stand for images. Waits for the device once.
+
+        Args:
+            types: 1 at the same tokens, `[B, T]`; or None.
+        """
+        is_placeholder = ids == getattr(self.config, self.vision_spec.token)
+        if types is None:
+            return is_placeholder.cpu().numpy().reshape(-1)
+        if not isinstance(types, Tensor) or types.shape != ids.shape:
+            given = list(types.shape) if isinstance(types, Tensor) else type(types).__name__
+            raise InputError(f"{_BOTH_WAYS} is {given}, the input ids {list(ids.shape)}; give one a token")
+        both = torch.stack([is_placeholder, types.to(ids.device) == 1]).cpu().numpy().reshape(2, -1)
+        differ = np.flatnonzero(both[0] != both[1])
+        if len(differ):
+            is_image = bool(both[0, differ[0]])
+            raise InputError(
+                f"{_BOTH_WAYS} of token {differ[0]} is {'not ' * is_image}1, its id is "
+                f"{'' if is_image else 'not '}that of an image; leave them out, or give 1 for image tokens"
+            )
+        return both[0]
 
     def decoded(self, call: Call) -> Any:
         if call.images is not None:
