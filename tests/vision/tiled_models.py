@@ -225,7 +225,9 @@ def images_of(name, model, docs, requires_grad=False):
     images = [image for doc in docs for image in doc.images]
     if not images:
         return {}, []
-    leaves = [image.pixels.to(DEVICE, dtype_of(model)).requires_grad_(requires_grad) for image in images]
+    dtype = dtype_of(model)
+    # Copies: a gradient must not stay with the pixels for the next run
+    leaves = [image.pixels.to(DEVICE, dtype, copy=True).requires_grad_(requires_grad) for image in images]
     if name in ("idefics3", "smolvlm"):
         masks = torch.cat([image.mask for image in images])[None].to(DEVICE)
         return {"pixel_values": torch.cat(leaves)[None], "pixel_attention_mask": masks}, leaves
