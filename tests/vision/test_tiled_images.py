@@ -374,6 +374,30 @@ REFUSED = {
 }
 
 
+@each_model
+@pytest.mark.parametrize("loss", ["pixels", "all"])
+def test_a_row_that_has_lost_its_images_is_refused(name, loss):
+    model, docs = patched(name), documents(name, SEVERAL)
+    row = (
+        row_of(name, model, docs)
+        if loss == "pixels"
+        else {"input_ids": row_of(name, model, docs)["input_ids"]}
+    )
+    row.pop("pixel_values", None)
+    n_tokens = int((row["input_ids"] == IMAGE).sum())
+    with pytest.raises(InputError) as caught:
+        model(**row, packed_seq_lengths=lengths_of(docs))
+    holds = f"a packed row holds {n_tokens} image tokens and comes without pixel_values"
+    assert any(said in str(caught.value) for said in (holds, "comes with images but no pixel_values"))
+    assert "\n" not in str(caught.value)
+
+
+def test_counts_of_several_documents_without_boundaries_are_refused():
+    model, docs = patched("llava_onevision"), documents("llava_onevision", SEVERAL)
+    with pytest.raises(InputError, match="batch_num_images is of 2 documents, the input ids have 1 rows"):
+        model(**row_of("llava_onevision", model, docs))
+
+
 @pytest.mark.parametrize(("name", "case"), REFUSED)
 def test_refused(name, case):
     model, docs = patched(name), documents(name, SEVERAL)

@@ -102,6 +102,8 @@ class FastCausalLM(CountedParameters):
         call = Call(described, inputs, kwargs)
         if self.is_wrapper and described is not None:
             self._take_images(call)
+        elif self.is_wrapper:
+            self._look_for_boundaries(call)
         if call.row is not None:
             inputs["attention_mask"] = call.row.token_mask
             self._refuse_other_decoder()
@@ -120,6 +122,8 @@ class FastCausalLM(CountedParameters):
             has_loss = step_labels.labels is not None
             step_labels.watch(out[has_loss] if isinstance(out, tuple) else out.logits)
         step_labels.refuse()
+        for lost in call.lost:
+            lost.refuse()
         return out
 
     def _without_padding(
@@ -142,6 +146,9 @@ class FastCausalLM(CountedParameters):
                 f"a packed row comes with {given[0]}; a {type(self).__name__} packs rows of text alone: "
                 "give such examples unpacked"
             )
+
+    def _look_for_boundaries(self, call: Call) -> None:
+        """Look whether a call that is left alone holds a packed row that has lost its boundaries."""
 
     def _refuse_other_decoder(self) -> None:
         if self.get_decoder() is not self.fast_decoder:

@@ -15,6 +15,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen, take_images
+from unsloth_pack.forwards.lost_parts import lost_boundaries, lost_images
 from unsloth_pack.models.vision_spec import VisionSpec
 from unsloth_pack.row.from_call import with_axes
 from unsloth_pack.row.images import RowImages, images_by_document
@@ -40,14 +41,21 @@ class FastVisionLM(FastCausalLM):
         """Find the images of a row, and describe its tokens by them.
 
         Raises:
-            InputError: what `take_images`, `RowImages.of` and `RowImages.axes` refuse; positions on three
-                axes that are not those of the images; token types that mark other tokens.
+            InputError: what `take_images`, `RowImages.of`, `RowImages.axes` and `lost_images` refuse;
+                positions on three axes that are not those of the images; token types that mark other tokens.
         """
         call.rest.pop(_TOKEN_TYPES, None)
         types = call.rest.pop(_BOTH_WAYS, None) if self.vision_spec.both_ways else None
         call.images = take_images(self.vision_spec, call.rest)
-        if call.images is not None and call.packed_row.visual is None:
+        if call.images is None:
+            if call.row is not None:
+                ids = call.inputs["input_ids"]
+                call.lost += lost_images(self.vision_spec, self.config, call.row, ids)
+        elif call.packed_row.visual is None:
             call.describe(self._described(call, call.images, types))
+
+    def _look_for_boundaries(self, call: Call) -> None:
+        call.lost += lost_boundaries(self.vision_spec, call.inputs, call.rest)
 
     def _described(self, call: Call, images: Images, types: Any) -> PackedRow:
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
