@@ -16,14 +16,13 @@ from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen, take_images
 from unsloth_pack.forwards.lost_parts import lost_boundaries, lost_images
-from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.models.vision_spec import TOKEN_TYPES, VisionSpec
 from unsloth_pack.row.from_call import with_axes
 from unsloth_pack.row.images import RowImages, images_by_document
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
 
-_TOKEN_TYPES = "mm_token_type_ids"  # transformers finds images by them; we by their tokens
-_BOTH_WAYS = "token_type_ids"  # 1 at the tokens of images, where those see each other in both directions
+_MODALITIES = "mm_token_type_ids"  # transformers finds images by them; we by their tokens
 
 
 class FastVisionLM(FastCausalLM):
@@ -34,7 +33,7 @@ class FastVisionLM(FastCausalLM):
     def _takes_images(self, rest: Mapping[str, Any]) -> bool:
         given = images_in(rest)
         # transformers hides the tokens behind it from one of an image where a batch does not mark them
-        is_marked = not (given and self.vision_spec.both_ways) or rest.get(_BOTH_WAYS) is not None
+        is_marked = not (given and self.vision_spec.both_ways) or rest.get(TOKEN_TYPES) is not None
         return set(given) <= {PIXELS} and is_marked
 
     def _take_images(self, call: Call) -> None:
@@ -44,8 +43,8 @@ class FastVisionLM(FastCausalLM):
             InputError: what `take_images`, `RowImages.of`, `RowImages.axes` and `lost_images` refuse;
                 positions on three axes that are not those of the images; token types that mark other tokens.
         """
-        call.rest.pop(_TOKEN_TYPES, None)
-        types = call.rest.pop(_BOTH_WAYS, None) if self.vision_spec.both_ways else None
+        call.rest.pop(_MODALITIES, None)
+        types = call.rest.pop(TOKEN_TYPES, None) if self.vision_spec.both_ways else None
         call.images = take_images(self.vision_spec, call.rest)
         if call.images is None:
             if call.row is not None:
@@ -87,13 +86,13 @@ class FastVisionLM(FastCausalLM):
             return is_placeholder.cpu().numpy().reshape(-1)
         if not isinstance(types, Tensor) or types.shape != ids.shape:
             given = list(types.shape) if isinstance(types, Tensor) else type(types).__name__
-            raise InputError(f"{_BOTH_WAYS} is {given}, the input ids {list(ids.shape)}; give one a token")
+            raise InputError(f"{TOKEN_TYPES} is {given}, the input ids {list(ids.shape)}; give one a token")
         both = torch.stack([is_placeholder, types.to(ids.device) == 1]).cpu().numpy().reshape(2, -1)
         differ = np.flatnonzero(both[0] != both[1])
         if len(differ):
             is_image = bool(both[0, differ[0]])
             raise InputError(
-                f"{_BOTH_WAYS} of token {differ[0]} is {'not ' * is_image}1, its id is "
+                f"{TOKEN_TYPES} of token {differ[0]} is {'not ' * is_image}1, its id is "
                 f"{'' if is_image else 'not '}that of an image; leave them out, or give 1 for image tokens"
             )
         return both[0]
