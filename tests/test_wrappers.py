@@ -114,7 +114,8 @@ def made(name, dtype=torch.float32, adapter=True, seed=0):
     weights = WRAPPERS[name](torch.float32).state_dict()
     generator = torch.Generator().manual_seed(seed + 1)
     for key, weight in weights.items():
-        if "norm" in key or key.endswith("bias"):
+        # Gemma 3's projector begins as zeros: no image would change anything
+        if "norm" in key or key.endswith("bias") or "mm_input_projection" in key:
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
     model = WRAPPERS[name](dtype)
     model.load_state_dict(weights)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -372,6 +373,46 @@ REFUSED = {
         "give input_ids",
     ),
 }
+
+
+@each_model
+def test_a_row_that_has_lost_its_images_is_refused(name):
+    model, docs = made(name), documents()
+    patch_model(model)
+    n_tokens = sum(int((doc.ids == IMAGE).sum()) for doc in docs)
+    with pytest.raises(InputError) as caught:
+        call(model, docs, pixel_values=None, image_grid_thw=None)
+    said = (
+        f"a packed row holds {n_tokens} image tokens and comes without pixel_values; give the images of the"
+    )
+    assert str(caught.value) == f"{said} row, or text without token {IMAGE}"
+
+
+@each_model
+def test_a_described_row_that_has_lost_its_images_is_refused(name):
+    """Where the host knows which tokens stand for images, no id has to be looked at."""
+    model, docs = made(name), documents()
+    patch_model(model)
+    row = PackedRow.of_lengths(tuple(len(doc.ids) for doc in docs), torch.device(DEVICE))
+    ids = torch.cat([doc.ids for doc in docs])
+    row = replace(row, visual=(ids == IMAGE).nonzero()[:, 0].numpy(), _built={})
+    lost = {"pixel_values": None, "image_grid_thw": None, "packed_seq_lengths": None, "packed_row": row}
+    with pytest.raises(InputError, match=r"comes without pixel_values; give the images of the row$"):
+        call(model, docs, **lost)
+
+
+@each_model
+def test_axes_of_several_documents_without_boundaries_are_refused(name):
+    """transformers would run them as one document."""
+    model, docs = made(name), documents()
+    patch_model(model)
+    axes = text_and_axes(docs)[1:]
+    lost = {"packed_seq_lengths": None, "position_ids": axes}
+    with pytest.raises(InputError, match=r"start over 5 times inside a row, and nothing says where"):
+        call(model, docs, **lost)
+    with pytest.raises(InputError, match="start over 5 times"):
+        call(model, docs, **lost, attention_mask=torch.ones(axes.shape[1:], dtype=torch.int64, device=DEVICE))
+    call(model, docs[2:3], packed_seq_lengths=None, position_ids=text_and_axes(docs[2:3])[1:])
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -93,6 +93,8 @@ def test_a_padded_batch_loses_its_padding(name):
     given, leaves = images_of(name, model, docs, requires_grad=True)
     if name in ("idefics3", "smolvlm"):
         given = batched(docs, leaves)
+    if name == "gemma3":
+        given["token_type_ids"] = (ids == IMAGE).int().to(DEVICE)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     out = model(**{key: value.to(DEVICE) for key, value in batch.items()}, **given)
     out.loss.backward()
@@ -335,6 +337,32 @@ REFUSED = {
     ("internvl", "a document ends inside a tile"): (_cut, "document 0 of a row ends inside image 0"),
     ("internvl", "a boundary late"): (_shifted, "document 0 of a row ends inside image 2"),
     ("internvl", "embeddings"): (_embeddings, "give input_ids"),
+    ("gemma3", "another size"): (
+        replaced("pixel_values", lambda pixels: pixels[:, :, :-4]),
+        "pixel_values is [3, 3, 12, 16], the tower takes images of 16 x 16",
+    ),
+    ("gemma3", "an image less"): (replaced("pixel_values", lambda pixels: pixels[1:]), "a row holds"),
+    ("gemma3", "types of others"): (
+        replaced("token_type_ids", lambda types: types.roll(1, 1)),
+        "token_type_ids of token 1 is not 1, its id is that of an image",
+    ),
+    ("gemma3", "types without images"): (
+        replaced("token_type_ids", lambda types: types * 0 + 1),
+        "token_type_ids of token 0 is 1, its id is not that of an image",
+    ),
+    ("gemma3", "types of some"): (
+        replaced("token_type_ids", lambda types: types[:, 1:]),
+        "token_type_ids is [1, 20], the input ids [1, 21]",
+    ),
+    ("gemma3", "types of a list"): (
+        replaced("token_type_ids", lambda types: types.tolist()),
+        "token_type_ids is list",
+    ),
+    ("gemma3", "a document ends inside an image"): (_cut, "document 0 of a row ends inside image 0"),
+    ("gemma3", "videos"): (
+        lambda row: row.update(pixel_values_videos=row["pixel_values"]),
+        "comes with pixel_values_videos; only images are packed, as pixel_values",
+    ),
     ("internvl", "videos"): (
         lambda row: row.update(pixel_values_videos=row["pixel_values"]),
         "comes with pixel_values_videos; only images are packed, as pixel_values",
@@ -344,6 +372,30 @@ REFUSED = {
         "comes with image_hidden_states; only images are packed, as pixel_values",
     ),
 }
+
+
+@each_model
+@pytest.mark.parametrize("loss", ["pixels", "all"])
+def test_a_row_that_has_lost_its_images_is_refused(name, loss):
+    model, docs = patched(name), documents(name, SEVERAL)
+    row = (
+        row_of(name, model, docs)
+        if loss == "pixels"
+        else {"input_ids": row_of(name, model, docs)["input_ids"]}
+    )
+    row.pop("pixel_values", None)
+    n_tokens = int((row["input_ids"] == IMAGE).sum())
+    with pytest.raises(InputError) as caught:
+        model(**row, packed_seq_lengths=lengths_of(docs))
+    holds = f"a packed row holds {n_tokens} image tokens and comes without pixel_values"
+    assert any(said in str(caught.value) for said in (holds, "comes with images but no pixel_values"))
+    assert "\n" not in str(caught.value)
+
+
+def test_counts_of_several_documents_without_boundaries_are_refused():
+    model, docs = patched("llava_onevision"), documents("llava_onevision", SEVERAL)
+    with pytest.raises(InputError, match="batch_num_images is of 2 documents, the input ids have 1 rows"):
+        model(**row_of("llava_onevision", model, docs))
 
 
 @pytest.mark.parametrize(("name", "case"), REFUSED)
@@ -371,7 +423,7 @@ def test_counts_of_other_documents_are_refused():
     model(**row | {"batch_num_images": [2, 0, 3]})
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
 @pytest.mark.parametrize("argument", ["pixel_values", "pixel_values_videos"])
 def test_models_that_pack_text_alone_say_so(name, argument):
     model = WRAPPERS[name](torch.float32)

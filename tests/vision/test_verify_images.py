@@ -1,11 +1,16 @@
 """`verify` of models of vision and language: right descriptions pass, each wrong one is found."""
 
+import numpy as np
 import pytest
+import tiled_models
 import torch
 from vision_models import MODELS, made
 
 from unsloth_pack import patch_model, verify
+from unsloth_pack.errors import InputError
+from unsloth_pack.row.packed_row import PackedRow
 
+each_without_grids = pytest.mark.parametrize("name", tiled_models.MODELS)
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -84,3 +89,86 @@ def test_plain_transformers_with_all_four_positions_passes(name):
 def test_each_wrong_description_of_plain_transformers_is_found(name, wrong):
     report = verify(made(name), describe=wrong, documents=SHORT)
     assert failed(report) & of_images(report), report
+
+
+# Models whose images come without grids: as tiles or with sizes
+
+
+@each_without_grids
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_patched_model_without_grids_passes(name, dtype):
+    model = tiled_models.made(name, dtype, "all")
+    patch_model(model)
+    report = verify(model, documents=SHORT)
+    assert report.passed, report
+    assert len(of_images(report)) == 3
+
+
+def nothing(lengths):
+    return TRAINING
+
+
+def positions(lengths):
+    return {"position_ids": along(lengths), **TRAINING}
+
+
+def positions_and_mask(lengths):
+    return positions(lengths) | {"attention_mask": torch.ones(1, sum(lengths), dtype=torch.int64)}
+
+
+@each_without_grids
+@pytest.mark.parametrize("wrong", [nothing, positions_and_mask], ids=lambda wrong: wrong.__name__)
+def test_each_wrong_description_without_grids_is_found(name, wrong):
+    report = verify(tiled_models.made(name), describe=wrong, documents=SHORT)
+    assert failed(report) & of_images(report), report
+
+
+@each_without_grids
+def test_plain_transformers_keeps_documents_apart_by_positions_but_gemma_3(name):
+    """Gemma 3's sliding layers give later documents the image blocks of the first one."""
+    report = verify(tiled_models.made(name), describe=positions, documents=SHORT)
+    found = {"logits with images against alone"} if name == "gemma3" else set()
+    assert failed(report) & of_images(report) == found, report
+
+
+def blocks_across_documents(row):
+    visual = row.visual if row.both_ways and row.visual is not None else np.zeros(0, dtype=np.int64)
+    return np.array([[visual[0], visual[-1] + 1]]) if len(visual) else np.zeros((0, 2), dtype=np.int64)
+
+
+def no_blocks(row):
+    return np.zeros((0, 2), dtype=np.int64)
+
+
+@pytest.mark.parametrize("wrong", [blocks_across_documents, no_blocks], ids=lambda wrong: wrong.__name__)
+def test_wrong_blocks_of_gemma_3_are_found(wrong, monkeypatch):
+    model = tiled_models.made("gemma3")
+    patch_model(model)
+    monkeypatch.setattr(PackedRow, "blocks", property(wrong))
+    report = verify(model, documents=SHORT)
+    assert failed(report) & of_images(report), report
+
+
+@pytest.mark.parametrize("lost", ["rows", "tokens"])
+def test_swapped_features_are_found(lost, monkeypatch):
+    """Images that reach another document, or other tokens of their own."""
+    from unsloth_pack.forwards import vision_lm
+
+    model, right = tiled_models.made("internvl"), vision_lm.seen
+    patch_model(model)
+
+    def swapped(*args):
+        features = right(*args)
+        order = torch.arange(len(features.of_tokens))
+        order = order.flip(0) if lost == "rows" else order.view(-1, 2).flip(1).flatten()
+        return type(features)(features.of_tokens[order], features.sizes, features.by_layer)
+
+    monkeypatch.setattr(vision_lm, "seen", swapped)
+    report = verify(model, documents=SHORT)
+    assert failed(report) & of_images(report), report
+
+
+def test_documents_with_image_tokens_are_refused():
+    model = tiled_models.made("gemma3")
+    with pytest.raises(InputError, match=f"documents hold token {tiled_models.IMAGE}, which stands for imag"):
+        verify(model, documents=[[5, 6], [7, tiled_models.IMAGE]])

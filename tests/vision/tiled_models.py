@@ -1,7 +1,8 @@
 """Tiny models of vision and language with ordinary positions, their documents, and each alone as the truth.
 
 What their images come in differs: tiles of one size with markers between them, tiles of which a document with
-one image has more, or sizes of their own with a mark behind every line.
+one image has more, or sizes of their own with a mark behind every line. The tokens of Gemma 3's images see
+each other in both directions.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from tiny import DEVICE, Outcome
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -72,12 +75,23 @@ def _smolvlm(**text):
     return _idefics3(SmolVLMConfig, **text)
 
 
+def _gemma3(**text):
+    text = dict(sliding_window=5) | text  # a document is longer, and touching images are
+    return Gemma3Config(
+        text_config=_text("gemma3_text", **text),
+        vision_config=_TOWER | dict(model_type="siglip_vision_model", vision_use_head=False),
+        image_token_index=IMAGE,
+        mm_tokens_per_image=4,
+    )
+
+
 MODELS = {
     "idefics3": (Idefics3ForConditionalGeneration, _idefics3),
     "smolvlm": (SmolVLMForConditionalGeneration, _smolvlm),
     "llava_onevision": (LlavaOnevisionForConditionalGeneration, _llava_onevision),
     "internvl": (InternVLForConditionalGeneration, _internvl),
     "mistral3": (Mistral3ForConditionalGeneration, _mistral3),
+    "gemma3": (Gemma3ForConditionalGeneration, _gemma3),
 }
 ALIGNER = ("connector", "multi_modal_projector")
 _OF_TEXT = r".*(language_model|text_model).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -170,6 +184,8 @@ def _image(name, shape, is_only, generator):
         return Image(
             drawn(1, 3, 2 * PATCH * height, 2 * PATCH * width), (2 * PATCH * height, 2 * PATCH * width)
         )
+    if name == "gemma3":
+        return Image(drawn(1, 3, SIDE, SIDE))
     if name == "llava_onevision":
         n_tiles = height * width + 1 if is_only else 1
         return Image(drawn(n_tiles, 3, SIDE, SIDE), (SIDE * height - 3, SIDE * width))
@@ -185,6 +201,8 @@ def _placeholders(name, shape, image, is_only):
         return [*([*[IMAGE] * width, BREAK] * height)[:-1], END]
     if name == "llava_onevision":
         return [IMAGE] * _llava_tokens(image.size, is_only)
+    if name == "gemma3":  # without the marks that a processor sets, so that images may touch
+        return [IMAGE] * 4
     if name == "internvl":
         return [START, *[IMAGE] * 4 * len(image.pixels), END]
     return [token for _ in image.pixels for token in (START, *[IMAGE] * 4)]  # a mark before every tile
@@ -207,12 +225,17 @@ def images_of(name, model, docs, requires_grad=False):
     images = [image for doc in docs for image in doc.images]
     if not images:
         return {}, []
-    leaves = [image.pixels.to(DEVICE, dtype_of(model)).requires_grad_(requires_grad) for image in images]
+    dtype = dtype_of(model)
+    # Copies: a gradient must not stay with the pixels for the next run
+    leaves = [image.pixels.to(DEVICE, dtype, copy=True).requires_grad_(requires_grad) for image in images]
     if name in ("idefics3", "smolvlm"):
         masks = torch.cat([image.mask for image in images])[None].to(DEVICE)
         return {"pixel_values": torch.cat(leaves)[None], "pixel_attention_mask": masks}, leaves
     if name == "internvl":
         return {"pixel_values": torch.cat(leaves)}, leaves
+    if name == "gemma3":
+        types = (torch.cat([doc.ids for doc in docs])[None] == IMAGE).int().to(DEVICE)
+        return {"pixel_values": torch.cat(leaves), "token_type_ids": types}, leaves
     shape = [max(sides) for sides in zip(*(leaf.shape for leaf in leaves), strict=True)]
     padded = torch.stack([_padded(leaf, shape) for leaf in leaves])
     sizes = torch.tensor([image.size for image in images]).to(DEVICE)

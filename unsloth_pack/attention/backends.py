@@ -32,15 +32,18 @@ class Backend:
         is_tried: whether a tiny step must show that it runs: its package may be built for another torch.
         takes_other_v: whether v may have another head size than q and k. For the others the smaller one is
             padded with zeros, see `run`.
+        takes_other_keys: whether the queries of a segment may have other keys than their own: those of the
+            segment in the same place of another row, which `attend` takes as `keys`.
     """
 
     why_unavailable: Callable[[AttentionNeed], str | None]
-    attend: Callable[[Tensor, Tensor, Tensor, PackedRow, AttentionOptions, Tensor | None], Tensor]
+    attend: Callable[..., Tensor]
     name_of_kernel: Callable[[AttentionNeed], str | None] = lambda need: None
     can_be_captured: bool = False
     why_not_by_default: Callable[[AttentionNeed], str | None] = lambda need: None
     is_tried: bool = True
     takes_other_v: bool = False
+    takes_other_keys: bool = False
 
     def run(
         self,
@@ -50,19 +53,24 @@ class Backend:
         row: PackedRow,
         options: AttentionOptions,
         sinks_H: Tensor | None = None,
+        **other_keys: PackedRow,
     ) -> Tensor:
         """`[N, H, V]` from this backend. V is the head size of v, D that of q and k.
 
         Zeros behind q and k change no product of theirs, and those behind v are cut off again.
+
+        Args:
+            other_keys: `keys`, where they are another row's; only with `takes_other_keys`.
         """
         size, size_of_v = q_NHD.shape[-1], v_NKV.shape[-1]
         if size == size_of_v or self.takes_other_v:
-            return self.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H)
+            return self.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H, **other_keys)
         if size < size_of_v:
             q_NHD, k_NKD = (F.pad(x, (0, size_of_v - size)) for x in (q_NHD, k_NKD))
         else:
             v_NKV = F.pad(v_NKV, (0, size - size_of_v))
-        return self.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H)[..., :size_of_v]
+        out = self.attend(q_NHD, k_NKD, v_NKV, row, options, sinks_H, **other_keys)
+        return out[..., :size_of_v]
 
 
 BACKENDS = {  # fastest first
@@ -73,9 +81,15 @@ BACKENDS = {  # fastest first
         why_not_by_default=triton_varlen.why_not_by_default,
         is_tried=False,  # its kernels would be compiled for other heads than the layer's
     ),
-    "flash": Backend(flash.why_unavailable, flash.attend, flash.name_of_kernel, can_be_captured=True),
+    "flash": Backend(
+        flash.why_unavailable,
+        flash.attend,
+        flash.name_of_kernel,
+        can_be_captured=True,
+        takes_other_keys=True,
+    ),
     "xformers": Backend(xformers.why_unavailable, xformers.attend),
-    "sdpa": Backend(sdpa.why_unavailable, sdpa.attend, takes_other_v=True),
+    "sdpa": Backend(sdpa.why_unavailable, sdpa.attend, takes_other_v=True, takes_other_keys=True),
 }
 
 
@@ -132,6 +146,24 @@ def choose_backend(name: str, need: AttentionNeed, source: str = "attn_backend")
         chosen, why = name, f"asked for by {source}"
     kernel = BACKENDS[chosen].name_of_kernel(need)
     return chosen, f"{why}, through {kernel}" if kernel else why
+
+
+def backend_of_other_keys(name: str, need: AttentionNeed) -> str:
+    """The backend for queries with other keys than their own: that of the layer, or the fastest that can.
+
+    Args:
+        name: of the layer's.
+
+    Raises:
+        BackendUnavailable: none can.
+    """
+    for candidate in (name, *BACKENDS):
+        if BACKENDS[candidate].takes_other_keys and why_unavailable(candidate, need) is None:
+            return candidate
+    raise BackendUnavailable(
+        f"no attention backend takes tokens that see each other in both directions with {need.options}; "
+        "train rows of text alone"
+    )
 
 
 def _first_that_can(need: AttentionNeed) -> tuple[str, str]:

@@ -58,12 +58,19 @@ def attend_dense(
     return out_BHTD.transpose(1, 2)
 
 
-def attend_all(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention in which every query sees every key of its batch entry: `[B, T, H, D]`."""
+def attend_all(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions, mask: Tensor | None = None
+) -> Tensor:
+    """Attention in which every query sees every key of its batch entry: `[B, T, H, D]`.
+
+    Args:
+        mask: `[T, S]` bool, False where a query may not look after all.
+    """
     out_BHTD = F.scaled_dot_product_attention(
         q_BHTD,
         k_BKSD,
         v_BKSD,
+        attn_mask=mask,
         dropout_p=options.dropout,
         scale=options.scale,
         enable_gqa=q_BHTD.shape[1] != k_BKSD.shape[1],
@@ -78,9 +85,19 @@ def is_written_out(options: AttentionOptions) -> bool:
 
 def causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
     """`[queries, keys]` bool, True where a query may look; the last query faces the last key."""
-    queries = torch.arange(n_keys - n_queries, n_keys, device=device)
-    age = queries[:, None] - torch.arange(n_keys, device=device)[None, :]
+    age = _age(n_queries, n_keys, device)
     return (age >= 0) if window is None else (age >= 0) & (age < window)
+
+
+def window_mask(n_queries: int, n_keys: int, window: int, device: torch.device) -> Tensor:
+    """Likewise where a query sees all keys behind it."""
+    return _age(n_queries, n_keys, device) < window
+
+
+def _age(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
+    """`[queries, keys]`: how many tokens a key lies before a query."""
+    queries = torch.arange(n_keys - n_queries, n_keys, device=device)
+    return queries[:, None] - torch.arange(n_keys, device=device)[None, :]
 
 
 def _written_out(

@@ -44,13 +44,14 @@ def attend(
     row: PackedRow,
     options: AttentionOptions,
     sinks_H: Tensor | None = None,
+    keys: PackedRow | None = None,
 ) -> Tensor:
     assert sinks_H is None  # `why_unavailable` has made sure
     refuse_int32_overflow(q_NHD, row)
     kernel = varlen_kernel(q_NHD.shape[-1], options)
     assert kernel is not None  # `why_unavailable` has made sure
     q_NHD, k_NKD, v_NKD = map(_aligned, (q_NHD, k_NKD, v_NKD))
-    return kernel.call(q_NHD, k_NKD, v_NKD, row.cu_seqlens, row.longest, options)
+    return kernel.call(q_NHD, k_NKD, v_NKD, row.cu_seqlens, row.longest, options, keys)
 
 
 def _aligned(x_NHD: Tensor) -> Tensor:
@@ -123,12 +124,14 @@ class VarlenKernel:
         cu_seqlens: Tensor,
         longest: int,
         options: AttentionOptions,
+        keys: PackedRow | None = None,
     ) -> Tensor:
         """`[N, H, D]`, as `attend`.
 
         Args:
             cu_seqlens: `[segments + 1]` int32.
             longest: tokens of the longest segment.
+            keys: the segments of the keys, where they are others; the last query of each faces its last key.
         """
         # FlashAttention counts the keys before the query, transformers counts the query too.
         before = -1 if options.window is None else options.window - 1
@@ -143,8 +146,14 @@ class VarlenKernel:
             "enable_gqa": True,
         }
         chosen = {name: value for name, value in wanted.items() if name in self.options}
-        out = self.function(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, longest, longest, **chosen)
+        of_keys = (cu_seqlens, longest) if keys is None else (keys.cu_seqlens, keys.longest)
+        segments = cu_seqlens, of_keys[0], longest, of_keys[1]
+        out = self.function(q_NHD, k_NKD, v_NKD, *segments, **chosen)
         return out[0] if isinstance(out, tuple) else out
+
+
+def _bound(tokens: int) -> int | None:
+    return tokens if tokens >= 0 else None
 
 
 def flash_attn_4() -> VarlenKernel:
@@ -176,7 +185,7 @@ def flash_attn_4() -> VarlenKernel:
             softmax_scale=softmax_scale,
             causal=causal,
             # Its "no window" is None: it takes -1 beside a 0 as a real bound.
-            window_size=window_size if window_size[0] >= 0 else (None, None),
+            window_size=window_size if min(window_size) >= 0 else (_bound(window_size[0]), None),
             softcap=softcap,
         )
 

@@ -16,7 +16,7 @@ class AttentionOptions:
         dropout: probability of dropping an attention weight.
         sinks: whether a query also attends to its head's sink, a logit without a value.
         causal: whether a query sees no key behind it. Without it, as in the towers of images, a query sees
-            its whole segment, and there is no window.
+            its whole segment; a window then bounds the keys before it alone.
     """
 
     scale: float

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from unsloth_pack.attention.backends import BACKENDS, choose_backend
+from unsloth_pack.attention.both_ways import attend_in_blocks
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -21,7 +22,7 @@ def attend(
     Args:
         q_NHD: `[N, H, D]`, any strides with a contiguous last dimension.
         k_NKD, v_NKV: `[N, K, D]` and `[N, K, V]`; K divides H. V is mostly D.
-        row: the segments of the N tokens.
+        row: the segments of the N tokens, and the blocks of them that see each other in both directions.
         backend: "auto", or a name in `BACKENDS`.
         sinks_H: `[H]`, the logit of each head's sink, where `options.sinks`. It may require a gradient.
 
@@ -33,4 +34,7 @@ def attend(
     """
     need = AttentionNeed(q_NHD.device.type, q_NHD.dtype, q_NHD.shape[-1], options, v_NKV.shape[-1])
     name, _ = choose_backend(backend, need)
-    return BACKENDS[name].run(q_NHD, k_NKD, v_NKV, row, options, sinks_H)
+    out_NHV = BACKENDS[name].run(q_NHD, k_NKD, v_NKV, row, options, sinks_H)
+    if not len(row.blocks):
+        return out_NHV
+    return attend_in_blocks(out_NHV, q_NHD, k_NKD, v_NKV, row, options, name)

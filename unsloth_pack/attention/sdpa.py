@@ -5,7 +5,8 @@ hides the padding anyway. Where a sliding window is shorter than the stack, each
 at the keys that it can reach, under a mask of at most 2 * max(window, 256) keys a side. With a softcap or
 sinks the logits are written out; those of long documents block by block, and again in the backward pass.
 
-Without a causal mask a batch holds segments of one length only.
+Without a causal mask a batch holds segments of one length only. Segments with other keys than their own run
+one by one.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unsloth_pack.attention.dense import attend_all, attend_dense, causal_mask, is_written_out
+from unsloth_pack.attention.dense import attend_all, attend_dense, causal_mask, is_written_out, window_mask
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -36,7 +37,10 @@ def attend(
     row: PackedRow,
     options: AttentionOptions,
     sinks_H: Tensor | None = None,
+    keys: PackedRow | None = None,
 ) -> Tensor:
+    if keys is not None:
+        return _attend_other_keys(q_NHD, k_NKD, v_NKD, row, options, keys)
     if not options.causal:
         return _attend_whole_segments(q_NHD, k_NKD, v_NKD, row, options)
     outs = []
@@ -63,6 +67,22 @@ def _attend_whole_segments(
         q_SHLD, k_SKLD, v_SKLD = (x[stack_SL].transpose(1, 2) for x in (q_NHD, k_NKD, v_NKD))
         outs.append(attend_all(q_SHLD, k_SKLD, v_SKLD, options).flatten(0, 1))
     return torch.cat(outs)[row.unstack_equal]
+
+
+def _attend_other_keys(
+    q_QHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, row: PackedRow, options: AttentionOptions, keys: PackedRow
+) -> Tensor:
+    """Every segment of queries over the segment of `keys` in its place; without a causal mask."""
+    outs = []
+    segments = (x.split(list(of.lengths)) for x, of in ((q_QHD, row), (k_MKD, keys), (v_MKD, keys)))
+    for qkv in zip(*segments, strict=True):
+        q_1HLD, k_1KSD, v_1KSD = (x.transpose(0, 1)[None] for x in qkv)
+        sizes, window, mask = (q_1HLD.shape[2], k_1KSD.shape[2]), options.window, None
+        if window is not None and window < sizes[1]:
+            build = partial(window_mask, *sizes, window, row.device)
+            mask = row.once(("window mask", window, sizes), build)
+        outs.append(attend_all(q_1HLD, k_1KSD, v_1KSD, options, mask)[0])
+    return torch.cat(outs)
 
 
 def _attend_window(

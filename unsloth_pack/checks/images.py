@@ -1,7 +1,6 @@
 """Do the images of a packed row reach the tokens of their own document, and no others?"""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,9 +17,9 @@ _SAMPLES = 6  # of rounding, before a difference is held to be more than that
 
 
 def check_images(subject: Subject, generator: torch.Generator) -> list[Check]:
-    """The checks of images; none where a model takes none, or takes them in a way that is not packed."""
+    """The checks of images; none where a model takes none, or none in packed rows."""
     spec = vision_spec_of(subject.model.config.model_type)
-    if spec is None or spec.grid is None:
+    if spec is None:
         return []
     pictured = PicturedSubject(subject, spec)
     documents = pictured.documents(generator)
@@ -39,10 +38,10 @@ def _check_logits(pictured: PicturedSubject, documents: Sequence[Pictured]) -> C
         before = pictured.logits(documents)
         noise = max(map(_difference, before, pictured.logits(documents)))
         for source, document in enumerate(documents):
-            if not len(document.grids):
+            if not len(document.images.pixels):
                 continue
             mixed = [*documents]
-            mixed[source] = replace(document, pixels=-document.pixels)
+            mixed[source] = document.negative()
             moved = list(map(_difference, before, pictured.logits(mixed)))
             if moved[source] <= noise:
                 return Check(name, 0.0, noise, f"those of document {source} do not change its own", False)
@@ -56,13 +55,13 @@ def _check_logits(pictured: PicturedSubject, documents: Sequence[Pictured]) -> C
 def _check_gradients(pictured: PicturedSubject, documents: Sequence[Pictured]) -> Check:
     """Is the gradient of a document's logits exactly 0 at the pixels of every other?"""
     name = "images leak into gradients"
-    owner = np.repeat(np.arange(len(documents)), [len(document.pixels) for document in documents])
+    owner = np.repeat(np.arange(len(documents)), [len(document.images.pixels) for document in documents])
     worst = (0.0, 0, 0)
     for victim in range(len(documents)):
         pixels = pictured.pixels(documents).requires_grad_()
         own = pictured.logits(documents, pixels)[victim]
         (gradient,) = torch.autograd.grad(own.float().square().mean(), pixels, materialize_grads=True)
-        reached = gradient.abs().float().amax(dim=-1).cpu().numpy()
+        reached = gradient.abs().float().flatten(1).amax(dim=-1).cpu().numpy()
         if (owner == victim).any() and not reached[owner == victim].any():
             return Check(name, 0.0, 0.0, f"document {victim} has no gradient at its own pixels", False)
         others = np.where(owner == victim, 0.0, reached)

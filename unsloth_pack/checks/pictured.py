@@ -1,27 +1,32 @@
 """A model of vision and language under test, and random documents with images for it.
 
-Shapes: T tokens of a row or L of a document, P patches of all its images, V words of the vocabulary.
+Shapes: T tokens of a row or L of a document, V words of the vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from unsloth_pack.checks.drawn_images import Drawn, Size, drawn
 from unsloth_pack.checks.subject import Subject
-from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen
+from unsloth_pack.models.vision_spec import TOKEN_TYPES, VisionSpec
 from unsloth_pack.row.images import RowImages
 from unsloth_pack.row.packed_row import PackedRow
 
 # Text and images, an image as its tokens in height and width: first, last, none, three of unequal size
-_DOCUMENTS: tuple[tuple[int | tuple[int, int], ...], ...] = (
+_DOCUMENTS: tuple[tuple[int | Size, ...], ...] = (
     ((2, 3), 5),
     (9,),
     (3, (1, 1), 2, (2, 4), 1, (3, 1), 6),
     (7, (4, 2)),
 )
+_WITH_A_MEANING = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,15 @@ class Pictured:
 
     Args:
         ids: `[L]` int64, a placeholder for each token of an image.
-        grids: `[images, 3]` int64, the patches of every image in time, height and width.
-        pixels: `[P, numbers of a patch]` float32.
+        images: what stands behind the placeholders.
     """
 
     ids: Tensor
-    grids: Tensor
-    pixels: Tensor
+    images: Drawn
+
+    def negative(self) -> "Pictured":
+        """The document with other images of the same form."""
+        return replace(self, images=replace(self.images, pixels=-self.images.pixels))
 
 
 class PicturedSubject:
@@ -46,8 +53,8 @@ class PicturedSubject:
         subject: the model, described as it is with text alone.
         spec: how it takes images.
 
-    The description "position_ids" means those along the text, then in time, height and width. A function that
-    takes `axes`, too, gets `[3, 1, T]`, the latter three.
+    Where tokens have positions on three axes, the description "position_ids" means those along the text, then
+    in time, height and width. A function that takes `axes`, too, gets `[3, 1, T]`, the latter three.
     """
 
     def __init__(self, subject: Subject, spec: VisionSpec):
@@ -55,32 +62,45 @@ class PicturedSubject:
         self.config = subject.model.config
 
     def documents(self, generator: torch.Generator) -> list[Pictured]:
-        """Random ones."""
-        vision = self.config.vision_config
-        merge, token = getattr(vision, self.spec.merge), getattr(self.config, self.spec.token)
-        channels = getattr(vision, "in_channels", None) or vision.in_chans
-        n_pixels = channels * vision.temporal_patch_size * vision.patch_size**2
+        """Random ones. How many tokens an image has is asked of the model."""
+        sizes = [[part for part in parts if isinstance(part, tuple)] for parts in _DOCUMENTS]
+        images = drawn(self.spec, self.config, sizes, generator)
+        token = getattr(self.config, self.spec.token)
         made = []
-        for parts in _DOCUMENTS:
-            sizes = [part for part in parts if isinstance(part, tuple)]
-            grids = torch.tensor([[1, merge * h, merge * w] for h, w in sizes], dtype=torch.int64).view(-1, 3)
+        for parts, of_document in zip(_DOCUMENTS, images, strict=True):
+            lengths = iter(self._tokens_of(of_document))
             ids = [
-                torch.full((part[0] * part[1],), token)
+                torch.full((next(lengths),), token)
                 if isinstance(part, tuple)
-                else torch.randint(self._lowest_special, (part,), generator=generator)
+                else torch.randint(*self._ids_of_text, (part,), generator=generator)
                 for part in parts
             ]
-            pixels = torch.randn(int(grids.prod(-1).sum()), n_pixels, generator=generator)
-            made.append(Pictured(torch.cat(ids), grids, pixels))
+            made.append(Pictured(torch.cat(ids), of_document))
         return made
 
+    def _tokens_of(self, images: Drawn) -> list[int]:
+        """The tokens of every image of a document."""
+        if not len(images.pixels):
+            return []
+        given = self._described_images([images])
+        pixels = self._formed(images.pixels)
+        with torch.no_grad():
+            found = seen(self._base, self.spec, Images(pixels, given))
+        return found.sizes.tolist()
+
     @property
-    def _lowest_special(self) -> int:
-        """Token ids below it are of text: those of images and videos, and around them, have a meaning."""
-        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        return min(
-            self.subject.vocab_size, *(getattr(self.config, n, self.subject.vocab_size) for n in names)
-        )
+    def _base(self) -> Any:
+        model = self.subject.model
+        return (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+
+    @property
+    def _ids_of_text(self) -> tuple[int, int]:
+        """The first and the end of the longest run of token ids without those of images and around them."""
+        n_ids = self.subject.vocab_size
+        special = {getattr(self.config, name, None) for name in _WITH_A_MEANING}
+        edges = sorted({-1, n_ids, *(n for n in special if isinstance(n, int) and n < n_ids)})
+        before, behind = max(pairwise(edges), key=lambda edge: edge[1] - edge[0])
+        return before + 1, behind
 
     def logits(self, documents: Sequence[Pictured], pixels: Tensor | None = None) -> tuple[Tensor, ...]:
         """`[L, V]` of every document in one row of all."""
@@ -93,22 +113,43 @@ class PicturedSubject:
         """`[L, V]` of a document in a row of its own."""
         ids = document.ids[None].to(self.subject.device)
         given = self._images([document], None)
-        given["position_ids"] = self._axes([document])
+        if self.spec.grid is not None:
+            given["position_ids"] = self._axes([document])
         return self.subject.model(input_ids=ids, use_cache=False, **given).logits[0]
 
     def pixels(self, documents: Sequence[Pictured]) -> Tensor:
-        joined = torch.cat([document.pixels for document in documents])
+        """The entries of `pixel_values` of all documents."""
+        joined = torch.cat([document.images.pixels for document in documents])
         return joined.to(self.subject.device, self.subject.dtype)
 
     def _images(self, documents: Sequence[Pictured], pixels: Tensor | None) -> dict[str, Any]:
-        grids = torch.cat([document.grids for document in documents])
-        if not len(grids):
-            return {}
         pixels = self.pixels(documents) if pixels is None else pixels
-        assert self.spec.grid is not None
-        return {"pixel_values": pixels, self.spec.grid: grids.to(self.subject.device)}
+        if not len(pixels):
+            return {}
+        described = self._described_images([document.images for document in documents])
+        given = {name: torch.tensor(numbers) for name, numbers in described.items()}
+        if self.spec.both_ways:
+            ids = torch.cat([document.ids for document in documents])[None]
+            given[TOKEN_TYPES] = (ids == getattr(self.config, self.spec.token)).int()
+        on_device = {name: numbers.to(self.subject.device) for name, numbers in given.items()}
+        return {PIXELS: self._formed(pixels), **on_device}
+
+    def _formed(self, pixels: Tensor) -> Tensor:
+        """`pixel_values` of these entries: some models take those of a row of a batch."""
+        is_by_row = pixels.ndim < min(self.spec.dimensions)
+        return pixels[None] if is_by_row else pixels
+
+    def _described_images(self, images: Sequence[Drawn]) -> dict[str, list[Any]]:
+        """The arguments of a call beside the pixels of these documents."""
+        names = images[0].described
+        described = {name: [n for one in images for n in one.described[name]] for name in names}
+        if self.spec.of_documents is not None:
+            described[self.spec.of_documents] = [one.n_images for one in images]
+        return described
 
     def _described(self, documents: Sequence[Pictured], lengths: list[int]) -> dict[str, Any]:
+        if self.spec.grid is None:
+            return self.subject.described(lengths)
         axes = self._axes(documents)
         if self.subject.description == "position_ids":
             along = torch.cat([torch.arange(length) for length in lengths])[None, None]
@@ -119,7 +160,9 @@ class PicturedSubject:
         """`[3, 1, T]`."""
         row = PackedRow.of_lengths(tuple(len(d.ids) for d in documents), torch.device("cpu"))
         merge = getattr(self.config.vision_config, self.spec.merge)
-        grids = torch.cat([document.grids for document in documents]).numpy() // [1, merge, merge]
+        described = self._described_images([document.images for document in documents])
+        grids = np.array(described[self.spec.grid or ""], dtype=np.int64).reshape(-1, 3)
+        of_tokens = grids // [1, merge, merge]
         is_placeholder = torch.cat([d.ids for d in documents]) == getattr(self.config, self.spec.token)
-        images = RowImages.of(is_placeholder.numpy(), grids.prod(axis=1), row)
-        return torch.from_numpy(images.axes(row, grids))[:, None].to(self.subject.device)
+        images = RowImages.of(is_placeholder.numpy(), of_tokens.prod(axis=1), row)
+        return torch.from_numpy(images.axes(row, of_tokens))[:, None].to(self.subject.device)

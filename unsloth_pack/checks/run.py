@@ -68,7 +68,7 @@ def verify(
     if documents is None:
         row = random_documents(_lengths(subject, room), subject.vocab_size, generator)
     else:
-        row = _encoded(documents, tokenizer, room, subject.vocab_size)
+        row = _encoded(documents, tokenizer, room, subject)
     if collate is None:
         from unsloth_pack.training.trl_setup import row_collator
 
@@ -106,7 +106,7 @@ def _lengths(subject: Subject, room: int) -> list[int]:
 
 
 def _encoded(
-    documents: Sequence[str | Sequence[int]], tokenizer: Any, room: int, vocab_size: int
+    documents: Sequence[str | Sequence[int]], tokenizer: Any, room: int, subject: Subject
 ) -> list[Tensor]:
     encoded = []
     for document in [documents] if isinstance(documents, str) else documents:
@@ -117,10 +117,17 @@ def _encoded(
         ids = np.asarray(document)
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or not len(ids)):
             raise InputError(f"documents hold {reprlib.repr(document)}; give texts, or lists of token ids")
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:  # on a GPU an assert would say less
+        if (
+            len(ids) and not 0 <= ids.min() <= ids.max() < subject.vocab_size
+        ):  # on a GPU an assert would say less
             raise InputError(
                 f"documents hold token ids from {ids.min()} to {ids.max()}, the model knows 0 to "
-                f"{vocab_size - 1}; give the tokenizer's of this model"
+                f"{subject.vocab_size - 1}; give the tokenizer's of this model"
+            )
+        if subject.image_token in ids:
+            raise InputError(
+                f"documents hold token {subject.image_token}, which stands for images; give texts, or None: "
+                "images are drawn beside them"
             )
         encoded.append(torch.as_tensor(ids, dtype=torch.int64, device="cpu"))
     lengths = [len(document) for document in encoded]

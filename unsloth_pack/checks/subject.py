@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.leak_probe import Probed, greatest_by_document
+from unsloth_pack.models import vision_spec_of
 from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_of
 
@@ -69,6 +70,8 @@ class Subject(Probed):
         embedding = model.get_input_embeddings().weight
         self.device, self.dtype = embedding.device, embedding.dtype
         self.vocab_size = min(self.config.vocab_size, len(embedding))
+        vision_spec = vision_spec_of(model.config.model_type)
+        self.image_token = None if vision_spec is None else int(getattr(model.config, vision_spec.token))
         if describe is None:
             describe = "position_ids" if patch is None else "packed_seq_lengths"
         self.description = describe
@@ -97,7 +100,15 @@ class Subject(Probed):
     def packed(self, documents: Sequence[Tensor], **more: Any) -> Any:
         """The model's output for one row of all documents, `[1, T]`."""
         described = self.described([len(document) for document in documents])
-        return self.model(input_ids=torch.cat(list(documents)).to(self.device)[None], **described, **more)
+        ids = self._of_text(torch.cat(list(documents)))[None]
+        return self.model(input_ids=ids, **described, **more)
+
+    def _of_text(self, ids: Tensor) -> Tensor:
+        """Random ids on the device. Where one is of images, which come without, another takes its place."""
+        ids = ids.to(self.device)
+        if self.image_token is None:
+            return ids
+        return ids.masked_fill(ids == self.image_token, (self.image_token + 1) % self.vocab_size)
 
     def described(self, lengths: list[int], axes: Tensor | None = None) -> dict[str, Any]:
         """What a call carries beside the ids.
@@ -122,7 +133,7 @@ class Subject(Probed):
 
     def logits_alone(self, document: Tensor) -> Tensor:
         """`[L, V]` of a document in a row of its own."""
-        return self.model(input_ids=document.to(self.device)[None], use_cache=False).logits[0]
+        return self.model(input_ids=self._of_text(document)[None], use_cache=False).logits[0]
 
     def logits_beside(self, document: Tensor, neighbour: Tensor) -> Tensor:
         """`[L, V]` of a document in an ordinary batch of two, the shorter one padded.
@@ -133,7 +144,7 @@ class Subject(Probed):
         """
         ids = torch.zeros(2, max(len(document), len(neighbour)), dtype=torch.int64, device="cpu")
         ids[0, : len(document)], ids[1, : len(neighbour)] = document, neighbour
-        return self.model(input_ids=ids.to(self.device), use_cache=False).logits[0, : len(document)]
+        return self.model(input_ids=self._of_text(ids), use_cache=False).logits[0, : len(document)]
 
     def gradients(self, document: Tensor, forward: Callable[[], Tensor]) -> Gradients:
         """What the loss of `document` gives, whose logits `[L, V]` are what `forward` returns.

@@ -1,9 +1,10 @@
 """A call of a causal language model that has come in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unsloth_pack.forwards.lost_parts import Lost
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
 
@@ -26,12 +27,14 @@ class Call:
         inputs: the decoder's named arguments.
         rest: the others; neither the row's nor the loss's.
         images: pixels and grids that have been taken out of them.
+        lost: what it may have lost, to refuse when the decoder has run.
     """
 
     described: PackedRow | PaddedBatch | None
     inputs: dict[str, Any]
     rest: dict[str, Any]
     images: Any = None
+    lost: list[Lost] = field(default_factory=list)
 
     @property
     def row(self) -> PackedRow | None:

@@ -102,6 +102,8 @@ class FastCausalLM(CountedParameters):
         call = Call(described, inputs, kwargs)
         if self.is_wrapper and described is not None:
             self._take_images(call)
+        elif self.is_wrapper:
+            self._look_for_boundaries(call)
         if call.row is not None:
             inputs["attention_mask"] = call.row.token_mask
             self._refuse_other_decoder()
@@ -120,20 +122,22 @@ class FastCausalLM(CountedParameters):
             has_loss = step_labels.labels is not None
             step_labels.watch(out[has_loss] if isinstance(out, tuple) else out.logits)
         step_labels.refuse()
+        for lost in call.lost:
+            lost.refuse()
         return out
 
     def _without_padding(
         self, inputs: dict[str, Any], labels: Any, rest: Mapping[str, Any], known: PaddedBatch | None
     ) -> PaddedBatch | None:
         """The padded batch of a call that describes no row, or None where it keeps its padding."""
-        if self.is_wrapper and (not self._takes_images(images_in(rest)) or inputs["input_ids"] is None):
+        if self.is_wrapper and (not self._takes_images(rest) or inputs["input_ids"] is None):
             return None
         given = {name: rest[name] for name in ("shift_labels", "ignore_index") if name in rest}
         return self.fast_decoder.unpadding.batch_of(self.fast_decoder, inputs, known, labels, **given)
 
-    def _takes_images(self, given: list[str]) -> bool:
-        """Whether a call with these arguments of images can be one packed row."""
-        return not given
+    def _takes_images(self, rest: Mapping[str, Any]) -> bool:
+        """Whether a padded batch with these further arguments can be one packed row."""
+        return not images_in(rest)
 
     def _take_images(self, call: Call) -> None:
         """Take the images of a row out of a call."""
@@ -142,6 +146,9 @@ class FastCausalLM(CountedParameters):
                 f"a packed row comes with {given[0]}; a {type(self).__name__} packs rows of text alone: "
                 "give such examples unpacked"
             )
+
+    def _look_for_boundaries(self, call: Call) -> None:
+        """Look whether a call that is left alone holds a packed row that has lost its boundaries."""
 
     def _refuse_other_decoder(self) -> None:
         if self.get_decoder() is not self.fast_decoder:

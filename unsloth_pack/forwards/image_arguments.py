@@ -91,9 +91,12 @@ def seen(base: Any, spec: VisionSpec, images: Images) -> Features:
     """The features of images, through the tower and the aligner of a model's base model.
 
     Raises:
-        InputError: pixels in tiles are those of other images than the sizes.
+        InputError: images of a size that the tower does not take; pixels in tiles are those of other images
+            than the sizes.
     """
     tower = base.get_submodule(spec.tower)
+    if spec.side is not None:
+        _refuse_other_sides(images.pixels, getattr(tower.config, spec.side))
     device = next(tower.parameters()).device
     pixels = images.pixels.to(device, tower.dtype)
     if spec.grid is not None:
@@ -156,6 +159,14 @@ def _whole_numbers(name: str, given: Any, shape: tuple[int, ...], wanted: str, l
     if (array < least).any():
         raise InputError(f"{name} is {reprlib.repr(given)}; give {wanted}")
     return array.astype(np.int64).tolist()
+
+
+def _refuse_other_sides(pixels: Tensor, side: int) -> None:
+    if pixels.shape[-2:] != (side, side):
+        raise InputError(
+            f"{PIXELS} is {list(pixels.shape)}, the tower takes images of {side} x {side}; give those that "
+            "the model's processor has made"
+        )
 
 
 def _refuse_zeros(pixels: Tensor) -> None:

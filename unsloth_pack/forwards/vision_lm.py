@@ -3,23 +3,27 @@
 Shapes: B rows of T tokens, N tokens of the packed row, V of them stand for images, C features.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.blank_image import blank_image, needs_blank_image
-from unsloth_pack.forwards.call import Call
+from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen, take_images
-from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.forwards.lost_parts import lost_boundaries, lost_images
+from unsloth_pack.models.vision_spec import TOKEN_TYPES, VisionSpec
 from unsloth_pack.row.from_call import with_axes
 from unsloth_pack.row.images import RowImages, images_by_document
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
 
-_TOKEN_TYPES = "mm_token_type_ids"  # transformers finds images by them; we by their tokens
+_MODALITIES = "mm_token_type_ids"  # transformers finds images by them; we by their tokens
 
 
 class FastVisionLM(FastCausalLM):
@@ -27,33 +31,45 @@ class FastVisionLM(FastCausalLM):
 
     vision_spec: VisionSpec
 
-    def _takes_images(self, given: list[str]) -> bool:
-        return set(given) <= {PIXELS}
+    def _takes_images(self, rest: Mapping[str, Any]) -> bool:
+        given = images_in(rest)
+        # transformers hides the tokens behind it from one of an image where a batch does not mark them
+        is_marked = not (given and self.vision_spec.both_ways) or rest.get(TOKEN_TYPES) is not None
+        return set(given) <= {PIXELS} and is_marked
 
     def _take_images(self, call: Call) -> None:
         """Find the images of a row, and describe its tokens by them.
 
         Raises:
-            InputError: what `take_images`, `RowImages.of` and `RowImages.axes` refuse; positions on three
-                axes that are not those of the images.
+            InputError: what `take_images`, `RowImages.of`, `RowImages.axes` and `lost_images` refuse;
+                positions on three axes that are not those of the images; token types that mark other tokens.
         """
-        call.rest.pop(_TOKEN_TYPES, None)
+        call.rest.pop(_MODALITIES, None)
+        types = call.rest.pop(TOKEN_TYPES, None) if self.vision_spec.both_ways else None
         call.images = take_images(self.vision_spec, call.rest)
-        if call.images is not None and call.packed_row.visual is None:
-            call.describe(self._described(call, call.images))
-        elif call.images is None and needs_blank_image(self, self.vision_spec):
-            call.images = blank_image(self.vision_spec, self.config)
-            call.describe(replace(call.packed_row, visual=np.empty(0, np.int64), _built={}))
+        if call.images is None:
+            if call.row is not None:
+                ids = call.inputs["input_ids"]
+                call.lost += lost_images(self.vision_spec, self.config, call.row, ids)
+            if needs_blank_image(self, self.vision_spec):
+                call.images = blank_image(self.vision_spec, self.config)
+                call.describe(replace(call.packed_row, visual=np.empty(0, np.int64), _built={}))
+        elif call.packed_row.visual is None:
+            call.describe(self._described(call, call.images, types))
 
-    def _described(self, call: Call, images: Images) -> PackedRow:
+    def _look_for_boundaries(self, call: Call) -> None:
+        call.lost += lost_boundaries(self.vision_spec, call.inputs, call.rest)
+
+    def _described(self, call: Call, images: Images, types: Any) -> PackedRow:
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
         if ids is None:
             raise InputError(f"a packed row comes with {PIXELS} and inputs_embeds; give input_ids")
-        is_placeholder = (ids == getattr(self.config, spec.token)).cpu().numpy().reshape(-1)
+        is_placeholder = self._placeholders(ids, types)
         if isinstance(call.described, PaddedBatch):
             is_placeholder = is_placeholder[call.described.places]
         if spec.grid is None:
-            return replace(row, visual=np.flatnonzero(is_placeholder), _built={})
+            visual = np.flatnonzero(is_placeholder)
+            return replace(row, visual=visual, both_ways=spec.both_ways, _built={})
         merge = getattr(self.config.vision_config, spec.merge)
         of_patches = np.array(images.described[spec.grid])
         _refuse_parts_of_tokens(spec.grid, of_patches, merge)
@@ -64,6 +80,28 @@ class FastVisionLM(FastCausalLM):
         if row.axes is not None and described.axes is not None:
             _refuse_other_axes(row.axes, described.axes)
         return described
+
+    def _placeholders(self, ids: Tensor, types: Any) -> np.ndarray:
+        """`[B * T]` bool: which tokens stand for images. Waits for the device once.
+
+        Args:
+            types: 1 at the same tokens, `[B, T]`; or None.
+        """
+        is_placeholder = ids == getattr(self.config, self.vision_spec.token)
+        if types is None:
+            return is_placeholder.cpu().numpy().reshape(-1)
+        if not isinstance(types, Tensor) or types.shape != ids.shape:
+            given = list(types.shape) if isinstance(types, Tensor) else type(types).__name__
+            raise InputError(f"{TOKEN_TYPES} is {given}, the input ids {list(ids.shape)}; give one a token")
+        both = torch.stack([is_placeholder, types.to(ids.device) == 1]).cpu().numpy().reshape(2, -1)
+        differ = np.flatnonzero(both[0] != both[1])
+        if len(differ):
+            is_image = bool(both[0, differ[0]])
+            raise InputError(
+                f"{TOKEN_TYPES} of token {differ[0]} is {'not ' * is_image}1, its id is "
+                f"{'' if is_image else 'not '}that of an image; leave them out, or give 1 for image tokens"
+            )
+        return both[0]
 
     def decoded(self, call: Call) -> Any:
         if call.images is not None:

@@ -118,6 +118,7 @@ _WITH_IMAGES = (
     llava_onevision,
     internvl,
     mistral3,
+    gemma3,
 )
 _VISION = {module.VISION.model_type: module.VISION for module in _WITH_IMAGES}
 

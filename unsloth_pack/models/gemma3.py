@@ -1,4 +1,5 @@
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.models.vision_spec import VisionSpec
 
 SPEC = ArchSpec(
     "gemma3_text",
@@ -19,4 +20,15 @@ SPEC = ArchSpec(
             full_attention=dict(rope_type="default", rope_theta=1e6),
         ),
     ),
+)
+VISION = VisionSpec(
+    "gemma3",
+    tower="vision_tower",
+    aligner=("multi_modal_projector",),
+    attends="batch",
+    grid=None,
+    dimensions=(4,),
+    side="image_size",
+    alike=True,
+    both_ways=True,
 )

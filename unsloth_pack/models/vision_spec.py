@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+TOKEN_TYPES = "token_type_ids"  # 1 at the tokens of images
+
 
 @dataclass(frozen=True)
 class VisionSpec:
@@ -25,12 +27,16 @@ class VisionSpec:
         of_documents: the one of these that holds how many images every document has. The tower reads it as
             one image a document where it is not given.
         dimensions: how many dimensions `pixel_values` may have.
+        side: config field of the tower: height and width of every image in pixels; None where they are free.
         alike: every entry of the tower's batch becomes the same number of tokens.
         drops_zeros: an image of zeros is padding, which the model leaves out.
-        merge: config field of the tower: patches a side that become one token. Only with `grid`.
+        merge: config field of the tower, or with `sizes` of the whole model: patches a side that become one
+            token. Only where images have a size of their own.
         deepstack: config field of the tower that lists its layers whose features join the first layers of the
             text model; None where only its last ones come in.
         windows: most layers of the tower attend within windows of an image.
+        both_ways: the tokens of images that stand side by side in a document see each other in both
+            directions, which a call marks by 1 in `TOKEN_TYPES`.
         interpolates: the tower resamples a table of learned positions to the grid of every image.
     """
 
@@ -44,11 +50,13 @@ class VisionSpec:
     options: tuple[str, ...] = ()
     of_documents: str | None = None
     dimensions: tuple[int, ...] = (2,)
+    side: str | None = None
     alike: bool = False
     drops_zeros: bool = False
     merge: str = "spatial_merge_size"
     deepstack: str | None = None
     windows: bool = False
+    both_ways: bool = False
     interpolates: bool = False
 
     @property

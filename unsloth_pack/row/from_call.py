@@ -73,6 +73,8 @@ def row_of_call(
             return batch
     if not given and (position_ids is None or shape[1] == 1 or getattr(position_ids, "ndim", 0) > 2):
         return None  # positions on three axes describe no row by themselves: those of an image repeat
+    if not given and isinstance(attention_mask, dict):
+        return None  # masks that `generate` has made beforehand, one for each type of layer
     if past_key_values is not None:
         continues = past_key_values.get_seq_length() > 0
         if continues and given:

@@ -36,6 +36,8 @@ class PackedRow:
         axes: `[3, N]` int64 on the host; the positions in time, height and width where tokens rotate by
             three. None where all of them are `positions`.
         visual: `[V]` int64 on the host; the tokens that stand for images, where there are any.
+        both_ways: whether those of them that stand side by side in a document see each other in both
+            directions.
     """
 
     lengths: tuple[int, ...]
@@ -45,6 +47,7 @@ class PackedRow:
     device: torch.device
     axes: np.ndarray | None = None
     visual: np.ndarray | None = None
+    both_ways: bool = False
     _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -123,6 +126,16 @@ class PackedRow:
         """`[V]` int64: `visual` on the device; only where there are any."""
         assert self.visual is not None
         return self.upload(self.visual)
+
+    @cached_property
+    def blocks(self) -> np.ndarray:
+        """`[blocks, 2]` int64 on the host: the first token and the end of every run of tokens that see each
+        other in both directions. None crosses the end of a document."""
+        if not self.both_ways or self.visual is None or not len(self.visual):
+            return np.zeros((0, 2), dtype=np.int64)
+        begins = np.ones(len(self.visual), dtype=bool)
+        begins[1:] = (np.diff(self.visual) != 1) | np.isin(self.visual[1:], self.starts)
+        return np.stack([self.visual[begins], self.visual[np.roll(begins, -1)] + 1], axis=1)
 
     @cached_property
     def token_mask(self) -> Tensor | None:

@@ -1,0 +1,192 @@
+"""Tokens of images that see each other in both directions, as in Gemma 3: the second attention call."""
+
+import numpy as np
+import pytest
+import torch
+from tiled_models import IMAGE, Document, documents, images_of, made, row_of, run_alone, run_packed
+from tiny import DEVICE, error
+
+from unsloth_pack import patch_model
+from unsloth_pack.attention import AttentionOptions, attend
+from unsloth_pack.errors import BackendUnavailable
+from unsloth_pack.row.packed_row import PackedRow
+
+GEMMA = "gemma3"
+
+
+def random_row(seed):
+    """Documents of 1 to 30 tokens; a third of their tokens stand for images, in runs of any length."""
+    numbers = np.random.default_rng(seed)
+    lengths = tuple(numbers.integers(1, 31, size=numbers.integers(1, 7)).tolist())
+    is_image = np.repeat(numbers.random(sum(lengths)) < 0.35, numbers.integers(1, 6))[: sum(lengths)]
+    row = PackedRow.of_lengths(lengths, torch.device(DEVICE))
+    visual = np.flatnonzero(is_image)
+    return PackedRow(
+        row.lengths, row.is_padding, row.positions, row.shape, row.device, visual=visual, both_ways=True
+    )
+
+
+def as_transformers_means_it(q_NHD, k_NKD, v_NKD, row, scale, window):
+    """Every document alone, under transformers' own masks: causal or of one block, and inside the window."""
+    outs, is_image = [], np.isin(np.arange(row.n_tokens), row.visual)
+    for start, length in zip(row.starts, row.lengths, strict=True):
+        part = slice(start, start + length)
+        image = torch.from_numpy(is_image[part]).to(DEVICE)
+        begins = image & ~torch.nn.functional.pad(image, (1, 0))[:-1]
+        block = torch.where(image, begins.cumsum(0), -1)
+        at = torch.arange(length, device=DEVICE)
+        sees = (at[None] <= at[:, None]) | ((block[None] == block[:, None]) & image[:, None])
+        if window is not None:
+            sees &= at[None] > at[:, None] - window
+        groups = q_NHD.shape[1] // k_NKD.shape[1]
+        k_HLD, v_HLD = (x[part].repeat_interleave(groups, 1).transpose(0, 1) for x in (k_NKD, v_NKD))
+        logits = (q_NHD[part].transpose(0, 1) @ k_HLD.mT * scale).masked_fill(~sees, -torch.inf)
+        outs.append((logits.softmax(-1) @ v_HLD).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def drawn(row, head_dim, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(row.n_tokens, heads, head_dim) for heads in (4, 2, 2, 4)]
+    *qkv, weights = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+    return [x.requires_grad_() for x in qkv], weights
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 7, 64])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_token_sees_what_transformers_masks_let_it_see(seed, window):
+    row = random_row(seed)
+    qkv, weights = drawn(row, 8, seed)
+    results = []
+    for out in (
+        attend(*qkv, row, AttentionOptions(0.3, window), "sdpa"),
+        as_transformers_means_it(*qkv, row, 0.3, window),
+    ):
+        results.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
+    assert all(error(x, y) < 1e-12 for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["flash", "triton", "xformers"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("window", [None, 3, 300])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_backends_on_a_gpu_are_as_right_as_sdpa(backend, dtype, window, head_dim):
+    """Where a backend is causal, or knows no such window, another one takes the second call."""
+    if DEVICE != "cuda":
+        pytest.skip("needs a GPU")
+    ours, plain = [], []
+    for seed in range(4):
+        row = random_row(seed)
+        qkv, weights = drawn(row, head_dim, seed, dtype)
+        exact = [x.detach().double().requires_grad_() for x in qkv]
+        results = []
+        try:
+            made_by_backend = attend(*qkv, row, AttentionOptions(0.1, window), backend)
+        except BackendUnavailable as error:
+            pytest.skip(str(error))
+        for out, leaves in (
+            (as_transformers_means_it(*exact, row, 0.1, window), exact),
+            (as_transformers_means_it(*qkv, row, 0.1, window), qkv),
+            (made_by_backend, qkv),
+        ):
+            grads = torch.autograd.grad((out * weights.to(out)).sum(), leaves)
+            results.append([x.double() for x in (out, *grads)])
+        truth, theirs, got = results
+        plain.append([error(x, y) for x, y in zip(theirs, truth, strict=True)])
+        ours.append([error(x, y) for x, y in zip(got, truth, strict=True)])
+    assert (np.mean(ours, axis=0) <= 1.5 * np.mean(plain, axis=0)).all(), (ours, plain)
+
+
+def test_blocks_end_where_documents_do():
+    row = PackedRow.of_lengths((4, 3, 2), torch.device("cpu"))
+    visual = np.array([0, 2, 3, 4, 5, 7, 8])  # an image ends a document, and the next one begins with one
+    row = PackedRow(
+        row.lengths, row.is_padding, row.positions, row.shape, row.device, visual=visual, both_ways=True
+    )
+    assert row.blocks.tolist() == [[0, 1], [2, 4], [4, 6], [7, 9]]
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 12, 100])
+def test_any_window_and_images_at_the_ends_of_documents(window):
+    """Neighbouring documents that end and begin with an image; many images in one; images that touch."""
+    parts = [[2, (1, 1)], [(1, 1), 3], [(1, 1)], [(1, 1), (1, 1), (1, 1)], [1, *[(1, 1), 1] * 5], [1]]
+    docs = documents(GEMMA, parts)
+    model = made(GEMMA, torch.float64, "all", sliding_window=window)
+    truth = run_alone(GEMMA, model, docs)
+    patch_model(model)
+    got = run_packed(GEMMA, model, docs)
+    assert error(got.logits, truth.logits) < 1e-6
+    assert got.grads.keys() == truth.grads.keys()
+    for name, grad in got.grads.items():
+        true = truth.grads[name]  # that of a bias of keys is 0 but for rounding
+        assert (grad - true).norm() < 1e-5 * true.norm().clamp(min=1e-6), name
+
+
+def test_token_types_may_be_left_out_of_a_packed_row():
+    """They follow from the token ids."""
+    docs = documents(GEMMA)
+    model = made(GEMMA)
+    patch_model(model)
+    lengths = [len(doc.ids) for doc in docs]
+    row = row_of(GEMMA, model, docs)
+    given = model(**row, packed_seq_lengths=lengths).logits
+    row.pop("token_type_ids")
+    derived = model(**row, packed_seq_lengths=lengths).logits
+    assert torch.equal(given, derived)
+
+
+@pytest.mark.parametrize("is_marked", [True, False], ids=["token_type_ids", "none"])
+def test_an_ordinary_batch_means_what_it_means_to_transformers(is_marked):
+    """Without token types its images are causal there; such a batch keeps its padding."""
+    docs = documents(GEMMA, [[3, (1, 1), 2], [1, (1, 1), 4]])
+    ids = torch.zeros(2, 10, dtype=torch.int64)
+    for number, doc in enumerate(docs):
+        ids[number, : len(doc.ids)] = doc.ids
+    mask = (ids != 0).long()
+    model = made(GEMMA).eval()
+    batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    batch = {name: x.to(DEVICE) if name != "use_cache" else x for name, x in batch.items()}
+    batch |= {"pixel_values": images_of(GEMMA, model, docs)[0]["pixel_values"]}
+    if is_marked:
+        batch["token_type_ids"] = (batch["input_ids"] == IMAGE).int()
+    with torch.no_grad():
+        plain = model(**batch).logits
+        patch_model(model)
+        ours = model(**batch).logits
+    assert error(ours[mask == 1], plain[mask == 1]) < 1e-5
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+def test_generates_what_plain_generates_with_any_cache(cache):
+    """A batch of two prompts, one of them padded."""
+    model = made(GEMMA).eval()
+    docs = documents(GEMMA, [[3, (1, 1), 2, (1, 1), 4], [2, (1, 1), 1]], seed=5)
+    longest = max(len(doc.ids) for doc in docs)
+    ids = torch.stack([torch.nn.functional.pad(doc.ids, (longest - len(doc.ids), 0)) for doc in docs])
+    given = {"input_ids": ids, "attention_mask": (ids != 0).long(), "token_type_ids": (ids == IMAGE).int()}
+    given = {name: x.to(DEVICE) for name, x in given.items()}
+    given |= {"pixel_values": images_of(GEMMA, model, docs)[0]["pixel_values"]}
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, use_cache=cache != "none")
+    options |= dict(cache_implementation="static") if cache == "static" else {}
+    plain = model.generate(**given, **options)
+    patch_model(model)
+    assert torch.equal(model.generate(**given, **options), plain)
+
+
+def test_plain_transformers_mixes_the_documents_of_a_row():
+    """The bug that verify has to find: on sliding layers later documents read the blocks of the first one.
+
+    The documents have the same text, and images elsewhere in the first one alone.
+    """
+    first, second = documents(GEMMA, [[1, (1, 1), 8], [12]])
+    docs = [first, Document(second.ids, [])]
+    model = made(GEMMA, torch.float64).eval()
+    positions = torch.cat([torch.arange(len(doc.ids)) for doc in docs])[None].to(DEVICE)
+    with torch.no_grad():
+        row = row_of(GEMMA, model, docs)
+        plain = model(**row, position_ids=positions, use_cache=False).logits[0, len(first.ids) :]
+        alone = model(input_ids=second.ids[None].to(DEVICE), use_cache=False).logits[0]
+        patch_model(model)
+        ours = model(**row, packed_seq_lengths=[len(doc.ids) for doc in docs]).logits[0, len(first.ids) :]
+    assert error(plain, alone) > 1e-3
+    assert error(ours, alone) < 1e-6

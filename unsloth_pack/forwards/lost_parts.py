@@ -1,0 +1,106 @@
+"""What a row with images may have lost on its way to the model: its images, or where its documents end.
+
+A loader, a data set's columns or a trainer may drop an argument of a call, and the rest of it would train on
+something else without a word. Numbers on the host are looked at before the decoder runs. Those on a device
+are copied meanwhile and looked at behind it, before any backward pass, so that no look waits for the device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.row.packed_row import PackedRow
+
+_AXES = 3  # time, height and width
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A count that is 0 in a whole row.
+
+    Args:
+        count: on its way to the host where it comes from a device.
+        said: of the error; `{}` stands for the count.
+    """
+
+    count: HostCopy
+    said: str
+
+    @classmethod
+    def sought(cls, count: Tensor, said: str) -> list["Lost"]:
+        """What is to be refused behind the decoder: nothing where the count is on the host.
+
+        Raises:
+            InputError: the count is on the host, and not 0.
+        """
+        lost = cls(HostCopy(count), said)
+        if count.device.type != "cpu":
+            return [lost]
+        lost.refuse()
+        return []
+
+    def refuse(self) -> None:
+        """Refuse the row.
+
+        Raises:
+            InputError: the count is not 0.
+        """
+        if count := int(self.count.read()):
+            raise InputError(self.said.format(count))
+
+
+def lost_images(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor | None) -> list[Lost]:
+    """A packed row without pixels that has image tokens.
+
+    Raises:
+        InputError: the row has some, as far as the host knows.
+    """
+    name = "a packed row holds {} image tokens and comes without pixel_values; give the images of the row"
+    if row.visual is not None and len(row.visual):
+        raise InputError(name.format(len(row.visual)))
+    if ids is None:
+        return []
+    token = getattr(config, spec.token)
+    said = f"{name}, or text without token {token}"
+    return Lost.sought((ids == token).sum(), said)
+
+
+def lost_boundaries(spec: VisionSpec, inputs: Mapping[str, Any], rest: Mapping[str, Any]) -> list[Lost]:
+    """Several documents in a row of which a call does not say where they end.
+
+    Args:
+        inputs: the decoder's named arguments, which describe no packed row.
+        rest: the others.
+
+    Raises:
+        InputError: there are several, as far as the host knows.
+    """
+    ids = inputs["input_ids"]
+    if ids is None or inputs["past_key_values"] is not None:
+        return []
+    counts = rest.get(spec.of_documents or "")
+    if counts is not None and len(counts) > len(ids):
+        raise InputError(
+            f"{spec.of_documents} is of {len(counts)} documents, the input ids have {len(ids)} rows, and "
+            "nothing says where documents end; give packed_seq_lengths"
+        )
+    axes = inputs["position_ids"]
+    if not isinstance(axes, Tensor) or axes.shape != (_AXES, *ids.shape):
+        return []
+    starts_over = (axes[..., 1:] == 0).all(dim=0) & (axes[..., :-1] > 1).any(dim=0)
+    mask = inputs["attention_mask"]
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        starts_over &= mask[:, 1:].to(axes.device) != 0  # padding behind a document starts over too
+    elif mask is not None:
+        return []
+    said = (
+        "position_ids in time, height and width start over {} times inside a row, and nothing says where "
+        "documents end; give packed_seq_lengths, or position_ids [4, B, T]"
+    )
+    return Lost.sought(torch.count_nonzero(starts_over), said)
