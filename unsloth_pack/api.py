@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import is_bitsandbytes_available
 
-from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.drop_in.arguments import (
     device_map_of,
     take_adapter_arguments,
@@ -139,9 +139,9 @@ class FastLanguageModel:
             **for_weights,
         )
         remember_vocabulary(model)
-        if source == str(MODEL_DIR):
+        if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
             # An adapter stores this name of its base; a path into this package would not last
-            model.name_or_path = model.config._name_or_path = "demo"
+            model.name_or_path = model.config._name_or_path = bundled[0]
         elif os.path.isdir(source):  # from another folder, `models/llama` would be a name on the hub
             model.name_or_path = model.config._name_or_path = str(Path(source).absolute())
         if load_in_fp8:

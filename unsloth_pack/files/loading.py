@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from unsloth_pack.data.sources import HUB_NAME
-from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 from unsloth_pack.lora.quantised_stacks import stand_ins
 
@@ -70,8 +70,8 @@ def resolve(model_name: str) -> tuple[str, str | None]:
     if not isinstance(model_name, str | Path) or not str(model_name).strip():
         raise InputError(f"model_name is {model_name!r}; give demo, a folder, or a hub name")
     name = str(model_name)
-    if name == "demo":
-        return str(MODEL_DIR), None
+    if name in BUNDLED_MODELS:
+        return str(BUNDLED_MODELS[name]), None
     if _is_adapter(name):
         return _base_of(name), name
     if os.path.isdir(name):
