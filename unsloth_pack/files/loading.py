@@ -231,7 +231,7 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
     if os.path.isdir(source):
         _check_files(source, "model", use_safetensors)
     model, found = load_with(
-        _auto_class(options.get("config")),
+        auto_class(options.get("config")),
         source,
         use_safetensors=use_safetensors,
         output_loading_info=True,
@@ -252,7 +252,7 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
     return model
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """The class that loads a model: one of vision and language has its own where it is no causal model."""
     of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING

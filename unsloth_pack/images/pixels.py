@@ -9,7 +9,7 @@ import numpy as np
 
 from unsloth_pack.data.refusals import fail
 from unsloth_pack.images.reading import pixels_of
-from unsloth_pack.images.sources import ImageSource
+from unsloth_pack.images.sources import ImageSource, UnreadableImage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +89,27 @@ class PatchMaker:
         frames = made["pixel_values"].reshape(len(made["pixel_values"]), _RGB, self._frames, -1)
         grid = tuple(int(n) for n in made["image_grid_thw"][0])
         return Patches(frames[:, :, 0].astype(np.uint8).reshape(len(frames), -1), grid)  # type: ignore[arg-type]
+
+    def of_size(self, source: ImageSource, tokens: int, most_pixels: int | None = None) -> Patches:
+        """The patches of an image whose header said how many tokens it takes.
+
+        Raises:
+            UnreadableImage: the image cannot be read, or has another size.
+        """
+        patches = self(source, most_pixels)
+        made = len(patches.values) // self._merged
+        if made != tokens:
+            raise UnreadableImage(
+                f"row {source.index}, column {source.column!r}: {source.shown} has {made} tokens, and its "
+                f"header said {tokens}; let nothing change it, or remove the row"
+            )
+        return patches
+
+    def grey(self, tokens: int) -> Patches:
+        """Patches without a picture that take so many tokens."""
+        n_numbers = _RGB * self._processor.patch_size**2
+        values = np.full((tokens * self._merged, n_numbers), 128, np.uint8)
+        return Patches(values, (1, self.merge_size, tokens * self.merge_size))
 
     def normalised(self, values: Tensor) -> Tensor:
         """`[patches, 3 * frames * patch * patch]` float32, on the device of the patches.

@@ -13,9 +13,9 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerBase, ProcessorM
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 
 from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.files.loading import load_with
+from unsloth_pack.files.loading import load_with, resolve
 from unsloth_pack.images.reading import require_pillow
-from unsloth_pack.images.tokens import ImageTokens
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, image_tokens_of
 
 _NEEDED = ("patch_size", "merge_size", "temporal_patch_size", "get_number_of_image_patches")
 _SAVED = ("processor_config.json", "tokenizer_config.json")
@@ -129,3 +129,37 @@ def processor_of(
     files = {name: value for name, value in hub.items() if name != "trust_remote_code"}
     of_videos = get_video_processor_config(source, **files)
     return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, tokens, of_videos)
+
+
+def saved_beside(model: Any, source: str, tokenizer: Any) -> Any:
+    """What is saved beside a model: the processor that is in a folder, or the tokenizer where there is none.
+
+    Args:
+        source: the folder of an adapter or of a model; where an adapter has none, that of its base counts.
+    """
+    if model.config.model_type not in IMAGE_TOKENS:
+        return tokenizer
+    for place in dict.fromkeys((source, resolve(source)[0])):
+        try:
+            image_processor = load_image_processor(place)
+            return processor_of(place, image_processor, tokenizer, image_tokens_of(model.config))
+        except InputError:  # it was trained on text, or Pillow is missing
+            continue
+    return tokenizer
+
+
+def check_same_sizes(config: Any, image_processor: Any) -> None:
+    """Refuse a processor whose patches are not those of the model's tower.
+
+    Raises:
+        InputError: names the size; or images for this model are not prepared here.
+    """
+    image_tokens_of(config)
+    pairs = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
+    for ours, theirs in (pairs | {"temporal_patch_size": "temporal_patch_size"}).items():
+        has, needs = getattr(image_processor, ours, None), getattr(config.vision_config, theirs)
+        if has != needs:
+            raise InputError(
+                f"the image processor's {ours} is {has}, the model's {theirs} {needs}; give the processor "
+                "that came with the model"
+            )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from unsloth_pack.errors import LAST_SEED
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import choice, option, switch
+from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.recipe.kinds import (
     json_object,
     name_of,
@@ -330,6 +331,7 @@ class TrainOptions:
     model: ModelOptions = ModelOptions()
     adapter: AdapterOptions = AdapterOptions()
     data: DataOptions = field(default_factory=DataOptions)
+    images: ImageOptions = field(default_factory=ImageOptions)
     training: TrainingOptions = TrainingOptions()
     output: OutputOptions = OutputOptions()
 

@@ -24,8 +24,9 @@ from unsloth_pack.recipe.what_trains import refuse_of_an_adapter
 FREE_ON_RESUME = {"config", "resume", "output_dir", "logging_steps", "report_to"}
 FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
 FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "save_delay_steps"}
-FREE_ON_RESUME |= {"push_to_hub"}
-_SOURCES = ("model_name", "dataset", "eval_dataset", "add_tokens", "init_adapter")  # what a run reads
+FREE_ON_RESUME |= {"push_to_hub", "dataloader_num_workers"}
+# What a run reads
+_SOURCES = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter")
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 

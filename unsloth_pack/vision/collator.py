@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from unsloth_pack.chat_templates.answer_labels import AnswerLabels
-from unsloth_pack.chat_templates.by_name import parts_of
-from unsloth_pack.data.encoding import IGNORE_INDEX, marks_answers
+from unsloth_pack.chat_templates.marked_answers import answers_of
+from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.documents import Overlong, Relabel, VisionCounts, VisionDocument, VisionEncoder
+from unsloth_pack.images.documents import Overlong, VisionCounts, VisionDocument, VisionEncoder
+from unsloth_pack.images.pictured_row import PicturedRow
 from unsloth_pack.images.pixels import Patches, PatchMaker
+from unsloth_pack.images.processor import check_same_sizes
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.tokens import image_tokens_of
-from unsloth_pack.row.images import RowImages
-from unsloth_pack.row.packed_row import PackedRow
 
 # Unsloth's further arguments: the values that ask for nothing else, and what to do instead of any other
 _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -88,10 +87,10 @@ class VisionDataCollator:
         _take_others(others)
         tokenizer, image_processor = _parts_of_processor(processor)
         config = getattr(model, "config", model)
-        _check_same_sizes(config, image_processor)
+        check_same_sizes(config, image_processor)
         relabel = None
         if train_on_responses_only:
-            relabel = _answers(tokenizer, instruction_part, response_part)
+            relabel = answers_of(tokenizer, instruction_part, response_part)
         self._format = formatting_func
         self._make_patches = PatchMaker(image_processor)
         self._encode = VisionEncoder(
@@ -146,49 +145,30 @@ class VisionDataCollator:
 
     def _patches(self, document: VisionDocument, place: int) -> Patches:
         image = document.images[place]
-        patches = self._make_patches(image.source, image.most_pixels)
-        made = len(patches.values) // self._make_patches.merge_size**2
-        if made != image.tokens:
-            raise UnreadableImage(
-                f"row {document.index}, column {image.source.column!r}: {image.source.shown} has {made} "
-                f"tokens, and its header said {image.tokens}; let nothing change it, or remove the row"
-            )
-        return patches
+        return self._make_patches.of_size(image.source, image.tokens, image.most_pixels)
 
     def _packed(self, documents: list[tuple[VisionDocument, list[Patches]]]) -> dict[str, Any]:
-        lengths = tuple(len(document.ids) for document, _ in documents)
-        row = PackedRow.of_lengths(lengths, torch.device("cpu"))
-        ids = np.concatenate([document.ids for document, _ in documents])
-        labels = np.concatenate([document.labels for document, _ in documents])
-        labels[row.starts] = IGNORE_INDEX
-        patches = [patch for _, of_document in documents for patch in of_document]
-        positions = np.stack([row.positions, *self._axes(row, ids, patches)])
+        made = PicturedRow.of(
+            [document.ids for document, _ in documents],
+            [document.labels for document, _ in documents],
+            [patch for _, of_document in documents for patch in of_document],
+            self._encode.token_ids.placeholder,
+            self._make_patches.merge_size,
+        )
+        positions = np.stack([made.row.positions, *made.axes])
         batch: dict[str, Any] = {
-            "input_ids": _row(ids),
-            "labels": _row(labels),
+            "input_ids": made.ids,
+            "labels": made.labels,
             "position_ids": torch.from_numpy(positions)[:, None],
-            "packed_seq_lengths": list(lengths),
+            "packed_seq_lengths": list(made.row.lengths),
         }
-        if patches:
-            values = torch.from_numpy(np.concatenate([patch.values for patch in patches]))
-            batch["pixel_values"] = self._make_patches.normalised(values)
-            batch["image_grid_thw"] = torch.tensor([patch.grid for patch in patches])
+        if made.values is not None:
+            batch["pixel_values"] = self._make_patches.normalised(made.values)
+            batch["image_grid_thw"] = torch.tensor(made.grids)
         return batch
-
-    def _axes(self, row: PackedRow, ids: np.ndarray, patches: list[Patches]) -> np.ndarray:
-        """`[3, T]`."""
-        merge = self._make_patches.merge_size
-        of_patches = np.array([patch.grid for patch in patches], dtype=np.int64).reshape(-1, 3)
-        grids = of_patches // [1, merge, merge]
-        is_placeholder = ids == self._encode.token_ids.placeholder
-        return RowImages.of(is_placeholder, grids.prod(axis=1), row).axes(row, grids)
 
 
 UnslothVisionDataCollator = VisionDataCollator  # as Unsloth's notebooks call it
-
-
-def _row(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64))[None]
 
 
 def _take_others(given: dict[str, Any]) -> None:
@@ -208,31 +188,3 @@ def _parts_of_processor(processor: Any) -> tuple[Any, Any]:
                 "FastVisionModel.from_pretrained returns"
             )
     return processor.tokenizer, processor.image_processor
-
-
-def _check_same_sizes(config: Any, image_processor: Any) -> None:
-    """Refuse a processor whose patches are not those of the model's tower."""
-    image_tokens_of(config)
-    pairs = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}
-    for ours, theirs in (pairs | {"temporal_patch_size": "temporal_patch_size"}).items():
-        has, needs = getattr(image_processor, ours, None), getattr(config.vision_config, theirs)
-        if has != needs:
-            raise InputError(
-                f"the image processor's {ours} is {has}, the model's {theirs} {needs}; give the processor "
-                "that came with the model"
-            )
-
-
-def _answers(tokenizer: Any, question: str | None, answer: str | None) -> Relabel | None:
-    """Labels on what stands behind `answer`; None where the chat template marks answers itself."""
-    if question is None and answer is None:
-        if marks_answers(tokenizer.get_chat_template()):
-            return None
-        question, answer = parts_of(tokenizer) or (None, None)
-    if not question or not answer:
-        raise InputError(
-            f"train_on_responses_only is set, instruction_part is {question!r} and response_part {answer!r}; "
-            "give what the chat template puts before a question and before an answer"
-        )
-    labels = AnswerLabels(question, answer, tokenizer)
-    return lambda ids, given: labels.of_row(ids.tolist(), given.tolist(), None)[0].astype(np.int32)
