@@ -85,7 +85,8 @@ class FastLanguageModel:
         """A patched model and its tokenizer.
 
         Args:
-            model_name: "demo" (bundled), a local folder of a model or of a saved adapter, or a hub name.
+            model_name: "demo" or "vision-demo" (bundled), a local folder of a model or of a saved adapter,
+                or a hub name.
             max_seq_length: tokens of the longest document or packed row, at most the model's positions.
             dtype: of the weights. None: bfloat16 where the GPU has it, else float16 on CUDA, else float32.
                 For full fine-tuning None means float32, since small updates are lost in 16 bits.

@@ -26,7 +26,6 @@ DEMO_DEFAULTS = {
 
 # The same for the demo of vision.
 VISION_DEMO_DEFAULTS = {
-    "dataset": "vision-demo",
     "max_seq_length": 2048,
     "r": 16,
     "lora_alpha": 32,
@@ -39,3 +38,4 @@ VISION_DEMO_DEFAULTS = {
     "gradient_accumulation_steps": 1,
     "train_on_responses_only": True,
 }
+DEFAULTS = {"demo": DEMO_DEFAULTS, "vision-demo": VISION_DEMO_DEFAULTS}
