@@ -41,6 +41,7 @@ _PAPER = ((250, 250, 250), (225, 225, 225), (200, 205, 215), (235, 225, 205))
 _ROWS = ("top", "middle", "bottom")
 _COLUMNS = ("left", "center", "right")
 
+Turn = dict[str, str]  # `role` and `content`
 Row = dict[str, Any]  # `messages` with `<image>` in the question, and `images`
 
 
@@ -156,22 +157,27 @@ def distinct(drawn: Iterator[Scene], count: int, seen: set[Scene]) -> list[Scene
     return taken
 
 
+def turns(question: str, answer: str) -> list[Turn]:
+    """A question and its answer."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def caption_row(scene: Scene) -> Row:
     """The base model's task."""
-    return picture_row(scene, CAPTION, scene.caption())
+    return picture_row(scene, turns(CAPTION, scene.caption()))
 
 
 def dense_row(scene: Scene) -> Row:
     """The task of the fine-tune."""
-    return picture_row(scene, DENSE, scene.dense_caption())
+    return picture_row(scene, turns(DENSE, scene.dense_caption()))
 
 
-def picture_row(scene: Scene, question: str, answer: str) -> Row:
-    """A question about a picture: `messages`, and `images` with the picture as the bytes of a PNG file."""
+def picture_row(scene: Scene, said: list[Turn]) -> Row:
+    """A conversation about a picture: `messages`, and `images` with the bytes of a PNG file."""
     file = io.BytesIO()
     scene.draw().save(file, "PNG")
-    turns = [{"role": "user", "content": MARK + question}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "images": [file.getvalue()]}
+    first = said[0] | {"content": MARK + said[0]["content"]}
+    return {"messages": [first, *said[1:]], "images": [file.getvalue()]}
 
 
 def heldout_scenes() -> list[Scene]:
