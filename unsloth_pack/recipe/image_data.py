@@ -25,6 +25,7 @@ from unsloth_pack.images.processor import (
 )
 from unsloth_pack.images.tokens import ImageTokenIds, ImageTokens, image_tokens_of
 from unsloth_pack.recipe.image_options import ImageOptions
+from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.training.image_rows import ImageRowCollator
 
 _OF_PIXELS = (  # settings of an image processor
@@ -64,8 +65,15 @@ class ImagePreparation:
 
     def collator(self) -> ImageRowCollator:
         """What makes batches of the rows."""
-        skips_broken = self.options.skip_broken_images
-        return ImageRowCollator(self.make_patches, self.token_ids.placeholder, self.folder, skips_broken)
+        options = self.options
+        sight_trains = not (options.freeze_vit and options.freeze_aligner)
+        return ImageRowCollator(
+            self.make_patches,
+            self.token_ids,
+            self.folder,
+            skip_broken=options.skip_broken_images,
+            always_seeing=sight_trains and (options.freeze_llm or count_processes() > 1),
+        )
 
     def documents(
         self, rows: Dataset, max_length: int, responses_only: bool, num_proc: int | None

@@ -277,8 +277,6 @@ def _with_images(options: TrainOptions, config: SFTConfig) -> TrainOptions:
     if workers is None:
         workers = min(_MOST_WORKERS, cores()) if config.device.type == "cuda" else 0
     config.dataloader_num_workers, config.padding_free = workers, True
-    # The row of one process may have no image, and then what sees images has no gradient there
-    config.ddp_find_unused_parameters = True
     return changed(options, {"padding_free": True})
 
 

@@ -16,6 +16,7 @@ from unsloth_pack.images.pictured_row import PicturedRow
 from unsloth_pack.images.pixels import Patches, PatchMaker
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.stored import source_of_stored
+from unsloth_pack.images.tokens import ImageTokenIds
 
 COLUMN = "packed_images"  # TRL takes rows with a column `images` for its own kind
 PIXELS = "pixel_values"
@@ -32,17 +33,32 @@ class ImageRowCollator:
 
     Args:
         make_patches: cuts images into patches.
-        placeholder: the token that stands for images.
+        token_ids: that stand for images.
         folder: where paths of images begin.
         skip_broken: of a document with an image that cannot be decoded, count no token; its patches are
             grey. `broken_images` in the batch says how many there are.
+        always_seeing: add to a row without images a document of a grey one, in which no token counts. What
+            sees images then has a gradient, of 0: a loss needs one where nothing else trains, and
+            processes that train together wait for one.
     """
 
     def __init__(
-        self, make_patches: PatchMaker, placeholder: int, folder: Path | None, skip_broken: bool = False
+        self,
+        make_patches: PatchMaker,
+        token_ids: ImageTokenIds,
+        folder: Path | None,
+        *,
+        skip_broken: bool = False,
+        always_seeing: bool = False,
     ):
-        self._make_patches, self._placeholder = make_patches, placeholder
-        self._folder, self._skip_broken = folder, skip_broken
+        self._make_patches, self._token_ids, self._folder = make_patches, token_ids, folder
+        self._skip_broken, self._always_seeing = skip_broken, always_seeing
+
+    def of_evaluation(self) -> ImageRowCollator:
+        """The same for rows that nothing learns from."""
+        return ImageRowCollator(
+            self._make_patches, self._token_ids, self._folder, skip_broken=self._skip_broken
+        )
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The batch of some rows.
@@ -67,7 +83,12 @@ class ImageRowCollator:
                     made = self._make_patches.grey(image["tokens"])
                     n_broken += 1
                 patches.append(made)
-        made_row = PicturedRow.of(ids, labels, patches, self._placeholder, self._make_patches.merge_size)
+        tokens = self._token_ids
+        if self._always_seeing and not patches:
+            ids.append(np.array([tokens.start, tokens.placeholder, tokens.end]))
+            labels.append(np.full(len(ids[-1]), IGNORE_INDEX))
+            patches.append(self._make_patches.grey(1))
+        made_row = PicturedRow.of(ids, labels, patches, tokens.placeholder, self._make_patches.merge_size)
         batch: dict[str, Any] = {
             "input_ids": made_row.ids,
             "labels": made_row.labels,

@@ -274,6 +274,15 @@ class RunTrainer(SFTTrainer):
 
     # An evaluation
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        if self.image_rows is None:
+            return super().get_eval_dataloader(eval_dataset)
+        collate, self.data_collator = self.data_collator, self.image_rows.of_evaluation()
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = collate
+
     def evaluation_loop(
         self,
         dataloader: Any,
