@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import is_bitsandbytes_available
 
-from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.drop_in.arguments import (
     device_map_of,
     take_adapter_arguments,
@@ -86,7 +86,8 @@ class FastLanguageModel:
         """A patched model and its tokenizer.
 
         Args:
-            model_name: "demo" (bundled), a local folder of a model or of a saved adapter, or a hub name.
+            model_name: "demo" or "vision-demo" (bundled), a local folder of a model or of a saved adapter,
+                or a hub name.
             max_seq_length: tokens of the longest document or packed row, at most the model's positions.
             dtype: of the weights. None: bfloat16 where the GPU has it, else float16 on CUDA, else float32.
                 For full fine-tuning None means float32, since small updates are lost in 16 bits.
@@ -140,9 +141,9 @@ class FastLanguageModel:
             **for_weights,
         )
         remember_vocabulary(model)
-        if source == str(MODEL_DIR):
+        if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
             # An adapter stores this name of its base; a path into this package would not last
-            model.name_or_path = model.config._name_or_path = "demo"
+            model.name_or_path = model.config._name_or_path = bundled[0]
         elif os.path.isdir(source):  # from another folder, `models/llama` would be a name on the hub
             model.name_or_path = model.config._name_or_path = str(Path(source).absolute())
         if load_in_fp8:

@@ -171,7 +171,7 @@ NO_FLAGS_OF_OURS = """
     use_lora max_tokens type train random weight padding sample logging token mode repo base speed
     warmup_ratio load_in_16bit load_in_2bit train_on_inputs modules_to_save min_lr bf16 data_dir
     save_dir_prefix eval_batches optimizers_config dataset_dir model_init_kwargs lora_plus seeds_file learner
-    streams reports dataloader columns tuning target_modules resume_from_checkpoint freeze_vit max_pixels
+    streams reports dataloader columns tuning target_modules resume_from_checkpoint
 """
 
 

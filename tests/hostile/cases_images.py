@@ -190,6 +190,8 @@ CASES = [
     Case(
         "images: an adapter on nothing",
         "leaves no layer for an adapter",
-        lambda: FastVisionModel.get_peft_model(vision_model("qwen2_5_vl"), finetune_language_layers=False),
+        lambda: FastVisionModel.get_peft_model(
+            vision_model("qwen2_5_vl"), finetune_language_layers=False, finetune_aligner=False
+        ),
     ),
 ]

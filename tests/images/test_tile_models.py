@@ -152,8 +152,8 @@ def test_images_and_their_marks_carry_no_loss(name):
     assert not [token for token in around if token in in_text and token != "<end_of_utterance>"]
     assert in_text.count("\n\n") == 2
     assert "c\n\nd" in in_text
-    first = int((ids == collate._image_ids.placeholder).nonzero()[0])
-    last = int((ids == collate._image_ids.placeholder).nonzero()[-1])
+    first = int((ids == collate._token_ids.placeholder).nonzero()[0])
+    last = int((ids == collate._token_ids.placeholder).nonzero()[-1])
     assert (labels[first : last + 1] == -100).all()
 
 

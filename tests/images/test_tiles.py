@@ -52,6 +52,9 @@ def test_ids_and_pixels_equal_those_of_transformers(name):
         assert all(torch.equal(again[key], wanted[key]) for key in wanted)
         if "pixel_values" in wanted:
             pixels = wanted["pixel_values"].reshape(batch["pixel_values"].shape)  # LLaVA's come with padding
+            if name == "mistral3":  # the tower looks at no padding behind an image
+                for image, (height, width) in zip(batch["pixel_values"], batch["image_sizes"], strict=True):
+                    image[:, height:], image[:, :, width:] = 0, 0
             assert error(batch["pixel_values"], pixels) < 1e-6
             assert wanted.get("pixel_attention_mask", torch.ones(1)).all()  # so it is left out
         for key in {"image_sizes", "batch_num_images"} & {*wanted}:

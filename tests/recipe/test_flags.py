@@ -175,7 +175,7 @@ def test_names_are_shared_by_no_two_options():
 
 def test_train_is_another_such_dataclass():
     sections = {section.path for section in sections_of(TrainOptions)}
-    assert sections == {("model",), ("adapter",), ("data",), ("training",), ("output",)}
+    assert sections == {("model",), ("adapter",), ("data",), ("images",), ("training",), ("output",)}
     assert all(
         section.about and all(each.help for each in section.options) for section in sections_of(TrainOptions)
     )

@@ -9,8 +9,9 @@ import pytest
 
 from unsloth_pack.patching.report import PatchReport
 from unsloth_pack.report import page
-from unsloth_pack.report.figures import PackedRowSeen, packed_row, with_speed
+from unsloth_pack.report.figures import packed_row, with_speed
 from unsloth_pack.report.page import NAME, RunSeen, page_of, write_page
+from unsloth_pack.report.row_figure import PackedRowSeen, draw_row, placed
 
 PATCH = PatchReport("llama", 2, "sdpa", "<why>", {"norms": "5 RMS norms"}, {"loss": "a & b"})
 ROW = PackedRowSeen([5, 3], np.array([0, 1, 1, 0, 1, 0, 1, 1], bool), 10)
@@ -65,12 +66,12 @@ def asks_nobody(text):
     read = Page(text)
     assert read.open == []
     for tag, attributes in read.elements:
-        assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "form", "a", "image")
+        assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "form", "a")
         for name, value in attributes.items():
             assert name not in ("src", "srcset", "action", "background", "ping")
             assert not name.startswith("on")
             if name.endswith("href"):
-                assert value.startswith("#")
+                assert value.startswith("data:image/png;base64," if tag == "image" else "#")
             if name == "style":
                 assert "url(" not in value.replace("url(#", "")
     styles = "".join(re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL))
@@ -100,6 +101,30 @@ def test_what_it_shows():
 def test_the_boundaries_of_the_row():
     text = packed_row(PackedRowSeen([2, 3, 4], np.zeros(9, bool), 12))
     assert len(re.findall(r'id="row-boundary-\d+"', text)) == 3
+
+
+def test_images_stand_above_their_tokens():
+    numbers = np.random.default_rng(0)
+    pixels = [numbers.integers(0, 256, (h, 8, 3), dtype=np.uint8) for h in (4, 8)]
+    is_image = np.array([0, 1, 1, 1, 1, 0, 0, 1, 1, 0], bool)  # of four tokens, which touch, and of two
+    images = placed(is_image, [2, 2, 2], [*pixels, pixels[0]])
+    assert [(image.first, image.tokens) for image in images] == [(1, 2), (3, 2), (7, 2)]
+    row = PackedRowSeen([6, 4], ~is_image, 12, images)
+    seen = RunSeen(PATCH, np.array([6, 4]), row, 9)
+    read = asks_nobody(page_of(LINES, seen))
+    assert [tag for tag, _ in read.elements].count("image") == 3
+    assert "Images have 6 of the tokens" in "".join(read.texts)
+    (first, *_) = (axes for axes in draw_row(row).axes[0].child_axes)
+    assert np.array_equal(first.images[0].get_array(), pixels[0])
+
+
+def test_answers_of_a_demo():
+    example = {"prompt": "<a>", "before": "one", "after": "two", "expected": "three"}
+    line = {"kind": "demo", "exact_match_before": 0.0, "exact_match_after": 0.955, "examples": [example]}
+    shown = "".join(asks_nobody(page_of([*LINES, line], SEEN)).texts)
+    for part in ("0.0% before", "95.5% after", *example.values()):
+        assert part in shown
+    assert "Held-out rows" not in page_of(LINES, SEEN)
 
 
 def test_ids_are_unique():

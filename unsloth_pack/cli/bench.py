@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.data_flags import add_data_flags, data_options
 from unsloth_pack.recipe.kinds import path, whole
@@ -138,7 +139,7 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
 
     rows = given.get("per_device_train_batch_size", 1)
     first = Case(
-        model_name="demo" if name == "demo" else base,
+        model_name=name if name in BUNDLED_MODELS else base,
         rows=str(folder / "packed"),
         is_packed=True,
         is_patched=True,

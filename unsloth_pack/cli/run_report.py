@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 
     from unsloth_pack.recipe.options import TrainOptions
     from unsloth_pack.recipe.prepare import Prepared
-    from unsloth_pack.report.figures import PackedRowSeen
+    from unsloth_pack.report.row_figure import ImageSeen, PackedRowSeen
     from unsloth_pack.training.trl import RunTrainer
 
 _EXAMPLES = 3  # generations shown side by side
 _ROWS_LOOKED_AT = 64  # for one to draw
+_THUMBNAIL = (96, 96)  # pixels, at most, of an image that is drawn
 _LONGEST_PROMPT = 120  # characters of a prompt that is shown
 
 
@@ -138,21 +139,28 @@ def _device_name(device: torch.device, count: int) -> str:
 
 
 class DemoScores:
-    """How well the demo's model answers held-out rows, before training and after it.
+    """How well the model of a demo answers held-out rows, before training and after it.
 
     Other runs have no such rows. The main process alone has them, and none has if the weights are sharded.
     """
 
     def __init__(self, model: Any, prepared: "Prepared"):
-        self._model, self._tokenizer = model, prepared.tokenizer
+        self._model, self._prepared = model, prepared
         training = prepared.options.training
         has_rows = prepared.options.is_demo and is_main_process()
         has_rows = has_rows and training.fsdp is None and training.deepspeed is None
-        self._rows: list[dict[str, str]] = load_rows("demo", "test").to_list() if has_rows else []
+        name = prepared.options.model.model_name
+        self._rows: list[dict[str, Any]] = load_rows(name, "test").to_list() if has_rows else []
         self._before = self._score()
 
     def _score(self) -> ExactMatch | None:
-        return exact_match(self._model, self._tokenizer, self._rows) if self._rows else None
+        if not self._rows:
+            return None
+        if (images := self._prepared.images) is not None:
+            from unsloth_pack.demo import evaluate_pictures
+
+            return evaluate_pictures.exact_match(self._model, images.processor, self._rows)
+        return exact_match(self._model, self._prepared.tokenizer, self._rows)
 
     def show(self, console: Console, metrics: MetricsFile) -> None:
         """Score the trained model, and print and write down both scores, with a few answers."""
@@ -199,7 +207,7 @@ def write_report(
         rows = prepared.train.rows
         lengths = None if isinstance(rows, RowStream) else document_lengths(rows)
         capacity = prepared.train.packs.capacity if prepared.train.packs else options.model.max_seq_length
-        row = _row_to_draw(trainer, capacity) if options.data.sample_packing else None
+        row = _row_to_draw(trainer, prepared, capacity) if options.data.sample_packing else None
         seen = RunSeen(patch.report, lengths, row, options.model.max_seq_length)
         why_not = write_page(folder, [*read_lines(folder), line_of("summary", **summary)], seen)
     except Exception as error:
@@ -208,9 +216,9 @@ def write_report(
         console.print(f"report.html was not written: {why_not}", soft_wrap=True, markup=False)
 
 
-def _row_to_draw(trainer: "RunTrainer", capacity: int) -> "PackedRowSeen | None":
+def _row_to_draw(trainer: "RunTrainer", prepared: "Prepared", capacity: int) -> "PackedRowSeen | None":
     """Among the first rows the one with the most documents; None where rows stream."""
-    from unsloth_pack.report.figures import PackedRowSeen
+    from unsloth_pack.report.row_figure import PackedRowSeen
 
     if trainer.row_stream is not None:
         return None
@@ -219,7 +227,28 @@ def _row_to_draw(trainer: "RunTrainer", capacity: int) -> "PackedRowSeen | None"
     row = max(first, key=lambda row: len(row["seq_lengths"]))
     is_counted = np.asarray(row["labels"]) != IGNORE_INDEX
     is_counted[np.cumsum([0, *row["seq_lengths"][:-1]])] = False  # no token comes before it
-    return PackedRowSeen(row["seq_lengths"], is_counted, capacity)
+    return PackedRowSeen(row["seq_lengths"], is_counted, capacity, _images_to_draw(row, prepared))
+
+
+def _images_to_draw(row: Mapping[str, Any], prepared: "Prepared") -> "list[ImageSeen]":
+    from unsloth_pack.images.reading import pixels_of
+    from unsloth_pack.images.sources import UnreadableImage
+    from unsloth_pack.images.stored import source_of_stored
+    from unsloth_pack.report.row_figure import placed
+    from unsloth_pack.training.image_rows import COLUMN
+
+    if prepared.images is None:
+        return []
+    pixels = []
+    for image in row[COLUMN]:
+        try:
+            picture = pixels_of(source_of_stored(image, prepared.images.folder))
+            picture.thumbnail(_THUMBNAIL)
+            pixels.append(np.asarray(picture))
+        except UnreadableImage:  # it was left out of the training too
+            pixels.append(np.full((1, 1, 3), 192, np.uint8))
+    is_image = np.asarray(row["input_ids"]) == prepared.images.token_ids.placeholder
+    return placed(is_image, [image["tokens"] for image in row[COLUMN]], pixels)
 
 
 def stream_totals(trainer: "RunTrainer") -> StreamTotals | None:

@@ -144,7 +144,7 @@ def _load_probed(prepared: "Prepared") -> Any:
     from unsloth_pack.training.sharded_weights import loaded_whole
 
     with removed_if_refused(prepared.options), loaded_whole(prepared.config):
-        model = load_run_model(prepared.options, prepared.new_tokens)
+        model = load_run_model(prepared.options, prepared.new_tokens, prepared.images is not None)
         check_rates(model, rates_of(prepared.options))
         patch = patch_of(model)
         assert patch is not None
@@ -200,6 +200,7 @@ def _trainer(model: Any, prepared: "Prepared", metrics: "MetricsFile", stop: "St
         [*callbacks, stop],
         rates=rates_of(prepared.options),
         save_delay_steps=delay,
+        image_rows=prepared.images.collator() if prepared.images else None,
     )
 
 
@@ -256,8 +257,8 @@ def _save_adapter(
     if prepared.options.adapter.tuning == "full":
         from unsloth_pack.files.saving import save_in_own_dtype
 
-        return save_in_own_dtype(model, folder, prepared.tokenizer)
-    model.save_pretrained_merged(folder, prepared.tokenizer, save_method="lora", state_dict=weights)
+        return save_in_own_dtype(model, folder, prepared.saved_with_model)
+    model.save_pretrained_merged(folder, prepared.saved_with_model, save_method="lora", state_dict=weights)
 
 
 def _save_merged_and_plot(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
@@ -272,7 +273,8 @@ def _save_merged_and_plot(model: Any, prepared: "Prepared", trainer: "RunTrainer
                 model, _ = FastLanguageModel.from_pretrained(
                     str(folder), max_seq_length=1, dtype=options.model.dtype, device_map={"": "cpu"}
                 )
-        model.save_pretrained_merged(output.save_path, prepared.tokenizer, save_method=output.save_method)
+        beside = prepared.saved_with_model
+        model.save_pretrained_merged(output.save_path, beside, save_method=output.save_method)
     plot_loss(trainer.state.log_history, folder / "loss.png")
     if output.push_to_hub is not None:
         upload(folder, output.push_to_hub)

@@ -33,6 +33,10 @@ class TokenLedger:
         rows_held_out, tokens_held_out: rows that are evaluated on, and so not trained on.
         rows_not_drawn, tokens_not_drawn: rows that a mixture of data sets, or a limit, leaves out.
         rows_repeated, tokens_repeated: rows that a mixture takes once more in a pass, each time that it does.
+        images, vision_tokens: of the documents that were made; these tokens are in the other counts too.
+        rows_shrunk, tokens_shrunk: rows whose images were made smaller to fit, and the tokens that this
+            saved, which are in no other count.
+        rows_broken: rows left out since an image cannot be read. They were not tokenised.
     """
 
     rows_read: int
@@ -55,6 +59,11 @@ class TokenLedger:
     tokens_not_drawn: int = 0
     rows_repeated: int = 0
     tokens_repeated: int = 0
+    images: int = 0
+    vision_tokens: int = 0
+    rows_shrunk: int = 0
+    tokens_shrunk: int = 0
+    rows_broken: int = 0
 
     @classmethod
     def of_all(cls, ledgers: Sequence[TokenLedger]) -> TokenLedger:

@@ -34,8 +34,9 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
 
     Args:
         dataset: a json, jsonl, csv, parquet or txt file (`readers` has the rules of each); a folder of such
-            files of one format, or one that `datasets.save_to_disk` wrote; "demo"; else a hub name.
-        split: which part of a folder, the demo ("train" or "test") or a hub dataset. In a folder, a file
+            files of one format, or one that `datasets.save_to_disk` wrote; "demo" or "vision-demo"; else a
+            hub name.
+        split: which part of a folder, a demo ("train" or "test") or a hub dataset. In a folder, a file
             with `train`, `validation`, `test` or the like as a word in its name belongs to that split; any
             other file belongs to "train". A single file is read whole for every split.
         num_proc: processes that read large files; None for as many as there are cores.
@@ -50,6 +51,8 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
     """
     if not isinstance(dataset, str) or not dataset.strip():
         raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
+    if dataset == "vision-demo":
+        return _drawn(split)
     if dataset == "demo":
         _check_split(dataset, split, list(_DEMO_FILES))
         path = _DEMO_FILES[split]
@@ -82,6 +85,8 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
     """
     import datasets
 
+    if dataset == "vision-demo":
+        return IterableRows(dataset, _drawn(split).to_iterable_dataset())
     if dataset == "demo":
         _check_split(dataset, split, list(_DEMO_FILES))
         return FileRows(dataset, [_DEMO_FILES[split]], _DEMO_FILES[split].parent)
@@ -103,6 +108,16 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
     rows = _load_hub(dataset, split, streaming=True)
     assert isinstance(rows, datasets.IterableDataset)
     return IterableRows(dataset, rows)
+
+
+def _drawn(split: str) -> datasets.Dataset:
+    """The rows of the vision demo, which are drawn."""
+    import datasets
+
+    from unsloth_pack.demo.pictures import SPLITS, dense_rows
+
+    _check_split("vision-demo", split, [*SPLITS])
+    return datasets.Dataset.from_list(dense_rows(split))
 
 
 def _looks_like_path(dataset: str) -> bool:

@@ -19,7 +19,6 @@ from unsloth_pack.data.tokenize import (
     RowHashes,
     check_counted,
     document_schema,
-    table_of,
 )
 from unsloth_pack.errors import InputError
 
@@ -154,9 +153,9 @@ class DocumentStream:
             except HalfCharacter as error:
                 raise error.refusal(Path(block.name), numbers[error.index]) from None
             try:
-                for encoded in self._maker(rows, numbers, block.part).encoded(0, len(rows)):
-                    tally += Tally.of(encoded)
-                    tables.append(table_of(encoded))
+                for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
+                    tally += of_batch
+                    tables.append(table)
                 if tally.least_id < 0 or tally.last_id >= self._vocab_size:
                     self._refuse_ids(tally, numbers)
             except InputError as error:

@@ -19,6 +19,7 @@ _SUMS = [
     for each in fields(TokenLedger)
     if each.default is MISSING and each.name not in ("longest", "p99")
 ]
+OF_IMAGES = ("images", "vision_tokens", "rows_shrunk", "tokens_shrunk", "rows_broken")
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Tally:
 
     @property
     def ledger(self) -> TokenLedger:
-        sums = {name: self.sums[name] for name in _SUMS}
+        sums = {name: self.sums[name] for name in (*_SUMS, *OF_IMAGES)}
         return TokenLedger(**sums, longest=max(self.lengths, default=0), p99=self._quantile(0.99))
 
     def _quantile(self, share: float) -> int:

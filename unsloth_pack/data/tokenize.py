@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -37,6 +38,12 @@ __all__ = ["IGNORE_INDEX", "Documents", "documents_of", "rows_hash", "tokenize",
 # A tokenizer holds about a hundred bytes for each token of a batch
 _ROWS_A_BATCH, _BYTES_A_BATCH = 1000, 1 << 20
 _HASHED = 1000  # rows at a time
+IMAGES = "images"  # column of documents and of packed rows: a list of objects, one for each image
+_NOT_HASHED = (
+    "bytes",
+    "row",
+    "column",
+)  # of an image: a hash stands for the first, the others are for errors
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,16 @@ def documents_of(
             None if the data set has these columns.
     """
     make = DocumentMaker(dataset, conversion, tokenizer, max_length, train_on_responses_only, chat_template)
+    return made_by(make, num_proc)
+
+
+def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
+    """All documents that `make` makes of its data set; those of a large one lie in the data set cache.
+
+    Raises:
+        InputError: what `make` raises; or nothing is learned from them.
+    """
+    dataset = make.dataset
     spans = spans_of(len(dataset), dataset.data.nbytes)
     if len(spans) > 1:
         key = make.key()
@@ -133,16 +150,70 @@ def documents_of(
     import pyarrow as pa
 
     tally, tables = Tally(), []
-    for encoded in make.encoded(0, len(dataset)):
-        tally += Tally.of(encoded)
-        tables.append(table_of(encoded))
-    check_counted(tally.ledger, max_length)
+    for of_batch, table in make.documents(0, len(dataset)):
+        tally += of_batch
+        tables.append(table)
+    check_counted(tally.ledger, make.max_length)
     rows = hf.Dataset(pa.concat_tables(tables))
     return Documents(rows, tally.ledger, rows_hash(rows), tally.least_id, tally.last_id)
 
 
-class DocumentMaker:
-    """Makes the documents of one data set, one span of its rows after another."""
+class SpanMaker(ABC):
+    """Makes the documents of one data set, one span of its rows after another.
+
+    Args:
+        dataset: whose rows become documents.
+        max_length: tokens of the longest document.
+        schema: of the documents.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, max_length: int, schema: pa.Schema):
+        self.dataset, self.max_length, self.schema = dataset, max_length, schema
+
+    @abstractmethod
+    def key(self) -> list[Any] | None:
+        """All that the documents depend on, or None where that cannot be told."""
+
+    @abstractmethod
+    def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
+        """The documents of the rows `first` to `end - 1` in which a label counts, and what was counted."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that are worked on at a time."""
+        a_row = self.dataset.data.nbytes // len(self.dataset) + 1
+        return max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // a_row))
+
+    def all_into(self, folder: Path, spans: Sequence[tuple[int, int]], num_proc: int | None) -> Notes:
+        """Write the documents of all spans, a file each, and return what a `Documents` says of them."""
+        from datasets.utils import tqdm
+
+        tally, hashes = Tally(), RowHashes()
+        tasks = [(folder, number, span) for number, span in enumerate(spans)]
+        with tqdm(total=len(self.dataset), desc="Tokenizing", unit=" rows") as bar:
+            for (_, number, (first, end)), of_span in zip(
+                tasks, in_order(self._one_into, tasks, num_proc), strict=True
+            ):
+                tally += of_span
+                hashes.update_from(folder / f"{number}.arrow")
+                bar.update(end - first)
+        check_counted(tally.ledger, self.max_length)
+        about = {"least_id": tally.least_id, "last_id": tally.last_id}
+        return {"ledger": asdict(tally.ledger), "fingerprint": hashes.hexdigest(), **about}
+
+    def _one_into(self, task: tuple[Path, int, tuple[int, int]]) -> Tally:
+        folder, number, (first, end) = task
+        tally = Tally()
+        with arrow_file(folder / f"{number}.arrow", self.schema) as stream:
+            for of_batch, table in self.documents(first, end):
+                tally += of_batch
+                stream.write_table(table)
+        release(self.dataset)
+        return tally
+
+
+class DocumentMaker(SpanMaker):
+    """Makes the documents of a data set of text."""
 
     def __init__(
         self,
@@ -155,7 +226,8 @@ class DocumentMaker:
     ):
         import datasets as hf
 
-        self._dataset, self._conversion = dataset, conversion
+        super().__init__(dataset, max_length, document_schema())
+        self._conversion = conversion
         features = dataset.features if conversion is None else conversion.features
         kind = next(features[name] for name in ("prompt", "messages", "text") if name in features)
         self._encode = Encoder(
@@ -166,10 +238,9 @@ class DocumentMaker:
             responses_only=responses_only,
             chat_template=chat_template,
         )
-        self._max_length, self._responses_only = max_length, responses_only
+        self._responses_only = responses_only
 
     def key(self) -> list[Any] | None:
-        """All that the documents depend on, or None where that cannot be told."""
         tokenizer = self._encode.tokenizer
         if not tokenizer.is_fast:  # what a slow one does is written in Python
             return None
@@ -179,57 +250,29 @@ class DocumentMaker:
         kind = type(tokenizer)
         template = self._encode.chat_template or tokenizer.chat_template
         return [
-            [self._dataset._fingerprint, *self._digests()],
+            [self.dataset._fingerprint, *self._digests()],
             None if self._conversion is None else self._conversion.key,
             [tokenizer_hash(tokenizer), kind.__module__, kind.__qualname__, tokenizer.split_special_tokens],
-            [self._encode.chat_template, self._max_length, self._responses_only],
+            [self._encode.chat_template, self.max_length, self._responses_only],
             str(date.today()) if "strftime_now" in str(template) else None,
             [module.__version__ for module in (transformers, tokenizers)],
         ]
 
     def _digests(self) -> list[str]:
         """SHA-256 of the data set's files, whose fingerprint only tells how it says they were made."""
-        files = [Path(file["filename"]) for file in self._dataset.cache_files]
+        files = [Path(file["filename"]) for file in self.dataset.cache_files]
         return [digest(file) for file in files if not is_kept(file)]
 
-    def encoded(self, first: int, end: int) -> Iterator[Encoded]:
-        """The documents of the rows `first` to `end - 1`, a batch at a time."""
-        a_row = self._dataset.data.nbytes // len(self._dataset) + 1
-        size = max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // a_row))
+    def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
+        size = self.batch_size
         if self._conversion is None:
-            batches = self._dataset.select(range(first, end)).iter(batch_size=size)
+            batches = self.dataset.select(range(first, end)).iter(batch_size=size)
         else:
-            batches = self._conversion.batches(self._dataset, first, end, size)
-        numbers = range(len(self._dataset)) if self._conversion is None else self._conversion.numbers
+            batches = self._conversion.batches(self.dataset, first, end, size)
+        numbers = range(len(self.dataset)) if self._conversion is None else self._conversion.numbers
         for start, batch in zip(range(first, end, size), batches, strict=True):
-            yield self._encode(batch, numbers[start : min(start + size, end)])
-
-    def all_into(self, folder: Path, spans: Sequence[tuple[int, int]], num_proc: int | None) -> Notes:
-        """Write the documents of all spans, a file each, and return what a `Documents` says of them."""
-        from datasets.utils import tqdm
-
-        tally, hashes = Tally(), RowHashes()
-        tasks = [(folder, number, span) for number, span in enumerate(spans)]
-        with tqdm(total=len(self._dataset), desc="Tokenizing", unit=" rows") as bar:
-            for (_, number, (first, end)), of_span in zip(
-                tasks, in_order(self._one_into, tasks, num_proc), strict=True
-            ):
-                tally += of_span
-                hashes.update_from(folder / f"{number}.arrow")
-                bar.update(end - first)
-        check_counted(tally.ledger, self._max_length)
-        about = {"least_id": tally.least_id, "last_id": tally.last_id}
-        return {"ledger": asdict(tally.ledger), "fingerprint": hashes.hexdigest(), **about}
-
-    def _one_into(self, task: tuple[Path, int, tuple[int, int]]) -> Tally:
-        folder, number, (first, end) = task
-        tally = Tally()
-        with arrow_file(folder / f"{number}.arrow", document_schema()) as stream:
-            for encoded in self.encoded(first, end):
-                tally += Tally.of(encoded)
-                stream.write_table(table_of(encoded))
-        release(self._dataset)
-        return tally
+            encoded = self._encode(batch, numbers[start : min(start + size, end)])
+            yield Tally.of(encoded), table_of(encoded)
 
 
 def check_counted(ledger: TokenLedger, max_length: int) -> None:
@@ -269,6 +312,8 @@ class RowHashes:
 
     def __init__(self) -> None:
         self._hashes = [hashlib.sha256() for _ in range(4)]
+        self._of_images = hashlib.sha256()
+        self._has_images = False
 
     def update(self, table: pa.Table | pa.RecordBatch) -> None:
         columns = [table[name] for name in ("input_ids", "labels")]
@@ -276,6 +321,17 @@ class RowHashes:
         parts = [part for array in arrays for part in (array.value_lengths(), array.flatten())]
         for one, part in zip(self._hashes, parts, strict=True):
             one.update(part.to_numpy())
+        if IMAGES in table.schema.names:
+            self._has_images = True
+            self._update_images(table[IMAGES])
+
+    def _update_images(self, column: pa.Array | pa.ChunkedArray) -> None:
+        array = column.combine_chunks() if hasattr(column, "chunks") else column
+        self._of_images.update(array.value_lengths().to_numpy())
+        images = array.flatten()
+        for name, values in zip(images.type.names, images.flatten(), strict=True):
+            if name not in _NOT_HASHED:
+                self._of_images.update(json.dumps([name, *values.to_pylist()]).encode())
 
     def update_from(self, path: Path) -> None:
         """Add the rows of an Arrow file, which is read without mapping it into memory."""
@@ -286,13 +342,15 @@ class RowHashes:
                 self.update(batch)
 
     def hexdigest(self) -> str:
-        return hashlib.sha256(b"".join(one.digest() for one in self._hashes)).hexdigest()
+        hashes = [*self._hashes, *([self._of_images] if self._has_images else [])]
+        return hashlib.sha256(b"".join(one.digest() for one in hashes)).hexdigest()
 
 
 def rows_hash(rows: datasets.Dataset) -> str:
-    """SHA-256 of the rows in their order: every id and label, and where each row ends."""
+    """SHA-256 of the rows in their order: every id, label and image, and where each row ends."""
     hashes = RowHashes()
-    for table in scan(rows, ["input_ids", "labels"], _HASHED):
+    columns = [name for name in ("input_ids", "labels", IMAGES) if name in rows.column_names]
+    for table in scan(rows, columns, _HASHED):
         hashes.update(table)
     return hashes.hexdigest()
 

@@ -1,8 +1,10 @@
-"""A small language model of our own, with data that a LoRA fine-tune learns in a minute on two CPU cores."""
+"""Two small models of our own, the second with images, and data that a fine-tune learns on two CPU cores."""
 
 from pathlib import Path
 
 MODEL_DIR = Path(__file__).parent / "model"
+VISION_MODEL_DIR = Path(__file__).parent / "vision_model"
+BUNDLED_MODELS = {"demo": MODEL_DIR, "vision-demo": VISION_MODEL_DIR}  # by the names that load them
 DATA_DIR = Path(__file__).parent / "data"
 TRAIN_FILE = DATA_DIR / "train.jsonl"
 HELDOUT_FILE = DATA_DIR / "heldout.jsonl"
@@ -21,3 +23,19 @@ DEMO_DEFAULTS = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 1,
 }
+
+# The same for the demo of vision.
+VISION_DEMO_DEFAULTS = {
+    "max_seq_length": 2048,
+    "r": 16,
+    "lora_alpha": 32,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 10,
+    "weight_decay": 0.0,
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "train_on_responses_only": True,
+}
+DEFAULTS = {"demo": DEMO_DEFAULTS, "vision-demo": VISION_DEMO_DEFAULTS}

@@ -1,10 +1,11 @@
 """Exact match on held-out rows, by greedy generation."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 Row = dict[str, str]  # `instruction`, `input` and `output`, alpaca's columns
 
@@ -40,7 +41,6 @@ class ExactMatch:
     generations: list[Generation]
 
 
-@torch.inference_mode()
 def exact_match(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -56,23 +56,46 @@ def exact_match(
     prompts = tokenizer.apply_chat_template(
         [turn[:1] for turn in turns], add_generation_prompt=True, tokenize=False
     )
-    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]["output"]))
-    answers = [""] * len(rows)
 
+    def encode(batch: list[int]) -> BatchEncoding:
+        return tokenizer([prompts[i] for i in batch], padding=True, padding_side="left", return_tensors="pt")
+
+    expected = [row["output"] for row in rows]
+    answers = greedy_answers(model, tokenizer, encode, expected, batch_size)
+    return scored([user_text(row) for row in rows], expected, answers)
+
+
+def scored(prompts: list[str], expected: list[str], answers: list[str]) -> ExactMatch:
+    """The answers to all rows beside those that were expected."""
+    generations = [Generation(*each) for each in zip(prompts, expected, answers, strict=True)]
+    return ExactMatch(sum(made.correct for made in generations) / len(generations), generations)
+
+
+@torch.inference_mode()
+def greedy_answers(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    encode: Callable[[list[int]], BatchEncoding],
+    expected: list[str],
+    batch_size: int,
+) -> list[str]:
+    """What a model answers, in the order of `expected`.
+
+    Args:
+        encode: the model's inputs for the rows of these numbers, padded on the left.
+    """
+    by_length = sorted(range(len(expected)), key=lambda i: len(expected[i]))
+    answers = [""] * len(expected)
     was_training = model.training
     model.eval()
-    for start in range(0, len(rows), batch_size):
+    for start in range(0, len(expected), batch_size):
         batch = by_length[start : start + batch_size]
-        inputs = tokenizer(
-            [prompts[i] for i in batch], padding=True, padding_side="left", return_tensors="pt"
-        ).to(model.device)
-        expected = tokenizer([rows[i]["output"] for i in batch], padding=True, return_tensors="pt")[
-            "input_ids"
-        ]
+        inputs = encode(batch).to(model.device)
+        longest = max(len(ids) for ids in tokenizer([expected[i] for i in batch])["input_ids"])
         output = model.generate(
             **inputs,
             do_sample=False,
-            max_new_tokens=expected.shape[1] + 4,
+            max_new_tokens=longest + 4,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
@@ -80,9 +103,4 @@ def exact_match(
         for i, text in zip(batch, texts, strict=True):
             answers[i] = text.strip()
     model.train(was_training)
-
-    generations = [
-        Generation(user["content"], assistant["content"], answer)
-        for (user, assistant), answer in zip(turns, answers, strict=True)
-    ]
-    return ExactMatch(sum(generation.correct for generation in generations) / len(rows), generations)
+    return answers

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from unsloth_pack.data.sources import HUB_NAME
-from unsloth_pack.demo import MODEL_DIR
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 from unsloth_pack.lora.quantised_stacks import stand_ins
 
@@ -70,8 +70,8 @@ def resolve(model_name: str) -> tuple[str, str | None]:
     if not isinstance(model_name, str | Path) or not str(model_name).strip():
         raise InputError(f"model_name is {model_name!r}; give demo, a folder, or a hub name")
     name = str(model_name)
-    if name == "demo":
-        return str(MODEL_DIR), None
+    if name in BUNDLED_MODELS:
+        return str(BUNDLED_MODELS[name]), None
     if _is_adapter(name):
         return _base_of(name), name
     if os.path.isdir(name):
@@ -231,7 +231,7 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
     if os.path.isdir(source):
         _check_files(source, "model", use_safetensors)
     model, found = load_with(
-        _auto_class(options.get("config")),
+        auto_class(options.get("config")),
         source,
         use_safetensors=use_safetensors,
         output_loading_info=True,
@@ -252,7 +252,7 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
     return model
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """The class that loads a model: one of vision and language has its own where it is no causal model."""
     of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING

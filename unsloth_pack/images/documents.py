@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,6 +34,7 @@ class PlacedImage:
 
     Args:
         tokens: that stand in the place of its placeholder.
+        height, width: of the image as it is seen, in pixels.
         most_pixels: to which it is shrunk; None for the processor's own limit.
         cut: which of these the tower makes.
         of_document: how many images its document has.
@@ -41,6 +42,8 @@ class PlacedImage:
 
     source: ImageSource
     tokens: int
+    height: int
+    width: int
     most_pixels: int | None = None
     cut: Cut = field(default_factory=Cut)
     of_document: int = 1
@@ -54,12 +57,21 @@ class VisionDocument:
         index: of its row.
         ids, labels: `[n]` int32, each image as many placeholders as it has tokens, with marks among them.
         images: in their order; none is decoded yet.
+        read: tokens before it was cut.
+        saved: tokens that its images have lost, as they were made smaller to fit.
     """
 
     index: int
     ids: np.ndarray
     labels: np.ndarray
     images: list[PlacedImage]
+    read: int
+    saved: int = 0
+
+    @property
+    def is_learnable(self) -> bool:
+        """Whether a token of it counts in the loss."""
+        return bool((self.labels[1:] != IGNORE_INDEX).any())
 
 
 @dataclass
@@ -153,8 +165,25 @@ class VisionEncoder:
         Raises:
             InputError: names the row, by its place among these, the column, the value and a remedy.
         """
-        made = (self._document(index, row) for index, row in enumerate(rows))
-        return [document for document in made if document is not None]
+        found = []
+        for document in self.each(rows):
+            if document is not None and document.is_learnable:
+                self._count(document)
+                found.append(document)
+            elif document is not None:
+                self.counts.unlearnable += 1
+        return found
+
+    def each(self, rows: Iterable[Any], first: int = 0) -> Iterator[VisionDocument | None]:
+        """The document of every row, also of those in which no token counts; None for a row left out.
+
+        Args:
+            first: the number of the first row, by which errors name it.
+
+        Raises:
+            InputError: names the row, the column, the value and a remedy.
+        """
+        return (self._document(index, row) for index, row in enumerate(rows, first))
 
     def _document(self, index: int, row: Any) -> VisionDocument | None:
         try:
@@ -168,12 +197,7 @@ class VisionEncoder:
         document = self._fitted(found, *self._encoded(found), images)
         if document is None:
             self.counts.dropped += 1
-        elif (document.labels[1:] == IGNORE_INDEX).all():
-            self.counts.unlearnable += 1
-        else:
-            self._count(document)
-            return document
-        return None
+        return document
 
     def forget(self, document: VisionDocument) -> None:
         """Count a document as left out: an image of it turned out to be broken behind its header."""
@@ -189,8 +213,10 @@ class VisionEncoder:
     def _placed(
         self, source: ImageSource, of_document: int, most: int | None = None, size: Any = None
     ) -> PlacedImage:
-        cut = self._make_patches.cut(source, size or size_of(source), most, of_document)
-        return PlacedImage(source, self.token_ids.n_written(cut), most, cut, of_document)
+        height, width = size or size_of(source)
+        cut = self._make_patches.cut(source, (height, width), most, of_document)
+        tokens = self.token_ids.n_written(cut)
+        return PlacedImage(source, tokens, height, width, most, cut, of_document)
 
     def _encoded(self, row: ImageRow) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels, one placeholder an image."""
@@ -236,7 +262,7 @@ class VisionEncoder:
         """The document in at most `max_length` tokens; None where it is dropped."""
         text = len(ids) - len(images)
         length = text + sum(image.tokens for image in images)
-        limit = self._max_length or length
+        limit, saved = self._max_length or length, 0
         if length > limit:
             if self._overlong == "drop":
                 return None
@@ -244,21 +270,23 @@ class VisionEncoder:
                 self._refuse(row, length, "raise max_seq_length, or choose overlong='truncate'")
             if self._overlong == "shrink":
                 images = self._shrunk(row, images, limit - text, length)
+                saved = length - text - sum(image.tokens for image in images)
                 self.counts.shrunk += 1
         written = [self.token_ids.written(image.cut) for image in images]
         ids, places, is_vision = self.token_ids.expanded(ids, written)
         labels = np.where(is_vision, np.int32(IGNORE_INDEX), labels[places])
-        if len(ids) > limit:
+        read = len(ids)
+        if read > limit:
             if is_vision[limit:].any():
-                remedy = "choose overlong='shrink' or 'drop', or raise max_seq_length"
+                remedy = "raise max_seq_length, or shrink its images (--shrink_images, overlong='shrink')"
                 self._refuse(row, length, remedy, "a document that would be cut before the end of an image")
             ids, labels = ids[:limit], labels[:limit]
             self.counts.truncated += 1
-        return VisionDocument(row.index, ids, labels, images)
+        return VisionDocument(row.index, ids, labels, images, read, saved)
 
     def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
         """The images with as many pixels as let all of them fit into `room` tokens."""
-        sizes = [size_of(image.source) for image in images]
+        sizes = [(image.height, image.width) for image in images]
         make = self._make_patches
 
         def limited(most_tokens: int) -> list[PlacedImage]:
@@ -278,7 +306,7 @@ class VisionEncoder:
             else:
                 high = middle - 1
         if not low:
-            self._refuse(row, length, "choose overlong='drop', or raise max_seq_length", _TOO_LONG_TEXT)
+            self._refuse(row, length, "raise max_seq_length, or remove the row", _TOO_LONG_TEXT)
         return limited(low)
 
     def _refuse(

@@ -99,12 +99,16 @@ class ImageMaker(ABC, Generic[Made]):
 
     @abstractmethod
     def arguments(self, images: Sequence[Made], by_document: Sequence[int]) -> dict[str, Any]:
-        """What a model's call takes of the images of a row.
+        """What a model's call takes of the images of a row; `pixel_values` are uint8, see `normalised`.
 
         Args:
             images: all of them, at least one.
             by_document: how many every document has.
         """
+
+    @abstractmethod
+    def normalised(self, values: Tensor) -> Tensor:
+        """`pixel_values` float32, of those that are uint8, where they lie."""
 
     def grids(self, images: Sequence[Made]) -> np.ndarray | None:
         """`[images, 3]` tokens in time, height and width, where positions are made of them; else None."""

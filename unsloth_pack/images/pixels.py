@@ -50,11 +50,7 @@ class PatchMaker(ImageMaker[Patches]):
         return {}
 
     def normalised(self, values: Tensor) -> Tensor:
-        """`[patches, 3 * frames * patch * patch]` float32, on the device of the patches.
-
-        Args:
-            values: `[patches, 3 * patch * patch]` uint8.
-        """
+        """`[patches, 3 * frames * patch * patch]` of `[patches, 3 * patch * patch]`."""
         pixels = self._scaled(values.reshape(len(values), RGB, 1, -1))
         return pixels.expand(-1, -1, self._frames, -1).reshape(len(values), -1)
 
@@ -72,8 +68,7 @@ class PatchMaker(ImageMaker[Patches]):
         import torch
 
         values = torch.from_numpy(np.concatenate([image.values for image in images]))
-        grids = torch.tensor([image.grid for image in images])
-        return {"pixel_values": self.normalised(values), "image_grid_thw": grids}
+        return {"pixel_values": values, "image_grid_thw": torch.tensor([image.grid for image in images])}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         names = {"patch_size": "patch_size", "merge_size": "spatial_merge_size"}

@@ -15,12 +15,12 @@ from transformers.image_utils import make_nested_list_of_images
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 
 from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.files.loading import load_with
+from unsloth_pack.files.loading import load_with, resolve
 from unsloth_pack.images.families import image_maker, maker_of
 from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.pixels import PatchMaker
 from unsloth_pack.images.reading import require_pillow
-from unsloth_pack.images.tokens import ImageTokens
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, image_tokens_of
 
 _SAVED = ("processor_config.json", "tokenizer_config.json")
 
@@ -199,3 +199,21 @@ def _saved_template(source: str, files: dict[str, Any]) -> str | None:
         raise InputError(
             f"cannot load {source}: its processor cannot be read ({error}); correct its files"
         ) from None
+
+
+def saved_beside(model: Any, source: str, tokenizer: Any) -> Any:
+    """What is saved beside a model: the processor that is in a folder, or the tokenizer where there is none.
+
+    Args:
+        source: the folder of an adapter or of a model; where an adapter has none, that of its base counts.
+    """
+    config = model.config
+    if config.model_type not in IMAGE_TOKENS:
+        return tokenizer
+    for place in dict.fromkeys((source, resolve(source)[0])):
+        try:
+            image_processor = load_image_processor(place, config=config)
+            return processor_of(place, image_processor, tokenizer, image_tokens_of(config), config)
+        except InputError:  # it was trained on text, or Pillow is missing
+            continue
+    return tokenizer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.maker import ImageMaker
+from unsloth_pack.images.maker import RGB, ImageMaker
 from unsloth_pack.images.tokens import Cut
 
 if TYPE_CHECKING:
@@ -48,11 +48,8 @@ class TileMaker(ImageMaker[Tiles]):
         values = made["pixel_values"]
         return Tiles(values.astype(np.uint8), (0, 0), self.cut_made(made, 0))
 
-    def _pixels(self, image: Tiles) -> Tensor:
-        """`[tiles, 3, height, width]` float32."""
-        import torch
-
-        return self._scaled(torch.from_numpy(image.values))
+    def normalised(self, values: Tensor) -> Tensor:
+        return self._scaled(values.flatten(0, -4)).view(values.shape)
 
     @property
     def _vision(self) -> Any:
@@ -88,7 +85,7 @@ class SplitMaker(TileMaker):
         import torch
 
         # Every tile is full, so there is no mask of padding inside tiles
-        return {"pixel_values": torch.cat([self._pixels(image) for image in images])[None]}
+        return {"pixel_values": torch.cat([torch.from_numpy(image.values) for image in images])[None]}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         return [("max_image_size", self._tile, "image_size", _side(self._vision.image_size))]
@@ -160,7 +157,7 @@ class CanvasMaker(TileMaker):
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
         import torch
 
-        return {"pixel_values": torch.cat([self._pixels(image) for image in images])}
+        return {"pixel_values": torch.cat([torch.from_numpy(image.values) for image in images])}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         return [_size_of_tiles(self._processor, self._vision)]
@@ -222,7 +219,7 @@ class AnyresMaker(TileMaker):
 
         # The tiles of all images one after another: the model also takes one row an image, with padding
         return {
-            "pixel_values": torch.cat([self._pixels(image) for image in images]),
+            "pixel_values": torch.cat([torch.from_numpy(image.values) for image in images]),
             "image_sizes": torch.tensor([image.size for image in images]),
             "batch_num_images": torch.tensor([n for n in by_document if n]),
         }
@@ -293,11 +290,10 @@ class SizesMaker(TileMaker):
 
         sizes = [image.size for image in images]
         most = np.max(sizes, axis=0)
-        pixels = [
-            torch.nn.functional.pad(self._pixels(image), (0, int(most[1] - width), 0, int(most[0] - height)))
-            for image, (height, width) in zip(images, sizes, strict=True)
-        ]
-        return {"pixel_values": torch.cat(pixels), "image_sizes": torch.tensor(sizes)}
+        values = np.zeros((len(images), RGB, *most), np.uint8)
+        for image, (height, width), padded in zip(images, sizes, values, strict=True):
+            padded[:, :height, :width] = image.values[0]
+        return {"pixel_values": torch.from_numpy(values), "image_sizes": torch.tensor(sizes)}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         most = _side(self._vision.image_size)

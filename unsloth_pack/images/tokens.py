@@ -190,6 +190,11 @@ class ImageTokenIds:
         """The image tokens in a tokenizer; see the class."""
         return cls(tokens, tokenizer, config)
 
+    @property
+    def of_images(self) -> set[int]:
+        """The ids that no text may hold."""
+        return {self.placeholder, *self._around, *self._reserved}
+
     def counts(self, ids: np.ndarray) -> tuple[int, list[int], int]:
         """How many placeholders, markers of each kind around them, and tokens out of place there are.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass
 from typing import Any
 
+from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
 from torch import nn
 
 from unsloth_pack.errors import InputError
@@ -93,13 +94,16 @@ def lora_targets(
 
     Args:
         target_modules: names of layers, whole paths or their ends; a regular expression of whole paths;
-            "all-linear"; or None for those of `PROJECTIONS` that the model has.
+            "all-linear"; None for those of `PROJECTIONS` that the model has; or `NO_LAYERS`, PEFT's word for
+            an adapter of `modules_to_save` alone.
         given: further fields of the `LoraConfig`. With `target_parameters`, None leaves the experts to it.
 
     Raises:
         InputError: a target that the model does not have, or gate without up.
     """
     given = given or {}
+    if target_modules == NO_LAYERS:
+        return Targets(target_modules)
     names = default_names(model) if target_modules is None else target_modules
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
     _check_targets(model, names, experts)

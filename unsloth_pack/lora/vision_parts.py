@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.targets import default_names
+from unsloth_pack.lora.targets import NO_LAYERS, default_names
 
 Aligner = Literal["full", "lora", False]
 
@@ -95,15 +95,14 @@ class TrainedParts:
                 raise InputError(f"finetune_{name} is {value!r}; give True or False")
         if self.aligner is not False and self.aligner not in ("full", "lora"):
             raise InputError(f"finetune_aligner is {self.aligner!r}; give 'full', 'lora' or False")
-        has_layers = (self.vision_layers or self.language_layers) and (
-            self.attention_modules or self.mlp_modules
-        )
-        if not has_layers and self.aligner != "lora":
+        wants_layers = self.vision_layers or self.language_layers
+        has_layers = wants_layers and (self.attention_modules or self.mlp_modules)
+        if not has_layers and (wants_layers or not self.aligner):
             raise InputError(
                 f"finetune_vision_layers is {self.vision_layers}, finetune_language_layers "
                 f"{self.language_layers}, finetune_attention_modules {self.attention_modules} and "
                 f"finetune_mlp_modules {self.mlp_modules}, which leaves no layer for an adapter; set one of "
-                "them, or finetune_aligner='lora'"
+                "each pair, or both of the first to False and finetune_aligner='full'"
             )
 
 
@@ -112,6 +111,8 @@ def vision_targets(model: Any, trained: TrainedParts) -> tuple[str, list[str]]:
 
     The pattern names the linear layers of the chosen parts alone, so that a name such as `gate_proj`, which
     some towers have too, never means a layer of another part.
+
+    Where no layer gets an adapter, the pattern is `NO_LAYERS`, and what is saved trains alone.
 
     Raises:
         InputError: nothing is chosen, or the model has no such layers.
@@ -131,8 +132,18 @@ def vision_targets(model: Any, trained: TrainedParts) -> tuple[str, list[str]]:
             f"an adapter is to go on the {part}, which has no linear layer of the chosen kinds; choose others"
             f"{', or give finetune_aligner=' + repr('full') if part == 'aligner' else ''}"
         )
-    saved = [*_saved(model, parts)] if trained.aligner == "full" else []
-    return _pattern(chosen), saved
+    saved = [*whole_aligner(model, parts)] if trained.aligner == "full" else []
+    return pattern_of(chosen) if chosen else NO_LAYERS, saved
+
+
+def tower_layers(model: Any) -> list[str]:
+    """The paths of the linear layers of the tower's attention and MLPs."""
+    parts, trained = VisionParts.of(model), TrainedParts(vision_layers=True, language_layers=False)
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and _is_chosen(path, parts.kind(path), trained, [])
+    ]
 
 
 def _is_chosen(path: str, kind: str, trained: TrainedParts, of_language: list[str]) -> bool:
@@ -150,15 +161,16 @@ def _is_chosen(path: str, kind: str, trained: TrainedParts, of_language: list[st
     return (is_attention and trained.attention_modules) or (is_mlp and trained.mlp_modules)
 
 
-def _saved(model: nn.Module, parts: VisionParts) -> Iterator[str]:
-    """The modules of the aligner that have a forward of their own: those in a list, one by one."""
-    for path in parts.aligner:
+def whole_aligner(model: Any, parts: VisionParts | None = None) -> Iterator[str]:
+    """The modules of the aligner that have a forward of their own, as `modules_to_save`: those in a list, one
+    by one."""
+    for path in (parts or VisionParts.of(model)).aligner:
         module = model.get_submodule(path)
         names = [f"{path}.{n}" for n in range(len(module))] if isinstance(module, nn.ModuleList) else [path]
         yield from (name.partition(".")[2] if name.startswith("model.") else name for name in names)
 
 
-def _pattern(paths: list[str]) -> str:
+def pattern_of(paths: list[str]) -> str:
     """A regular expression that matches these paths alone: one alternative for all that differ in numbers."""
     numbers: dict[str, list[list[str]]] = {}
     for path in paths:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.mapped import release, scan
+from unsloth_pack.data.tokenize import IMAGES
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import WHOLE_COLUMNS
 from unsloth_pack.packing.lengths import check_positive
@@ -108,6 +109,8 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
         )
     lengths = list_lengths(dataset, "input_ids")
     for column in columns:
+        if is_of_images(dataset, column):
+            continue
         if not np.array_equal(list_lengths(dataset, column), lengths):
             raise InputError(f"column {column!r} does not hold one number per token; correct or remove it")
     plan = plan_packs(lengths, capacity, strategy)
@@ -137,9 +140,12 @@ class RowBuilder:
         tokens_before = np.concatenate([[0], np.cumsum(lengths)])
         row_starts = pa.array(tokens_before[places - places[0]].astype(np.int32))
         made = {}
+        images = columns.pop(IMAGES, None)
         for name, lists in columns.items():
             made[name] = pa.ListArray.from_arrays(row_starts, lists.flatten())
         document_starts = pa.array((places - places[0]).astype(np.int32))
+        if images is not None:
+            made[IMAGES] = _images_of_rows(images, places - places[0])
         made["seq_lengths"] = pa.ListArray.from_arrays(document_starts, pa.array(lengths.astype(np.int64)))
         return pa.table(made)
 
@@ -154,6 +160,31 @@ class RowBuilder:
                 of_column.append(pa.concat_arrays(table[name].chunks))
             release(self._documents)  # each document has brought in the pages around it
         return {name: pa.concat_arrays(of_column) for name, of_column in parts.items()}
+
+
+def _images_of_rows(images: pa.Array, starts: np.ndarray) -> pa.Array:
+    """The images of rows, each with the number of its document in its row.
+
+    Args:
+        images: lists of objects, one list for each document.
+        starts: `[rows + 1]`, the first document of each row.
+    """
+    import pyarrow as pa
+
+    counts = images.value_lengths().to_numpy().astype(np.int64)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    place = np.arange(len(counts)) - np.repeat(starts[:-1], np.diff(starts))
+    of_images = images.flatten()
+    fields = of_images.flatten()
+    documents = pa.array(np.repeat(place, counts).astype(np.int32))
+    whole = pa.StructArray.from_arrays([documents, *fields], ["document", *of_images.type.names])
+    return pa.ListArray.from_arrays(pa.array(before[starts].astype(np.int32)), whole)
+
+
+def is_of_images(dataset: datasets.Dataset, column: str) -> bool:
+    """Whether a column holds the images of documents, as `images.stored` writes them."""
+    inner = getattr(dataset.features[column], "feature", None)
+    return column == IMAGES and isinstance(inner, dict) and "tokens" in inner
 
 
 def check_columns(dataset: datasets.Dataset) -> list[str]:

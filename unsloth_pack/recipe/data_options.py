@@ -10,7 +10,8 @@ from unsloth_pack.recipe.kinds import real, whole
 from unsloth_pack.recipe.kinds import split as split_name
 
 _DATA_HELP = (
-    "demo (bundled), a json, jsonl, csv, parquet or txt file, a folder, or a name on the Hugging Face hub; "
+    "demo or vision-demo (bundled), a json, jsonl, csv, parquet or txt file, a folder, or a name on the "
+    "Hugging Face hub; "
     "several between commas, or a JSON list of objects with path, weight, split, limit and columns"
 )
 _MIXTURES = ("concatenate", "interleave_under", "interleave_over")

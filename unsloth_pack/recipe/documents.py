@@ -20,7 +20,9 @@ from unsloth_pack.data.streamed import DocumentStream
 from unsloth_pack.data.tokenize import Documents, documents_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.files import loading
+from unsloth_pack.images.prepared import holds_images
 from unsloth_pack.recipe.data_options import DataOptions
+from unsloth_pack.recipe.image_data import ImagePreparation
 from unsloth_pack.recipe.named_data import first_rows, training_sets
 from unsloth_pack.training.trl_setup import training_template
 
@@ -96,8 +98,12 @@ def mixed_documents(
     seed: int = 0,
     eval_fraction: float | None = None,
     most: int | None = None,
+    images: ImagePreparation | None = None,
 ) -> Mixture:
     """The documents of one or several data sets, each in its own format, see `prepare_documents`, `mix`.
+
+    Args:
+        images: how those are prepared that have images; None if there are none.
 
     Raises:
         InputError: a row cannot be trained on. If there are several data sets, the error names the one.
@@ -106,7 +112,9 @@ def mixed_documents(
     for each in given:
         name = each.data_set.name
         try:
-            documents = prepare_documents(each.rows, tokenizer, max_length, train_on_responses_only, num_proc)
+            documents = prepare_documents(
+                each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images
+            )
             shares = each.data_set.shares_columns
             check_used(each.data_set.columns, documents.unused_columns, are_shared=shares)
         except InputError as error:
@@ -121,13 +129,17 @@ def prepare_documents(
     max_length: int,
     train_on_responses_only: bool | None = None,
     num_proc: int | None = None,
+    images: ImagePreparation | None = None,
 ) -> Documents:
     """Rows of any known format as token ids and labels, see `tokenize`.
 
     Args:
         train_on_responses_only: whether only responses carry loss; None if nothing is trained on the rows.
         num_proc: processes that share out the rows; None for as many as there are cores.
+        images: how images are prepared. The documents then have a column for them.
     """
+    if images is not None and holds_images(rows):
+        return images.documents(rows, max_length, bool(train_on_responses_only), num_proc)
     conversion = Conversion(
         rows, chat_template=bool(tokenizer.chat_template), responses_only=train_on_responses_only
     )
@@ -140,7 +152,8 @@ def prepare_documents(
         num_proc=num_proc,
         conversion=conversion,
     )
-    return replace(documents, unused_columns=conversion.unused_columns)
+    documents = replace(documents, unused_columns=conversion.unused_columns)
+    return documents if images is None else images.beside(documents)
 
 
 @dataclass(frozen=True)

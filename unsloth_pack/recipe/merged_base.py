@@ -18,6 +18,7 @@ from unsloth_pack.files.loading import weight_dtype
 from unsloth_pack.files.saved_names import MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.files.saving import save_in_own_dtype
 from unsloth_pack.files.whole_folders import put_in_place, remove_folder
+from unsloth_pack.images.processor import saved_beside
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.machine import is_main_process, wait_for_all
 from unsloth_pack.recipe.options import TrainOptions
@@ -55,7 +56,7 @@ def _merge(options: TrainOptions, aside: Path) -> None:
     held = {**flat(options.model), **held_by_run(Path(first))}
     model, tokenizer = FastLanguageModel.from_pretrained(**held | {"model_name": first, "max_seq_length": 1})
     dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
-    save_in_own_dtype(model, aside, tokenizer, dtype)
+    save_in_own_dtype(model, aside, saved_beside(model, first, tokenizer), dtype)
     del model
     gc.collect()  # a model refers to itself; the next one is to have its memory
     torch.cuda.empty_cache()

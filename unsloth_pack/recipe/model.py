@@ -8,16 +8,18 @@ from unsloth_pack.files.new_tokens import add_to_model, rows_to_train
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.modules.chosen import train_only
 from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.image_parts import freeze_parts, with_parts
 from unsloth_pack.recipe.merged_base import load_merged_base
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.what_trains import adapter_arguments
 
 
-def load_run_model(options: TrainOptions, new_tokens: dict[int, list[int]]) -> Any:
+def load_run_model(options: TrainOptions, new_tokens: dict[int, list[int]], has_images: bool = False) -> Any:
     """The model, ready to train.
 
     Args:
         new_tokens: by the id of each, the ids of its description, see `add_to_tokenizer`.
+        has_images: whether rows have images, so that the tower and the aligner may train.
 
     Raises:
         InputError: the model cannot be loaded, or not train as the options say.
@@ -36,10 +38,14 @@ def load_run_model(options: TrainOptions, new_tokens: dict[int, list[int]]) -> A
         add_to_model(model, new_tokens)
     if is_full:
         train_only(model, adapter.train_modules, adapter.freeze_modules)
+    if has_images and (is_full or goes_on):
+        freeze_parts(model, options.images, adapter.init_adapter if goes_on else None)
     if is_full or goes_on:
         enable_checkpointing(model, checkpointing)
         return model.train()
     arguments = adapter_arguments(model, adapter)
+    if has_images:
+        arguments = with_parts(model, arguments, options.images)
     if new_tokens:
         arguments["trainable_token_indices"] = _with_new_tokens(model, arguments, [*new_tokens])
     arguments["adapter_on_head"] = True

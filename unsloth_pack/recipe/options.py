@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import LAST_SEED
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import choice, option, switch
+from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.recipe.kinds import (
     json_object,
     name_of,
@@ -33,7 +35,7 @@ class ModelOptions:
     """The model that trains, and how its frozen weights are held."""
 
     model_name: str = option(
-        "demo", path, "demo (bundled), a folder, or a name on the Hugging Face hub", "MODEL"
+        "demo", path, "demo or vision-demo (bundled), a folder, or a name on the Hugging Face hub", "MODEL"
     )
     max_seq_length: int = option(2048, whole(1), "longest document, or longest packed row", "TOKENS")
     dtype: str | None = choice(None, DTYPES, DTYPE_HELP, unset=DTYPE_UNSET)
@@ -330,13 +332,14 @@ class TrainOptions:
     model: ModelOptions = ModelOptions()
     adapter: AdapterOptions = AdapterOptions()
     data: DataOptions = field(default_factory=DataOptions)
+    images: ImageOptions = field(default_factory=ImageOptions)
     training: TrainingOptions = TrainingOptions()
     output: OutputOptions = OutputOptions()
 
     @property
     def is_demo(self) -> bool:
-        """Whether the bundled model trains on the bundled data."""
-        return self.model.model_name == self.data.dataset == "demo"
+        """Whether a bundled model trains on the data that came with it."""
+        return self.model.model_name == self.data.dataset and self.model.model_name in BUNDLED_MODELS
 
     @property
     def folder(self) -> Path:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from unsloth_pack.demo import DEMO_DEFAULTS
+from unsloth_pack.demo import DEFAULTS
 from unsloth_pack.recipe.flags import Option, flat, sections_of
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import resolve
@@ -55,7 +55,8 @@ def _why(option: Option, value: Any, options: TrainOptions) -> str:
     """Why an option has a value that nobody asked for."""
     if options.output.resume:
         return "the run that is resumed"
-    if options.is_demo and option.name in DEMO_DEFAULTS and value != option.default:
+    of_demo = DEFAULTS[options.model.model_name] if options.is_demo else {}
+    if value != option.default and (option.name in of_demo or (of_demo and option.name == "dataset")):
         return "default of the demo"
     if value is None:
         return f"default: {option.unset}"

@@ -37,6 +37,13 @@ _SAME = {
     "eval_dataset": "custom.val_jsonl eval_data eval_data_path eval_file test_dataset test_datasets"
     " val_dataset validation_dataset validation_file",
     "num_proc": "dataset_num_proc dataset_processes preprocessing_num_workers",
+    "dataloader_num_workers": "num_workers",
+    "image_folder": "image_dir media_dir",
+    "max_pixels": "image_max_pixels",
+    "min_pixels": "image_min_pixels",
+    "freeze_vit": "freeze_vision_tower",
+    "freeze_aligner": "freeze_multi_modal_projector",
+    "freeze_llm": "freeze_language_model",
     "sample_packing": "neat_packing pack packed",
     "eval_packing": "eval_sample_packing",
     "eval_fraction": "split_dataset_ratio validation_split",
@@ -75,14 +82,12 @@ _TRAIN = (
     "else trains"
 )
 _LOWER_LAYERS = "give freeze_modules with a pattern of the lower layers"
-_PARTS = "a run trains on text alone; leave it out, or give freeze_modules"
-_TEXT = "a run trains on text alone; leave it out"
+_VIDEO = "images are trained on, and no video; leave it out"
 _PAD = "the tokenizer's own is used; name one in tokenizer_config.json"
 _OBJECTIVE = "objective is sft, which has no such setting; leave it out"
 _LORA_EMBEDDINGS = (
     "it is of LoRA's second matrix on the embeddings; give learning_rates: {lora_embedding_B: RATE}"
 )
-_RATES = "give learning_rates, a rate for each pattern of names of parameters"
 _BATCH = "give per_device_train_batch_size, or effective_batch_size"
 _WARMUP = "give warmup_steps, or warmup_ratio"
 _FLOOR = "give lr_scheduler_type: cosine_with_min_lr, and lr_scheduler_kwargs: {min_lr: RATE}"
@@ -125,14 +130,12 @@ _OTHERWISE = {
     "name lm_head in target_modules": "apply_lora_to_output",
     "every run trains a causal language model; leave it out": "do_train task_type",
     "PEFT makes the adapter; leave it out": "tuner_backend",
-    _PARTS: "freeze_aligner freeze_llm freeze_vit",
     _LAST_LAYERS: "freeze_trainable_layers",
     _NEW_TOKENS: "new_special_tokens",
     _PAD: "pad_token",
     _OBJECTIVE: "beta dpo_beta kl_coef kto_beta lmbda loss_type num_generations orpo_beta pref_beta pref_loss"
     " ref_model rl rlhf rlhf_type seq_kd sft_alpha stage teacher_model loss"
     " loss._component_",
-    _RATES: "aligner_lr vit_lr",
     _LORA_EMBEDDINGS: "loraplus_lr_embedding",
     _FREEZE: "freeze_parameters freeze_parameters_regex",
     _LOWER_LAYERS: "freeze_parameters_ratio",
@@ -173,8 +176,7 @@ _OTHERWISE = {
     _OVERLONG: "excess_length_strategy overlong packing_allow_single_long truncation truncation_strategy",
     "packed rows are even; leave it out": "group_by_length length_column_name",
     "seed orders the data; leave it out": "data_seed dataset_shuffle shuffle shuffle_buffer_size",
-    "num_proc processes prepare the data; leave it out": "dataloader_num_workers"
-    " dataloader_pin_memory num_workers",
+    "pages are locked where there is a GPU; leave it out": "dataloader_pin_memory",
     _CLIPPED: "clip_grad_norm gradient_clipping max_grad_norm",
     _ADAM: "adam_beta1 adam_beta2 adam_epsilon betas eps",
     "give optim: adamw_torch_fused": "optimizer.fused",
@@ -193,7 +195,7 @@ _OTHERWISE = {
     "give output_dir, the whole path": "artifact_subdir output_root run_name",
     "loss.png is always drawn; leave it out": "plot_loss",
     "the cache knows its data; leave it out": "overwrite_cache",
-    _TEXT: "image_dir image_folder image_max_pixels max_pixels media_dir min_pixels video_max_pixels",
+    _VIDEO: "video_max_pixels video_min_pixels",
     "the tokenizer's own are used; leave it out": "special_tokens tokens",
     _IN_PYTHON: "model_revision revision trust_remote_code",
     _FROM_MODEL: "is_llama_derived_model model_arch model_type tokenizer tokenizer_config tokenizer_path"

@@ -13,6 +13,7 @@ from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.data.mixture import Mixture, Part
+from unsloth_pack.data.spans import cores
 from unsloth_pack.data.streamed import Share
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
@@ -34,7 +35,9 @@ from unsloth_pack.recipe.documents import (
     open_training_data,
     stream_documents,
 )
-from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.flags import changed, flat
+from unsloth_pack.recipe.image_checks import check_run_with_images, refuse_image_options
+from unsloth_pack.recipe.image_data import ImagePreparation, image_preparation, takes_images
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
 from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer, check_rounding
@@ -53,6 +56,7 @@ _TRAINING_ARGUMENTS = (
     *("learning_rate", "optim", "weight_decay", "lr_scheduler_type", "warmup_steps", "seed"),
     *("logging_steps", "report_to", "lr_scheduler_kwargs", "neftune_noise_alpha", "load_best_model_at_end"),
 )
+_MOST_WORKERS = 8  # that decode images, unless the options say how many
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Prepared:
         train: what is trained on.
         evaluation: what is evaluated on, if anything.
         new_tokens: by the id of each token that the run adds, the ids of its description.
+        images: how the images of the rows are prepared; None where no row has any.
     """
 
     options: TrainOptions
@@ -94,6 +99,12 @@ class Prepared:
     train: PreparedRows
     evaluation: PreparedRows | None = None
     new_tokens: dict[int, list[int]] = field(default_factory=dict)
+    images: ImagePreparation | None = None
+
+    @property
+    def saved_with_model(self) -> Any:
+        """What is saved beside the model: its tokenizer, and where rows have images its processor."""
+        return self.tokenizer if self.images is None else self.images.processor
 
 
 def prepare(options: TrainOptions) -> Prepared:
@@ -121,6 +132,9 @@ def prepare(options: TrainOptions) -> Prepared:
     tokenizer = _tokenizer(options)
     new_tokens = _add_tokens(options, tokenizer)
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
+    images = _images(options, tokenizer, train_rows, eval_rows)
+    if images is not None:
+        options = _with_images(options, config)
     evaluation = None
     if stream is not None:
         train = _stream_of(stream, tokenizer, options, config, model_config)
@@ -128,14 +142,14 @@ def prepare(options: TrainOptions) -> Prepared:
         train = _packed_rows_of(train_rows, name_of(data.dataset), tokenizer, options, model_config)
     else:
         assert train_rows is not None
-        train, evaluation = _training_rows(train_rows, tokenizer, options, model_config)
+        train, evaluation = _training_rows(train_rows, tokenizer, options, model_config, images)
     if data.keep_examples_per_update and isinstance(train.rows, Dataset):
         _keep_examples_per_update(config, train.rows)
     if isinstance(eval_rows, Path):
         evaluation = _packed_rows_of(eval_rows, name_of(data.eval_dataset), tokenizer, options, model_config)
     elif eval_rows is not None:
-        evaluation = _evaluation_rows(eval_rows, tokenizer, options, model_config)
-    return Prepared(options, config, dtype, tokenizer, train, evaluation, new_tokens)
+        evaluation = _evaluation_rows(eval_rows, tokenizer, options, model_config, images)
+    return Prepared(options, config, dtype, tokenizer, train, evaluation, new_tokens, images)
 
 
 def _trl_config(options: TrainOptions, dtype: torch.dtype) -> SFTConfig:
@@ -151,9 +165,13 @@ def _trl_config(options: TrainOptions, dtype: torch.dtype) -> SFTConfig:
 
 def rates_of(options: TrainOptions) -> LearningRates:
     """The learning rates of groups of weights."""
-    training = options.training
+    training, images = options.training, options.images
     return LearningRates(
-        training.lora_plus_ratio, training.embedding_learning_rate, dict(training.learning_rates or {})
+        training.lora_plus_ratio,
+        training.embedding_learning_rate,
+        dict(training.learning_rates or {}),
+        images.vit_lr,
+        images.aligner_lr,
     )
 
 
@@ -227,6 +245,41 @@ def _add_tokens(options: TrainOptions, tokenizer: Any) -> dict[int, list[int]]:
     return add_to_tokenizer(tokenizer, tokens)
 
 
+def _images(
+    options: TrainOptions,
+    tokenizer: Any,
+    train_rows: list[RowsOfSet] | Path | None,
+    eval_rows: list[RowsOfSet] | Path | None,
+) -> ImagePreparation | None:
+    """How the images of all data sets are prepared; None where there are none.
+
+    Raises:
+        InputError: they cannot be prepared; or options of images are given and there are none.
+    """
+    model_name = options.model.model_name
+    sets = [each.rows for given in (train_rows, eval_rows) if isinstance(given, list) for each in given]
+    images = image_preparation(model_name, tokenizer, options.images, sets)
+    if images is not None:
+        check_run_with_images(options)
+        return images
+    why = "the data has no images"
+    if options.data.streaming:
+        why = "streaming is set, and rows that stream have no images"
+    if not takes_images(model_name):
+        why = f"{model_name} takes no images"
+    refuse_image_options(options, why)
+    return None
+
+
+def _with_images(options: TrainOptions, config: SFTConfig) -> TrainOptions:
+    """The options as rows with images decide them: the documents of a batch always share one row."""
+    workers = options.images.dataloader_num_workers
+    if workers is None:
+        workers = min(_MOST_WORKERS, cores()) if config.device.type == "cuda" else 0
+    config.dataloader_num_workers, config.padding_free = workers, True
+    return changed(options, {"padding_free": True})
+
+
 def _packs_in(named: Named) -> Path | None:
     """The folder of packed rows that is named."""
     return find_packs(named) if isinstance(named, str) else None
@@ -249,7 +302,11 @@ def _packed_rows_of(
 
 
 def _training_rows(
-    given: list[RowsOfSet], tokenizer: PreTrainedTokenizerBase, options: TrainOptions, model_config: Any
+    given: list[RowsOfSet],
+    tokenizer: PreTrainedTokenizerBase,
+    options: TrainOptions,
+    model_config: Any,
+    images: ImagePreparation | None,
 ) -> tuple[PreparedRows, PreparedRows | None]:
     """What is trained on, and what is held out of it."""
     data = options.data
@@ -262,6 +319,7 @@ def _training_rows(
         seed=options.training.seed,
         eval_fraction=data.eval_fraction,
         most=data.sample_limit,
+        images=images,
     )
     train = _prepared_rows(mixture.train, data.sample_packing, options, mixture.parts)
     if mixture.held_out is None:
@@ -270,9 +328,13 @@ def _training_rows(
 
 
 def _evaluation_rows(
-    given: list[RowsOfSet], tokenizer: PreTrainedTokenizerBase, options: TrainOptions, model_config: Any
+    given: list[RowsOfSet],
+    tokenizer: PreTrainedTokenizerBase,
+    options: TrainOptions,
+    model_config: Any,
+    images: ImagePreparation | None,
 ) -> PreparedRows:
-    mixture = _checked_mixture(given, tokenizer, options, model_config)
+    mixture = _checked_mixture(given, tokenizer, options, model_config, images=images)
     return _prepared_rows(mixture.train, _packs_evaluation(options.data), options, mixture.parts)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.demo import DEMO_DEFAULTS
+from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import find_packs, read_manifest
 from unsloth_pack.recipe.data_options import DataOptions
@@ -24,8 +24,9 @@ from unsloth_pack.recipe.what_trains import refuse_of_an_adapter
 FREE_ON_RESUME = {"config", "resume", "output_dir", "logging_steps", "report_to"}
 FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
 FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "save_delay_steps"}
-FREE_ON_RESUME |= {"push_to_hub"}
-_SOURCES = ("model_name", "dataset", "eval_dataset", "add_tokens", "init_adapter")  # what a run reads
+FREE_ON_RESUME |= {"push_to_hub", "dataloader_num_workers"}
+# What a run reads
+_SOURCES = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter")
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
 _DEMO_UNPACKED = {"per_device_train_batch_size": 16}
 
@@ -108,7 +109,7 @@ def _found_again(values: dict[str, Any], cwd: Path | None, folder: Path) -> dict
 def _path_from(cwd: Path, path: str) -> str:
     """Where a path leads that was given in the folder `cwd`; a name that is no path stays."""
     there = os.path.join(cwd, path)
-    return there if path != "demo" and os.path.exists(there) else path
+    return there if path not in BUNDLED_MODELS and os.path.exists(there) else path
 
 
 def _are_one_source(one: Any, other: Any) -> bool:
@@ -125,11 +126,12 @@ def _are_one_path(one: str, other: str) -> bool:
 
 
 def _demo_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The demo's own defaults, if the demo is what runs."""
-    if not build(TrainOptions, given).is_demo:
+    """The defaults of a demo, if a bundled model runs on its own data. It does unless other data is given."""
+    name = build(TrainOptions, given).model.model_name
+    if name not in BUNDLED_MODELS or given.get("dataset", name) != name:
         return {}
     is_packed = given.get("sample_packing") or given.get("streaming")
-    return DEMO_DEFAULTS | ({} if is_packed else _DEMO_UNPACKED)
+    return DEFAULTS[name] | {"dataset": name} | ({} if is_packed else _DEMO_UNPACKED)
 
 
 def _with_stream(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions:

@@ -4,6 +4,7 @@ import glob
 import os
 from pathlib import Path
 
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.files.saved_names import RUN_CONFIG
 from unsloth_pack.files.whole_folders import write_file
 from unsloth_pack.recipe.flags import flat, sections_of
@@ -53,5 +54,5 @@ def _text_of(options: TrainOptions) -> str:
 
 def _from_anywhere(name: str) -> str:
     """The absolute path of what lies here; a name of the hub, the demo or a preset as it is."""
-    is_here = name != "demo" and (os.path.exists(name) or glob.glob(name))
+    is_here = name not in BUNDLED_MODELS and (os.path.exists(name) or glob.glob(name))
     return os.path.abspath(name) if is_here else name

@@ -69,16 +69,16 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
     if all(each is None for each in asked):
         return
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from unsloth_pack.files.loading import load_config
+    from unsloth_pack.files.loading import auto_class, load_config
     from unsloth_pack.lora.parts import check_parts
     from unsloth_pack.lora.targets import lora_targets
     from unsloth_pack.modules.chosen import check_matches, parameter_paths, train_only
     from unsloth_pack.recipe.second_stage import check_same_parts
 
+    config = load_config(source)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(source))
+        model = auto_class(config).from_config(config)
     paths = parameter_paths(model)
     for name in ("train_modules", "freeze_modules"):
         check_matches(name, getattr(adapter, name) or (), paths)

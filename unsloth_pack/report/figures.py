@@ -3,13 +3,14 @@
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+
+from unsloth_pack.report.row_figure import PackedRowSeen, draw_row
 
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _NAMESPACE = re.compile(r'\s+xmlns(:\w+)?="[^"]*"')
@@ -20,21 +21,6 @@ _CURVES = (
     ("tokens_per_second", "tokens a second", 1.0),
     ("memory_bytes", "peak memory so far (GiB)", 2.0**30),
 )
-
-
-@dataclass(frozen=True)
-class PackedRowSeen:
-    """One packed row, to be drawn.
-
-    Args:
-        lengths: of its documents, in tokens.
-        is_counted: `[tokens]` whether a token's label counts in the loss.
-        capacity: tokens that the row has room for.
-    """
-
-    lengths: Sequence[int]
-    is_counted: np.ndarray
-    capacity: int
 
 
 def curves(log: Sequence[dict[str, Any]]) -> str:
@@ -86,19 +72,8 @@ def lengths_histogram(lengths: np.ndarray, max_length: int) -> str:
 
 
 def packed_row(row: PackedRowSeen) -> str:
-    """Documents side by side, dark where a token counts in the loss, with a line at every boundary."""
-    figure = Figure(figsize=(10, 1.6), layout="constrained")
-    axes = figure.add_subplot(xlabel="token", yticks=[], xlim=(0, row.capacity), ylim=(0, 1))
-    ends = np.cumsum(row.lengths)
-    colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    for number, (end, length) in enumerate(zip(ends, row.lengths, strict=True)):
-        colour = colours[number % len(colours)]
-        axes.axvspan(end - length, end, color=colour, alpha=0.3, linewidth=0)
-        for first, last in _runs(row.is_counted[end - length : end]):
-            axes.axvspan(end - length + first, end - length + last, color=colour, linewidth=0)
-        axes.axvline(end, color="black", linewidth=1, gid=f"boundary-{number}")
-    axes.axvspan(ends[-1], row.capacity, color="0.85", linewidth=0)
-    return _svg(figure, "row")
+    """Documents side by side, see `draw_row`."""
+    return _svg(draw_row(row), "row")
 
 
 def _plot(
@@ -109,12 +84,6 @@ def _plot(
         alone = {"marker": "o"} if len(points) == 1 else {}
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1.2, **alone | style)
     return bool(points)
-
-
-def _runs(marks: np.ndarray) -> list[tuple[int, int]]:
-    """The first place of each run of true marks, and the first behind it."""
-    edges = np.diff(np.concatenate([[0], marks.astype(np.int8), [0]]))
-    return list(zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True))
 
 
 def _svg(figure: Figure, name: str) -> str:

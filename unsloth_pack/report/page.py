@@ -13,13 +13,14 @@ import numpy as np
 from unsloth_pack.errors import first_line, printable
 from unsloth_pack.files.whole_folders import write_file
 from unsloth_pack.patching.report import PatchReport
-from unsloth_pack.report.figures import PackedRowSeen, curves, lengths_histogram, packed_row
+from unsloth_pack.report.figures import curves, lengths_histogram, packed_row
+from unsloth_pack.report.row_figure import PackedRowSeen
 
 NAME = "report.html"
 _MARK = '<meta name="generator" content="unsloth_pack">'
 _HEAD = 1024  # bytes, in which the mark stands
 # The browser asks nobody for anything, whatever stands in the page
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 66rem; margin: 2rem auto; padding: 0 1rem;
   color: #222; background: #fff; }
@@ -29,6 +30,7 @@ table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd;
   vertical-align: top; overflow-wrap: anywhere; }
 th { font-weight: 600; width: 18rem; } td.number { font-variant-numeric: tabular-nums; }
+table.answers { table-layout: fixed; } table.answers th { width: auto; }
 p.note { color: #666; }
 """
 
@@ -82,6 +84,7 @@ def page_of(lines: Sequence[Mapping[str, Any]], seen: RunSeen) -> str:
     body = [
         f"<h1>{_text(model)}: {summary['steps']:,} updates in {summary['seconds']:,.1f} s</h1>",
         _section("Over the run", _drawn(lambda: curves(by_kind.get("log", [])))),
+        *_held_out(by_kind.get("demo", [])),
         _section("Lengths of documents", _lengths(seen)),
         _section("A packed row", _row(seen)),
         _section("Where the tokens went", _table(summary["ledger"])),
@@ -113,6 +116,19 @@ def _lengths(seen: RunSeen) -> str:
     return _drawn(lambda: lengths_histogram(lengths, seen.max_length))
 
 
+def _held_out(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The answers of a demo's model; nothing for other runs."""
+    if not lines:
+        return []
+    scores = {name: lines[-1][f"exact_match_{name}"] for name in ("before", "after")}
+    told = f"Answered to the letter: {scores['before']:.1%} before training, {scores['after']:.1%} after it."
+    columns = ("prompt", "before", "after", "expected")
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    rows = ["".join(_cell(example[column]) for column in columns) for example in lines[-1]["examples"]]
+    body = "".join(f"<tr>{row}</tr>" for row in (head, *rows))
+    return [_section("Held-out rows", f'{_note(told)}<table class="answers">{body}</table>')]
+
+
 def _row(seen: RunSeen) -> str:
     row = seen.row
     if row is None:
@@ -123,6 +139,8 @@ def _row(seen: RunSeen) -> str:
         "boundaries, which no token sees across. Dark tokens count in the loss: "
         f"{counted:,} of {len(row.is_counted):,}."
     )
+    if row.images:
+        told += f" Images have {sum(image.tokens for image in row.images):,} of the tokens."
     return _drawn(lambda: packed_row(row)) + _note(told)
 
 

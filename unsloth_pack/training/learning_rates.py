@@ -1,6 +1,6 @@
 """Learning rates by group: of LoRA's second matrices, of the embeddings, of modules by their names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.lora.vision_parts import VisionParts
 from unsloth_pack.modules.chosen import check_matches, matcher
 
 Groups = list[dict[str, Any]]  # as an optimizer takes them
@@ -22,14 +23,23 @@ class LearningRates:
         lora_plus_ratio: LoRA+ (Hayou et al. 2024): by how much faster LoRA's B learns than A.
         of_embeddings: what trains of the embeddings and the head.
         by_name: by regular expression over names of modules; the first that matches counts.
+        of_tower, of_aligner: of a model of vision and language, what trains of these parts.
     """
 
     lora_plus_ratio: float | None = None
     of_embeddings: float | None = None
     by_name: Mapping[str, float] = field(default_factory=dict)
+    of_tower: float | None = None
+    of_aligner: float | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.lora_plus_ratio or self.of_embeddings or self.by_name)
+        return bool(self.lora_plus_ratio or self.of_embeddings or self.by_name or self.of_parts)
+
+    @property
+    def of_parts(self) -> dict[str, float]:
+        """The rates of the parts of a model of vision and language, by `VisionParts.kind`."""
+        given = {"tower": self.of_tower, "aligner": self.of_aligner}
+        return {part: rate for part, rate in given.items() if rate is not None}
 
 
 def check_rates(model: nn.Module, rates: LearningRates) -> None:
@@ -45,6 +55,12 @@ def check_rates(model: nn.Module, rates: LearningRates) -> None:
             f"lora_plus_ratio is {rates.lora_plus_ratio:g}, and the model has no LoRA that trains; leave it "
             "out"
         )
+    part_of = _part_of(model, rates)
+    for part, rate in rates.of_parts.items():
+        if not any(part_of(name) == part for name in trained):
+            raise InputError(
+                f"the learning rate of the {part} is {rate:g}, and nothing of it trains; leave it out"
+            )
     if rates.of_embeddings and not _embeddings(model, trained):
         raise InputError(
             f"embedding_learning_rate is {rates.of_embeddings:g}, and neither embeddings nor head train; "
@@ -66,6 +82,7 @@ def grouped(
     embeddings = _embeddings(model, names.values())
     plus = _rates_of_lora_plus(model, rates, learning_rate)
     by_name = [(matcher([pattern]), rate) for pattern, rate in rates.by_name.items()]
+    part_of = _part_of(model, rates)
 
     def rate_of(parameter: nn.Parameter) -> float:
         name = names[id(parameter)]
@@ -74,6 +91,8 @@ def grouped(
             return of_name
         if rates.of_embeddings and name in embeddings:
             return rates.of_embeddings
+        if (part := part_of(name)) in rates.of_parts:
+            return rates.of_parts[part]
         return plus.get(id(parameter), learning_rate)
 
     found: Groups = []
@@ -104,6 +123,16 @@ def _rates_of_lora_plus(model: Any, rates: LearningRates, learning_rate: float) 
         for parameter in group["params"]
         if id(parameter) in is_of_lora
     }
+
+
+def _part_of(model: Any, rates: LearningRates) -> Callable[[str], str]:
+    """The part of a model of vision and language that a parameter is in; "" where no part has a rate."""
+    if not rates.of_parts:
+        return lambda name: ""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parts = VisionParts.of(base)
+    inside = next(path for path, module in model.named_modules() if module is base)
+    return lambda name: parts.kind(name.removeprefix(f"{inside}."))
 
 
 def _embeddings(model: Any, names: Any) -> set[str]:

@@ -40,6 +40,7 @@ class TrainedCounts:
         self._tokens: Any = 0
         self._slots: Any = 0
         self._counted: Any = 0
+        self.broken_images = 0  # that this process has met
 
     @property
     def trained(self) -> Trained:

@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
 from trl import SFTConfig, SFTTrainer
 
+from unsloth_pack.data.tokenize import IMAGES
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.training.best import (
     DelayedSaves,
@@ -24,6 +25,7 @@ from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
 from unsloth_pack.training.flat_adamw import FlatAdamW, why_not_flat
+from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.late_metrics import LateMetrics, default_loss, has_default_loss
 from unsloth_pack.training.learning_rates import LearningRates, grouped
 from unsloth_pack.training.memory_watch import MemoryWatch
@@ -58,6 +60,7 @@ class RunTrainer(SFTTrainer):
         document losses, in evaluations               evaluation.py
         weights shared out over processes             sharded_weights.py
         rates, of groups of weights                   learning_rates.py
+        image_rows, None if rows have no images       image_rows.py
         delayed_saves, and the best checkpoint        best.py
     """
 
@@ -67,15 +70,19 @@ class RunTrainer(SFTTrainer):
         row_stream: RowStream | None = None,
         rates: LearningRates | None = None,
         save_delay_steps: int = 0,
+        image_rows: ImageRowCollator | None = None,
         **kwargs: Any,
     ):
         self.rates = rates or LearningRates()
+        self.image_rows = image_rows
         super().__init__(*args, **kwargs)
         self.delayed_saves = DelayedSaves(save_delay_steps)
         self.add_callback(KeptBest())
         self.row_stream = row_stream
         trained: Any = self.model
-        if patch_of(trained) is not None:  # TRL takes no collator of a caller's beside `padding_free`
+        if image_rows is not None:
+            self.data_collator = image_rows
+        elif patch_of(trained) is not None:  # TRL takes no collator of a caller's beside `padding_free`
             self.data_collator = RowCollator(self.data_collator)
         self.packed_sampler = None
         if row_stream is not None:
@@ -173,6 +180,19 @@ class RunTrainer(SFTTrainer):
         if self.packed_sampler is None:
             return super()._get_train_sampler(train_dataset)
         return DealtInTurn(self.packed_sampler)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        columns: Any = self._signature_columns
+        if self.image_rows is not None and COLUMN not in columns:
+            columns.append(COLUMN)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        if self.image_rows is None:
+            return inputs
+        self.counts.broken_images += inputs.pop(BROKEN, 0)
+        return self.image_rows.on_device(inputs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, counted = super().get_batch_samples(*args, **kwargs)
@@ -324,6 +344,8 @@ def make_trainer(
     """A `RunTrainer` over tokenised rows, which prints nothing by itself; `options` are its own."""
     stream = train_rows if isinstance(train_rows, RowStream) else None
     dataset: Any = train_rows if stream is None else _with_columns_of_rows()
+    if options.get("image_rows") is not None:
+        dataset, eval_rows = (rows and rows.rename_column(IMAGES, COLUMN) for rows in (dataset, eval_rows))
     is_packed = "seq_lengths" in dataset.column_names
     with without_untrue_warnings(is_packed), adapted_head_allowed(model):
         trainer = RunTrainer(

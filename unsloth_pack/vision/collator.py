@@ -1,34 +1,28 @@
 """`VisionDataCollator`: a batch of conversations with images as one packed row."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
-from unsloth_pack.chat_templates.answer_labels import AnswerLabels
-from unsloth_pack.chat_templates.by_name import parts_of
-from unsloth_pack.data.encoding import IGNORE_INDEX, marks_answers
+from unsloth_pack.chat_templates.marked_answers import answers_of
+from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.image_arguments import PIXELS
 from unsloth_pack.forwards.vision_lm import FastVisionLM
+from unsloth_pack.images.decoded import decoded
 from unsloth_pack.images.documents import (
     Overlong,
     PlacedImage,
-    Relabel,
     VisionCounts,
     VisionDocument,
     VisionEncoder,
 )
 from unsloth_pack.images.families import image_maker
+from unsloth_pack.images.pictured_row import PicturedRow
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.tokens import image_tokens_of
-from unsloth_pack.row.from_call import with_axes
-from unsloth_pack.row.images import RowImages
-from unsloth_pack.row.packed_row import PackedRow
 
 # Unsloth's further arguments: the values that ask for nothing else, and what to do instead of any other
 _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -103,15 +97,15 @@ class VisionDataCollator:
         tokenizer, image_processor = _parts_of_processor(processor)
         config = getattr(model, "config", model)
         tokens = image_tokens_of(config)
-        self._make_patches = image_maker(config, image_processor)
+        self._make_images = image_maker(config, image_processor)
         relabel = None
         if train_on_responses_only:
-            relabel = _answers(tokenizer, instruction_part, response_part)
+            relabel = answers_of(tokenizer, instruction_part, response_part)
         self._format, self._is_patched = formatting_func, _is_patched(model)
         self._encode = VisionEncoder(
             tokenizer,
             tokens,
-            self._make_patches,
+            self._make_images,
             max_length=max_seq_length,
             overlong=overlong,
             image_folder=image_folder,
@@ -120,8 +114,7 @@ class VisionDataCollator:
             skip_broken=skip_broken_images,
             config=config,
         )
-        self._image_ids = self._encode.token_ids
-        self._skip_broken = skip_broken_images
+        self._token_ids, self._skip_broken = self._encode.token_ids, skip_broken_images
 
     @property
     def counts(self) -> VisionCounts:
@@ -151,60 +144,35 @@ class VisionDataCollator:
     def _with_images(self, documents: list[VisionDocument]) -> Iterator[tuple[VisionDocument, list[Any]]]:
         for document in documents:
             try:
-                yield document, [self._made(document, image) for image in document.images]
+                yield document, [self._made(image) for image in document.images]
             except UnreadableImage:
                 if not self._skip_broken:
                     raise
                 self._encode.forget(document)
 
-    def _made(self, document: VisionDocument, image: PlacedImage) -> Any:
-        made = self._make_patches(image.source, image.most_pixels, image.of_document)
-        cut = self._make_patches.cut_of(made)
-        if cut != image.cut:
-            found = self._image_ids.n_written(cut)
-            raise UnreadableImage(
-                f"row {document.index}, column {image.source.column!r}: {image.source.shown} has {found} "
-                f"tokens, and its header said {image.tokens}; let nothing change it, or remove the row"
-            )
-        return made
+    def _made(self, image: PlacedImage) -> Any:
+        tokens, limits = image.tokens, (image.most_pixels, image.of_document)
+        return decoded(self._make_images, self._token_ids, image.source, tokens, *limits)
 
     def _packed(self, documents: list[tuple[VisionDocument, list[Any]]]) -> dict[str, Any]:
-        lengths = tuple(len(document.ids) for document, _ in documents)
-        row = PackedRow.of_lengths(lengths, torch.device("cpu"))
-        ids = np.concatenate([document.ids for document, _ in documents])
-        labels = np.concatenate([document.labels for document, _ in documents])
-        labels[row.starts] = IGNORE_INDEX
-        images = [image for _, of_document in documents for image in of_document]
-        axes = self._axes(row, ids, images)
-        positions = row.positions[None] if axes is None else np.stack([row.positions, *axes])[:, None]
+        made = PicturedRow.of(
+            [document.ids for document, _ in documents],
+            [document.labels for document, _ in documents],
+            [images for _, images in documents],
+            self._token_ids.placeholder,
+            self._make_images,
+        )
         batch: dict[str, Any] = {
-            "input_ids": _row(ids),
-            "labels": _row(labels),
-            "position_ids": torch.from_numpy(positions),
-            "packed_seq_lengths": list(lengths),
+            "input_ids": made.ids,
+            "labels": made.labels,
+            "position_ids": made.position_ids,
+            "packed_seq_lengths": list(made.row.lengths),
         }
-        if images:
-            by_document = [len(of_document) for _, of_document in documents]
-            batch |= self._make_patches.arguments(images, by_document)
-        return self._left_on_host(batch, row, axes) if self._is_patched else batch
-
-    def _axes(self, row: PackedRow, ids: np.ndarray, images: list[Any]) -> np.ndarray | None:
-        """`[3, T]`, where images have positions on three axes."""
-        grids = self._make_patches.grids(images)
-        if grids is None:
-            return None
-        is_placeholder = ids == self._image_ids.placeholder
-        return RowImages.of(is_placeholder, grids.prod(axis=1), row).axes(row, grids)
-
-    def _left_on_host(self, batch: dict[str, Any], row: PackedRow, axes: np.ndarray | None) -> dict[str, Any]:
-        """The batch with all that describes it as objects, which a trainer sends to no device."""
-        pixels = batch.get(PIXELS)
-        if pixels is not None:
-            is_placeholder = batch["input_ids"][0].numpy() == self._image_ids.placeholder
-            row = replace(row, visual=np.flatnonzero(is_placeholder), _built={})
-        batch["packed_row"] = row if axes is None else with_axes(row, axes)
-        described = self._make_patches.described
-        return batch | {name: batch[name].tolist() for name in described if name in batch}
+        # A trainer sends no object to a device, so nothing that describes the row is read back from there
+        batch |= made.on_host(self._make_images.described) if self._is_patched else made.arguments
+        if PIXELS in batch:
+            batch[PIXELS] = self._make_images.normalised(batch[PIXELS])
+        return batch | ({"packed_row": made.row} if self._is_patched else {})
 
 
 UnslothVisionDataCollator = VisionDataCollator  # as Unsloth's notebooks call it
@@ -212,10 +180,6 @@ UnslothVisionDataCollator = VisionDataCollator  # as Unsloth's notebooks call it
 
 def _is_patched(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())
-
-
-def _row(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64))[None]
 
 
 def _take_others(given: dict[str, Any]) -> None:
@@ -235,18 +199,3 @@ def _parts_of_processor(processor: Any) -> tuple[Any, Any]:
                 "FastVisionModel.from_pretrained returns"
             )
     return processor.tokenizer, processor.image_processor
-
-
-def _answers(tokenizer: Any, question: str | None, answer: str | None) -> Relabel | None:
-    """Labels on what stands behind `answer`; None where the chat template marks answers itself."""
-    if question is None and answer is None:
-        if marks_answers(tokenizer.get_chat_template()):
-            return None
-        question, answer = parts_of(tokenizer) or (None, None)
-    if not question or not answer:
-        raise InputError(
-            f"train_on_responses_only is set, instruction_part is {question!r} and response_part {answer!r}; "
-            "give what the chat template puts before a question and before an answer"
-        )
-    labels = AnswerLabels(question, answer, tokenizer)
-    return lambda ids, given: labels.of_row(ids.tolist(), given.tolist(), None)[0].astype(np.int32)

@@ -42,7 +42,8 @@ class FastVisionModel:
         """A patched model and its processor.
 
         Args:
-            model_name: a local folder of a model or of a saved adapter, or a hub name.
+            model_name: "vision-demo" (bundled), a local folder of a model or of a saved adapter, or a hub
+                name.
             max_seq_length, dtype, full_finetuning: as in `FastLanguageModel.from_pretrained`.
             load_in_4bit, load_in_8bit: of the language model. Tower, aligner and head stay in 16 bits.
             max_pixels, min_pixels: to which larger and smaller images are resized; None for the limits that

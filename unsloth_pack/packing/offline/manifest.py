@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.sources import PACK_FILES
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def sha256_of(path: Path) -> str:
 def find_packs(dataset: str) -> Path | None:
     """The folder, if `dataset` names one that holds packs or a part of them; else None."""
     folder = Path(os.path.expanduser(dataset))
-    if dataset == "demo" or not os.path.isdir(folder):
+    if dataset in BUNDLED_MODELS or not os.path.isdir(folder):
         return None
     return folder if any((folder / name).exists() for name in PACK_FILES) else None
 

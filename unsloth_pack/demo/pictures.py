@@ -1,0 +1,193 @@
+"""Pictures of shapes, drawn from a seed, with what is to be said of them: the vision demo's data.
+
+A picture is a plane of cells on which one to three shapes stand, each as wide as one cell or two. Two tasks
+are made of it: a caption in words, which the bundled base model knows, and a dense caption, JSON with a box
+for each shape, which a fine-tune teaches. Nothing is stored: the same seed draws the same pixels.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_CELLS = 5  # of a picture, down and across
+CELL = 16  # pixels a side; the bundled model has one token for each cell
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (34, 150, 60),
+    "blue": (40, 80, 210),
+    "yellow": (240, 200, 30),
+    "purple": (130, 50, 160),
+    "orange": (240, 130, 30),
+}
+KINDS = ("circle", "square", "triangle", "diamond")
+SIZES = {"small": 1, "large": 2}  # cells a side
+MARK = "<image>"  # where the picture stands in a question
+CAPTION = "Name the shapes."
+DENSE = "Dense caption as JSON."
+
+SPLITS = ("train", "test")
+_ROWS_OF_SPLIT = {"train": 2000, "test": 100}
+_CELLS = (3, 4, MOST_CELLS)
+_COUNTS = (1, 2, 3)
+_PAPER = ((250, 250, 250), (225, 225, 225), (200, 205, 215), (235, 225, 205))
+_ROWS = ("top", "middle", "bottom")
+_COLUMNS = ("left", "center", "right")
+
+Turn = dict[str, str]  # `role` and `content`
+Row = dict[str, Any]  # `messages` with `<image>` in the question, and `images`
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """A shape and the cell of its upper left corner. Shapes sort as they are read: by row, then by column."""
+
+    row: int
+    column: int
+    size: str
+    colour: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.colour} {self.kind}"
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """Left, top, right and bottom in pixels; right and bottom are behind the last one."""
+        left, top, side = self.column * CELL, self.row * CELL, SIZES[self.size] * CELL
+        return left, top, left + side, top + side
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows.
+
+    Args:
+        rows, columns: cells down and across.
+        paper: which of the backgrounds.
+        shapes: sorted; no two share a cell.
+    """
+
+    rows: int
+    columns: int
+    paper: int
+    shapes: tuple[Shape, ...]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        return self.columns * CELL, self.rows * CELL
+
+    def caption(self) -> str:
+        """The shapes in words, such as "small red circle top left, large blue square middle right"."""
+        return ", ".join(f"{shape.size} {shape.name} {self._place(shape)}" for shape in self.shapes)
+
+    def dense_caption(self) -> str:
+        """The shapes as JSON, with boxes in thousandths of width and height."""
+        labels = [{"label": shape.name, "bbox_2d": self.thousandths(shape)} for shape in self.shapes]
+        return json.dumps(labels)
+
+    def thousandths(self, shape: Shape) -> list[int]:
+        """The box of a shape: left, top, right, bottom, each from 0 to 1000."""
+        return [round(1000 * edge / side) for edge, side in zip(shape.box, self.size * 2, strict=True)]
+
+    def draw(self) -> Image:
+        """The picture, RGB."""
+        from PIL import Image, ImageDraw
+
+        image = Image.new("RGB", self.size, _PAPER[self.paper])
+        pen = ImageDraw.Draw(image)
+        for shape in self.shapes:
+            left, top, right, bottom = shape.box
+            right, bottom = right - 1, bottom - 1  # Pillow draws the last pixel too
+            across, down = (left + right) / 2, (top + bottom) / 2
+            fill = COLOURS[shape.colour]
+            match shape.kind:
+                case "circle":
+                    pen.ellipse((left, top, right, bottom), fill)
+                case "square":
+                    pen.rectangle((left, top, right, bottom), fill)
+                case "triangle":
+                    pen.polygon([(across, top), (right, bottom), (left, bottom)], fill)
+                case "diamond":
+                    pen.polygon([(across, top), (right, down), (across, bottom), (left, down)], fill)
+        return image
+
+    def _place(self, shape: Shape) -> str:
+        left, top, right, bottom = shape.box
+        across = _COLUMNS[(left + right) * 3 // (2 * self.size[0])]
+        return f"{_ROWS[(top + bottom) * 3 // (2 * self.size[1])]} {across}"
+
+
+def scenes(seed: int) -> Iterator[Scene]:
+    """Endless scenes, which may repeat."""
+    rng = Random(seed)
+    while True:
+        rows, columns = rng.choice(_CELLS), rng.choice(_CELLS)
+        taken: set[tuple[int, int]] = set()
+        shapes: list[Shape] = []
+        wanted = rng.choice(_COUNTS)
+        while len(shapes) < wanted:
+            size = rng.choice(list(SIZES))
+            side = SIZES[size]
+            row, column = rng.randint(0, rows - side), rng.randint(0, columns - side)
+            cells = {(row + down, column + across) for down in range(side) for across in range(side)}
+            if not cells & taken:
+                taken |= cells
+                shapes.append(Shape(row, column, size, rng.choice(list(COLOURS)), rng.choice(KINDS)))
+        yield Scene(rows, columns, rng.randrange(len(_PAPER)), tuple(sorted(shapes)))
+
+
+def distinct(drawn: Iterator[Scene], count: int, seen: set[Scene]) -> list[Scene]:
+    """The next `count` scenes that are not in `seen`, to which they are added."""
+    taken: list[Scene] = []
+    while len(taken) < count:
+        scene = next(drawn)
+        if scene not in seen:
+            seen.add(scene)
+            taken.append(scene)
+    return taken
+
+
+def turns(question: str, answer: str) -> list[Turn]:
+    """A question and its answer."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def caption_row(scene: Scene) -> Row:
+    """The base model's task."""
+    return picture_row(scene, turns(CAPTION, scene.caption()))
+
+
+def dense_row(scene: Scene) -> Row:
+    """The task of the fine-tune."""
+    return picture_row(scene, turns(DENSE, scene.dense_caption()))
+
+
+def picture_row(scene: Scene, said: list[Turn]) -> Row:
+    """A conversation about a picture: `messages`, and `images` with the bytes of a PNG file."""
+    file = io.BytesIO()
+    scene.draw().save(file, "PNG")
+    first = said[0] | {"content": MARK + said[0]["content"]}
+    return {"messages": [first, *said[1:]], "images": [file.getvalue()]}
+
+
+def heldout_scenes() -> list[Scene]:
+    """The scenes of the split `test`, which nothing is trained on, the bundled model neither."""
+    return distinct(scenes(seed=1), _ROWS_OF_SPLIT["test"], set())
+
+
+def dense_rows(split: str) -> list[Row]:
+    """The rows of a split of the fine-tune. No picture is in both."""
+    held_out = heldout_scenes()
+    if split == "test":
+        return [dense_row(scene) for scene in held_out]
+    return [dense_row(scene) for scene in distinct(scenes(seed=2), _ROWS_OF_SPLIT[split], {*held_out})]

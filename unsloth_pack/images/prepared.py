@@ -1,0 +1,178 @@
+"""Rows with images as tokenised documents: lengths from the headers of images, no pixel decoded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
+from unsloth_pack.data.formats import detect_format
+from unsloth_pack.data.other_columns import refuse_acting_columns
+from unsloth_pack.data.tally import Tally
+from unsloth_pack.data.tokenize import IMAGES, SpanMaker, table_of
+from unsloth_pack.images.documents import VisionDocument, VisionEncoder
+from unsloth_pack.images.stored import image_document_schema, stored
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+_COLUMNS = ("images", "image")
+_CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "response")
+_USED = {
+    *_COLUMNS,
+    *_CONVERSATIONS,
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "tools",
+    "chat_template_kwargs",
+}
+_IN_JSON = '"type": "image'  # as `data.exact` writes parts
+
+
+def holds_images(dataset: datasets.Dataset) -> bool:
+    """Whether the rows of a data set may have images: in a column, or in parts of their messages."""
+    import pyarrow.compute as pc
+
+    from unsloth_pack.data.exact import ExactJson
+
+    if {*dataset.column_names} & {*_COLUMNS}:
+        return True
+    for name in {*dataset.column_names} & {*_CONVERSATIONS}:
+        feature = dataset.features[name]
+        if _holds_text_alone(feature):
+            continue
+        if not isinstance(feature, ExactJson):
+            return True
+        for table in dataset.select_columns(name).with_format("arrow").iter(batch_size=1000):
+            texts = table[name].combine_chunks().storage
+            if pc.any(pc.match_substring(texts, _IN_JSON)).as_py():
+                return True
+    return False
+
+
+def _holds_text_alone(feature: Any) -> bool:
+    """Whether a column holds strings, or turns of strings."""
+    import datasets
+
+    inner = getattr(feature, "feature", feature)  # of a list
+    fields = inner.values() if isinstance(inner, dict) else [inner]
+    return all(isinstance(field, datasets.Value) for field in fields)
+
+
+def unused_columns(dataset: datasets.Dataset) -> tuple[str, ...]:
+    """The columns that nothing is made of."""
+    return tuple(name for name in dataset.column_names if name not in _USED)
+
+
+class ImageDocumentMaker(SpanMaker):
+    """Makes the documents of a data set with images.
+
+    Args:
+        encode: makes a document of a row.
+        folder: where paths of images begin.
+        keep_bytes: documents hold the content of image files, instead of their paths.
+    """
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        encode: VisionEncoder,
+        max_length: int,
+        folder: Path | None,
+        keep_bytes: bool = False,
+    ):
+        super().__init__(_not_decoding(dataset), max_length, image_document_schema())
+        detect_format(dataset.column_names, [self.dataset[i] for i in range(min(8, len(dataset)))])
+        self._encode, self._folder, self._keep_bytes = encode, folder, keep_bytes
+
+    def key(self) -> None:
+        """None: what the files of images hold may change, and looking at each is most of the work."""
+
+    def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
+        size = self.batch_size
+        for start in range(first, end, size):
+            numbers = range(start, min(start + size, end))
+            rows = self.dataset.select(numbers)
+            refuse_acting_columns(rows, numbers, are_text=False)
+            yield self._made([*self._encode.each(rows, start)])
+
+    def _made(self, documents: list[VisionDocument | None]) -> tuple[Tally, pa.Table]:
+        import pyarrow as pa
+
+        made = [document for document in documents if document is not None]
+        encoded = _encoded(made)
+        tally = Tally.of(encoded)
+        kept = [document for document in made if document.is_learnable]
+        tally.sums += Counter(
+            rows_read=len(documents) - len(made),
+            rows_broken=len(documents) - len(made),
+            rows_shrunk=sum(document.saved > 0 for document in made),
+            tokens_shrunk=sum(document.saved for document in made),
+            images=sum(len(document.images) for document in kept),
+            vision_tokens=sum(image.tokens for document in kept for image in document.images),
+        )
+        images = [
+            [stored(image, self._folder, keep_bytes=self._keep_bytes) for image in document.images]
+            for document in kept
+        ]
+        kind = self.schema.field(IMAGES).type
+        return tally, table_of(encoded).append_column(self.schema.field(IMAGES), pa.array(images, kind))
+
+
+def _encoded(documents: list[VisionDocument]) -> Encoded:
+    kept = np.array([len(document.ids) for document in documents], np.int64)
+    masked = np.array([(document.labels == IGNORE_INDEX).sum() for document in documents], np.int64)
+    counted = np.array([(document.labels[1:] != IGNORE_INDEX).sum() for document in documents], np.int64)
+    nothing = np.zeros(0, np.int32)
+    return Encoded(
+        ids=np.concatenate([nothing, *(document.ids for document in documents)]),
+        labels=np.concatenate([nothing, *(document.labels for document in documents)]),
+        read=np.array([document.read for document in documents], np.int64),
+        kept=kept,
+        masked=masked,
+        counted=counted,
+        rerendered=np.zeros(len(documents), bool),
+    )
+
+
+def without_images(rows: datasets.Dataset) -> datasets.Dataset:
+    """Tokenised rows of text with the column of images, which is empty, so that others may follow them."""
+    import datasets
+    import pyarrow as pa
+
+    kind = image_document_schema().field(IMAGES).type
+    none = pa.ListArray.from_arrays(
+        pa.array(np.zeros(len(rows) + 1, np.int32)), pa.array([], kind.value_type)
+    )
+    column = datasets.Dataset(pa.table({IMAGES: none}))
+    return datasets.concatenate_datasets([rows, column], axis=1)
+
+
+def _not_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
+    """The same rows, whose images come as bytes and paths."""
+    import datasets
+
+    plain = dataset.with_format(None)  # a copy that has its own types
+    plain.info.features = datasets.Features(
+        {name: _undecoded(kind) for name, kind in dataset.features.items()}
+    )
+    return plain
+
+
+def _undecoded(feature: Any) -> Any:
+    from dataclasses import replace
+
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_undecoded(feature.feature))
+    return datasets.Image(decode=False) if isinstance(feature, datasets.Image) else feature

@@ -1,0 +1,122 @@
+"""Images in the columns of documents and of packed rows: what a loader's worker needs to decode them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from unsloth_pack.data.tokenize import IMAGES
+from unsloth_pack.images.documents import PlacedImage
+from unsloth_pack.images.sources import ImageSource, refuse_image
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def image_type() -> pa.DataType:
+    """The Arrow type of an image.
+
+    path: of its file, below the image folder where there is one. size, mtime_ns: of that file.
+    bytes: the encoded image, where it is no file. sha256: of these bytes.
+    height, width: in pixels, as it is seen. tokens: that it takes. most_pixels: to which it is shrunk.
+    row, column: in the data, for errors.
+    """
+    import pyarrow as pa
+
+    return pa.struct(
+        {
+            "path": pa.string(),
+            "size": pa.int64(),
+            "mtime_ns": pa.int64(),
+            "bytes": pa.large_binary(),
+            "sha256": pa.string(),
+            "height": pa.int32(),
+            "width": pa.int32(),
+            "tokens": pa.int32(),
+            "most_pixels": pa.int64(),
+            "row": pa.int64(),
+            "column": pa.string(),
+        }
+    )
+
+
+def image_document_schema() -> pa.Schema:
+    """The types of tokenised rows with images."""
+    import pyarrow as pa
+
+    from unsloth_pack.data.tokenize import document_schema
+
+    return document_schema().append(pa.field(IMAGES, pa.list_(image_type())))
+
+
+def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False) -> dict[str, Any]:
+    """An image as a row holds it.
+
+    Args:
+        folder: where its path begins.
+        keep_bytes: store what its file holds, instead of its path.
+
+    Raises:
+        UnreadableImage: its file cannot be read.
+    """
+    content = image.source.content
+    if keep_bytes and isinstance(content, Path):
+        content = _bytes_of(image.source, content)
+    found: dict[str, Any] = {
+        "height": image.height,
+        "width": image.width,
+        "tokens": image.tokens,
+        "most_pixels": image.most_pixels,
+        "row": image.source.index,
+        "column": image.source.column,
+    }
+    if isinstance(content, Path):
+        about = _stat(image.source, content)
+        path = os.fspath(content)
+        path = path if folder is None else os.path.relpath(path, os.path.realpath(folder))
+        return found | {"path": path, "size": about.st_size, "mtime_ns": about.st_mtime_ns}
+    if not isinstance(content, bytes):
+        raise TypeError(f"an image of Pillow, {content!r}, came out of a data set that does not decode")
+    return found | {"bytes": content, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def source_of_stored(image: Mapping[str, Any], folder: Path | None) -> ImageSource:
+    """Where the image of a row comes from.
+
+    Args:
+        folder: where its path begins.
+
+    Raises:
+        UnreadableImage: its file is gone, or is not what it was when the row was made.
+    """
+    row, column = image["row"], image["column"]
+    if image["bytes"] is not None:
+        return ImageSource(row, column, image["bytes"])
+    path = Path(image["path"]) if folder is None else Path(folder, image["path"])
+    source = ImageSource(row, column, path)
+    about = _stat(source, path)
+    if (about.st_size, about.st_mtime_ns) != (image["size"], image["mtime_ns"]):
+        refuse_image(row, column, "an image that has changed since it was prepared", path, "prepare it anew")
+    return source
+
+
+def _stat(source: ImageSource, path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        _refuse(source, error)
+
+
+def _bytes_of(source: ImageSource, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        _refuse(source, error)
+
+
+def _refuse(source: ImageSource, error: OSError) -> NoReturn:
+    problem = f"an image that cannot be read ({error.strerror})"
+    refuse_image(source.index, source.column, problem, source.shown, "put it back")

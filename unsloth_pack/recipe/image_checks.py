@@ -1,0 +1,74 @@
+"""What can be refused about images, and about the parts of a model of vision and language that train."""
+
+import os
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.image_options import ImageOptions
+from unsloth_pack.recipe.options import TrainOptions
+
+_RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}
+_OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")
+
+
+def check_images_together(options: TrainOptions) -> None:
+    """Refuse options of images that contradict each other, whatever the model.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    images, adapter = options.images, options.adapter
+    for rate, frozen in _RATES.items():
+        if (value := getattr(images, rate)) is not None and getattr(images, frozen):
+            raise InputError(
+                f"{rate} is {value:g} and {frozen} is true, so that nothing learns at this rate; leave out "
+                f"--{rate}, or give --{frozen} false"
+            )
+    if images.freeze_vit and images.freeze_aligner and images.freeze_llm:
+        raise InputError(
+            "freeze_vit, freeze_aligner and freeze_llm are true, which leaves nothing to train; set one of "
+            "them to false"
+        )
+    if images.freeze_llm:
+        for name in _OF_THE_TEXT:
+            if (given := getattr(adapter, name)) is not None:
+                raise InputError(
+                    f"freeze_llm is true and {name} is {given!r}, which is of the language model; leave out "
+                    "one of them"
+                )
+    if images.min_pixels is not None and images.min_pixels > (images.max_pixels or images.min_pixels):
+        raise InputError(
+            f"min_pixels is {images.min_pixels} and max_pixels is {images.max_pixels}; give a range"
+        )
+    if images.image_folder is not None and not os.path.isdir(images.image_folder):
+        raise InputError(f"image_folder is {images.image_folder!r}, which is no folder; correct it")
+
+
+def refuse_image_options(options: TrainOptions, why: str) -> None:
+    """Refuse options of images where a run has none.
+
+    Args:
+        why: it has none.
+
+    Raises:
+        InputError: names the first option that differs from its default.
+    """
+    given, defaults = flat(options.images), flat(ImageOptions())
+    for name, value in given.items():
+        if value != defaults[name]:
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise InputError(f"{name} is {shown}, and {why}; leave out --{name}")
+
+
+def check_run_with_images(options: TrainOptions) -> None:
+    """Refuse what runs with images do not do.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    for name in ("fsdp", "deepspeed"):
+        if (value := getattr(options.training, name)) is not None:
+            raise InputError(
+                f"{name} is {value!r} and the rows have images, but a process whose row has none would keep "
+                f"the others waiting; leave out --{name}"
+            )

@@ -1,0 +1,82 @@
+"""Which parts of a model of vision and language a run trains: its tower, its aligner, its language model."""
+
+from collections.abc import Collection
+from typing import Any
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.lora.stacks import is_experts
+from unsloth_pack.lora.targets import NO_LAYERS, of_text_model
+from unsloth_pack.lora.vision_parts import (
+    TrainedParts,
+    VisionParts,
+    pattern_of,
+    tower_layers,
+    vision_targets,
+    whole_aligner,
+)
+from unsloth_pack.recipe.image_options import ImageOptions
+
+_FROZEN = {"tower": "freeze_vit", "aligner": "freeze_aligner", "decoder": "freeze_llm"}
+
+
+def with_parts(model: Any, arguments: dict[str, Any], images: ImageOptions) -> dict[str, Any]:
+    """Arguments of `get_peft_model` that put an adapter on the parts that are not frozen.
+
+    Args:
+        arguments: for the language model.
+
+    Raises:
+        InputError: the tower is to have an adapter beside experts, which PEFT cannot tell apart by names.
+    """
+    whole = [] if images.freeze_aligner else [*whole_aligner(model)]
+    saved = [*dict.fromkeys([*(arguments["modules_to_save"] or ()), *whole])]
+    targets = _targets(model, arguments["target_modules"], images)
+    return arguments | {"target_modules": targets, "modules_to_save": saved or None}
+
+
+def _targets(model: Any, given: str | Collection[str] | None, images: ImageOptions) -> Any:
+    if isinstance(given, str) and given != "all-linear":  # a pattern of whole paths, of any part
+        return given
+    if images.freeze_vit:
+        return NO_LAYERS if images.freeze_llm else given
+    if any(map(is_experts, model.modules())):
+        raise InputError(
+            "freeze_vit is false, and the model has experts, beside which its tower gets no adapter; leave "
+            "out --freeze_vit"
+        )
+    if images.freeze_llm or given is None:
+        trained = TrainedParts(vision_layers=True, language_layers=not images.freeze_llm, aligner=False)
+        return vision_targets(model, trained)[0]
+    of_text = of_text_model(model, given if isinstance(given, str) else [*given])
+    return pattern_of([*tower_layers(model), *of_text])
+
+
+def freeze_parts(model: Any, images: ImageOptions, begun_with: str | None = None) -> None:
+    """Freeze the parts that the options freeze in a model whose weights train already.
+
+    Args:
+        begun_with: the adapter that the run goes on with; each part that is not frozen has to train in it.
+
+    Raises:
+        InputError: a part that is to train does not, or nothing is left.
+    """
+    parts = VisionParts.of(_base_of(model))
+    trains = dict.fromkeys(_FROZEN, False)
+    for path, parameter in model.named_parameters():
+        part: str = parts.kind(path.removeprefix("base_model.model."))
+        if getattr(images, _FROZEN.get(part, ""), False):
+            parameter.requires_grad_(False)
+        elif part in trains:
+            trains[part] = trains[part] or parameter.requires_grad
+    for name, option in _FROZEN.items():
+        if begun_with is not None and not getattr(images, option) and not trains[name]:
+            raise InputError(
+                f"{option} is false, and init_adapter {begun_with!r} has nothing of that part; give "
+                f"--{option}, or --merge_init_adapter to train a new adapter on top of it"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("the options freeze all that would train; freeze less")
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
