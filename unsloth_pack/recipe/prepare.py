@@ -291,6 +291,7 @@ def _with_images(options: TrainOptions, config: SFTConfig) -> TrainOptions:
     if workers is None:
         workers = min(_MOST_WORKERS, cores()) if config.device.type == "cuda" else 0
     config.dataloader_num_workers, config.padding_free = workers, True
+    config.remove_unused_columns = False  # that of the images is none that TRL knows
     return changed(options, {"padding_free": True})
 
 
@@ -388,6 +389,9 @@ def _checked_mixture(
     data, capacity = options.data, options.model.max_seq_length
     mixture = mixed_documents(given, tokenizer, capacity, data.train_on_responses_only, data.num_proc, **how)
     check_ids(mixture.train, model_config.vocab_size)
+    token_ids = image_ids_of(options.model.model_name, tokenizer) if how.get("images") is None else None
+    if token_ids is not None:
+        refuse_image_tokens(mixture.train.rows, token_ids, "document", "take it out of the text")
     name = ", ".join(each.data_set.name for each in given)
     n_positions = model_config.max_position_embeddings
     check_token_loss(name, mixture.train.ledger, data.max_token_loss, capacity, n_positions)
