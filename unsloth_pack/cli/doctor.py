@@ -176,7 +176,11 @@ def _remedy(backend: str, why: str | None) -> str:
 def _images(device_type: str) -> Iterator[Line]:
     """Whether rows with images can be prepared, and whether transformers' own processors load."""
     pillow = _installed("pillow")
-    found = f"Pillow {pillow}: rows with images can be prepared" if pillow else "none; images need Pillow"
+    found = (
+        f"Pillow {pillow}: rows with images can be prepared"
+        if pillow
+        else "images need Pillow: pip install 'unsloth-pack[vision]'"
+    )
     yield Line("images", "reading", found)
     installed, why = _installed("torchvision"), ""
     try:
