@@ -107,7 +107,7 @@ class VisionEncoder:
 
     Args:
         tokenizer: with a chat template that writes one placeholder for an image.
-        make_patches: knows how many tokens an image takes; see `image_maker`.
+        make_images: knows how many tokens an image takes; see `image_maker`.
         max_length: tokens of the longest document, images expanded; None for no limit.
         overlong: of a longer one: "error" refuses it, "truncate" cuts it behind its last image and refuses
             it where that is not enough, "drop" leaves it out, and "shrink" makes its images smaller.
@@ -124,7 +124,7 @@ class VisionEncoder:
         self,
         tokenizer: Any,
         tokens: ImageTokens,
-        make_patches: ImageMaker[Any],
+        make_images: ImageMaker[Any],
         *,
         max_length: int | None = None,
         overlong: Overlong = "error",
@@ -136,7 +136,7 @@ class VisionEncoder:
     ):
         if overlong not in get_args(Overlong):
             raise InputError(f"overlong is {overlong!r}; choose one of {', '.join(get_args(Overlong))}")
-        if overlong == "shrink" and not make_patches.shrinks:
+        if overlong == "shrink" and not make_images.shrinks:
             raise InputError(
                 "overlong is 'shrink', and the model's processor has no size to shrink images by; choose one "
                 "of error, truncate, drop"
@@ -149,7 +149,7 @@ class VisionEncoder:
             raise InputError("the tokenizer has no chat template; use an instruct model, or set one")
         self.token_ids = ImageTokenIds.of(tokens, tokenizer, config)
         self.counts = VisionCounts()
-        self._tokens, self._make_patches, self._relabel = tokens, make_patches, relabel
+        self._tokens, self._make_images, self._relabel = tokens, make_images, relabel
         self._max_length, self._overlong, self._skip_broken = max_length, overlong, skip_broken
         self._folder = None if image_folder is None else Path(image_folder)
         self._learned = {role: role == "assistant" or not responses_only for role in ROLES}
@@ -214,7 +214,7 @@ class VisionEncoder:
         self, source: ImageSource, of_document: int, most: int | None = None, size: Any = None
     ) -> PlacedImage:
         height, width = size or size_of(source)
-        cut = self._make_patches.cut(source, (height, width), most, of_document)
+        cut = self._make_images.cut(source, (height, width), most, of_document)
         tokens = self.token_ids.n_written(cut)
         return PlacedImage(source, tokens, height, width, most, cut, of_document)
 
@@ -287,7 +287,7 @@ class VisionEncoder:
     def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
         """The images with as many pixels as let all of them fit into `room` tokens."""
         sizes = [(image.height, image.width) for image in images]
-        make = self._make_patches
+        make = self._make_images
 
         def limited(most_tokens: int) -> list[PlacedImage]:
             most = min(make.pixels_of_tokens(most_tokens), make.most_pixels)

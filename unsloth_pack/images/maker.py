@@ -73,6 +73,11 @@ class ImageMaker(ABC, Generic[Made]):
     def most_pixels(self) -> int:
         """Pixels above which an image is made smaller."""
 
+    @property
+    def least_pixels(self) -> int:
+        """Pixels below which an image is made larger."""
+        return 1
+
     @abstractmethod
     def pixels_of_tokens(self, tokens: int) -> int:
         """Pixels of an image of so many tokens."""

@@ -43,6 +43,10 @@ class PatchMaker(ImageMaker[Patches]):
     def most_pixels(self) -> int:
         return self._processor.size["longest_edge"]
 
+    @property
+    def least_pixels(self) -> int:
+        return self._processor.size["shortest_edge"]
+
     def pixels_of_tokens(self, tokens: int) -> int:
         return tokens * (self._processor.patch_size * self.merge_size) ** 2
 

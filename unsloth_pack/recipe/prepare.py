@@ -13,7 +13,6 @@ from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.data.mixture import Mixture, Part
-from unsloth_pack.data.spans import cores
 from unsloth_pack.data.streamed import Share
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
@@ -35,14 +34,14 @@ from unsloth_pack.recipe.documents import (
     open_training_data,
     stream_documents,
 )
-from unsloth_pack.recipe.flags import changed, flat
-from unsloth_pack.recipe.image_checks import check_run_with_images, refuse_image_options
-from unsloth_pack.recipe.image_data import ImagePreparation, image_preparation, takes_images
+from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.image_data import ImagePreparation
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
 from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer, check_rounding
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import with_optimizer
+from unsloth_pack.recipe.run_images import images_of_run, packs_of_text, refuse_lost_images, with_images
 from unsloth_pack.recipe.sharding import sharding_arguments
 from unsloth_pack.recipe.what_trains import check_names_of_modules
 from unsloth_pack.report.fill import document_lengths
@@ -56,7 +55,6 @@ _TRAINING_ARGUMENTS = (
     *("learning_rate", "optim", "weight_decay", "lr_scheduler_type", "warmup_steps", "seed"),
     *("logging_steps", "report_to", "lr_scheduler_kwargs", "neftune_noise_alpha", "load_best_model_at_end"),
 )
-_MOST_WORKERS = 8  # that decode images, unless the options say how many
 
 
 @dataclass(frozen=True)
@@ -132,21 +130,23 @@ def prepare(options: TrainOptions) -> Prepared:
     tokenizer = _tokenizer(options)
     new_tokens = _add_tokens(options, tokenizer)
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
-    images = _images(options, tokenizer, train_rows, eval_rows)
+    images = images_of_run(options, tokenizer, train_rows, eval_rows)
     if images is not None:
-        options = _with_images(options, config)
+        options = with_images(options, config)
     evaluation = None
     if stream is not None:
         train = _stream_of(stream, tokenizer, options, config, model_config)
     elif isinstance(train_rows, Path):
-        train = _packed_rows_of(train_rows, name_of(data.dataset), tokenizer, options, model_config)
+        name = name_of(data.dataset)
+        train = _packed_rows_of(train_rows, name, tokenizer, options, model_config, images)
     else:
         assert train_rows is not None
         train, evaluation = _training_rows(train_rows, tokenizer, options, model_config, images)
     if data.keep_examples_per_update and isinstance(train.rows, Dataset):
         _keep_examples_per_update(config, train.rows)
     if isinstance(eval_rows, Path):
-        evaluation = _packed_rows_of(eval_rows, name_of(data.eval_dataset), tokenizer, options, model_config)
+        name = name_of(data.eval_dataset)
+        evaluation = _packed_rows_of(eval_rows, name, tokenizer, options, model_config, images)
     elif eval_rows is not None:
         evaluation = _evaluation_rows(eval_rows, tokenizer, options, model_config, images)
     return Prepared(options, config, dtype, tokenizer, train, evaluation, new_tokens, images)
@@ -245,48 +245,18 @@ def _add_tokens(options: TrainOptions, tokenizer: Any) -> dict[int, list[int]]:
     return add_to_tokenizer(tokenizer, tokens)
 
 
-def _images(
-    options: TrainOptions,
-    tokenizer: Any,
-    train_rows: list[RowsOfSet] | Path | None,
-    eval_rows: list[RowsOfSet] | Path | None,
-) -> ImagePreparation | None:
-    """How the images of all data sets are prepared; None where there are none.
-
-    Raises:
-        InputError: they cannot be prepared; or options of images are given and there are none.
-    """
-    model_name = options.model.model_name
-    sets = [each.rows for given in (train_rows, eval_rows) if isinstance(given, list) for each in given]
-    images = image_preparation(model_name, tokenizer, options.images, sets)
-    if images is not None:
-        check_run_with_images(options)
-        return images
-    why = "the data has no images"
-    if options.data.streaming:
-        why = "streaming is set, and rows that stream have no images"
-    if not takes_images(model_name):
-        why = f"{model_name} takes no images"
-    refuse_image_options(options, why)
-    return None
-
-
-def _with_images(options: TrainOptions, config: SFTConfig) -> TrainOptions:
-    """The options as rows with images decide them: the documents of a batch always share one row."""
-    workers = options.images.dataloader_num_workers
-    if workers is None:
-        workers = min(_MOST_WORKERS, cores()) if config.device.type == "cuda" else 0
-    config.dataloader_num_workers, config.padding_free = workers, True
-    return changed(options, {"padding_free": True})
-
-
 def _packs_in(named: Named) -> Path | None:
     """The folder of packed rows that is named."""
     return find_packs(named) if isinstance(named, str) else None
 
 
 def _packed_rows_of(
-    folder: Path, name: str, tokenizer: PreTrainedTokenizerBase, options: TrainOptions, model_config: Any
+    folder: Path,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TrainOptions,
+    model_config: Any,
+    images: ImagePreparation | None,
 ) -> PreparedRows:
     """Rows that were packed on disk.
 
@@ -296,6 +266,8 @@ def _packed_rows_of(
     """
     packs, rows = read_packs(folder, tokenizer_hash(tokenizer))
     check_token_ids(rows, model_config.vocab_size)
+    if packs.images is None:
+        rows = packs_of_text(rows, folder, tokenizer, options, images)
     n_positions, most_lost = model_config.max_position_embeddings, options.data.max_token_loss
     check_token_loss(name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True)
     return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
@@ -353,6 +325,8 @@ def _checked_mixture(
     data, capacity = options.data, options.model.max_seq_length
     mixture = mixed_documents(given, tokenizer, capacity, data.train_on_responses_only, data.num_proc, **how)
     check_ids(mixture.train, model_config.vocab_size)
+    if how.get("images") is None:
+        refuse_lost_images(mixture.train.rows, tokenizer, options, "document", "take it out of the text")
     name = ", ".join(each.data_set.name for each in given)
     n_positions = model_config.max_position_embeddings
     check_token_loss(name, mixture.train.ledger, data.max_token_loss, capacity, n_positions)

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
 from trl import SFTConfig, SFTTrainer
 
-from unsloth_pack.data.tokenize import IMAGES
+from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.training.best import (
     DelayedSaves,
@@ -180,12 +180,6 @@ class RunTrainer(SFTTrainer):
         if self.packed_sampler is None:
             return super()._get_train_sampler(train_dataset)
         return DealtInTurn(self.packed_sampler)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        columns: Any = self._signature_columns
-        if self.image_rows is not None and COLUMN not in columns:
-            columns.append(COLUMN)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs = super()._prepare_inputs(inputs)

@@ -1,73 +1,20 @@
 """`train` on rows with images, from the command line to a merged model."""
 
 import json
+import re
 import shutil
 
 import datasets
 import pytest
 import torch
+from image_runs import flags, prepared, refused, rows_of, train, write
 from safetensors.torch import load_file
-from tiny_vision import encoded, picture, save_vision_model
+from tiny_vision import encoded, picture
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from unsloth_pack import FastVisionModel, VisionDataCollator
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.command_line import read_options
-from unsloth_pack.recipe.prepare import prepare
 from unsloth_pack.report.metrics import read_losses
-
-PARTS = {"visual.blocks": "tower", "visual.merger": "aligner", "visual.deepstack": "aligner"}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A model, rows with none to three images, and the images."""
-    place = tmp_path_factory.mktemp("images")
-    save_vision_model(place / "model", "qwen3_vl")
-    (place / "seen").mkdir()
-    rows = []
-    for i in range(10):
-        names = [f"{i}-{n}.{'jpg' if n else 'png'}" for n in range(i % 4)]
-        for n, name in enumerate(names):
-            picture(40 + 8 * i, 60 + 20 * n, i).save(place / "seen" / name)
-        asked = {"role": "user", "content": "<image>" * len(names) + f"What is it? {i}"}
-        rows.append({"messages": [asked, {"role": "assistant", "content": f"It is {i}."}], "images": names})
-    write(place / "rows.jsonl", rows)
-    write(place / "text.jsonl", [{"prompt": f"How are you, {i}?", "completion": "Well."} for i in range(4)])
-    return place
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def rows_of(place):
-    return [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
-
-
-def flags(place, out, *more):
-    found = ["--model_name", place / "model", "--dataset", place / "rows.jsonl", "--output_dir", out]
-    found += ["--image_folder", place / "seen", "--max_seq_length", 256, "--dtype", "float32", "--r", 4]
-    found += ["--max_steps", 3, "--gradient_accumulation_steps", 1, "--learning_rate", 0.01]
-    return [str(each) for each in [*found, "--sample_packing", *more]]
-
-
-def train(place, out, *more):
-    assert main(flags(place, out, *more)) == 0
-    return load_file(out / "adapter_model.safetensors")
-
-
-def refused(capsys, arguments):
-    capsys.readouterr()
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "Traceback" not in said
-    return said
-
-
-def prepared(place, tmp_path, *more):
-    return prepare(read_options(flags(place, tmp_path / "out", *more)))
 
 
 def test_packed_rows_are_what_the_collator_of_notebooks_makes(place, tmp_path):
@@ -115,8 +62,10 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(place, tm
     resumed = ["--resume", "--output_dir", out, "--dataloader_num_workers", 2, "--save_model"]
     assert main([str(each) for each in resumed]) == 0
     again = load_file(out / "adapter_model.safetensors")
-    assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
-    assert read_losses(out) == read_losses(tmp_path / "whole") and len(read_losses(out)) == 3
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert read_losses(out) == read_losses(tmp_path / "whole")
+    assert len(read_losses(out)) == 3
 
     assert (
         AutoImageProcessor.from_pretrained(out).size
@@ -135,92 +84,6 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(place, tm
             error = (merged(**row).logits - adapted.eval()(**row).logits).norm() / merged(**row).logits.norm()
         assert error < 0.02
         assert AutoImageProcessor.from_pretrained(folder).patch_size == 16
-
-
-def parts_trained(weights):
-    """The parts that an adapter has weights for, and whether by LoRA."""
-    found = set()
-    for name in weights:
-        part = next((part for key, part in PARTS.items() if key in name), "decoder")
-        found.add(f"{part}, {'lora' if '.lora_' in name else 'whole'}")
-    return found
-
-
-@pytest.mark.parametrize(
-    ("more", "parts"),
-    [
-        (["--freeze_llm"], {"aligner, whole"}),
-        (["--freeze_vit", "false", "--freeze_aligner"], {"tower, lora", "decoder, lora"}),
-        (
-            ["--freeze_vit=false", "--target_modules=q_proj"],
-            {"tower, lora", "decoder, lora", "aligner, whole"},
-        ),
-        (["--freeze_vit=false", "--freeze_llm", "--target_modules=null"], {"tower, lora", "aligner, whole"}),
-    ],
-)
-def test_parts_train_by_name(place, tmp_path, more, parts):
-    trained = train(place, tmp_path / "out", "--max_steps", 1, *more)
-    assert parts_trained(trained) == parts
-    language = {
-        name.split(".layers.0.")[1].split(".lora")[0] for name in trained if "language_model.layers.0" in name
-    }
-    assert language == {"self_attn.q_proj"} or "--target_modules=q_proj" not in more
-
-
-def test_the_aligner_alone_and_then_the_language_model(place, tmp_path):
-    """Two stages: the second trains on top of the first's aligner."""
-    first = train(place, tmp_path / "first", "--freeze_llm")
-    more = ["--init_adapter", tmp_path / "first", "--merge_init_adapter", "--freeze_aligner"]
-    arguments = flags(place, tmp_path / "second", *more)
-    assert main([each for each in arguments if each != str(place / "model") and each != "--model_name"]) == 0
-    base = load_file(tmp_path / "second" / "base" / "model.safetensors")
-    name = "visual.merger.linear_fc1.weight"
-    key = next(key for key in first if key.endswith(name))
-    assert torch.equal(base[f"model.{name}"], first[key])
-    assert parts_trained(load_file(tmp_path / "second" / "adapter_model.safetensors")) == {"decoder, lora"}
-    assert (tmp_path / "second" / "base" / "processor_config.json").is_file()
-
-
-def test_a_row_without_images_moves_nothing_of_what_sees_them(place, tmp_path):
-    """Where nothing else trains it has a gradient, of 0."""
-    made = prepared(place, tmp_path, "--freeze_llm")
-    model, _ = FastVisionModel.from_pretrained(str(place / "model"), 256, "float32")
-    model = FastVisionModel.get_peft_model(model, r=4, finetune_language_layers=False)
-    rows = made.train.rows.rename_column("images", "packed_images")
-    (row,) = [row for row in rows if not row["packed_images"]]
-    collate = made.images.collator()
-    model(**collate.on_device(collate([row]))).loss.backward()
-    of_sight = {name: p.grad for name, p in model.named_parameters() if "visual" in name and p.requires_grad}
-    assert len(of_sight) > 10
-    assert all(gradient is not None and not gradient.any() for gradient in of_sight.values())
-
-
-def test_parts_learn_at_rates_of_their_own(place, tmp_path):
-    """At a rate of almost 0 a part stays as it was, and the others do not."""
-    model, _ = FastVisionModel.from_pretrained(str(place / "model"), 256, "float32")
-    before = dict(model.named_parameters())
-    rates = ["--freeze_vit=false", "--aligner_lr=1e-30", "--vit_lr=0.1", "--warmup_steps=0"]
-    trained = train(place, tmp_path / "out", *rates)
-    for name, weight in trained.items():
-        base = name.removeprefix("base_model.model.")
-        if "visual.merger" in name or "deepstack" in name:
-            assert torch.equal(weight, before[base])
-    moved = {
-        part: max(float(w.abs().max()) for name, w in trained.items() if key in name and "lora_B" in name)
-        for part, key in {"tower": "visual.blocks", "decoder": "language_model"}.items()
-    }
-    assert moved["tower"] > 5 * moved["decoder"] > 0
-
-
-def test_full_tuning_leaves_the_tower_as_it_was(place, tmp_path):
-    before, _ = FastVisionModel.from_pretrained(str(place / "model"), 256, "float32")
-    arguments = [each for each in flags(place, tmp_path / "out", "--tuning=full") if each not in ("--r", "4")]
-    assert main(arguments) == 0
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    for name, weight in before.named_parameters():
-        is_tower = "visual" in name and "merger" not in name
-        assert torch.equal(after[name], weight) == is_tower, name
-    assert (tmp_path / "out" / "processor_config.json").is_file()
 
 
 def test_bytes_texts_and_workers(place, tmp_path):
@@ -256,7 +119,8 @@ def test_a_large_data_set_is_prepared_by_several_processes(place, tmp_path, monk
     few = prepared(place, tmp_path / "few")
     one, two = (each.train for each in found)
     assert one.fingerprint == two.fingerprint != few.train.fingerprint
-    assert one.ledger == two.ledger and one.ledger.images == 110 * few.train.ledger.images
+    assert one.ledger == two.ledger
+    assert one.ledger.images == 110 * few.train.ledger.images
     assert one.rows[:] == two.rows[:]
 
 
@@ -286,7 +150,8 @@ def test_an_image_that_breaks_after_its_header(place, tmp_path, capsys):
     (folder / "1-0.png").write_bytes((folder / "1-0.png").read_bytes()[:200])
     more = ["--image_folder", folder]
     said = refused(capsys, flags(place, tmp_path / "out", *more))
-    assert "1-0.png" in said and "cannot be read" in said
+    assert "1-0.png" in said
+    assert "cannot be read" in said
     made = prepared(place, tmp_path / "other", *more, "--skip_broken_images")
     rows = made.train.rows.rename_column("images", "packed_images")
     collate = made.images.collator()
@@ -299,7 +164,8 @@ def test_an_image_that_breaks_after_its_header(place, tmp_path, capsys):
             image = next(i for i in row["packed_images"] if i["path"] == "1-0.png")
             start = sum(row["seq_lengths"][: image["document"]])
             end = start + row["seq_lengths"][image["document"]]
-            assert (batch["labels"][0, start:end] == -100).all() and kept > 0
+            assert (batch["labels"][0, start:end] == -100).all()
+            assert kept > 0
     assert n_broken == 1
     train(place, tmp_path / "out", *more, "--skip_broken_images", "--overwrite_output_dir")
 
@@ -310,11 +176,9 @@ def test_images_that_change_are_refused(place, tmp_path, capsys):
     made = prepared(place, tmp_path, "--image_folder", folder)
     picture(48, 60, 5).save(folder / "1-0.png")
     rows, collate = made.train.rows.rename_column("images", "packed_images"), made.images.collator()
-    with pytest.raises(
-        ValueError, match=r"1-0\.png.*changed since it was prepared|changed since it was prepared"
-    ):
-        for row in rows:
-            collate([row])
+    (row,) = [row for row in rows if any(image["path"] == "1-0.png" for image in row["packed_images"])]
+    with pytest.raises(ValueError, match=r"changed since it was prepared, got .*1-0\.png"):
+        collate([row])
 
 
 @pytest.mark.parametrize(
@@ -333,8 +197,24 @@ def test_images_that_change_are_refused(place, tmp_path, capsys):
     ],
 )
 def test_what_is_refused(place, tmp_path, capsys, more, says):
-    import re
 
     arguments = [each.format(place=place) for each in more]
     assert re.search(says, refused(capsys, flags(place, tmp_path / "out", *arguments)))
     assert not (tmp_path / "out").exists()
+
+
+def test_verify_and_bench_say_what_they_do_with_images(place, capsys):
+    data = ["--model_name", str(place / "model"), "--dataset", str(place / "rows.jsonl")]
+    assert "the data has images, and those that are checked are random" in refused(capsys, ["verify", *data])
+    assert "the data has images, and bench measures rows of text" in refused(capsys, ["bench", *data])
+
+
+def test_stats_of_images(place, capsys):
+    command = ["stats", "--model_name", place / "model", "--dataset", place / "rows.jsonl"]
+    command += ["--image_folder", place / "seen", "--max_pixels", 4096, "--json"]
+    assert main([str(each) for each in command]) == 0
+    found = json.loads(capsys.readouterr().out)
+    large = [(40 + 8 * i) * (60 + 20 * n) > 4096 for i in range(10) for n in range(i % 4)]
+    assert found["images"]["images"] == len(large) == 13
+    assert found["images"]["resized"] == sum(large) > 0
+    assert 0 < found["images"]["vision_tokens"] <= 4 * 13
