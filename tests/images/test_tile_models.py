@@ -217,6 +217,12 @@ def test_processors_of_other_sizes():
         ),
         ("internvl", dict(size={"height": 32, "width": 32}), "size is .*32.*, the model's tiles .*16"),
         ("llava_onevision", dict(image_grid_pinpoints=[[16, 16]]), "image_grid_pinpoints is .*, the model's"),
+        ("internvl", dict(max_patches=0), "image processor's max_patches is 0"),
+        ("internvl", dict(max_patches="many"), "image processor's max_patches is 'many'"),
+        ("internvl", dict(min_patches=9, max_patches=4), "image processor's min_patches is 9"),
+        ("idefics3", dict(size={"longest_edge": 0}), r"size\['longest_edge'\] is 0"),
+        ("smolvlm", dict(size={"height": 8, "width": 8}), r"size\['longest_edge'\] is None"),
+        ("llava_onevision", dict(image_grid_pinpoints=5), "image_grid_pinpoints is 5, the model's"),
         ("mistral3", dict(size={"longest_edge": 128}), r"size\['longest_edge'\] is 128, .* sees 64 pixels"),
     ]:
         with pytest.raises(InputError, match=message):
