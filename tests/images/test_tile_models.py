@@ -1,6 +1,7 @@
 """Models with images in tiles: loaded and saved with their processors, adapted, trained, and asked."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -216,6 +217,12 @@ def test_processors_of_other_sizes():
         ),
         ("internvl", dict(size={"height": 32, "width": 32}), "size is .*32.*, the model's tiles .*16"),
         ("llava_onevision", dict(image_grid_pinpoints=[[16, 16]]), "image_grid_pinpoints is .*, the model's"),
+        ("internvl", dict(max_patches=0), "image processor's max_patches is 0"),
+        ("internvl", dict(max_patches="many"), "image processor's max_patches is 'many'"),
+        ("internvl", dict(min_patches=9, max_patches=4), "image processor's min_patches is 9"),
+        ("idefics3", dict(size={"longest_edge": 0}), r"size\['longest_edge'\] is 0"),
+        ("smolvlm", dict(size={"height": 8, "width": 8}), r"size\['longest_edge'\] is None"),
+        ("llava_onevision", dict(image_grid_pinpoints=5), "image_grid_pinpoints is 5, the model's"),
         ("mistral3", dict(size={"longest_edge": 128}), r"size\['longest_edge'\] is 128, .* sees 64 pixels"),
     ]:
         with pytest.raises(InputError, match=message):
@@ -237,3 +244,51 @@ def test_texts_hold_no_tokens_of_the_model(name):
             collate([asked(f"a {token} b")])
     with pytest.raises(InputError, match="places for images in column 'messages': 1, images: 0"):
         collate([asked("a <image> b")])
+
+
+def test_the_template_beside_the_processor_is_that_of_images(folders, tmp_path):
+    """LLaVA's tokenizer may hold that of a model of text, and its processor has a file of its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llava_onevision"), folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": "{{ messages[0].content }}"}))
+    model, processor = load(str(folder))
+    assert processor.chat_template == processor.tokenizer.chat_template == template
+    model = FastVisionModel.get_peft_model(model, r=4)
+    model.save_pretrained(tmp_path / "adapter")
+    for saved in (False, True):  # the adapter's own template comes first, where it has one
+        _, again = load(str(tmp_path / "adapter"))
+        assert again.tokenizer.chat_template == (template if not saved else "{{ messages }}")
+        processor.chat_template = processor.tokenizer.chat_template = "{{ messages }}"
+        processor.save_pretrained(tmp_path / "adapter")
+
+
+@each_family
+def test_only_answers_count_where_asked(name):
+    marks = {
+        "idefics3": ("User:", "Assistant:"),
+        "smolvlm": ("User:", "Assistant:"),
+        "llava_onevision": (None, None),  # its template says which tokens are answers
+        "internvl": ("<|im_start|>user\n", "<|im_start|>assistant\n"),
+        "mistral3": ("[INST]", "[/INST]"),
+    }[name]
+    options = dict(zip(("instruction_part", "response_part"), marks, strict=True))
+    tokenizer = tile_tokenizer(name)
+    collate = VisionDataCollator(
+        tile_model(name), tile_processor(name), train_on_responses_only=True, **options
+    )
+    batch = collate(ROWS[:3])
+    learned = [
+        tokenizer.decode(ids[labels != -100])
+        for ids, labels in zip(
+            *(batch[key][0].split(batch["packed_seq_lengths"]) for key in ("input_ids", "labels")),
+            strict=True,
+        )
+    ]
+    for text, row in zip(learned, ROWS, strict=False):
+        answer = row["messages"][1]["content"]
+        assert answer in text
+        assert len(text.replace(answer, "")) < 25  # at most the end of the turn

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, require_whole
 from unsloth_pack.images.maker import RGB, ImageMaker
 from unsloth_pack.images.tokens import Cut
 
@@ -88,6 +88,7 @@ class SplitMaker(TileMaker):
         return {"pixel_values": torch.cat([torch.from_numpy(image.values) for image in images])[None]}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
+        _longest_edge(self._processor)
         return [("max_image_size", self._tile, "image_size", _side(self._vision.image_size))]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
@@ -160,6 +161,9 @@ class CanvasMaker(TileMaker):
         return {"pixel_values": torch.cat([torch.from_numpy(image.values) for image in images])}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
+        least, most = self._processor.min_patches, self._processor.max_patches
+        require_whole("the image processor's max_patches", most, 1)
+        require_whole("the image processor's min_patches", least, 1, most)
         return [_size_of_tiles(self._processor, self._vision)]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
@@ -225,12 +229,9 @@ class AnyresMaker(TileMaker):
         }
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
-        points = [
-            [[*map(int, point)] for point in part.image_grid_pinpoints]
-            for part in (self._processor, self._config)
-        ]
         name = "image_grid_pinpoints"
-        return [_size_of_tiles(self._processor, self._vision), (name, points[0], name, points[1])]
+        has, needs = (_as_lists(getattr(part, name)) for part in (self._processor, self._config))
+        return [_size_of_tiles(self._processor, self._vision), (name, has, name, needs)]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
         return {}
@@ -344,16 +345,20 @@ def _side(size: Any) -> int:
 
 
 def _longest_edge(processor: Any) -> int:
-    if "longest_edge" not in processor.size:
-        raise InputError(
-            f"the image processor's size is {dict(processor.size)}; give {{'longest_edge': pixels}}"
-        )
-    return processor.size["longest_edge"]
+    size = processor.size
+    edge: Any = size.get("longest_edge") if isinstance(size, dict) else getattr(size, "longest_edge", None)
+    require_whole("the image processor's size['longest_edge']", edge, 1)
+    return edge
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _size_of_tiles(processor: Any, vision: Any) -> tuple[str, Any, str, Any]:
     side = _side(vision.image_size)
-    has = {name: value for name, value in dict(processor.size).items() if value is not None}
+    size = processor.size
+    has = {key: size[key] for key in ("height", "width") if key in size} if hasattr(size, "keys") else size
     return "size", has, "tiles", {"height": side, "width": side}
 
 
