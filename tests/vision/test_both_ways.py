@@ -1,6 +1,7 @@
 """Tokens of images that see each other in both directions, as in Gemma 3: the second attention call."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,9 @@ from transformers import masking_utils
 from unsloth_pack import patch_model
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, attend, both_ways, flash
 from unsloth_pack.attention.backends import backend_of_other_keys
-from unsloth_pack.errors import BackendUnavailable
+from unsloth_pack.errors import BackendUnavailable, InputError
+from unsloth_pack.forwards.lost_parts import Lost
+from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.row.packed_row import PackedRow
 
 GEMMA = "gemma3"
@@ -195,6 +198,12 @@ def test_any_window_and_images_at_the_ends_of_documents(window):
         assert (grad - true).norm() < 1e-5 * true.norm().clamp(min=1e-6), name
 
 
+def test_the_report_says_what_computes_the_second_call():
+    model = made(GEMMA)
+    report = patch_model(model).report
+    assert report.fused["image tokens"].endswith("through sdpa")  # in float32
+
+
 def test_token_types_may_be_left_out_of_a_packed_row():
     """They follow from the token ids."""
     docs = documents(GEMMA)
@@ -206,6 +215,44 @@ def test_token_types_may_be_left_out_of_a_packed_row():
     row.pop("token_type_ids")
     derived = model(**row, packed_seq_lengths=lengths).logits
     assert torch.equal(given, derived)
+
+
+def test_a_row_that_says_where_images_stand_need_not_say_how_they_see():
+    docs = documents(GEMMA)
+    model = made(GEMMA)
+    patch_model(model)
+    row = PackedRow.of_lengths(tuple(len(doc.ids) for doc in docs), torch.device(DEVICE))
+    right = model(**row_of(GEMMA, model, docs), packed_row=row).logits
+    visual = (torch.cat([doc.ids for doc in docs]) == IMAGE).nonzero()[:, 0].numpy()
+    for says in (False, True):
+        known = replace(row, visual=visual, both_ways=says, _built={})
+        assert torch.equal(model(**row_of(GEMMA, model, docs), packed_row=known).logits, right)
+
+
+def test_a_placeholder_may_have_no_embedding():
+    """transformers looks another token up in its place."""
+    beyond, docs = 300, documents(GEMMA)
+    model = made(GEMMA, torch.float64)
+    model.config.image_token_id = beyond
+    row = row_of(GEMMA, model, docs[1:2])
+    row["input_ids"] = row["input_ids"].masked_fill(row["input_ids"] == IMAGE, beyond)
+    with torch.no_grad():
+        plain = model(**row, use_cache=False).logits
+        patch_model(model)
+        ours = model(**row, packed_seq_lengths=[len(docs[1].ids)]).logits
+    assert error(ours, plain) < 1e-6
+
+
+def test_what_stands_on_a_device_is_refused_behind_the_decoder(monkeypatch):
+    model, docs, seen = made(GEMMA), documents(GEMMA), []
+    patch_model(model)
+    late = classmethod(lambda cls, count, said: [cls(HostCopy(count), said)])
+    monkeypatch.setattr(Lost, "sought", late)
+    model.get_base_model().lm_head.register_forward_pre_hook(lambda *args: seen.append(True))
+    row = {"input_ids": row_of(GEMMA, model, docs)["input_ids"]}
+    with pytest.raises(InputError, match="image tokens and comes without pixel_values"):
+        model(**row, packed_seq_lengths=[len(doc.ids) for doc in docs])
+    assert seen
 
 
 @pytest.mark.parametrize("is_marked", [True, False], ids=["token_type_ids", "none"])

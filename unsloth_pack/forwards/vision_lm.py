@@ -50,7 +50,7 @@ class FastVisionLM(FastCausalLM):
             if call.row is not None:
                 ids = call.inputs["input_ids"]
                 call.lost += lost_images(self.vision_spec, self.config, call.row, ids)
-        elif call.packed_row.visual is None:
+        elif call.packed_row.visual is None or call.packed_row.both_ways != self.vision_spec.both_ways:
             call.describe(self._described(call, call.images, types))
 
     def _look_for_boundaries(self, call: Call) -> None:
@@ -108,10 +108,11 @@ class FastVisionLM(FastCausalLM):
         features = seen(self.base_model, spec, images)
         if spec.grid is None or len(row.visual_ids) != len(features.of_tokens):
             self._refuse_other_images(row, images, features.sizes)
-        embeds = self.fast_decoder.get_input_embeddings()(ids)
         places = row.visual_ids
         if isinstance(call.described, PaddedBatch) and row.visual is not None:
             places = row.upload(call.described.places[row.visual])
+        known_ids = ids.flatten().index_fill(0, places, 0)  # a placeholder may have no embedding
+        embeds = self.fast_decoder.get_input_embeddings()(known_ids.view(ids.shape))
         tokens = features.of_tokens.to(embeds)
         call.inputs["inputs_embeds"] = embeds.flatten(0, 1).index_copy(0, places, tokens).view(embeds.shape)
         call.inputs["input_ids"] = None
