@@ -19,12 +19,13 @@ from unsloth_pack.models.vision_spec import TOKEN_TYPES, VisionSpec
 from unsloth_pack.row.images import RowImages
 from unsloth_pack.row.packed_row import PackedRow
 
-# Text and images, an image as its tokens in height and width: first, last, none, three of unequal size
+# Text and images, an image as its tokens in height and width: last and first, so that those of two documents
+# stand side by side; none; three of unequal size
 _DOCUMENTS: tuple[tuple[int | Size, ...], ...] = (
+    (7, (4, 2)),
     ((2, 3), 5),
     (9,),
     (3, (1, 1), 2, (2, 4), 1, (3, 1), 6),
-    (7, (4, 2)),
 )
 _WITH_A_MEANING = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 

@@ -54,7 +54,7 @@ class FastVisionLM(FastCausalLM):
             if needs_blank_image(self, self.vision_spec):
                 call.images = blank_image(self.vision_spec, self.config)
                 call.describe(replace(call.packed_row, visual=np.empty(0, np.int64), _built={}))
-        elif call.packed_row.visual is None:
+        elif call.packed_row.visual is None or call.packed_row.both_ways != self.vision_spec.both_ways:
             call.describe(self._described(call, call.images, types))
 
     def _look_for_boundaries(self, call: Call) -> None:
@@ -117,10 +117,12 @@ class FastVisionLM(FastCausalLM):
         elif spec.grid is None or len(row.visual_ids) != len(features.of_tokens):
             self._refuse_other_images(row, images, features.sizes)
         embeds = call.inputs["inputs_embeds"]
-        embeds = self.fast_decoder.get_input_embeddings()(ids) if embeds is None else embeds
         places = row.visual_ids
         if isinstance(call.described, PaddedBatch) and row.visual is not None:
             places = row.upload(call.described.places[row.visual])
+        if embeds is None:
+            known_ids = ids.flatten().index_fill(0, places, 0)  # a placeholder may have no embedding
+            embeds = self.fast_decoder.get_input_embeddings()(known_ids.view(ids.shape))
         tokens = features.of_tokens.to(embeds)
         call.inputs["inputs_embeds"] = embeds.flatten(0, 1).index_copy(0, places, tokens).view(embeds.shape)
         call.inputs["input_ids"] = None

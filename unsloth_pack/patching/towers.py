@@ -1,15 +1,20 @@
 """The towers of models of vision and language: which classes of theirs are swapped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
+from unsloth_pack.attention.backends import backend_of_other_keys
 from unsloth_pack.forwards.frozen_tower import FrozenTower
+from unsloth_pack.forwards.mixers import Choice, Request
+from unsloth_pack.forwards.mixers.attention import attention_options
 from unsloth_pack.forwards.tower import FastPatchEmbed, FastTower, FastTowerAttention
 from unsloth_pack.forwards.tower_of_sizes import FastAttentionOfSizes, FastTowerOfSizes
 from unsloth_pack.lora.layers import FastLoraLinear, is_lora_linear
+from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.models.vision_spec import VisionSpec
-from unsloth_pack.patching.report import PatchReport, say_tower
+from unsloth_pack.patching.report import PatchReport, say, say_tower
 
 Swap = Callable[..., None]  # Patch.swap
 
@@ -27,6 +32,26 @@ def swap_tower(swap: Swap, report: PatchReport, base: Any, spec: VisionSpec, bac
     for lora in tower.modules():
         if is_lora_linear(lora):
             swap(lora, FastLoraLinear)
+
+
+def say_blocks(
+    report: PatchReport, layers: Iterable[tuple[Any, Choice]], spec: ArchSpec, request: Request
+) -> None:
+    """Report what computes the attention of images whose tokens see each other in both directions.
+
+    Args:
+        layers: the attention module of each layer of the text model, and how it computes.
+
+    Raises:
+        BackendUnavailable: nothing can.
+    """
+    chosen = set()
+    for module, choice in layers:
+        options = replace(attention_options(module, spec), causal=False)
+        need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
+        chosen.add(backend_of_other_keys(choice.name, need))
+    how = f"by a second call a layer through {' and '.join(sorted(chosen))}"
+    say(report, "image tokens", f"see each other in both directions, {how}", None)
 
 
 def _swap_for_grids(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
