@@ -1,11 +1,14 @@
 """`train` on rows with images, from the command line to a merged model."""
 
 import json
+import re
 import shutil
 
 import datasets
+import pyarrow as pa
 import pytest
 import torch
+from packs_on_disk import edit_manifest, rewrite
 from safetensors.torch import load_file
 from tiny_vision import encoded, picture, save_vision_model
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -62,7 +65,8 @@ def refused(capsys, arguments):
     capsys.readouterr()
     assert main(arguments) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "Traceback" not in said
+    assert said.count("\n") == 1
+    assert "Traceback" not in said
     return said
 
 
@@ -115,8 +119,10 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(place, tm
     resumed = ["--resume", "--output_dir", out, "--dataloader_num_workers", 2, "--save_model"]
     assert main([str(each) for each in resumed]) == 0
     again = load_file(out / "adapter_model.safetensors")
-    assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
-    assert read_losses(out) == read_losses(tmp_path / "whole") and len(read_losses(out)) == 3
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert read_losses(out) == read_losses(tmp_path / "whole")
+    assert len(read_losses(out)) == 3
 
     assert (
         AutoImageProcessor.from_pretrained(out).size
@@ -192,7 +198,7 @@ def test_a_row_without_images_moves_nothing_of_what_sees_them(place, tmp_path):
     blind, seeing = (each.on_device(each([row])) for each in (collate.of_evaluation(), collate))
     plain = model(**blind).loss
     loss = model(**seeing).loss
-    assert abs(float(loss - plain)) < 1e-5 * abs(float(plain))
+    assert abs((loss - plain).item()) < 1e-5 * plain.item()
     loss.backward()
     of_sight = {name: p.grad for name, p in model.named_parameters() if "visual" in name and p.requires_grad}
     assert len(of_sight) > 20
@@ -260,7 +266,8 @@ def test_a_large_data_set_is_prepared_by_several_processes(place, tmp_path, monk
     few = prepared(place, tmp_path / "few")
     one, two = (each.train for each in found)
     assert one.fingerprint == two.fingerprint != few.train.fingerprint
-    assert one.ledger == two.ledger and one.ledger.images == 110 * few.train.ledger.images
+    assert one.ledger == two.ledger
+    assert one.ledger.images == 110 * few.train.ledger.images
     assert one.rows[:] == two.rows[:]
 
 
@@ -290,7 +297,8 @@ def test_an_image_that_breaks_after_its_header(place, tmp_path, capsys):
     (folder / "1-0.png").write_bytes((folder / "1-0.png").read_bytes()[:200])
     more = ["--image_folder", folder]
     said = refused(capsys, flags(place, tmp_path / "out", *more))
-    assert "1-0.png" in said and "cannot be read" in said
+    assert "1-0.png" in said
+    assert "cannot be read" in said
     made = prepared(place, tmp_path / "other", *more, "--skip_broken_images")
     rows = made.train.rows.rename_column("images", "packed_images")
     collate = made.images.collator()
@@ -303,7 +311,8 @@ def test_an_image_that_breaks_after_its_header(place, tmp_path, capsys):
             image = next(i for i in row["packed_images"] if i["path"] == "1-0.png")
             start = sum(row["seq_lengths"][: image["document"]])
             end = start + row["seq_lengths"][image["document"]]
-            assert (batch["labels"][0, start:end] == -100).all() and kept > 0
+            assert (batch["labels"][0, start:end] == -100).all()
+            assert kept > 0
     assert n_broken == 1
     train(place, tmp_path / "out", *more, "--skip_broken_images", "--overwrite_output_dir")
 
@@ -314,11 +323,9 @@ def test_images_that_change_are_refused(place, tmp_path, capsys):
     made = prepared(place, tmp_path, "--image_folder", folder)
     picture(48, 60, 5).save(folder / "1-0.png")
     rows, collate = made.train.rows.rename_column("images", "packed_images"), made.images.collator()
-    with pytest.raises(
-        ValueError, match=r"1-0\.png.*changed since it was prepared|changed since it was prepared"
-    ):
-        for row in rows:
-            collate([row])
+    (row,) = [row for row in rows if any(image["path"] == "1-0.png" for image in row["packed_images"])]
+    with pytest.raises(ValueError, match=r"changed since it was prepared, got .*1-0\.png"):
+        collate([row])
 
 
 @pytest.mark.parametrize(
@@ -337,8 +344,90 @@ def test_images_that_change_are_refused(place, tmp_path, capsys):
     ],
 )
 def test_what_is_refused(place, tmp_path, capsys, more, says):
-    import re
 
     arguments = [each.format(place=place) for each in more]
     assert re.search(says, refused(capsys, flags(place, tmp_path / "out", *arguments)))
     assert not (tmp_path / "out").exists()
+
+
+def pack(place, out, *more, code=0):
+    arguments = ["pack", "--model_name", place / "model", "--dataset", place / "rows.jsonl", "--out", out]
+    arguments += ["--image_folder", place / "seen", "--max_seq_length", 256, *more]
+    assert main([str(each) for each in arguments]) == code
+
+
+def on_packs(place, packs, out, *more):
+    arguments = flags(place, out, "--dataset", packs, *more)
+    at = arguments.index("--image_folder")
+    return arguments[:at] + arguments[at + 2 :]
+
+
+@pytest.mark.parametrize("are_paths", [False, True])
+def test_packs_train_as_the_rows_that_they_were_made_of(place, tmp_path, are_paths):
+    wanted = train(place, tmp_path / "wanted", "--max_pixels", 8192)
+    paths = ["--image_paths", "--rows_per_shard", 2] if are_paths else []
+    pack(place, tmp_path / "packs", "--max_pixels", 8192, *paths)
+    manifest = json.loads((tmp_path / "packs" / "packs.json").read_text())
+    assert manifest["images"]["are_paths"] == are_paths
+    assert (manifest["images"]["images"], manifest["images"]["most_pixels"]) == (13, 8192)
+    folder = ["--image_folder", place / "seen"] if are_paths else []
+    arguments = on_packs(place, tmp_path / "packs", tmp_path / "out", *folder)
+    assert main(arguments) == 0
+    trained = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(torch.equal(trained[name], wanted[name]) for name in wanted)
+
+
+def without(name):
+    return lambda rows: [row.pop(name) for row in rows]
+
+
+def at(path, value):
+    """Sets a field of the first image of the first row that has one."""
+
+    def change(rows):
+        images = next(row["images"] for row in rows if row["images"])
+        images[0][path] = value
+
+    return change
+
+
+def swapped(rows):
+    images = next(row["images"] for row in rows if len({image["document"] for image in row["images"]}) > 1)
+    images.reverse()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda rows: [row.update(images=[]) for row in rows],
+            "image tokens, and its images make 0;",
+        ),
+        (at("tokens", 1), "image tokens, and its images make"),
+        (at("height", None), "an image without its size, content or document"),
+        (at("bytes", None), "an image without its size, content or document"),
+        (at("document", 99), "an image without its size, content or document"),
+        (swapped, "an image without its size, content or document"),
+        (lambda rows: [row.update(cu_lengths=[0, len(row["input_ids"])]) for row in rows], "max_length is"),
+    ],
+)
+def test_packs_that_have_lost_something_are_refused(place, tmp_path, capsys, change, says):
+    pack(place, tmp_path / "packs")
+    rewrite(tmp_path / "packs", change)
+    assert re.search(says, refused(capsys, on_packs(place, tmp_path / "packs", tmp_path / "out")))
+
+
+def test_packs_without_their_column_or_for_another_processor_are_refused(place, tmp_path, capsys):
+    packs = tmp_path / "packs"
+    pack(place, packs)
+    arguments = on_packs(place, packs, tmp_path / "out")
+    assert "max_pixels is 4096, and the images of" in refused(capsys, [*arguments, "--max_pixels=4096"])
+    manifest = json.loads((packs / "packs.json").read_text())
+    edit_manifest(packs, images=manifest["images"] | {"processor": "0" * 64})
+    assert "packed for another image processor" in refused(capsys, arguments)
+    with pa.ipc.open_stream(packs / "shard-00000.arrow") as stream:
+        schema = stream.schema
+    rewrite(packs, without("images"), schema.remove(schema.get_field_index("images")))
+    manifest["images"] = None
+    edit_manifest(packs, images=None)
+    assert "stands for an image, and has no images; pack the data anew" in refused(capsys, arguments)

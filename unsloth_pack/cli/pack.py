@@ -7,7 +7,7 @@ from typing import Any
 
 from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing.plan import STRATEGIES
-from unsloth_pack.recipe.data_flags import add_data_flags, data_options
+from unsloth_pack.recipe.data_flags import add_data_flags, add_image_flags, data_options, image_options
 from unsloth_pack.recipe.folders import check_new_folder
 from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.options import TrainingOptions
@@ -34,6 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.files.loading import load_config, resolve
     from unsloth_pack.packing import write_packs
     from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.recipe.image_data import prepared_images
     from unsloth_pack.report.console import LastingConsole
     from unsloth_pack.report.tables import print_packs
 
@@ -45,8 +46,19 @@ def run(arguments: Sequence[str]) -> int:
     data = data_options(given)
     rows = load_training_data(data)
     tokenizer = load_tokenizer(model_name)
+    settings = image_options(given)
+    images = prepared_images(
+        model_name,
+        tokenizer,
+        settings,
+        [each.rows for each in rows],
+        keep_bytes=not given.get("image_paths", False),
+    )
+    if images is None and given.get("image_paths"):
+        raise InputError("image_paths is true, and the data has no images; leave out --image_paths")
     seed = given.get("seed", TrainingOptions().seed)
     how: dict[str, Any] = {"how": data.mixture, "seed": seed, "most": data.sample_limit}
+    how["images"] = images
     mixture = mixed_documents(rows, tokenizer, capacity, only_responses, data.num_proc, **how)
     documents = mixture.train
     optional: dict[str, Any] = {
@@ -60,10 +72,11 @@ def run(arguments: Sequence[str]) -> int:
         ledger=documents.ledger,
         train_on_responses_only=only_responses,
         model_name=model_name,
+        images=None if images is None else images.packed(documents.ledger),
         **optional,
     )
     if as_json:
-        LastingConsole().show_json({**asdict(manifest), "data_sets": [*map(asdict, mixture.parts)]})
+        LastingConsole().show_json({**manifest.values(), "data_sets": [*map(asdict, mixture.parts)]})
     else:
         print_packs(LastingConsole(), manifest, str(out), mixture.parts)
     return 0
@@ -97,6 +110,10 @@ def _parser() -> Parser:
         type=whole(1),
         metavar="ROWS",
         help="rows of a file (default: as many as make 256 MiB)",
+    )
+    add_image_flags(parser)
+    parser.add_switch(
+        "--image_paths", "refer to files of images by their paths, instead of holding what they hold"
     )
     parser.add_switch("--json", "print the manifest and the data sets as JSON")
     return parser

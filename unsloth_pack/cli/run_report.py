@@ -287,6 +287,7 @@ def summarise(
         first_loss=losses[0],
         last_loss=losses[-1],
         updates_left_out=trainer.finite_updates.left_out,
+        broken_images=trainer.counts.broken_images,
         output_dir=str(trainer.args.output_dir),
         stream=_about_rows(stream, trainer, [part.name for part in parts]) if stream else None,
     )

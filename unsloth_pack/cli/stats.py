@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import LAST_SEED, InputError
-from unsloth_pack.recipe.data_flags import add_data_flags, data_options
+from unsloth_pack.recipe.data_flags import add_data_flags, add_image_flags, data_options, image_options
 from unsloth_pack.recipe.folders import check_picture
 from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.options import TrainingOptions
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from unsloth_pack.data.mixture import Mixture
     from unsloth_pack.packing import LengthReport
+    from unsloth_pack.recipe.image_data import ImageCounts
 
 _UNCUT = 2**40  # tokens, more than any document has
 _DEFAULT_CAPS = (1024, 2048, 4096)
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)
-    mixture = _mixture(given)
+    mixture, images = _mixture(given)
     lengths = row_lengths(mixture.train.rows) + _image_tokens(given)
     report = length_report(
         lengths,
@@ -57,9 +58,12 @@ def run(arguments: Sequence[str]) -> int:
         png.parent.mkdir(parents=True, exist_ok=True)
         plot_lengths(lengths, max(forecast.capacity for forecast in report.forecasts), png)
     if as_json:
-        LastingConsole().show_json({**asdict(report), "data_sets": [*map(asdict, mixture.parts)]})
+        found = {"data_sets": [*map(asdict, mixture.parts)]}
+        LastingConsole().show_json(
+            {**asdict(report), **found, **({"images": asdict(images)} if images else {})}
+        )
     else:
-        _print(LastingConsole(), report, mixture)
+        _print(LastingConsole(), report, mixture, images)
     return 0
 
 
@@ -119,6 +123,7 @@ def _parser() -> Parser:
         metavar="PATCHES",
         help="side of the square of patches that is one token (default: 2)",
     )
+    add_image_flags(parser, may_shrink=False)
     parser.add_switch("--json", "print JSON")
     add("--png", type=path, metavar="FILE", help="also draw the histogram into this file (default: none)")
     return parser
@@ -146,8 +151,9 @@ def _image_tokens(given: dict[str, Any]) -> int:
     return sum(vision_tokens(height, width, patch, merge) for height, width in sizes)
 
 
-def _mixture(given: dict[str, Any]) -> "Mixture":
+def _mixture(given: dict[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
     from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.recipe.image_data import prepared_images
 
     data, model_name = data_options(given), given.get("model_name", "demo")
     rows = load_training_data(data)
@@ -156,10 +162,14 @@ def _mixture(given: dict[str, Any]) -> "Mixture":
         raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
     seed = given.get("seed", TrainingOptions().seed)
     how: dict[str, Any] = {"how": data.mixture, "seed": seed, "most": data.sample_limit}
-    return mixed_documents(rows, tokenizer, _UNCUT, num_proc=data.num_proc, **how)
+    images = prepared_images(model_name, tokenizer, image_options(given), [each.rows for each in rows])
+    mixture = mixed_documents(rows, tokenizer, _UNCUT, num_proc=data.num_proc, images=images, **how)
+    return mixture, None if images is None else images.counts(mixture.train)
 
 
-def _print(console: "Console", report: "LengthReport", mixture: "Mixture") -> None:
+def _print(
+    console: "Console", report: "LengthReport", mixture: "Mixture", images: "ImageCounts | None"
+) -> None:
     from rich.table import Table
 
     from unsloth_pack.report.parts import lines_of_parts
@@ -172,6 +182,12 @@ def _print(console: "Console", report: "LengthReport", mixture: "Mixture") -> No
         f"min {report.min}, max {report.max}",
         highlight=False,
     )
+    if images:
+        console.print(
+            f"{images.images:,} images, {images.vision_tokens:,} vision tokens "
+            f"({images.vision_tokens / report.tokens:.1%} of all), {images.resized:,} images resized",
+            highlight=False,
+        )
     histogram = Table("tokens", "documents", "", title="lengths", title_justify="left")
     most = max(n for _, _, n in report.histogram)
     for low, high, n in report.histogram:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder
+from unsloth_pack.data.image_columns import IMAGES, update_with_images
 from unsloth_pack.data.kept import Notes, arrow_file, digest, is_kept, kept, open_kept
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mapped import release, scan
@@ -38,12 +39,6 @@ __all__ = ["IGNORE_INDEX", "Documents", "documents_of", "rows_hash", "tokenize",
 # A tokenizer holds about a hundred bytes for each token of a batch
 _ROWS_A_BATCH, _BYTES_A_BATCH = 1000, 1 << 20
 _HASHED = 1000  # rows at a time
-IMAGES = "images"  # column of documents and of packed rows: a list of objects, one for each image
-_NOT_HASHED = (
-    "bytes",
-    "row",
-    "column",
-)  # of an image: a hash stands for the first, the others are for errors
 
 
 @dataclass(frozen=True)
@@ -323,15 +318,7 @@ class RowHashes:
             one.update(part.to_numpy())
         if IMAGES in table.schema.names:
             self._has_images = True
-            self._update_images(table[IMAGES])
-
-    def _update_images(self, column: pa.Array | pa.ChunkedArray) -> None:
-        array = column.combine_chunks() if hasattr(column, "chunks") else column
-        self._of_images.update(array.value_lengths().to_numpy())
-        images = array.flatten()
-        for name, values in zip(images.type.names, images.flatten(), strict=True):
-            if name not in _NOT_HASHED:
-                self._of_images.update(json.dumps([name, *values.to_pylist()]).encode())
+            update_with_images(self._of_images, table[IMAGES])
 
     def update_from(self, path: Path) -> None:
         """Add the rows of an Arrow file, which is read without mapping it into memory."""

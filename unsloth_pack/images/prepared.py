@@ -11,9 +11,10 @@ import numpy as np
 
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
 from unsloth_pack.data.formats import detect_format
+from unsloth_pack.data.image_columns import IMAGES, image_field
 from unsloth_pack.data.other_columns import refuse_acting_columns
 from unsloth_pack.data.tally import Tally
-from unsloth_pack.data.tokenize import IMAGES, SpanMaker, table_of
+from unsloth_pack.data.tokenize import SpanMaker, table_of
 from unsloth_pack.images.documents import VisionDocument, VisionEncoder
 from unsloth_pack.images.stored import image_document_schema, stored
 
@@ -142,17 +143,15 @@ def _encoded(documents: list[VisionDocument]) -> Encoded:
     )
 
 
-def without_images(rows: datasets.Dataset) -> datasets.Dataset:
+def without_images(rows: datasets.Dataset, is_packed: bool = False) -> datasets.Dataset:
     """Tokenised rows of text with the column of images, which is empty, so that others may follow them."""
     import datasets
     import pyarrow as pa
 
-    kind = image_document_schema().field(IMAGES).type
-    none = pa.ListArray.from_arrays(
-        pa.array(np.zeros(len(rows) + 1, np.int32)), pa.array([], kind.value_type)
-    )
-    column = datasets.Dataset(pa.table({IMAGES: none}))
-    return datasets.concatenate_datasets([rows, column], axis=1)
+    kind = image_field(is_packed).type.value_type
+    offsets = pa.array(np.zeros(len(rows) + 1, np.int32))
+    none = pa.ListArray.from_arrays(offsets, pa.array([], kind))
+    return datasets.concatenate_datasets([rows, datasets.Dataset(pa.table({IMAGES: none}))], axis=1)
 
 
 def _not_decoding(dataset: datasets.Dataset) -> datasets.Dataset:

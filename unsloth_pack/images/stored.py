@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_pack.data.tokenize import IMAGES
+from unsloth_pack.data.image_columns import image_field
 from unsloth_pack.images.documents import PlacedImage
 from unsloth_pack.images.sources import ImageSource, refuse_image
 
@@ -16,40 +16,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def image_type() -> pa.DataType:
-    """The Arrow type of an image.
-
-    path: of its file, below the image folder where there is one. size, mtime_ns: of that file.
-    bytes: the encoded image, where it is no file. sha256: of these bytes.
-    height, width: in pixels, as it is seen. tokens: that it takes. most_pixels: to which it is shrunk.
-    row, column: in the data, for errors.
-    """
-    import pyarrow as pa
-
-    return pa.struct(
-        {
-            "path": pa.string(),
-            "size": pa.int64(),
-            "mtime_ns": pa.int64(),
-            "bytes": pa.large_binary(),
-            "sha256": pa.string(),
-            "height": pa.int32(),
-            "width": pa.int32(),
-            "tokens": pa.int32(),
-            "most_pixels": pa.int64(),
-            "row": pa.int64(),
-            "column": pa.string(),
-        }
-    )
-
-
 def image_document_schema() -> pa.Schema:
     """The types of tokenised rows with images."""
-    import pyarrow as pa
-
     from unsloth_pack.data.tokenize import document_schema
 
-    return document_schema().append(pa.field(IMAGES, pa.list_(image_type())))
+    return document_schema().append(image_field())
 
 
 def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False) -> dict[str, Any]:
@@ -99,7 +70,8 @@ def source_of_stored(image: Mapping[str, Any], folder: Path | None) -> ImageSour
     source = ImageSource(row, column, path)
     about = _stat(source, path)
     if (about.st_size, about.st_mtime_ns) != (image["size"], image["mtime_ns"]):
-        refuse_image(row, column, "an image that has changed since it was prepared", path, "prepare it anew")
+        problem = "an image that has changed since it was prepared"
+        refuse_image(row, column, problem, str(path), "prepare it anew")
     return source
 
 

@@ -4,7 +4,14 @@ No torch needed.
 """
 
 from unsloth_pack.packing.dataset import pack_dataset
-from unsloth_pack.packing.offline import PackManifest, find_packs, read_manifest, read_packs, write_packs
+from unsloth_pack.packing.offline import (
+    PackedImages,
+    PackManifest,
+    find_packs,
+    read_manifest,
+    read_packs,
+    write_packs,
+)
 from unsloth_pack.packing.overlong import CutCounts, PackingWarning
 from unsloth_pack.packing.plan import Bins, PackPlan, plan_packs
 from unsloth_pack.packing.report import LengthReport, PackForecast, length_report, plan_accumulation
@@ -21,6 +28,7 @@ __all__ = [
     "PackForecast",
     "PackManifest",
     "PackPlan",
+    "PackedImages",
     "PackedSampler",
     "PackingStream",
     "PackingWarning",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unsloth_pack.data.image_columns import DOCUMENT, IMAGES
 from unsloth_pack.data.mapped import release, scan
-from unsloth_pack.data.tokenize import IMAGES
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import WHOLE_COLUMNS
 from unsloth_pack.packing.lengths import check_positive
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-ROWS_A_BATCH = 256  # packed rows that are built and written at a time
+_ROWS_A_BATCH, _BYTES_A_BATCH = 256, 64 << 20  # packed rows that are built and written at a time
 DOCUMENTS_A_BATCH = 1_000  # documents whose lengths are read at a time
 
 
@@ -82,8 +82,8 @@ def pack_dataset(
     packed = rows.map(
         builder,
         batched=True,
-        batch_size=ROWS_A_BATCH,
-        num_proc=num_proc if num_proc is not None and plan.n_bins > ROWS_A_BATCH else None,
+        batch_size=builder.batch_size,
+        num_proc=num_proc if num_proc is not None and plan.n_bins > builder.batch_size else None,
         remove_columns=["row"],
         new_fingerprint=datasets.fingerprint.generate_random_fingerprint(),
         desc="Packing",
@@ -120,11 +120,18 @@ def plan_rows(dataset: datasets.Dataset, capacity: int, strategy: str) -> tuple[
 
 
 class RowBuilder:
-    """Builds packed rows, given their numbers, from Arrow arrays: no token becomes a Python object."""
+    """Builds packed rows, given their numbers, from Arrow arrays: no token becomes a Python object.
+
+    Attributes:
+        bytes_a_row: of the documents, on average.
+        batch_size: rows to build at a time.
+    """
 
     def __init__(self, dataset: datasets.Dataset, plan: PackPlan):
         self._documents = dataset.with_format("arrow")
         self._order, self._offsets = plan.order, plan.offsets
+        self.bytes_a_row = dataset.data.nbytes // max(1, plan.n_bins)
+        self.batch_size = max(1, min(_ROWS_A_BATCH, _BYTES_A_BATCH // max(1, self.bytes_a_row)))
 
     def __call__(self, rows: pa.Table) -> pa.Table:
         return self.build(rows["row"][0].as_py(), rows["row"][-1].as_py() + 1)
@@ -177,7 +184,7 @@ def _images_of_rows(images: pa.Array, starts: np.ndarray) -> pa.Array:
     of_images = images.flatten()
     fields = of_images.flatten()
     documents = pa.array(np.repeat(place, counts).astype(np.int32))
-    whole = pa.StructArray.from_arrays([documents, *fields], ["document", *of_images.type.names])
+    whole = pa.StructArray.from_arrays([documents, *fields], [DOCUMENT, *of_images.type.names])
     return pa.ListArray.from_arrays(pa.array(before[starts].astype(np.int32)), whole)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from unsloth_pack.data.kept import Notes, arrow_file, kept, open_kept
 from unsloth_pack.data.spans import in_order, spans_of
-from unsloth_pack.packing.dataset import ROWS_A_BATCH, RowBuilder, pack_dataset, plan_rows
+from unsloth_pack.packing.dataset import RowBuilder, pack_dataset, plan_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -45,8 +45,8 @@ def _write(folder: Path, documents: datasets.Dataset, capacity: int, num_proc: i
 
 def _write_span(folder: Path, builder: RowBuilder, task: tuple[int, tuple[int, int]]) -> int:
     number, (first, end) = task
-    starts = range(first, end, ROWS_A_BATCH)
-    tables = (builder.build(start, min(start + ROWS_A_BATCH, end)) for start in starts)
+    size = builder.batch_size
+    tables = (builder.build(start, min(start + size, end)) for start in range(first, end, size))
     table = next(tables)
     with arrow_file(folder / f"{number}.arrow", table.schema) as stream:
         stream.write_table(table)

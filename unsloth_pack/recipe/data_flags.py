@@ -7,8 +7,11 @@ from typing import Any
 
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import Option, options_of
+from unsloth_pack.recipe.image_checks import check_image_options
+from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.recipe.parser import Parser
 
+_OF_IMAGES = ("image_folder", "max_pixels", "min_pixels", "skip_broken_images", "shrink_images")
 _NAMES = ("dataset", "mixture", "columns", "split", "sample_limit")
 
 
@@ -27,6 +30,31 @@ def add_data_flags(parser: Parser, dataset_help: str | None = None) -> None:
 def data_options(given: Mapping[str, Any]) -> DataOptions:
     """The options of the data among the flags that were given."""
     return DataOptions(**{name: given[name] for name in (*_NAMES, "num_proc") if name in given})
+
+
+def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:
+    """Give the parser the flags by which `train` prepares images.
+
+    Args:
+        may_shrink: whether documents may be too long, so that images are made smaller.
+    """
+    for name in _OF_IMAGES if may_shrink else _OF_IMAGES[:-1]:
+        option = options_of(ImageOptions)[name]
+        if option.type is bool:
+            parser.add_switch(f"--{name}", option.help)
+        else:
+            parser.add_argument(f"--{name}", type=option.kind, metavar=option.unit, help=_help(option))
+
+
+def image_options(given: Mapping[str, Any]) -> ImageOptions:
+    """The options of images among the flags that were given.
+
+    Raises:
+        InputError: they contradict each other.
+    """
+    options = ImageOptions(**{name: given[name] for name in _OF_IMAGES if name in given})
+    check_image_options(options)
+    return options
 
 
 def _help(option: Option) -> str:

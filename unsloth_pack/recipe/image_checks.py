@@ -36,6 +36,15 @@ def check_images_together(options: TrainOptions) -> None:
                     f"freeze_llm is true and {name} is {given!r}, which is of the language model; leave out "
                     "one of them"
                 )
+    check_image_options(images)
+
+
+def check_image_options(images: ImageOptions) -> None:
+    """Refuse sizes that are no range, and a folder that is not there.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
     if images.min_pixels is not None and images.min_pixels > (images.max_pixels or images.min_pixels):
         raise InputError(
             f"min_pixels is {images.min_pixels} and max_pixels is {images.max_pixels}; give a range"
@@ -44,7 +53,7 @@ def check_images_together(options: TrainOptions) -> None:
         raise InputError(f"image_folder is {images.image_folder!r}, which is no folder; correct it")
 
 
-def refuse_image_options(options: TrainOptions, why: str) -> None:
+def refuse_image_options(images: ImageOptions, why: str) -> None:
     """Refuse options of images where a run has none.
 
     Args:
@@ -53,7 +62,7 @@ def refuse_image_options(options: TrainOptions, why: str) -> None:
     Raises:
         InputError: names the first option that differs from its default.
     """
-    given, defaults = flat(options.images), flat(ImageOptions())
+    given, defaults = flat(images), flat(ImageOptions())
     for name, value in given.items():
         if value != defaults[name]:
             shown = str(value).lower() if isinstance(value, bool) else repr(value)

@@ -2,14 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from unsloth_pack.chat_templates.marked_answers import answers_of
+from unsloth_pack.data.image_columns import IMAGES
+from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mapped import scan
 from unsloth_pack.data.tokenize import Documents, made_by
 from unsloth_pack.errors import InputError
@@ -23,7 +27,9 @@ from unsloth_pack.images.processor import (
     load_image_processor,
     processor_of,
 )
-from unsloth_pack.images.tokens import ImageTokenIds, ImageTokens, image_tokens_of
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, image_tokens_of
+from unsloth_pack.packing import PackedImages, PackManifest
+from unsloth_pack.recipe.image_checks import refuse_image_options
 from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.training.image_rows import ImageRowCollator
@@ -33,6 +39,20 @@ _OF_PIXELS = (  # settings of an image processor
     *("rescale_factor", "do_rescale", "do_normalize", "do_resize", "resample"),
 )
 _BATCH = 1000  # documents whose tokens are looked at at a time
+
+
+@dataclass(frozen=True)
+class ImageCounts:
+    """The images of some documents.
+
+    Args:
+        vision_tokens: that they take.
+        resized: images beyond the limits of pixels.
+    """
+
+    images: int
+    vision_tokens: int
+    resized: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +119,7 @@ class ImagePreparation:
         )
         maker = ImageDocumentMaker(rows, encode, max_length, self.folder, self.keep_bytes)
         made = made_by(maker, num_proc)
-        key = json.dumps([made.fingerprint, self._of_processor()], sort_keys=True)
+        key = json.dumps([made.fingerprint, self.processor_hash])
         fingerprint = hashlib.sha256(key.encode()).hexdigest()
         return replace(made, fingerprint=fingerprint, unused_columns=unused_columns(rows))
 
@@ -109,24 +129,64 @@ class ImagePreparation:
         Raises:
             InputError: a text holds a token of images.
         """
-        ids = {*(self.token_ids.placeholder, self.token_ids.start, self.token_ids.end)}
-        ids |= {*self.token_ids.reserved}
-        start = 0
-        for table in scan(documents.rows, ["input_ids"], _BATCH):
-            for number, of_document in enumerate(table["input_ids"].combine_chunks(), start):
-                if found := ids & {*of_document.values.to_pylist()}:
-                    name = self.processor.tokenizer.convert_ids_to_tokens(found.pop())
-                    raise InputError(
-                        f"document {number}: the text holds {name}, a token of images of the model; take it "
-                        "out of the text"
-                    )
-            start += len(table)
+        refuse_image_tokens(documents.rows, self.token_ids, "document", "take it out of the text")
         return replace(documents, rows=without_images(documents.rows))
 
-    def _of_processor(self) -> dict[str, Any]:
-        """What the pixels of an image depend on."""
+    def counts(self, documents: Documents) -> ImageCounts:
+        """How many images some documents have, and how many of them are resized."""
+        size = self.processor.image_processor.size
+        least, most, resized, vision_tokens, images = size["shortest_edge"], size["longest_edge"], 0, 0, 0
+        for table in scan(documents.rows, [IMAGES], _BATCH):
+            of_table = table[IMAGES].combine_chunks().flatten()
+            height, width, tokens = (of_table.field(n).to_numpy() for n in ("height", "width", "tokens"))
+            pixels = height.astype(np.int64) * width
+            resized += int(((pixels < least) | (pixels > most)).sum())
+            vision_tokens, images = vision_tokens + int(tokens.sum()), images + len(tokens)
+        return ImageCounts(images, vision_tokens, resized)
+
+    @property
+    def processor_hash(self) -> str:
+        """SHA-256 of all that the pixels of an image depend on."""
         processor = self.processor.image_processor
-        return {name: _plain(getattr(processor, name, None)) for name in _OF_PIXELS}
+        settings = {name: _plain(getattr(processor, name, None)) for name in _OF_PIXELS}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    def packed(self, ledger: TokenLedger) -> PackedImages:
+        """What the manifest of packs says of their images."""
+        size = self.processor.image_processor.size
+        return PackedImages(
+            images=ledger.images,
+            vision_tokens=ledger.vision_tokens,
+            are_paths=not self.keep_bytes,
+            placeholder=self.token_ids.placeholder,
+            least_pixels=int(size["shortest_edge"]),
+            most_pixels=int(size["longest_edge"]),
+            processor=self.processor_hash,
+        )
+
+
+def refuse_image_tokens(rows: Dataset, token_ids: ImageTokenIds, what: str, remedy: str) -> None:
+    """Refuse tokens that stand for images in rows that have none.
+
+    Args:
+        what: one of the rows is.
+
+    Raises:
+        InputError: names the first such row and token.
+    """
+    wanted = [token_ids.placeholder, token_ids.start, token_ids.end, *token_ids.reserved]
+    first = 0
+    for table in scan(rows, ["input_ids"], _BATCH):
+        ids = table["input_ids"].combine_chunks()
+        is_found = np.isin(ids.flatten().to_numpy(), wanted)
+        if is_found.any():
+            place = int(is_found.argmax())
+            number = first + int(pc.list_parent_indices(ids)[place].as_py())
+            raise InputError(
+                f"{what} {number} holds token {ids.flatten()[place]}, which stands for an image, and has no "
+                f"images; {remedy}"
+            )
+        first += len(table)
 
 
 def _plain(value: Any) -> Any:
@@ -137,6 +197,14 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "items"):
         return {name: _plain(inner) for name, inner in value.items()}
     return dict(value) if hasattr(value, "keys") else int(value)
+
+
+def image_ids_of(model_name: str, tokenizer: Any) -> ImageTokenIds | None:
+    """The tokens of a model that stand for images; None where it takes none that are prepared here."""
+    config = load_config(resolve(model_name)[0])
+    if config.model_type not in IMAGE_TOKENS:
+        return None
+    return ImageTokenIds.of(image_tokens_of(config), tokenizer, config)
 
 
 def takes_images(model_name: str) -> bool:
@@ -165,6 +233,21 @@ def image_preparation(
     return preparation_of(source, config, tokenizer, options, keep_bytes=keep_bytes)
 
 
+def prepared_images(
+    model_name: str, tokenizer: Any, options: ImageOptions, rows: Iterable[Dataset], **how: Any
+) -> ImagePreparation | None:
+    """How the images of the data of a subcommand are prepared, see `image_preparation`.
+
+    Raises:
+        InputError: also where options of images are given, and there are none.
+    """
+    images = image_preparation(model_name, tokenizer, options, rows, **how)
+    if images is None:
+        takes = takes_images(model_name)
+        refuse_image_options(options, "the data has no images" if takes else f"{model_name} takes no images")
+    return images
+
+
 def preparation_of(
     source: str, config: Any, tokenizer: Any, options: ImageOptions, *, keep_bytes: bool = False
 ) -> ImagePreparation:
@@ -184,3 +267,39 @@ def preparation_of(
     token_ids = ImageTokenIds.of(tokens, tokenizer, config)
     processor = processor_of(source, image_processor, tokenizer, tokens)
     return ImagePreparation(config, processor, tokens, token_ids, options, keep_bytes)
+
+
+def preparation_of_packs(
+    model_name: str, tokenizer: Any, options: ImageOptions, packs: Mapping[Path, PackManifest]
+) -> ImagePreparation | None:
+    """How the images of packs were prepared, by the folders that the packs lie in; None where they have none.
+
+    Raises:
+        InputError: the model takes no images, or other ones; an option asks for something else.
+    """
+    source = resolve(model_name)[0]
+    config = load_config(source)
+    found = None
+    for folder, manifest in packs.items():
+        images = manifest.images
+        if images is None:
+            continue
+        if not hasattr(config, "vision_config"):
+            raise InputError(
+                f"{folder} holds rows with images, and {model_name} takes none; give another model"
+            )
+        decided = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels, "shrink_images": None}
+        for name, value in decided.items():
+            if getattr(options, name) not in (None, False, value):
+                raise InputError(
+                    f"{name} is {getattr(options, name)}, and the images of {folder} are packed already; "
+                    f"leave out --{name}, or give it to `unsloth-pack pack`"
+                )
+        limited = replace(options, min_pixels=images.least_pixels, max_pixels=images.most_pixels)
+        found = preparation_of(source, config, tokenizer, limited)
+        if (images.processor, images.placeholder) != (found.processor_hash, found.token_ids.placeholder):
+            raise InputError(
+                f"{folder}: packed for another image processor, that of "
+                f"{manifest.model_name or 'another model'}; pack the data anew"
+            )
+    return found

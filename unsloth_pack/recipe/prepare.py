@@ -20,7 +20,8 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.files import loading
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
 from unsloth_pack.files.new_tokens import add_to_tokenizer, read_new_tokens
-from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
+from unsloth_pack.images.prepared import holds_images, without_images
+from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_manifest, read_packs
 from unsloth_pack.packing.kept_rows import pack_documents
 from unsloth_pack.recipe import checks
 from unsloth_pack.recipe.data_options import DataOptions
@@ -37,7 +38,14 @@ from unsloth_pack.recipe.documents import (
 )
 from unsloth_pack.recipe.flags import changed, flat
 from unsloth_pack.recipe.image_checks import check_run_with_images, refuse_image_options
-from unsloth_pack.recipe.image_data import ImagePreparation, image_preparation, takes_images
+from unsloth_pack.recipe.image_data import (
+    ImagePreparation,
+    image_ids_of,
+    image_preparation,
+    preparation_of_packs,
+    refuse_image_tokens,
+    takes_images,
+)
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
 from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer, check_rounding
@@ -139,14 +147,16 @@ def prepare(options: TrainOptions) -> Prepared:
     if stream is not None:
         train = _stream_of(stream, tokenizer, options, config, model_config)
     elif isinstance(train_rows, Path):
-        train = _packed_rows_of(train_rows, name_of(data.dataset), tokenizer, options, model_config)
+        name = name_of(data.dataset)
+        train = _packed_rows_of(train_rows, name, tokenizer, options, model_config, images)
     else:
         assert train_rows is not None
         train, evaluation = _training_rows(train_rows, tokenizer, options, model_config, images)
     if data.keep_examples_per_update and isinstance(train.rows, Dataset):
         _keep_examples_per_update(config, train.rows)
     if isinstance(eval_rows, Path):
-        evaluation = _packed_rows_of(eval_rows, name_of(data.eval_dataset), tokenizer, options, model_config)
+        name = name_of(data.eval_dataset)
+        evaluation = _packed_rows_of(eval_rows, name, tokenizer, options, model_config, images)
     elif eval_rows is not None:
         evaluation = _evaluation_rows(eval_rows, tokenizer, options, model_config, images)
     return Prepared(options, config, dtype, tokenizer, train, evaluation, new_tokens, images)
@@ -256,9 +266,13 @@ def _images(
     Raises:
         InputError: they cannot be prepared; or options of images are given and there are none.
     """
-    model_name = options.model.model_name
-    sets = [each.rows for given in (train_rows, eval_rows) if isinstance(given, list) for each in given]
-    images = image_preparation(model_name, tokenizer, options.images, sets)
+    model_name, given = options.model.model_name, (train_rows, eval_rows)
+    sets = [each.rows for rows in given if isinstance(rows, list) for each in rows]
+    packs = {folder: read_manifest(folder) for folder in given if isinstance(folder, Path)}
+    images = preparation_of_packs(model_name, tokenizer, options.images, packs)
+    if images is None or any(map(holds_images, sets)):
+        settings = options.images if images is None else images.options
+        images = image_preparation(model_name, tokenizer, settings, sets)
     if images is not None:
         check_run_with_images(options)
         return images
@@ -267,7 +281,7 @@ def _images(
         why = "streaming is set, and rows that stream have no images"
     if not takes_images(model_name):
         why = f"{model_name} takes no images"
-    refuse_image_options(options, why)
+    refuse_image_options(options.images, why)
     return None
 
 
@@ -286,7 +300,12 @@ def _packs_in(named: Named) -> Path | None:
 
 
 def _packed_rows_of(
-    folder: Path, name: str, tokenizer: PreTrainedTokenizerBase, options: TrainOptions, model_config: Any
+    folder: Path,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TrainOptions,
+    model_config: Any,
+    images: ImagePreparation | None,
 ) -> PreparedRows:
     """Rows that were packed on disk.
 
@@ -296,9 +315,25 @@ def _packed_rows_of(
     """
     packs, rows = read_packs(folder, tokenizer_hash(tokenizer))
     check_token_ids(rows, model_config.vocab_size)
+    if packs.images is None:
+        rows = _without_images(rows, folder, tokenizer, options, images)
     n_positions, most_lost = model_config.max_position_embeddings, options.data.max_token_loss
     check_token_loss(name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True)
     return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
+
+
+def _without_images(
+    rows: Dataset, folder: Path, tokenizer: Any, options: TrainOptions, images: ImagePreparation | None
+) -> Dataset:
+    """Packed rows of text.
+
+    Raises:
+        InputError: they have lost their images.
+    """
+    token_ids = image_ids_of(options.model.model_name, tokenizer)
+    if token_ids is not None:
+        refuse_image_tokens(rows, token_ids, f"{folder} row", "pack the data anew, with its images")
+    return rows if images is None else without_images(rows, is_packed=True)
 
 
 def _training_rows(

@@ -82,6 +82,7 @@ class RunSummary:
         peak_memory_by_rank: bytes.
         first_loss, last_loss: as logged, in nats a token.
         updates_left_out: updates that were not finite, and so not applied.
+        broken_images: images that could not be decoded, each time that one was met.
         stream: what was trained on, where the data streams.
     """
 
@@ -99,6 +100,7 @@ class RunSummary:
     first_loss: float
     last_loss: float
     updates_left_out: int
+    broken_images: int
     output_dir: str
     stream: RowsOfStream | None = None
 
@@ -139,6 +141,7 @@ def print_banner(
 def _data_lines(facts: RunFacts, ledger: TokenLedger, fill: RowFill) -> list[tuple[str, str]]:
     return [
         ("data", _ledger_line(ledger)),
+        *_image_lines(ledger),
         *lines_of_parts(facts.parts),
         ("loss on", _loss_line(ledger)),
         ("rows", _fill_line(fill)),
@@ -175,6 +178,7 @@ def print_packs(console: Console, packs: PackManifest, folder: str, parts: Seque
     size = sum(shard.bytes for shard in packs.shards)
     rows = [
         ("data", _ledger_line(packs.ledger)),
+        *_image_lines(packs.ledger),
         *lines_of_parts(parts),
         ("loss on", _loss_line(packs.ledger)),
         ("rows", f"of {packs.capacity:,} tokens by {packs.strategy}: {_fill_line(fill)}"),
@@ -197,6 +201,7 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
             f"{summary.documents_per_second:,.1f} samples/s, {summary.tokens_per_second:,.0f} real tokens/s",
         ),
         ("data", _ledger_line(ledger)),
+        *_image_lines(ledger),
         ("loss on", _loss_line(ledger)),
         (
             "tokens",
@@ -215,6 +220,14 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
         rows.insert(5, ("passes", f"{summary.epochs:,.0f} over the data were read to the end"))
     if summary.updates_left_out:
         rows.append(("note", f"{summary.updates_left_out} updates were left out: they were not finite"))
+    if summary.broken_images:
+        rows.append(
+            (
+                "note",
+                f"{summary.broken_images} times, an image could not be decoded: nothing was learned "
+                "from its document",
+            )
+        )
     if summary.last_loss != summary.last_loss:
         rows.append(("note", "the loss is not a number: the training diverged; lower --learning_rate"))
     _print_facts(console, "done", rows)
@@ -270,6 +283,19 @@ def _ledger_line(ledger: TokenLedger) -> str:
         f"split {ledger.tokens_split:,} tokens of {ledger.rows_split:,} rows"
         f"{_choice_of_rows(ledger)}"
     )
+
+
+def _image_lines(ledger: TokenLedger) -> list[tuple[str, str]]:
+    """What a ledger says of images; nothing where there are none."""
+    if not (ledger.images or ledger.rows_broken):
+        return []
+    tokens = max(1, ledger.tokens_read)
+    line = f"{ledger.images:,}, {ledger.vision_tokens:,} vision tokens ({ledger.vision_tokens / tokens:.1%})"
+    if ledger.rows_shrunk:
+        line += f"; shrunk in {ledger.rows_shrunk:,} rows by {ledger.tokens_shrunk:,} tokens"
+    if ledger.rows_broken:
+        line += f"; {ledger.rows_broken:,} rows with a broken image left out"
+    return [("images", line)]
 
 
 def _choice_of_rows(ledger: TokenLedger) -> str:

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
 from trl import SFTConfig, SFTTrainer
 
-from unsloth_pack.data.tokenize import IMAGES
+from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.training.best import (
     DelayedSaves,

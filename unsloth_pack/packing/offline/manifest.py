@@ -7,6 +7,7 @@ shard-00000.arrow, ...   tables with one packed row in each row:
     labels     [. 7 7 . 8 .]   list of int32 of the same length; -100 (here .) means no loss
     cu_lengths [0 3 5 6]       list of int32: where each document starts, and the end of the last
     max_length 3               int32: tokens of the longest document
+    images     [...]           only where there are some: a list of objects, see `data.image_columns`
 
 The shards are in Arrow's stream format, uncompressed. `datasets` memory-maps such a file directly, so a run
 starts without a copy, and RAM holds only the rows in use. Parquet would be smaller, but must first be decoded
@@ -22,10 +23,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
+from unsloth_pack.data.image_columns import IMAGES, image_field
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.sources import PACK_FILES
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
+from unsloth_pack.packing.offline.images import PackedImages
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,6 +64,7 @@ class PackManifest:
         data_fingerprint: SHA-256 of ids, labels and boundaries; the same for any size of shards.
         rows, documents, tokens: in all shards.
         ledger: accounts for every token that was read, from the data to the shards.
+        images: of the rows; None where they have none.
     """
 
     capacity: int
@@ -75,20 +79,26 @@ class PackManifest:
     tokens: int
     ledger: TokenLedger
     shards: tuple[Shard, ...]
+    images: PackedImages | None = None
+
+    def values(self) -> dict[str, Any]:
+        """What is written down, by name."""
+        return {name: value for name, value in asdict(self).items() if name != "images" or value is not None}
 
     def to_json(self) -> str:
         """The text of the manifest's file."""
-        return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": _FORMAT, "version": VERSION, **self.values()}, indent=1) + "\n"
 
 
-def schema() -> pa.Schema:
+def schema(has_images: bool = False) -> pa.Schema:
     """The columns of a shard."""
     import pyarrow as pa
 
     tokens = pa.list_(pa.int32())
-    return pa.schema(
-        {"input_ids": tokens, "labels": tokens, "cu_lengths": tokens, "max_length": pa.int32()}.items()
-    )
+    columns = {"input_ids": tokens, "labels": tokens, "cu_lengths": tokens, "max_length": pa.int32()}
+    if has_images:
+        columns[IMAGES] = image_field(is_packed=True).type
+    return pa.schema(columns.items())
 
 
 def shard_name(number: int) -> str:
@@ -154,6 +164,8 @@ def check_can_be_read(manifest: PackManifest) -> None:
 
 def _manifest_of(values: dict[str, Any]) -> PackManifest:
     values["ledger"] = _typed(TokenLedger, values["ledger"])
+    if values.get("images") is not None:
+        values["images"] = _typed(PackedImages, values["images"])
     values["shards"] = tuple(_typed(Shard, shard) for shard in values["shards"])
     for number, shard in enumerate(values["shards"]):
         if shard.file != shard_name(number):

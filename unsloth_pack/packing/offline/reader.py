@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.data.tokenize import IGNORE_INDEX
 from unsloth_pack.errors import InputError
+from unsloth_pack.packing.offline.images import check_images
 from unsloth_pack.packing.offline.manifest import PackManifest, Shard, read_manifest, schema, sha256_of
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
         tokenizer_hash: of the model's tokenizer, from `unsloth_pack.data.tokenizer_hash`.
 
     Returns:
-        The manifest, and a `datasets.Dataset` of `input_ids`, `labels` and `seq_lengths`, as `pack_dataset`
-        would give them.
+        The manifest, and a `datasets.Dataset` of `input_ids`, `labels` and `seq_lengths`, and of `images`
+        where there are some, as `pack_dataset` would give them.
 
     Raises:
         InputError: the packs are for another tokenizer; a shard is missing, cut or not what was written; or
@@ -52,8 +54,9 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
     for shard in tqdm(manifest.shards, desc="Verifying packs", unit=" shards"):
         path = folder / shard.file
         _check_bytes(path, shard)
-        lengths = _checked_lengths(path, manifest.capacity)
-        tokens = datasets.Dataset.from_file(str(path)).select_columns(["input_ids", "labels"])
+        lengths = _checked_lengths(path, manifest)
+        columns = ["input_ids", "labels", *([IMAGES] if manifest.images else [])]
+        tokens = datasets.Dataset.from_file(str(path)).select_columns(columns)
         shards.append(tokens.add_column("seq_lengths", lengths, new_fingerprint=shard.sha256))
         of_documents = pc.list_flatten(lengths)
         counts += (len(lengths), len(of_documents), pc.sum(of_documents).as_py() or 0)
@@ -79,7 +82,7 @@ def _check_bytes(path: Path, shard: Shard) -> None:
         raise InputError(f"{path}: its checksum differs from the manifest's; copy it again, or pack anew")
 
 
-def _checked_lengths(path: Path, capacity: int) -> pa.ChunkedArray:
+def _checked_lengths(path: Path, manifest: PackManifest) -> pa.ChunkedArray:
     """The document lengths of every row of a shard, after checks of all its rows."""
     import pyarrow as pa
 
@@ -87,24 +90,26 @@ def _checked_lengths(path: Path, capacity: int) -> pa.ChunkedArray:
     lengths, row = [], 0
     try:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-            if stream.schema.remove_metadata() != schema():
+            if stream.schema.remove_metadata() != schema(manifest.images is not None):
                 columns = ", ".join(f"{field.name} ({field.type})" for field in stream.schema)
                 raise InputError(f"{path}: the columns {columns} are not those of packs; pack the data anew")
             for batch in filter(len, stream):
-                lengths.append(_lengths_of(batch, capacity, f"{path} row", row))
+                lengths.append(_lengths_of(batch, manifest, f"{path} row", row))
                 row += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: not an Arrow stream ({error}); pack the data anew") from None
     return pa.chunked_array(lengths, kind)
 
 
-def _lengths_of(batch: pa.RecordBatch, capacity: int, where: str, first_row: int) -> pa.ListArray:
+def _lengths_of(batch: pa.RecordBatch, manifest: PackManifest, where: str, first_row: int) -> pa.ListArray:
     """The document lengths of every row of a batch.
 
     Raises:
-        InputError: boundaries, labels or sizes contradict the tokens of a row.
+        InputError: boundaries, labels, images or sizes contradict the tokens of a row.
     """
     import pyarrow as pa
+
+    capacity = manifest.capacity
 
     def refuse(is_wrong: np.ndarray, complaint: Callable[[int], str]) -> None:
         if is_wrong.any():
@@ -144,7 +149,10 @@ def _lengths_of(batch: pa.RecordBatch, capacity: int, where: str, first_row: int
         np.logical_or.reduceat(is_strange, np.cumsum(n_ids) - n_ids),
         lambda row: f"a label that is neither {IGNORE_INDEX} nor its token",
     )
-    return pa.ListArray.from_arrays(*(pa.array(numbers.astype(np.int32)) for numbers in (offsets, lengths)))
+    found = pa.ListArray.from_arrays(*(pa.array(n.astype(np.int32)) for n in (offsets, lengths)))
+    if manifest.images is not None:
+        check_images(batch, ids, found, manifest.images.placeholder, refuse)
+    return found
 
 
 def _values(column: pa.Array) -> pa.Array:

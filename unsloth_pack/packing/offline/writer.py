@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unsloth_pack.data.image_columns import IMAGES, update_with_images
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mapped import scan
 from unsloth_pack.data.tokenize import IGNORE_INDEX
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
 from unsloth_pack.files.whole_folders import holds, write_whole
-from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, ROWS_A_BATCH, RowBuilder, check_columns, plan_rows
+from unsloth_pack.packing.dataset import DOCUMENTS_A_BATCH, RowBuilder, check_columns, plan_rows
 from unsloth_pack.packing.lengths import check_positive
+from unsloth_pack.packing.offline.images import PackedImages
 from unsloth_pack.packing.offline.manifest import (
     FILE_NAME,
     PackManifest,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _LAST_ID = 2**31 - 1  # of int32
-_TOKENS_A_SHARD = 2**25  # 256 MiB of ids and labels
+_BYTES_A_SHARD, _BYTES_A_TOKEN = 2**28, 8  # of ids and labels
 
 
 def write_packs(
@@ -48,6 +50,7 @@ def write_packs(
     train_on_responses_only: bool = False,
     model_name: str = "",
     rows_per_shard: int | None = None,
+    images: PackedImages | None = None,
 ) -> PackManifest:
     """Pack tokenised documents into a new folder. RAM holds a few hundred rows at a time.
 
@@ -55,7 +58,8 @@ def write_packs(
     interrupted run leaves nothing that could be mistaken for packs.
 
     Args:
-        documents: `input_ids` and `labels`, as `unsloth_pack.data.tokenize.tokenize` gives them.
+        documents: `input_ids` and `labels`, as `unsloth_pack.data.tokenize.tokenize` gives them, and `images`
+            where there are some.
         folder: new, or empty.
         capacity, strategy: as for `pack_dataset`; the rows are the same, in the same order.
         tokenizer_hash: from `unsloth_pack.data.tokenizer_hash`.
@@ -63,7 +67,8 @@ def write_packs(
         seed: plan over the documents in a random order, which changes the documents that share a row; None
             keeps their order.
         train_on_responses_only, model_name: noted in the manifest.
-        rows_per_shard: None for shards of at most 256 MiB of tokens.
+        rows_per_shard: None for shards of about 256 MiB of tokens and images.
+        images: what the manifest says of the images; needed where documents have a column of them.
 
     Returns:
         The manifest.
@@ -81,13 +86,17 @@ def write_packs(
     if "labels" not in (columns := check_columns(documents)):
         raise InputError(f"no column 'labels' among {', '.join(columns)}; tokenise the rows")
     capacity = check_positive("capacity", capacity)
-    if rows_per_shard is None:
-        rows_per_shard = max(1, _TOKENS_A_SHARD // capacity)
-    rows_per_shard = check_positive("rows_per_shard", rows_per_shard)
+    if rows_per_shard is not None:
+        rows_per_shard = check_positive("rows_per_shard", rows_per_shard)
     if seed is not None:
         require_whole("seed", seed, 0, LAST_SEED)
-    documents = documents.select_columns(["input_ids", "labels"])
+    if images is None and IMAGES in columns:
+        raise InputError("the documents have images; say how they were prepared, in images")
+    kept = ["input_ids", "labels", *([IMAGES] if images else [])]
+    documents = documents.select_columns(kept)
     plan, builder = plan_rows(documents if seed is None else documents.shuffle(seed), capacity, strategy)
+    if rows_per_shard is None:
+        rows_per_shard = max(1, _BYTES_A_SHARD // max(_BYTES_A_TOKEN * capacity, builder.bytes_a_row))
     manifest = PackManifest(
         capacity=capacity,
         strategy=strategy,
@@ -101,10 +110,12 @@ def write_packs(
         tokens=plan.tokens,
         ledger=ledger,
         shards=(),
+        images=images,
     )
     check_can_be_read(manifest)
     _check_tokens(documents)
-    hashes = {name: hashlib.sha256() for name in ("input_ids", "labels", "cu_lengths")}
+    hashed = ("input_ids", "labels", "cu_lengths", *([IMAGES] if images else []))
+    hashes = {name: hashlib.sha256() for name in hashed}
     whole = write_whole(target, last=[FILE_NAME], may_replace=False)
     with whole as aside, tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
         shards: list[Shard] = []
@@ -144,8 +155,8 @@ def _check_tokens(documents: datasets.Dataset) -> None:
 def _batches(builder: RowBuilder, first: int, rows: int, bar: Any) -> Iterator[pa.Table]:
     """The rows from `first` on, in the columns of a shard."""
     end = first + rows
-    for start in range(first, end, ROWS_A_BATCH):
-        table = builder.build(start, min(start + ROWS_A_BATCH, end))
+    for start in range(first, end, builder.batch_size):
+        table = builder.build(start, min(start + builder.batch_size, end))
         yield _with_boundaries(table)
         bar.update(len(table))
 
@@ -161,22 +172,28 @@ def _with_boundaries(table: pa.Table) -> pa.Table:
     cu = np.zeros(starts[-1], np.int32)
     tokens_before = np.repeat(ends[offsets[:-1]], np.diff(offsets))  # before the row of each document
     cu[np.delete(np.arange(len(cu)), starts[:-1])] = ends[1:] - tokens_before
-    return pa.table(
-        {
-            "input_ids": table["input_ids"],
-            "labels": table["labels"],
-            "cu_lengths": pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pa.array(cu)),
-            "max_length": np.maximum.reduceat(lengths, offsets[:-1]),
-        }
-    ).cast(schema())
+    columns = {
+        "input_ids": table["input_ids"],
+        "labels": table["labels"],
+        "cu_lengths": pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pa.array(cu)),
+        "max_length": np.maximum.reduceat(lengths, offsets[:-1]),
+    }
+    has_images = IMAGES in table.schema.names
+    if has_images:
+        columns[IMAGES] = table[IMAGES]
+    return pa.table(columns).cast(schema(has_images))
 
 
 def _write_shard(path: Path, tables: Iterator[pa.Table], hashes: Mapping[str, Any]) -> None:
     """Write the tables, and feed their numbers to the hash of each column."""
     import pyarrow as pa
 
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema()) as stream:
+    kind = schema(IMAGES in hashes)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, kind) as stream:
         for table in tables:
             stream.write_table(table)
             for name, digest in hashes.items():
-                digest.update(table[name].combine_chunks().flatten().to_numpy())
+                if name == IMAGES:
+                    update_with_images(digest, table[name])
+                else:
+                    digest.update(table[name].combine_chunks().flatten().to_numpy())
