@@ -7,6 +7,7 @@ import datasets
 import pytest
 import torch
 from cli_runs import tree
+from image_runs import make_place
 from model_folder import save_model
 
 from unsloth_pack.cli import main
@@ -35,6 +36,12 @@ def data(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("data") / "rows.json"
     path.write_text(json.dumps(rows))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """A model that takes images, and rows with some."""
+    return make_place(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(autouse=True)

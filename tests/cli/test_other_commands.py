@@ -141,6 +141,18 @@ def test_doctor_finds_nothing(fine, capsys):
     assert "all is fine" in capsys.readouterr().out
 
 
+def test_doctor_on_images(fine, monkeypatch, capsys):
+    code, found = doctor(capsys)
+    assert "rows with images can be prepared" in found["reading"][0]
+    versions = {"pillow": None, "torchvision": "0.1"}
+    monkeypatch.setattr("unsloth_pack.cli.doctor._installed", lambda name: versions.get(name, "1.0"))
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # as where its library does not load
+    code, found = doctor(capsys)
+    assert "images need Pillow" in found["reading"][0]
+    assert found["AutoProcessor"][0].startswith("does not load: torchvision 0.1 fails")
+    assert (code, found["AutoProcessor"][1][:13]) == (1, "pip uninstall")
+
+
 def test_doctor_on_private_names(fine, monkeypatch, capsys):
     _, lines = doctor(capsys)
     n_of_torch = sum(name.library == "torch" for name in PRIVATE_NAMES)

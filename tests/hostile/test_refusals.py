@@ -8,6 +8,7 @@ from pathlib import Path
 import cases_calls
 import cases_files
 import cases_flags
+import cases_image_flags
 import cases_images
 import cases_models
 import cases_rows
@@ -25,7 +26,7 @@ KINDS = {
     "models": cases_models.CASES,
     "flags": cases_flags.CASES,
     "calls": cases_calls.CASES,
-    "images": cases_images.CASES,
+    "images": [*cases_images.CASES, *cases_image_flags.CASES],
 }
 CASES = [case for cases in KINDS.values() for case in cases]
 

@@ -160,6 +160,7 @@ def _documents(given: Mapping[str, Any], model_name: str, length: int, vocab_siz
     from unsloth_pack.data import check_token_ids
     from unsloth_pack.packing import find_packs
     from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
+    from unsloth_pack.recipe.image_data import refuse_images
 
     data = data_options(given)
     for path_of_data in paths_of(data.dataset):
@@ -173,6 +174,8 @@ def _documents(given: Mapping[str, Any], model_name: str, length: int, vocab_siz
         else each
         for each in load_training_data(data)
     ]
+    why = "and bench measures rows of text; give data without"
+    refuse_images(model_name, [each.rows for each in chosen], why)
     how: dict[str, Any] = {"how": data.mixture, "seed": _SEED, "most": data.sample_limit}
     documents = mixed_documents(chosen, load_tokenizer(model_name), length, **how).train.rows
     check_token_ids(documents, vocab_size)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
 from unsloth_pack.cli.private_names import PRIVATE_NAMES, missing_names
-from unsloth_pack.errors import InputError, printable
+from unsloth_pack.errors import InputError, first_line, printable
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.parser import Parser
 
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
 
     lines = [
         line
-        for look in (_versions, _private_names, _devices, _attention, _breakages, _variables)
+        for look in (_versions, _private_names, _devices, _attention, _images, _breakages, _variables)
         for line in look(device_type())
     ]
     is_fine = not any(line.remedy for line in lines)
@@ -171,6 +171,32 @@ def _remedy(backend: str, why: str | None) -> str:
     if not is_broken:
         return ""
     return f"reinstall {package} for torch {_installed('torch')}, or keep to another --attn_backend"
+
+
+def _images(device_type: str) -> Iterator[Line]:
+    """Whether rows with images can be prepared, and whether transformers' own processors load."""
+    pillow = _installed("pillow")
+    found = (
+        f"Pillow {pillow}: rows with images can be prepared"
+        if pillow
+        else "images need Pillow: pip install 'unsloth-pack[vision]'"
+    )
+    yield Line("images", "reading", found)
+    installed, why = _installed("torchvision"), ""
+    try:
+        import torchvision  # noqa: F401
+    except Exception as error:  # one of another torch fails in many ways
+        why = first_line(error) or type(error).__name__
+    if not why:
+        yield Line("images", "AutoProcessor", f"loads, with torchvision {installed}")
+    elif installed is None:
+        found = "does not load for Qwen-VL without torchvision; nothing here needs it"
+        yield Line("images", "AutoProcessor", found)
+    else:
+        found = f"does not load: torchvision {installed} fails ({why})"
+        yield Line(
+            "images", "AutoProcessor", found, "pip uninstall torchvision, or install that of this torch"
+        )
 
 
 def _breakages(device_type: str) -> Iterator[Line]:

@@ -188,6 +188,12 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "transformers.trainer",
+        "_prepare_inputs",
+        "pixels that are normalised on the device",
+        ("training/trl.py",),
+    ),
+    PrivateName(
+        "transformers.trainer",
         "_prepare_for_training",
         "to adapt the patch once the weights are sharded",
         ("training/trl.py",),

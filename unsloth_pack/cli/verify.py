@@ -118,9 +118,12 @@ def _load_model(given: Mapping[str, Any], room: int, seed: int) -> tuple[Any, An
 def _documents(given: dict[str, Any], tokenizer: Any, room: int) -> list[list[int]]:
     """The first documents of a data set that fit into the row, each cut to half of it."""
     from unsloth_pack.recipe.documents import load_training_data, mixed_documents
+    from unsloth_pack.recipe.image_data import refuse_images
 
     data = data_options(given)
     rows = load_training_data(data, _MOST_DOCUMENTS)
+    why = "and those that are checked are random ones; leave out --dataset"
+    refuse_images(given.get("model_name", "demo"), [each.rows for each in rows], why)
     how: dict[str, Any] = {"how": data.mixture, "most": data.sample_limit}
     encoded = mixed_documents(rows, tokenizer, max(1, room // 2), **how).train.rows
     documents: list[list[int]] = []

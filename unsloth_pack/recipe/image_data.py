@@ -248,6 +248,19 @@ def prepared_images(
     return images
 
 
+def refuse_images(model_name: str, rows: Iterable[Dataset], why: str) -> None:
+    """Refuse data with images where a subcommand of a model that takes some reads none.
+
+    Args:
+        why: it reads none, and what to do.
+
+    Raises:
+        InputError: a data set has images.
+    """
+    if takes_images(model_name) and any(map(holds_images, rows)):
+        raise InputError(f"the data has images, {why}")
+
+
 def preparation_of(
     source: str, config: Any, tokenizer: Any, options: ImageOptions, *, keep_bytes: bool = False
 ) -> ImagePreparation:

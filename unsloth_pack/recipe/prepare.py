@@ -13,15 +13,13 @@ from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.columns import check_used
 from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.data.mixture import Mixture, Part
-from unsloth_pack.data.spans import cores
 from unsloth_pack.data.streamed import Share
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
 from unsloth_pack.files import loading
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
 from unsloth_pack.files.new_tokens import add_to_tokenizer, read_new_tokens
-from unsloth_pack.images.prepared import holds_images, without_images
-from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_manifest, read_packs
+from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.kept_rows import pack_documents
 from unsloth_pack.recipe import checks
 from unsloth_pack.recipe.data_options import DataOptions
@@ -36,21 +34,14 @@ from unsloth_pack.recipe.documents import (
     open_training_data,
     stream_documents,
 )
-from unsloth_pack.recipe.flags import changed, flat
-from unsloth_pack.recipe.image_checks import check_run_with_images, refuse_image_options
-from unsloth_pack.recipe.image_data import (
-    ImagePreparation,
-    image_ids_of,
-    image_preparation,
-    preparation_of_packs,
-    refuse_image_tokens,
-    takes_images,
-)
+from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.image_data import ImagePreparation
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
 from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer, check_rounding
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import with_optimizer
+from unsloth_pack.recipe.run_images import images_of_run, packs_of_text, refuse_lost_images, with_images
 from unsloth_pack.recipe.sharding import sharding_arguments
 from unsloth_pack.recipe.what_trains import check_names_of_modules
 from unsloth_pack.report.fill import document_lengths
@@ -64,7 +55,6 @@ _TRAINING_ARGUMENTS = (
     *("learning_rate", "optim", "weight_decay", "lr_scheduler_type", "warmup_steps", "seed"),
     *("logging_steps", "report_to", "lr_scheduler_kwargs", "neftune_noise_alpha", "load_best_model_at_end"),
 )
-_MOST_WORKERS = 8  # that decode images, unless the options say how many
 
 
 @dataclass(frozen=True)
@@ -140,9 +130,9 @@ def prepare(options: TrainOptions) -> Prepared:
     tokenizer = _tokenizer(options)
     new_tokens = _add_tokens(options, tokenizer)
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
-    images = _images(options, tokenizer, train_rows, eval_rows)
+    images = images_of_run(options, tokenizer, train_rows, eval_rows)
     if images is not None:
-        options = _with_images(options, config)
+        options = with_images(options, config)
     evaluation = None
     if stream is not None:
         train = _stream_of(stream, tokenizer, options, config, model_config)
@@ -255,45 +245,6 @@ def _add_tokens(options: TrainOptions, tokenizer: Any) -> dict[int, list[int]]:
     return add_to_tokenizer(tokenizer, tokens)
 
 
-def _images(
-    options: TrainOptions,
-    tokenizer: Any,
-    train_rows: list[RowsOfSet] | Path | None,
-    eval_rows: list[RowsOfSet] | Path | None,
-) -> ImagePreparation | None:
-    """How the images of all data sets are prepared; None where there are none.
-
-    Raises:
-        InputError: they cannot be prepared; or options of images are given and there are none.
-    """
-    model_name, given = options.model.model_name, (train_rows, eval_rows)
-    sets = [each.rows for rows in given if isinstance(rows, list) for each in rows]
-    packs = {folder: read_manifest(folder) for folder in given if isinstance(folder, Path)}
-    images = preparation_of_packs(model_name, tokenizer, options.images, packs)
-    if images is None or any(map(holds_images, sets)):
-        settings = options.images if images is None else images.options
-        images = image_preparation(model_name, tokenizer, settings, sets)
-    if images is not None:
-        check_run_with_images(options)
-        return images
-    why = "the data has no images"
-    if options.data.streaming:
-        why = "streaming is set, and rows that stream have no images"
-    if not takes_images(model_name):
-        why = f"{model_name} takes no images"
-    refuse_image_options(options.images, why)
-    return None
-
-
-def _with_images(options: TrainOptions, config: SFTConfig) -> TrainOptions:
-    """The options as rows with images decide them: the documents of a batch always share one row."""
-    workers = options.images.dataloader_num_workers
-    if workers is None:
-        workers = min(_MOST_WORKERS, cores()) if config.device.type == "cuda" else 0
-    config.dataloader_num_workers, config.padding_free = workers, True
-    return changed(options, {"padding_free": True})
-
-
 def _packs_in(named: Named) -> Path | None:
     """The folder of packed rows that is named."""
     return find_packs(named) if isinstance(named, str) else None
@@ -316,24 +267,10 @@ def _packed_rows_of(
     packs, rows = read_packs(folder, tokenizer_hash(tokenizer))
     check_token_ids(rows, model_config.vocab_size)
     if packs.images is None:
-        rows = _without_images(rows, folder, tokenizer, options, images)
+        rows = packs_of_text(rows, folder, tokenizer, options, images)
     n_positions, most_lost = model_config.max_position_embeddings, options.data.max_token_loss
     check_token_loss(name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True)
     return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
-
-
-def _without_images(
-    rows: Dataset, folder: Path, tokenizer: Any, options: TrainOptions, images: ImagePreparation | None
-) -> Dataset:
-    """Packed rows of text.
-
-    Raises:
-        InputError: they have lost their images.
-    """
-    token_ids = image_ids_of(options.model.model_name, tokenizer)
-    if token_ids is not None:
-        refuse_image_tokens(rows, token_ids, f"{folder} row", "pack the data anew, with its images")
-    return rows if images is None else without_images(rows, is_packed=True)
 
 
 def _training_rows(
@@ -388,6 +325,8 @@ def _checked_mixture(
     data, capacity = options.data, options.model.max_seq_length
     mixture = mixed_documents(given, tokenizer, capacity, data.train_on_responses_only, data.num_proc, **how)
     check_ids(mixture.train, model_config.vocab_size)
+    if how.get("images") is None:
+        refuse_lost_images(mixture.train.rows, tokenizer, options, "document", "take it out of the text")
     name = ", ".join(each.data_set.name for each in given)
     n_positions = model_config.max_position_embeddings
     check_token_loss(name, mixture.train.ledger, data.max_token_loss, capacity, n_positions)

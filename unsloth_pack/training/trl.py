@@ -181,12 +181,6 @@ class RunTrainer(SFTTrainer):
             return super()._get_train_sampler(train_dataset)
         return DealtInTurn(self.packed_sampler)
 
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        columns: Any = self._signature_columns
-        if self.image_rows is not None and COLUMN not in columns:
-            columns.append(COLUMN)
-
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs = super()._prepare_inputs(inputs)
         if self.image_rows is None:

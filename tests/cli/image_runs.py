@@ -1,0 +1,60 @@
+"""Runs on rows with images: a model, rows with none to three images, and command lines."""
+
+import json
+
+from safetensors.torch import load_file
+from tiny_vision import picture, save_vision_model
+
+from unsloth_pack.cli import main
+from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.prepare import prepare
+
+
+def make_place(place):
+    """A folder of a model, rows with none to three images, and the images."""
+    save_vision_model(place / "model", "qwen3_vl")
+    (place / "seen").mkdir()
+    rows = []
+    for i in range(10):
+        names = [f"{i}-{n}.{'jpg' if n else 'png'}" for n in range(i % 4)]
+        for n, name in enumerate(names):
+            picture(40 + 8 * i, 60 + 20 * n, i).save(place / "seen" / name)
+        asked = {"role": "user", "content": "<image>" * len(names) + f"What is it? {i}"}
+        rows.append({"messages": [asked, {"role": "assistant", "content": f"It is {i}."}], "images": names})
+    write(place / "rows.jsonl", rows)
+    write(place / "text.jsonl", [{"prompt": f"How are you, {i}?", "completion": "Well."} for i in range(4)])
+    return place
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(place):
+    return [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+
+
+def flags(place, out, *more):
+    found = ["--model_name", place / "model", "--dataset", place / "rows.jsonl", "--output_dir", out]
+    found += ["--image_folder", place / "seen", "--max_seq_length", 256, "--dtype", "float32", "--r", 4]
+    found += ["--max_steps", 3, "--gradient_accumulation_steps", 1, "--learning_rate", 0.01]
+    return [str(each) for each in [*found, "--sample_packing", *more]]
+
+
+def train(place, out, *more):
+    assert main(flags(place, out, *more)) == 0
+    return load_file(out / "adapter_model.safetensors")
+
+
+def refused(capsys, arguments):
+    capsys.readouterr()
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "Traceback" not in said
+    return said
+
+
+def prepared(place, tmp_path, *more):
+    return prepare(read_options(flags(place, tmp_path / "out", *more)))

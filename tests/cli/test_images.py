@@ -1,0 +1,220 @@
+"""`train` on rows with images, from the command line to a merged model."""
+
+import json
+import re
+import shutil
+
+import datasets
+import pytest
+import torch
+from image_runs import flags, prepared, refused, rows_of, train, write
+from safetensors.torch import load_file
+from tiny_vision import encoded, picture
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from unsloth_pack import FastVisionModel, VisionDataCollator
+from unsloth_pack.cli import main
+from unsloth_pack.report.metrics import read_losses
+
+
+def test_packed_rows_are_what_the_collator_of_notebooks_makes(place, tmp_path):
+    """And documents of a row come in one batch as they do unpacked."""
+    made = prepared(place, tmp_path)
+    rows = made.train.rows.rename_column("images", "packed_images")
+    collate = made.images.collator()
+    model, processor = FastVisionModel.from_pretrained(str(place / "model"), 256, "float32")
+    notebook = VisionDataCollator(model, processor, image_folder=place / "seen")
+    given = {str(row["messages"][0]["content"]): row for row in rows_of(place)}
+    seen = 0
+    for row in rows:
+        batch = collate.on_device(collate([row]))
+        texts = [
+            text for text in given if f"{text[-1]}<|im_end|>" in processor.tokenizer.decode(row["input_ids"])
+        ]
+        order = sorted(texts, key=lambda t: processor.tokenizer.decode(row["input_ids"]).index(f"? {t[-1]}<"))
+        wanted = notebook([given[text] for text in order])
+        seen += len(order)
+        assert row["seq_lengths"] == wanted["packed_seq_lengths"] == list(batch["packed_row"].lengths)
+        for name in ("input_ids", "labels"):
+            assert torch.equal(batch[name], wanted[name]), name
+        assert torch.equal(batch["position_ids"], wanted["position_ids"][0])
+        assert ("pixel_values" in batch) == ("pixel_values" in wanted) == bool(row["packed_images"])
+        if not row["packed_images"]:
+            continue
+        assert torch.equal(batch["pixel_values"], wanted["pixel_values"])
+        assert batch["image_grid_thw"] == wanted["image_grid_thw"].tolist()
+        assert torch.equal(torch.from_numpy(batch["packed_row"].axes), wanted["position_ids"][1:, 0])
+    assert seen == 10
+    assert made.train.ledger.images == sum(i % 4 for i in range(10))
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(place, tmp_path):
+    """Through a checkpoint, workers, an evaluation and a merged model that answers."""
+    whole = train(place, tmp_path / "whole", "--save_steps", 2, "--eval_dataset", place / "rows.jsonl")
+    shutil.copytree(tmp_path / "whole", tmp_path / "out")
+    out = tmp_path / "out"
+    (out / "adapter_model.safetensors").unlink()
+    (out / "adapter_config.json").unlink()
+    shutil.rmtree(out / "checkpoint-3", ignore_errors=True)
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line).get("step", 0) <= 2 and '"summary"' not in line]
+    (out / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    resumed = ["--resume", "--output_dir", out, "--dataloader_num_workers", 2, "--save_model"]
+    assert main([str(each) for each in resumed]) == 0
+    again = load_file(out / "adapter_model.safetensors")
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert read_losses(out) == read_losses(tmp_path / "whole")
+    assert len(read_losses(out)) == 3
+
+    assert (
+        AutoImageProcessor.from_pretrained(out).size
+        == AutoImageProcessor.from_pretrained(out / "merged").size
+    )
+    assert main(["merge", "--model_name", str(out), "--save_path", str(tmp_path / "merged")]) == 0
+    row = VisionDataCollator(
+        *FastVisionModel.from_pretrained(str(out), 256, "float32"), image_folder=place / "seen"
+    )(rows_of(place)[:3])
+    del row["labels"], row["packed_seq_lengths"]
+    adapted, _ = FastVisionModel.from_pretrained(str(out), 256, "float32")
+    for folder in (out / "merged", tmp_path / "merged"):
+        merged = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        merged.config.text_config.use_cache = False
+        with torch.no_grad():
+            error = (merged(**row).logits - adapted.eval()(**row).logits).norm() / merged(**row).logits.norm()
+        assert error < 0.02
+        assert AutoImageProcessor.from_pretrained(folder).patch_size == 16
+
+
+def test_bytes_texts_and_workers(place, tmp_path):
+    """A parquet file of encoded images beside rows of text, evaluated on a part that is held out."""
+    turns = [{"role": "user", "content": "<image>Who is it?"}, {"role": "assistant", "content": "Nobody."}]
+    images = [{"bytes": encoded(picture(50 + 9 * i, 40, i)), "path": None} for i in range(6)]
+    rows = datasets.Dataset.from_dict({"messages": [turns] * 6, "image": images})
+    rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / "seen.parquet")
+    named = f"{tmp_path / 'seen.parquet'},{place / 'text.jsonl'}"
+    more = [
+        "--dataset",
+        named,
+        "--eval_fraction",
+        0.3,
+        "--eval_packing",
+        "false",
+        "--dataloader_num_workers",
+        1,
+    ]
+    train(place, tmp_path / "out", *more)
+    lines = list(map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()))
+    (ledger,) = [line["ledger"] for line in lines if line["kind"] == "data" and line["use"] == "train"]
+    assert (ledger["rows_read"], ledger["images"]) == (10, 6)
+
+
+def test_a_large_data_set_is_prepared_by_several_processes(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    many = write(tmp_path / "many.jsonl", rows_of(place) * 110)
+    found = [
+        prepared(place, tmp_path / n, "--dataset", many, "--num_proc", n, "--num_train_epochs", 1)
+        for n in "12"
+    ]
+    few = prepared(place, tmp_path / "few")
+    one, two = (each.train for each in found)
+    assert one.fingerprint == two.fingerprint != few.train.fingerprint
+    assert one.ledger == two.ledger
+    assert one.ledger.images == 110 * few.train.ledger.images
+    assert one.rows[:] == two.rows[:]
+
+
+def test_what_is_shrunk_cut_and_skipped_is_counted(place, tmp_path, capsys):
+    rows = rows_of(place)
+    shrunk = prepared(place, tmp_path, "--max_seq_length", 60, "--shrink_images").train
+    whole = prepared(place, tmp_path).train.ledger
+    assert max(map(max, shrunk.rows["seq_lengths"])) <= 60
+    assert shrunk.ledger.rows_shrunk > 0
+    assert shrunk.ledger.tokens_shrunk == whole.tokens_read - shrunk.ledger.tokens_read > 0
+    assert shrunk.ledger.vision_tokens == whole.vision_tokens - shrunk.ledger.tokens_shrunk
+    arguments = flags(place, tmp_path / "out", "--max_seq_length", 30)
+    assert "cut before the end of an image" in refused(capsys, arguments)
+
+    rows[1]["images"] = ["gone.png"]
+    data = write(tmp_path / "broken.jsonl", rows)
+    arguments = flags(place, tmp_path / "out", "--dataset", data)
+    assert "row 1, column 'images'" in refused(capsys, arguments)
+    left = prepared(place, tmp_path, "--dataset", data, "--skip_broken_images").train.ledger
+    assert (left.rows_broken, left.rows_read, left.images) == (1, 10, whole.images - 1)
+
+
+def test_an_image_that_breaks_after_its_header(place, tmp_path, capsys):
+    """It ends the run in one line, or its document counts no more."""
+    folder = tmp_path / "seen"
+    shutil.copytree(place / "seen", folder)
+    (folder / "1-0.png").write_bytes((folder / "1-0.png").read_bytes()[:200])
+    more = ["--image_folder", folder]
+    said = refused(capsys, flags(place, tmp_path / "out", *more))
+    assert "1-0.png" in said
+    assert "cannot be read" in said
+    made = prepared(place, tmp_path / "other", *more, "--skip_broken_images")
+    rows = made.train.rows.rename_column("images", "packed_images")
+    collate = made.images.collator()
+    n_broken = 0
+    for row in rows:
+        batch = collate([row])
+        n_broken += batch.get("broken_images", 0)
+        if "broken_images" in batch:
+            kept = (batch["labels"] != -100).sum()
+            image = next(i for i in row["packed_images"] if i["path"] == "1-0.png")
+            start = sum(row["seq_lengths"][: image["document"]])
+            end = start + row["seq_lengths"][image["document"]]
+            assert (batch["labels"][0, start:end] == -100).all()
+            assert kept > 0
+    assert n_broken == 1
+    train(place, tmp_path / "out", *more, "--skip_broken_images", "--overwrite_output_dir")
+
+
+def test_images_that_change_are_refused(place, tmp_path, capsys):
+    folder = tmp_path / "seen"
+    shutil.copytree(place / "seen", folder)
+    made = prepared(place, tmp_path, "--image_folder", folder)
+    picture(48, 60, 5).save(folder / "1-0.png")
+    rows, collate = made.train.rows.rename_column("images", "packed_images"), made.images.collator()
+    (row,) = [row for row in rows if any(image["path"] == "1-0.png" for image in row["packed_images"])]
+    with pytest.raises(ValueError, match=r"changed since it was prepared, got .*1-0\.png"):
+        collate([row])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--vit_lr=1e-4"], "vit_lr is 0.0001 and freeze_vit is true.*give --freeze_vit false"),
+        (["--aligner_lr=1e-4", "--freeze_aligner"], "aligner_lr is 0.0001 and freeze_aligner is true"),
+        (["--freeze_llm", "--freeze_aligner"], "leaves nothing to train"),
+        (["--freeze_llm", "--target_modules=q_proj"], "freeze_llm is true and target_modules is"),
+        (["--image_folder=no/such"], "image_folder is 'no/such', which is no folder"),
+        (["--max_pixels=100"], "max_pixels is 100, and one token is 1024 pixels; raise it"),
+        (["--max_pixels=4096", "--min_pixels=8192"], "min_pixels is 8192 and max_pixels is 4096"),
+        (["--dataset={place}/text.jsonl"], "image_folder is .*, and the data has no images; leave out"),
+        (["--model_name=demo"], "image_folder is .*, and demo takes no images; leave out --image_folder"),
+        (["--streaming"], "image_folder is .*, and streaming is set, and rows that stream have no images"),
+    ],
+)
+def test_what_is_refused(place, tmp_path, capsys, more, says):
+
+    arguments = [each.format(place=place) for each in more]
+    assert re.search(says, refused(capsys, flags(place, tmp_path / "out", *arguments)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_and_bench_say_what_they_do_with_images(place, capsys):
+    data = ["--model_name", str(place / "model"), "--dataset", str(place / "rows.jsonl")]
+    assert "the data has images, and those that are checked are random" in refused(capsys, ["verify", *data])
+    assert "the data has images, and bench measures rows of text" in refused(capsys, ["bench", *data])
+
+
+def test_stats_of_images(place, capsys):
+    command = ["stats", "--model_name", place / "model", "--dataset", place / "rows.jsonl"]
+    command += ["--image_folder", place / "seen", "--max_pixels", 4096, "--json"]
+    assert main([str(each) for each in command]) == 0
+    found = json.loads(capsys.readouterr().out)
+    large = [(40 + 8 * i) * (60 + 20 * n) > 4096 for i in range(10) for n in range(i % 4)]
+    assert found["images"]["images"] == len(large) == 13
+    assert found["images"]["resized"] == sum(large) > 0
+    assert 0 < found["images"]["vision_tokens"] <= 4 * 13

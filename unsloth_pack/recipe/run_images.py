@@ -1,0 +1,84 @@
+"""The images of a run: whether its data has some, how they are prepared, and what that decides."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from trl import SFTConfig
+
+from unsloth_pack.data.spans import cores
+from unsloth_pack.images.prepared import holds_images, without_images
+from unsloth_pack.packing import read_manifest
+from unsloth_pack.recipe.documents import RowsOfSet
+from unsloth_pack.recipe.flags import changed
+from unsloth_pack.recipe.image_checks import check_run_with_images, refuse_image_options
+from unsloth_pack.recipe.image_data import (
+    ImagePreparation,
+    image_ids_of,
+    image_preparation,
+    preparation_of_packs,
+    refuse_image_tokens,
+    takes_images,
+)
+from unsloth_pack.recipe.options import TrainOptions
+
+_MOST_WORKERS = 8  # that decode images, unless the options say how many
+
+
+def images_of_run(
+    options: TrainOptions,
+    tokenizer: Any,
+    train_rows: list[RowsOfSet] | Path | None,
+    eval_rows: list[RowsOfSet] | Path | None,
+) -> ImagePreparation | None:
+    """How the images of all data sets are prepared; None where there are none.
+
+    Raises:
+        InputError: they cannot be prepared; or options of images are given and there are none.
+    """
+    model_name, given = options.model.model_name, (train_rows, eval_rows)
+    sets = [each.rows for rows in given if isinstance(rows, list) for each in rows]
+    packs = {folder: read_manifest(folder) for folder in given if isinstance(folder, Path)}
+    images = preparation_of_packs(model_name, tokenizer, options.images, packs)
+    if images is None or any(map(holds_images, sets)):
+        settings = options.images if images is None else images.options
+        images = image_preparation(model_name, tokenizer, settings, sets)
+    if images is not None:
+        check_run_with_images(options)
+        return images
+    why = "the data has no images"
+    if options.data.streaming:
+        why = "streaming is set, and rows that stream have no images"
+    if not takes_images(model_name):
+        why = f"{model_name} takes no images"
+    refuse_image_options(options.images, why)
+    return None
+
+
+def with_images(options: TrainOptions, config: SFTConfig) -> TrainOptions:
+    """The options as rows with images decide them: the documents of a batch always share one row."""
+    workers = options.images.dataloader_num_workers
+    if workers is None:
+        workers = min(_MOST_WORKERS, cores()) if config.device.type == "cuda" else 0
+    config.dataloader_num_workers, config.padding_free = workers, True
+    config.remove_unused_columns = False  # that of the images is none that TRL knows
+    return changed(options, {"padding_free": True})
+
+
+def packs_of_text(
+    rows: Dataset, folder: Path, tokenizer: Any, options: TrainOptions, images: ImagePreparation | None
+) -> Dataset:
+    """Rows of packs that hold no images, as those that stand beside rows with images.
+
+    Raises:
+        InputError: they have lost their images.
+    """
+    refuse_lost_images(rows, tokenizer, options, f"{folder} row", "pack the data anew, with its images")
+    return rows if images is None else without_images(rows, is_packed=True)
+
+
+def refuse_lost_images(rows: Dataset, tokenizer: Any, options: TrainOptions, what: str, remedy: str) -> None:
+    """Refuse tokens of images in rows without any, of a model that takes some: `refuse_image_tokens`."""
+    token_ids = image_ids_of(options.model.model_name, tokenizer)
+    if token_ids is not None:
+        refuse_image_tokens(rows, token_ids, what, remedy)
