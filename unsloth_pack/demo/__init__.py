@@ -26,7 +26,7 @@ DEMO_DEFAULTS = {
 
 # The same for the demo of vision.
 VISION_DEMO_DEFAULTS = {
-    "max_seq_length": 2048,
+    "max_seq_length": 1024,
     "r": 16,
     "lora_alpha": 32,
     "learning_rate": 2e-3,

@@ -1,8 +1,9 @@
 """Pictures of shapes, drawn from a seed, with what is to be said of them: the vision demo's data.
 
-A picture is a plane of cells on which one to three shapes stand, each as wide as one cell or two. Two tasks
-are made of it: a caption in words, which the bundled base model knows, and a dense caption, JSON with a box
-for each shape, which a fine-tune teaches. Nothing is stored: the same seed draws the same pixels.
+A picture is a plane of cells, and in one to three of them stands a shape, as large as its cell or half as
+large. Two tasks are made of it: a caption in words, which the bundled base model knows, and a dense caption,
+JSON with a box for each shape, which a fine-tune teaches. Nothing is stored: the same seed draws the same
+pixels.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_CELLS = 5  # of a picture, down and across
-CELL = 16  # pixels a side; the bundled model has one token for each cell
+MOST_CELLS = 3  # of a picture, down and across
+CELL = 32  # pixels a side; the bundled model has one token for each cell
 COLOURS = {
     "red": (214, 40, 40),
     "green": (34, 150, 60),
@@ -28,14 +30,14 @@ COLOURS = {
     "orange": (240, 130, 30),
 }
 KINDS = ("circle", "square", "triangle", "diamond")
-SIZES = {"small": 1, "large": 2}  # cells a side
+SIZES = {"small": 16, "large": CELL}  # pixels a side
 MARK = "<image>"  # where the picture stands in a question
 CAPTION = "Name the shapes."
 DENSE = "Dense caption as JSON."
 
 SPLITS = ("train", "test")
 _ROWS_OF_SPLIT = {"train": 2000, "test": 100}
-_CELLS = (3, 4, MOST_CELLS)
+_CELLS = (2, MOST_CELLS)
 _COUNTS = (1, 2, 3)
 _PAPER = ((250, 250, 250), (225, 225, 225), (200, 205, 215), (235, 225, 205))
 _ROWS = ("top", "middle", "bottom")
@@ -47,7 +49,7 @@ Row = dict[str, Any]  # `messages` with `<image>` in the question, and `images`
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """A shape and the cell of its upper left corner. Shapes sort as they are read: by row, then by column."""
+    """A shape in the middle of a cell. Shapes sort as they are read: by row, then by column."""
 
     row: int
     column: int
@@ -62,7 +64,8 @@ class Shape:
     @property
     def box(self) -> tuple[int, int, int, int]:
         """Left, top, right and bottom in pixels; right and bottom are behind the last one."""
-        left, top, side = self.column * CELL, self.row * CELL, SIZES[self.size] * CELL
+        side = SIZES[self.size]
+        left, top = (CELL * place + (CELL - side) // 2 for place in (self.column, self.row))
         return left, top, left + side, top + side
 
 
@@ -73,7 +76,7 @@ class Scene:
     Args:
         rows, columns: cells down and across.
         paper: which of the backgrounds.
-        shapes: sorted; no two share a cell.
+        shapes: sorted; no two are in one cell.
     """
 
     rows: int
@@ -122,9 +125,12 @@ class Scene:
         return image
 
     def _place(self, shape: Shape) -> str:
-        left, top, right, bottom = shape.box
-        across = _COLUMNS[(left + right) * 3 // (2 * self.size[0])]
-        return f"{_ROWS[(top + bottom) * 3 // (2 * self.size[1])]} {across}"
+        return f"{_word(_ROWS, shape.row, self.rows)} {_word(_COLUMNS, shape.column, self.columns)}"
+
+
+def _word(words: tuple[str, str, str], place: int, count: int) -> str:
+    """The word for a row or a column: the first, the last, or what is between them."""
+    return words[0] if place == 0 else words[2] if place == count - 1 else words[1]
 
 
 def scenes(seed: int) -> Iterator[Scene]:
@@ -132,18 +138,12 @@ def scenes(seed: int) -> Iterator[Scene]:
     rng = Random(seed)
     while True:
         rows, columns = rng.choice(_CELLS), rng.choice(_CELLS)
-        taken: set[tuple[int, int]] = set()
-        shapes: list[Shape] = []
-        wanted = rng.choice(_COUNTS)
-        while len(shapes) < wanted:
-            size = rng.choice(list(SIZES))
-            side = SIZES[size]
-            row, column = rng.randint(0, rows - side), rng.randint(0, columns - side)
-            cells = {(row + down, column + across) for down in range(side) for across in range(side)}
-            if not cells & taken:
-                taken |= cells
-                shapes.append(Shape(row, column, size, rng.choice(list(COLOURS)), rng.choice(KINDS)))
-        yield Scene(rows, columns, rng.randrange(len(_PAPER)), tuple(sorted(shapes)))
+        places = rng.sample([*product(range(rows), range(columns))], rng.choice(_COUNTS))
+        shapes = [
+            Shape(*place, rng.choice([*SIZES]), rng.choice([*COLOURS]), rng.choice(KINDS))
+            for place in sorted(places)
+        ]
+        yield Scene(rows, columns, rng.randrange(len(_PAPER)), tuple(shapes))
 
 
 def distinct(drawn: Iterator[Scene], count: int, seen: set[Scene]) -> list[Scene]:

@@ -1,0 +1,133 @@
+"""The bundled model of vision and language: what it knows, what it does not, and what a fine-tune teaches."""
+
+import json
+from itertools import islice
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tools.build_vision_demo import base_rows
+from unsloth_pack import FastVisionModel, VisionDataCollator
+from unsloth_pack.cli import main
+from unsloth_pack.demo import VISION_DEMO_DEFAULTS, VISION_MODEL_DIR, pictures
+from unsloth_pack.demo.evaluate_pictures import exact_match
+from unsloth_pack.demo.pictures import DENSE, caption_row, dense_row, heldout_scenes, scenes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def loaded():
+    return FastVisionModel.from_pretrained("vision-demo", dtype="float32")
+
+
+@pytest.fixture
+def few_rows(monkeypatch, tmp_path):
+    """The demo with a handful of pictures, in a folder of its own."""
+    monkeypatch.setattr(pictures, "_ROWS_OF_SPLIT", {"train": 60, "test": 4})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def lines_of(folder, kind):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_the_model_is_small_and_carries_no_path():
+    assert (VISION_MODEL_DIR / "model.safetensors").stat().st_size <= 2_000_000
+    config = json.loads((VISION_MODEL_DIR / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "_name_or_path" not in config
+    saved = json.loads((VISION_MODEL_DIR / "processor_config.json").read_text())
+    assert saved["processor_class"] == "Qwen3VLProcessor"
+
+
+def test_it_names_the_shapes_of_pictures_that_it_has_not_seen(loaded):
+    model, processor = loaded
+    rows = [caption_row(scene) for scene in heldout_scenes()[:60]]
+    assert exact_match(model, processor, rows).score >= 0.95
+    blank = [row | {"images": rows[place - 1]["images"]} for place, row in enumerate(rows[:20])]
+    assert exact_match(model, processor, blank).score <= 0.1  # it looks at the picture
+
+
+def test_it_writes_no_json_about_a_picture(loaded):
+    model, processor = loaded
+    result = exact_match(model, processor, [dense_row(scene) for scene in heldout_scenes()[:20]])
+    assert result.score == 0.0
+    assert {made.prompt for made in result.generations} == {DENSE}
+
+
+def test_answers_are_those_of_any_batch(loaded):
+    model, processor = loaded
+    rows = [caption_row(scene) for scene in heldout_scenes()[:6]]
+    together, alone = (exact_match(model, processor, rows, size) for size in (6, 1))
+    assert together == alone
+    assert [made.expected for made in together.generations] == [row["messages"][1]["content"] for row in rows]
+
+
+def test_the_base_is_trained_on_no_held_out_picture_and_on_no_dense_caption():
+    held_out = {row["images"][0] for row in map(caption_row, heldout_scenes())}
+    for row in islice(base_rows(seed=7), 500):
+        assert not {*row["images"]} & held_out
+        assert DENSE not in [turn["content"].removeprefix("<image>") for turn in row["messages"]]
+    # Without a check some would be, as seeds draw single shapes alike
+    assert {*heldout_scenes()} & {*islice(scenes(seed=7), 20_000)}
+
+
+def test_a_short_fine_tune_learns(loaded):
+    model, processor = loaded
+    model = FastVisionModel.get_peft_model(model, r=16, lora_alpha=32)
+    collate = VisionDataCollator(model, processor, train_on_responses_only=True)
+    rows = [dense_row(scene) for scene in islice(scenes(seed=2), 160)]
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], 2e-3)
+    losses = []
+    for first in range(0, len(rows), 8):
+        loss = model(**collate(rows[first : first + 8]), use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-4:]) < 0.3 * sum(losses[:4])
+
+
+def test_the_command_line_trains_it(few_rows, capsys):
+    flags = ["--sample_packing", "--max_steps=2", "--logging_steps=1", "--dtype=float32"]
+    assert main(["--model_name=vision-demo", "--output_dir=out", *flags]) == 0
+    assert "exact match on 4 held-out rows" in capsys.readouterr().out
+    (demo,) = lines_of(few_rows / "out", "demo")
+    assert len(demo["examples"]) == 3
+    assert all(json.loads(example["expected"]) for example in demo["examples"])
+    (config,) = lines_of(few_rows / "out", "config")
+    assert config["options"]["dataset"] == "vision-demo"
+    for name, value in (VISION_DEMO_DEFAULTS | {"logging_steps": 1}).items():
+        assert config["options"][name] == value, name
+    page = (few_rows / "out" / "report.html").read_text()
+    assert "data:image/png" in page
+    assert "Held-out rows" in page
+    assert "could not be drawn" not in page
+    assert main(["generate", "--model_name=out", "--prompt=Hello", "--max_new_tokens=2"]) == 0
+
+
+def test_two_stages_run_one_after_the_other(few_rows):
+    quick = ["--max_steps=2", "--training.warmup_steps=0", "--logging_steps=1", "--dtype=float32"]
+    for stage in ("vision-stage1", "vision-stage2"):
+        assert main(["recipe", "copy", stage]) == 0
+        assert main([f"--config={stage}.yaml", *quick]) == 0
+        assert lines_of(few_rows / "outputs" / stage, "demo")
+    first, second = (few_rows / "outputs" / f"vision-stage{number}" for number in (1, 2))
+    trained = {*load_file(first / "adapter_model.safetensors")}
+    assert trained
+    assert all(".visual." in name and "merger" in name for name in trained)
+    assert all(".language_model." in name for name in load_file(second / "adapter_model.safetensors"))
+    base, bundled = (load_file(path / "model.safetensors") for path in (second / "base", VISION_MODEL_DIR))
+    differ = {name for name, weight in bundled.items() if not torch.equal(weight.float(), base[name].float())}
+    assert differ
+    assert all("merger" in name for name in differ)  # the second stage begins with the aligner of the first
