@@ -1,6 +1,7 @@
 """Runs on rows with images: a model, rows with none to three images, and command lines."""
 
 import json
+from functools import partial
 
 from safetensors.torch import load_file
 from tiny_vision import picture, save_vision_model
@@ -10,9 +11,9 @@ from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.prepare import prepare
 
 
-def make_place(place):
+def make_place(place, save_model=partial(save_vision_model, model_type="qwen3_vl")):
     """A folder of a model, rows with none to three images, and the images."""
-    save_vision_model(place / "model", "qwen3_vl")
+    save_model(place / "model")
     (place / "seen").mkdir()
     rows = []
     for i in range(10):

@@ -6,34 +6,32 @@ from typing import Any
 
 from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.sources import ImageSource, UnreadableImage
-from unsloth_pack.images.tokens import ImageTokenIds
 
 _GREY = (128, 128, 128)
 
 
 def decoded(
     make: ImageMaker[Any],
-    token_ids: ImageTokenIds,
     source: ImageSource,
-    tokens: int,
+    size: tuple[int, int],
     most_pixels: int | None,
     of_document: int,
 ) -> Any:
     """What `make` makes of an image.
 
     Args:
-        tokens: that stand in its place.
-        most_pixels, of_document: as it was counted, see `ImageMaker.cut`.
+        size: height and width in pixels, as its header said.
+        most_pixels, of_document: as its tokens were counted, see `ImageMaker.cut`.
 
     Raises:
         UnreadableImage: the image cannot be read, or has another size.
     """
     made = make(source, most_pixels, of_document)
-    found = token_ids.n_written(make.cut_of(made))
-    if found != tokens:
+    found, said = make.cut_of(made), make.cut(source, size, most_pixels, of_document)
+    if found != said:
         raise UnreadableImage(
-            f"row {source.index}, column {source.column!r}: {source.shown} has {found} tokens, and its "
-            f"header said {tokens}; let nothing change it, or remove the row"
+            f"row {source.index}, column {source.column!r}: {source.shown} has {found.tokens} tokens, and its "
+            f"header said {said.tokens}; let nothing change it, or remove the row"
         )
     return made
 

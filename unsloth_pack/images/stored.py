@@ -39,7 +39,7 @@ def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False)
     found: dict[str, Any] = {
         "height": image.height,
         "width": image.width,
-        "tokens": image.tokens,
+        "tokens": image.cut.tokens,
         "most_pixels": image.most_pixels,
         "row": image.source.index,
         "column": image.source.column,

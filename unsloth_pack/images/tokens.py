@@ -27,6 +27,11 @@ class Cut:
     of_tile: int = 1
     whole: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """All of them, without marks."""
+        return self.lines * self.columns * self.of_tile + self.whole
+
 
 @dataclass(frozen=True)
 class Writing:

@@ -146,8 +146,8 @@ class ImagePreparation:
             vision_tokens=ledger.vision_tokens,
             are_paths=not self.keep_bytes,
             placeholder=self.token_ids.placeholder,
-            least_pixels=make.least_pixels,
-            most_pixels=make.most_pixels,
+            least_pixels=None if make.own_limit else make.least_pixels,
+            most_pixels=None if make.own_limit else make.most_pixels,
             processor=self.processor_hash,
         )
 

@@ -100,8 +100,8 @@ class ImageRowCollator:
         """The image; None for a broken one that may be skipped."""
         try:
             source = source_of_stored(image, self._folder)
-            limits = (image["tokens"], image["most_pixels"], of_document)
-            return decoded(self._make_images, self._token_ids, source, *limits)
+            size = (image["height"], image["width"])
+            return decoded(self._make_images, source, size, image["most_pixels"], of_document)
         except UnreadableImage:
             if not self._skip_broken:
                 raise

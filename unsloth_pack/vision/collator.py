@@ -151,8 +151,8 @@ class VisionDataCollator:
                 self._encode.forget(document)
 
     def _made(self, image: PlacedImage) -> Any:
-        tokens, limits = image.tokens, (image.most_pixels, image.of_document)
-        return decoded(self._make_images, self._token_ids, image.source, tokens, *limits)
+        size = (image.height, image.width)
+        return decoded(self._make_images, image.source, size, image.most_pixels, image.of_document)
 
     def _packed(self, documents: list[tuple[VisionDocument, list[Any]]]) -> dict[str, Any]:
         made = PicturedRow.of(

@@ -24,7 +24,8 @@ class PackedImages:
         images, vision_tokens: in all rows.
         are_paths: whether files of images are referred to by their paths, not held.
         placeholder: the token that stands for images.
-        least_pixels, most_pixels: to which smaller and larger images are resized.
+        least_pixels, most_pixels: to which smaller and larger images are resized; None where the model's
+            images have no such limits.
         processor: SHA-256 of all settings of the image processor that made the tokens.
     """
 
@@ -32,8 +33,8 @@ class PackedImages:
     vision_tokens: int
     are_paths: bool
     placeholder: int
-    least_pixels: int
-    most_pixels: int
+    least_pixels: int | None
+    most_pixels: int | None
     processor: str
 
 

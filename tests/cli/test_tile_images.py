@@ -1,0 +1,49 @@
+"""`train`, `pack` and `stats` on images that are cut into tiles, or stand line by line."""
+
+from functools import partial
+
+import pytest
+import torch
+from image_runs import flags, make_place, prepared, rows_of, train
+from tiny_tiles import FAMILIES, save_tile_model
+
+from unsloth_pack import FastVisionModel, VisionDataCollator
+from unsloth_pack.cli import main
+from unsloth_pack.training.image_rows import COLUMN
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def place(request, tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp(request.param), partial(save_tile_model, name=request.param))
+
+
+def test_documents_are_what_the_collator_of_notebooks_makes(place, tmp_path):
+    made = prepared(place, tmp_path, "--sample_packing=false", "--max_seq_length=2048")
+    model, processor = FastVisionModel.from_pretrained(str(place / "model"), 2048, "float32")
+    notebook, collate = (
+        VisionDataCollator(model, processor, image_folder=place / "seen"),
+        made.images.collator(),
+    )
+    rows = made.train.rows.rename_column("images", COLUMN)
+    assert len(rows) == len(rows_of(place))
+    for row, given in zip(rows, rows_of(place), strict=True):
+        batch, wanted = collate.on_device(collate([row])), notebook([given])
+        assert {*batch} - {"packed_row"} <= {*wanted}
+        assert {*wanted} - {*batch} <= {"packed_seq_lengths"}
+        for name in {*batch} & {*wanted} - {"packed_row"}:
+            is_equal = torch.equal if torch.is_tensor(wanted[name]) else list.__eq__
+            assert is_equal(batch[name], wanted[name]), name
+
+
+def test_packed_rows_train(place, tmp_path):
+    trained = train(place, tmp_path / "out", "--max_seq_length=2048", "--max_steps=2")
+    packs = tmp_path / "packs"
+    given = flags(place, packs)[:8]
+    given[given.index("--output_dir")] = "--out"
+    assert main(["pack", *given, "--max_seq_length=2048"]) == 0
+    assert (tmp_path / "out" / "report.html").is_file()
+    again = train(
+        place, tmp_path / "again", "--max_steps=2", "--max_seq_length=2048", "--dataset", str(packs)
+    )
+    assert trained.keys() == again.keys()
+    assert all(torch.equal(trained[name], again[name]) for name in trained)
