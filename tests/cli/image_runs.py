@@ -1,7 +1,6 @@
 """Runs on rows with images: a model, rows with none to three images, and command lines."""
 
 import json
-from functools import partial
 
 from safetensors.torch import load_file
 from tiny_vision import picture, save_vision_model
@@ -11,9 +10,12 @@ from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.prepare import prepare
 
 
-def make_place(place, save_model=partial(save_vision_model, model_type="qwen3_vl")):
-    """A folder of a model, rows with none to three images, and the images."""
-    save_model(place / "model")
+def make_place(place, save_model=None):
+    """A folder of a model, by default a Qwen3-VL, rows with none to three images, and the images."""
+    if save_model is None:
+        save_vision_model(place / "model", "qwen3_vl")
+    else:
+        save_model(place / "model")
     (place / "seen").mkdir()
     rows = []
     for i in range(10):

@@ -30,8 +30,8 @@ def decoded(
     found, said = make.cut_of(made), make.cut(source, size, most_pixels, of_document)
     if found != said:
         raise UnreadableImage(
-            f"row {source.index}, column {source.column!r}: {source.shown} has {found.tokens} tokens, and its "
-            f"header said {said.tokens}; let nothing change it, or remove the row"
+            f"row {source.index}, column {source.column!r}: {source.shown} has {found.tokens} tokens, and "
+            f"its header said {said.tokens}; let nothing change it, or remove the row"
         )
     return made
 
