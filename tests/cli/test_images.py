@@ -111,6 +111,16 @@ def test_accumulation_equals_one_batch(place, tmp_path):
     assert all(together[name].any() for name in moved)
 
 
+def test_the_config_of_a_run_repeats_it_from_anywhere(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place)
+    one = train(place, tmp_path / "one", "--image_folder", "seen", "--max_steps", 1)
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "one" / "config.yaml"
+    assert main(["--config", str(config), "--output_dir", "two"]) == 0
+    two = load_file(tmp_path / "two" / "adapter_model.safetensors")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 def test_equal_texts_with_other_images_are_held_out_apart(place, tmp_path):
     turns = rows_of(place)[1]["messages"]
     images = ["1-0.png", "1-0.png", "5-0.png", "9-0.png"]
