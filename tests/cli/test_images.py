@@ -86,6 +86,53 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_never_stopped(place, tm
         assert AutoImageProcessor.from_pretrained(folder).patch_size == 16
 
 
+def test_accumulation_equals_one_batch(place, tmp_path):
+    """Steps with unequal numbers of labels are weighed by them."""
+    more = [
+        "--max_seq_length",
+        80,
+        "--max_steps",
+        1,
+        "--optim",
+        "sgd",
+        "--learning_rate",
+        1,
+        "--warmup_steps",
+        0,
+    ]
+    found = []
+    for rows, steps in ((4, 1), (1, 4)):
+        of_run = ["--per_device_train_batch_size", rows, "--gradient_accumulation_steps", steps]
+        found.append(train(place, tmp_path / f"{rows}", *more, *of_run))
+    together, apart = found
+    moved = [name for name in together if "lora_B" in name]
+    for name in moved:
+        torch.testing.assert_close(apart[name], together[name], rtol=1e-4, atol=1e-7)
+    assert all(together[name].any() for name in moved)
+
+
+def test_the_config_of_a_run_repeats_it_from_anywhere(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place)
+    one = train(place, tmp_path / "one", "--image_folder", "seen", "--max_steps", 1)
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "one" / "config.yaml"
+    assert main(["--config", str(config), "--output_dir", "two"]) == 0
+    two = load_file(tmp_path / "two" / "adapter_model.safetensors")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_equal_texts_with_other_images_are_held_out_apart(place, tmp_path):
+    turns = rows_of(place)[1]["messages"]
+    images = ["1-0.png", "1-0.png", "5-0.png", "9-0.png"]
+    data = write(tmp_path / "same.jsonl", [{"messages": turns, "images": [name]} for name in images])
+    limits = ["--max_pixels", 1024, "--min_pixels", 1024]  # so that each takes one token
+    made = prepared(place, tmp_path, "--dataset", data, "--eval_fraction", 0.5, *limits)
+    held = [image["path"] for row in made.evaluation.rows for image in row["images"]]
+    trained = [image["path"] for row in made.train.rows for image in row["images"]]
+    assert sorted(held + trained) == images
+    assert len({*held} & {*trained}) == 0 < len(held)
+
+
 def test_bytes_texts_and_workers(place, tmp_path):
     """A parquet file of encoded images beside rows of text, evaluated on a part that is held out."""
     turns = [{"role": "user", "content": "<image>Who is it?"}, {"role": "assistant", "content": "Nobody."}]

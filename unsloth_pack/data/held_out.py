@@ -1,7 +1,7 @@
 """Which documents of a data set are held out of the training, to evaluate on them.
 
-Documents with equal tokens are on the same side, wherever they stand. The choice depends on the documents and
-the seed alone: not on their order, nor on how many processes read them.
+Documents with equal tokens and images are on the same side, wherever they stand. The choice
+depends on the documents and the seed alone: not on their order, nor on how many processes read them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unsloth_pack.data.image_columns import IMAGES, update_with_images
 from unsloth_pack.data.mapped import scan
 from unsloth_pack.errors import InputError
 
@@ -51,13 +52,17 @@ def held_out(documents: datasets.Dataset, fraction: float, seed: int) -> np.ndar
 
 
 def _hashes(documents: datasets.Dataset, seed: int) -> np.ndarray:
-    """`[documents]`: hashes of their tokens, whose order is another with each seed."""
+    """`[documents]`: hashes of their tokens and images, whose order is another with each seed."""
     key = seed.to_bytes(8, "little")
     found = bytearray()
-    for table in scan(documents, ["input_ids"], _BATCH):
+    columns = [name for name in ("input_ids", IMAGES) if name in documents.column_names]
+    for table in scan(documents, columns, _BATCH):
         lists = table["input_ids"].combine_chunks()
         ids = lists.flatten().to_numpy()
         ends = np.cumsum(lists.value_lengths().to_numpy())
-        for begin, end in zip([0, *ends], ends, strict=False):
-            found += hashlib.blake2b(ids[begin:end].tobytes(), digest_size=_HASH_BYTES, key=key).digest()
+        for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            digest = hashlib.blake2b(ids[begin:end].tobytes(), digest_size=_HASH_BYTES, key=key)
+            if IMAGES in columns:
+                update_with_images(digest, table[IMAGES].slice(number, 1))
+            found += digest.digest()
     return np.frombuffer(bytes(found), f"S{_HASH_BYTES}")

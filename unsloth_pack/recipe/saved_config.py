@@ -18,7 +18,10 @@ _HEAD = f"""{_FIRST_LINE}# To repeat the run: unsloth-pack --config {RUN_CONFIG}
 # {" and ".join(OF_ONE_RUN)} are left out, because a second run needs folders of its own.
 """
 # Options that may name files
-_READ = ("model_name", "dataset", "eval_dataset", "add_tokens", "init_adapter", "fsdp", "deepspeed")
+_READ = (
+    *("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter"),
+    *("fsdp", "deepspeed"),
+)
 
 
 def save_config(options: TrainOptions) -> None:
