@@ -33,7 +33,7 @@ KINDS = ("circle", "square", "triangle", "diamond")
 SIZES = {"small": 16, "large": CELL}  # pixels a side
 MARK = "<image>"  # where the picture stands in a question
 CAPTION = "Name the shapes."
-DENSE = "Dense caption as JSON."
+DENSE = "Give a dense caption."
 
 SPLITS = ("train", "test")
 _ROWS_OF_SPLIT = {"train": 2000, "test": 100}
