@@ -87,6 +87,12 @@ def default_names(model: Any) -> list[str]:
     return [name for name in dict.fromkeys((*PROJECTIONS, *own)) if name in names]
 
 
+def expert_layers(model: Any) -> list[str]:
+    """Paths that mean the layers of routed experts, in `lora_targets`."""
+    stacks = [path for path, module in model.named_modules() if is_experts(module)]
+    return [f"{path}.{name}" for path in stacks for name in _OF_EXPERTS]
+
+
 def lora_targets(
     model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any] | None = None
 ) -> Targets:
@@ -131,9 +137,10 @@ class _Choice:
     ):
         self._names, self._experts = names, experts
         decoder = model.get_decoder()
+        is_pattern = isinstance(names, str) and names != "all-linear"  # which may mean layers of a tower, too
         self._linear = {
             path: module
-            for path, module in _inside(model, decoder)
+            for path, module in (model.named_modules() if is_pattern else _inside(model, decoder))
             if isinstance(module, nn.Linear) and not (names == "all-linear" and _is_router(model, path))
         }
         self._layers, self._excluded = given.get("layers_to_transform"), given.get("exclude_modules")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.targets import NO_LAYERS, default_names
+from unsloth_pack.lora.targets import NO_LAYERS, default_names, expert_layers
 
 Aligner = Literal["full", "lora", False]
 
@@ -125,6 +125,8 @@ def vision_targets(model: Any, trained: TrainedParts) -> tuple[str, list[str]]:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and _is_chosen(path, parts.kind(path), trained, of_language)
     ]
+    if trained.language_layers and trained.mlp_modules:
+        chosen += expert_layers(model)
     wanted = {"tower": trained.vision_layers, "decoder": trained.language_layers}
     wanted["aligner"] = trained.aligner == "lora"
     for part in {part for part, is_wanted in wanted.items() if is_wanted} - {*map(parts.kind, chosen)}:

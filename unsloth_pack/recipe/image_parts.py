@@ -4,8 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.stacks import is_experts
-from unsloth_pack.lora.targets import NO_LAYERS, of_text_model
+from unsloth_pack.lora.targets import NO_LAYERS, expert_layers, of_text_model
 from unsloth_pack.lora.vision_parts import (
     TrainedParts,
     VisionParts,
@@ -26,7 +25,7 @@ def with_parts(model: Any, arguments: dict[str, Any], images: ImageOptions) -> d
         arguments: for the language model.
 
     Raises:
-        InputError: the tower is to have an adapter beside experts, which PEFT cannot tell apart by names.
+        InputError: the tower is to have an adapter beside all linear layers of a model with experts.
     """
     whole = [] if images.freeze_aligner else [*whole_aligner(model)]
     saved = [*dict.fromkeys([*(arguments["modules_to_save"] or ()), *whole])]
@@ -39,16 +38,18 @@ def _targets(model: Any, given: str | Collection[str] | None, images: ImageOptio
         return given
     if images.freeze_vit:
         return NO_LAYERS if images.freeze_llm else given
-    if any(map(is_experts, model.modules())):
-        raise InputError(
-            "freeze_vit is false, and the model has experts, beside which its tower gets no adapter; leave "
-            "out --freeze_vit"
-        )
     if images.freeze_llm or given is None:
         trained = TrainedParts(vision_layers=True, language_layers=not images.freeze_llm, aligner=False)
         return vision_targets(model, trained)[0]
+    of_experts = expert_layers(model)
+    if of_experts and given == "all-linear":
+        raise InputError(
+            "freeze_vit is false and target_modules 'all-linear', which would mean the routers of experts too;"
+            " give --target_modules names"
+        )
     of_text = of_text_model(model, given if isinstance(given, str) else [*given])
-    return pattern_of([*tower_layers(model), *of_text])
+    named = [path for path in of_experts if path.rpartition(".")[2] in given]
+    return pattern_of([*tower_layers(model), *of_text, *named])
 
 
 def freeze_parts(model: Any, images: ImageOptions, begun_with: str | None = None) -> None:
