@@ -82,3 +82,18 @@ def no_chunked_head(monkeypatch):
         raise AssertionError("TRL's chunked head was called")
 
     monkeypatch.setattr(utils._ChunkedLogProbFunction, "apply", refuse)
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    """A folder of its own for what a test writes beside itself."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """As processes of the command line have here; more threads would change bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -14,13 +14,7 @@ from unsloth_pack.demo import VISION_DEMO_DEFAULTS, VISION_MODEL_DIR, pictures
 from unsloth_pack.demo.evaluate_pictures import exact_match
 from unsloth_pack.demo.pictures import DENSE, caption_row, dense_row, heldout_scenes, scenes
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -19,11 +19,7 @@ from unsloth_pack.cli import main
 
 IDS = torch.arange(20)[None]
 SKIP_MOUNTS = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.fixture(scope="module")

@@ -18,19 +18,7 @@ from safetensors.torch import load_file, save_file
 from unsloth_pack.cli import main
 
 CLI = Path(__file__).parents[2] / "cli.py"
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp_path")
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,8 @@ def _targets(model: Any, given: str | Collection[str] | None, images: ImageOptio
     of_experts = expert_layers(model)
     if of_experts and given == "all-linear":
         raise InputError(
-            "freeze_vit is false and target_modules 'all-linear', which would mean routers of experts too; give "
-            "--target_modules names"
+            "freeze_vit is false and target_modules 'all-linear', which would mean routers of experts too; "
+            "give --target_modules names"
         )
     of_text = of_text_model(model, given if isinstance(given, str) else [*given])
     named = [path for path in of_experts if path.rpartition(".")[2] in given]
