@@ -4,6 +4,7 @@ The yardstick is the oracle on inputs in the same dtype: logits of all rows, rou
 """
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from unsloth_pack.kernels.token_scores import FIELDS
 pytest.importorskip("triton")
 module = sys.modules[token_scores.__module__]
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-LUCK = 4  # draws: one alone was 2.7 times as far off as the plain path in one run of 150
+LUCK = {("entropy",): 4}  # draws: one gradient of 150 was 2.7 times as far off as the plain path's
 OPTIONS = [{}, {"scale": 0.5}, {"softcap": 5.0}, {"softcap": 3.0, "scale": 2.0}]
 
 
@@ -105,7 +106,8 @@ def check(*draws, slack=1.25, **options):
 @pytest.mark.parametrize("trains_head", [False, True], ids=["frozen head", "trained head"])
 def test_no_less_exact_than_logits_of_all_rows(dtype, options, trains_head, path, small_chunks):
     for upstream in (("log_prob",), ("entropy",), ("log_prob", "entropy")):
-        draws = [make(2, 17, 32, V=517, dtype=dtype, bias=True, trains_head=trains_head) for _ in range(LUCK)]
+        made = partial(make, 2, 17, 32, V=517, dtype=dtype, bias=True, trains_head=trains_head)
+        draws = [made() for _ in range(LUCK.get(upstream, 1))]
         check(*draws, upstream=upstream, **options)
 
 
