@@ -125,7 +125,7 @@ def test_a_mixture_that_is_held_out_of_trains_twice_alike_and_resumes(run, folde
     )
 
 
-@pytest.mark.parametrize("how", ["interleave_under", "concatenate"])
+@pytest.mark.parametrize("how", ["interleave_under", pytest.param("concatenate", marks=pytest.mark.nightly)])
 def test_a_mixture_that_streams_resumes(run, folder, how):
     items = [item | {"weight": 3} if item is MAPPED else item for item in MIXED]
     flags = ["--streaming", f"--mixture={how}", f"--dataset={json.dumps(items)}", "--max_steps=25"]

@@ -47,14 +47,14 @@ class PackedRowSeen:
 
 
 def row_of_batch(batch: Mapping[str, Any], processor: Any, images: Sequence[Any]) -> PackedRowSeen:
-    """A batch of `VisionDataCollator`, to be drawn.
+    """A batch of `VisionDataCollator` for a model of the Qwen-VL family, to be drawn.
 
     Args:
         processor: that the collator has.
         images: of the batch, of Pillow, in the order of their tokens.
     """
     is_image = batch["input_ids"][0].numpy() == processor.image_token_id
-    grids = batch.get("image_grid_thw", np.zeros((0, 3), np.int64))
+    grids = np.asarray(batch.get("image_grid_thw", ()), np.int64).reshape(-1, 3)
     tokens = [int(grid.prod()) // processor.image_processor.merge_size**2 for grid in grids]
     pixels = [np.asarray(image.convert("RGB")) for image in images]
     is_counted = batch["labels"][0].numpy() != IGNORE_INDEX
