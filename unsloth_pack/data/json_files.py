@@ -14,6 +14,8 @@ from unsloth_pack.data.compressed import opened, opened_text, plain_name
 from unsloth_pack.data.file_parts import BLOCK, FilePart, Row, in_parts
 from unsloth_pack.errors import InputError
 
+_BLANKS = re.compile(r"[ \t\n\r]*")
+
 
 def read_json(part: FilePart) -> Iterator[list[Row]]:
     """Rows of a `.json` or `.jsonl` file: a list of objects, one object per line, or an object around a list.
@@ -131,19 +133,24 @@ def _whole(path: Path) -> str:
         return file.read()
 
 
+def _behind_blanks(text: str, at: int) -> int:
+    found = _BLANKS.match(text, at)
+    assert found is not None  # it matches nothing, too
+    return found.end()
+
+
 def _list_items(path: Path) -> Iterator[tuple[Any, int]]:
     """The items of a JSON list with their lengths, parsed one by one as the file is read."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
-    blank = re.compile(r"[ \t\n\r]*")
     with opened_text(path, newline="") as file:
         text, size = file.read(BLOCK), BLOCK
-        at = blank.match(text).end() + 1  # type: ignore[union-attr]
+        at = _behind_blanks(text, 0) + 1
         is_first = True
         while True:
             try:
-                begin = blank.match(text, at).end()  # type: ignore[union-attr]
+                begin = _behind_blanks(text, at)
                 if not is_first and text[begin] == ",":
-                    begin = blank.match(text, begin + 1).end()  # type: ignore[union-attr]
+                    begin = _behind_blanks(text, begin + 1)
                 elif is_first and text[begin] != "]":
                     pass
                 elif text[begin] == "]" and not (text[begin + 1 :] + file.read()).strip(" \t\n\r"):
