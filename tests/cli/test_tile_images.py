@@ -47,3 +47,11 @@ def test_packed_rows_train(place, tmp_path):
     )
     assert trained.keys() == again.keys()
     assert all(torch.equal(trained[name], again[name]) for name in trained)
+
+
+def test_stats_claims_no_limits_of_pixels(place, capsys):
+    given = flags(place, "out")[:4] + flags(place, "out")[6:8]
+    assert main(["stats", *given]) == 0
+    said = capsys.readouterr().out
+    assert "vision tokens" in said
+    assert "resized" not in said

@@ -82,7 +82,7 @@ def test_tokens_from_the_header_are_those_of_the_patches(height, width, most):
     limit = None if most is None else make.pixels_of_tokens(most)
     source = ImageSource(0, "image", picture(height, width))
     patches = make(source, limit)
-    tokens = make.tokens(source, (height, width), limit)
+    tokens = make.cut(source, (height, width), limit).tokens
     assert len(patches.values) == 4 * tokens == np.prod(patches.grid)
 
 
@@ -125,7 +125,7 @@ def test_limits_of_pixels(processor, tmp_path):
     assert made.size == {"shortest_edge": 1024, "longest_edge": 2048}
     make = PatchMaker(made)
     source = ImageSource(0, "image", encoded(picture(300, 300)))
-    assert make.tokens(source, (300, 300)) == 1 == len(make(source).values) // 4
+    assert make.cut(source, (300, 300)).tokens == 1 == len(make(source).values) // 4
     for most, least, message in [
         (1000, None, "one token is 1024 pixels"),
         (4096, 8192, "min_pixels is 8192 and max_pixels is 4096"),

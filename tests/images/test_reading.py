@@ -133,4 +133,4 @@ def test_small_and_odd_sizes_take_the_tokens_that_their_header_says(size, proces
     make = PatchMaker(processor.image_processor)
     source = of(encoded(picture(*size)))
     patches = make(source)
-    assert len(patches.values) == make.tokens(source, size_of(source)) * 4
+    assert len(patches.values) == make.cut(source, size_of(source)).tokens * 4

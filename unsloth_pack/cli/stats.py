@@ -183,9 +183,10 @@ def _print(
         highlight=False,
     )
     if images:
+        resized = "" if images.resized is None else f", {images.resized:,} images resized"
         console.print(
             f"{images.images:,} images, {images.vision_tokens:,} vision tokens "
-            f"({images.vision_tokens / report.tokens:.1%} of all), {images.resized:,} images resized",
+            f"({images.vision_tokens / report.tokens:.1%} of all){resized}",
             highlight=False,
         )
     histogram = Table("tokens", "documents", "", title="lengths", title_justify="left")

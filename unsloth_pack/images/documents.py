@@ -147,7 +147,7 @@ class VisionEncoder:
             raise InputError(f"image_folder is {str(image_folder)!r}, which is no folder; correct it")
         if not tokenizer.chat_template:
             raise InputError("the tokenizer has no chat template; use an instruct model, or set one")
-        self.token_ids = ImageTokenIds.of(tokens, tokenizer, config)
+        self.token_ids = ImageTokenIds(tokens, tokenizer, config)
         self.counts = VisionCounts()
         self._tokens, self._make_images, self._relabel = tokens, make_images, relabel
         self._max_length, self._overlong, self._skip_broken = max_length, overlong, skip_broken

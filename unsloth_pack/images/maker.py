@@ -74,9 +74,9 @@ class ImageMaker(ABC, Generic[Made]):
         """Pixels above which an image is made smaller."""
 
     @property
-    def least_pixels(self) -> int:
-        """Pixels below which an image is made larger."""
-        return 1
+    def pixel_limits(self) -> tuple[int, int] | None:
+        """Pixels below which an image is made larger, above which smaller; None where other rules hold."""
+        return None
 
     @abstractmethod
     def pixels_of_tokens(self, tokens: int) -> int:
@@ -144,17 +144,6 @@ class ImageMaker(ABC, Generic[Made]):
             return self._cut(*size, most_pixels, of_document)
         except ValueError as error:
             _refuse(source, size, str(error))
-
-    def tokens(
-        self,
-        source: ImageSource,
-        size: tuple[int, int],
-        most_pixels: int | None = None,
-        of_document: int = 1,
-    ) -> int:
-        """How many tokens the tower makes of an image; see `cut`."""
-        cut = self.cut(source, size, most_pixels, of_document)
-        return cut.lines * cut.columns * cut.of_tile + cut.whole
 
     def __call__(self, source: ImageSource, most_pixels: int | None = None, of_document: int = 1) -> Made:
         """Read, resize and cut an image.

@@ -44,8 +44,8 @@ class PatchMaker(ImageMaker[Patches]):
         return self._processor.size["longest_edge"]
 
     @property
-    def least_pixels(self) -> int:
-        return self._processor.size["shortest_edge"]
+    def pixel_limits(self) -> tuple[int, int]:
+        return self._processor.size["shortest_edge"], self.most_pixels
 
     def pixels_of_tokens(self, tokens: int) -> int:
         return tokens * (self._processor.patch_size * self.merge_size) ** 2

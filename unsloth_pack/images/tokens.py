@@ -190,11 +190,6 @@ class ImageTokenIds:
                 f"{expected} as an image; load the tokenizer that came with the model"
             )
 
-    @classmethod
-    def of(cls, tokens: ImageTokens, tokenizer: Any, config: Any = None) -> ImageTokenIds:
-        """The image tokens in a tokenizer; see the class."""
-        return cls(tokens, tokenizer, config)
-
     @property
     def of_images(self) -> set[int]:
         """The ids that no text may hold."""

@@ -42,12 +42,12 @@ class ImageCounts:
 
     Args:
         vision_tokens: that they take.
-        resized: images beyond the limits of pixels.
+        resized: images beyond the limits of pixels; None where the model's images have no such limits.
     """
 
     images: int
     vision_tokens: int
-    resized: int
+    resized: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,15 +122,15 @@ class ImagePreparation:
 
     def counts(self, documents: Documents) -> ImageCounts:
         """How many images some documents have, and how many of them are resized."""
-        make = self.make_images
-        least, most, resized, vision_tokens, images = make.least_pixels, make.most_pixels, 0, 0, 0
+        limits, resized, vision_tokens, images = self.make_images.pixel_limits, 0, 0, 0
         for table in scan(documents.rows, [IMAGES], _BATCH):
             of_table = table[IMAGES].combine_chunks().flatten()
             height, width, tokens = (of_table.field(n).to_numpy() for n in ("height", "width", "tokens"))
-            pixels = height.astype(np.int64) * width
-            resized += int(((pixels < least) | (pixels > most)).sum())
+            if limits is not None:
+                pixels = height.astype(np.int64) * width
+                resized += int(((pixels < limits[0]) | (pixels > limits[1])).sum())
             vision_tokens, images = vision_tokens + int(tokens.sum()), images + len(tokens)
-        return ImageCounts(images, vision_tokens, resized)
+        return ImageCounts(images, vision_tokens, None if limits is None else resized)
 
     @property
     def processor_hash(self) -> str:
@@ -140,14 +140,14 @@ class ImagePreparation:
 
     def packed(self, ledger: TokenLedger) -> PackedImages:
         """What the manifest of packs says of their images."""
-        make = self.make_images
+        least, most = self.make_images.pixel_limits or (None, None)
         return PackedImages(
             images=ledger.images,
             vision_tokens=ledger.vision_tokens,
             are_paths=not self.keep_bytes,
             placeholder=self.token_ids.placeholder,
-            least_pixels=None if make.own_limit else make.least_pixels,
-            most_pixels=None if make.own_limit else make.most_pixels,
+            least_pixels=least,
+            most_pixels=most,
             processor=self.processor_hash,
         )
 
@@ -191,7 +191,7 @@ def image_ids_of(model_name: str, tokenizer: Any) -> ImageTokenIds | None:
     config = load_config(resolve(model_name)[0])
     if config.model_type not in IMAGE_TOKENS:
         return None
-    return ImageTokenIds.of(image_tokens_of(config), tokenizer, config)
+    return ImageTokenIds(image_tokens_of(config), tokenizer, config)
 
 
 def takes_images(model_name: str) -> bool:
@@ -263,7 +263,7 @@ def preparation_of(
     image_processor = load_image_processor(
         source, config=config, max_pixels=options.max_pixels, min_pixels=options.min_pixels
     )
-    token_ids = ImageTokenIds.of(tokens, tokenizer, config)
+    token_ids = ImageTokenIds(tokens, tokenizer, config)
     processor = processor_of(source, image_processor, tokenizer, tokens, config)
     return ImagePreparation(config, processor, tokens, token_ids, options, keep_bytes)
 

@@ -75,7 +75,7 @@ class FastVisionModel:
             full_finetuning=full_finetuning,
             **kwargs,
         )
-        ImageTokenIds.of(tokens, tokenizer, config)
+        ImageTokenIds(tokens, tokenizer, config)
         return model, processor_of(source, image_processor, tokenizer, tokens, config, **files)
 
     @staticmethod
