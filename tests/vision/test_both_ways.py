@@ -90,8 +90,8 @@ def test_backends_on_a_gpu_are_as_right_as_sdpa(backend, dtype, window, head_dim
         results = []
         try:
             made_by_backend = attend(*qkv, row, AttentionOptions(0.1, window), backend)
-        except BackendUnavailable as error:
-            pytest.skip(str(error))
+        except BackendUnavailable as why:
+            pytest.skip(str(why))
         for out, leaves in (
             (as_transformers_means_it(*exact, row, 0.1, window), exact),
             (as_transformers_means_it(*qkv, row, 0.1, window), qkv),
@@ -111,8 +111,8 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, before, after, scale):
     for number in range(len(cu_seqlens_q) - 1):
         (of_q, of_k) = (slice(*cu[number : number + 2].tolist()) for cu in (cu_seqlens_q, cu_seqlens_k))
         k_HLD, v_HLD = (x[of_k].repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
-        at = torch.arange(len(q[of_q])) + len(k[of_k]) - len(q[of_q])
-        ahead = torch.arange(len(k[of_k]))[None] - at[:, None]
+        at = torch.arange(len(q[of_q]), device=q.device) + len(k[of_k]) - len(q[of_q])
+        ahead = torch.arange(len(k[of_k]), device=q.device)[None] - at[:, None]
         hidden = torch.zeros_like(ahead, dtype=torch.bool)
         if before is not None:
             hidden |= ahead < -before
