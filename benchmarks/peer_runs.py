@@ -103,8 +103,9 @@ def in_a_process(file: str, what: str, case: str, args: argparse.Namespace) -> d
             text=True,
             timeout=args.timeout,
         )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"more than {args.timeout} s"}
+    except subprocess.TimeoutExpired as ended:
+        said = b"".join(filter(None, (ended.stdout, ended.stderr))).decode(errors="replace")
+        return {"failed": f"more than {args.timeout} s", "said": said[-4000:]}
     told = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
     if done.returncode or not told:
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
