@@ -5,7 +5,7 @@ Shapes: P patches of all images, H heads, D head size.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,8 @@ class FastTower(nn.Module):
         spec, merge = self.vision_spec, getattr(self.config, self.vision_spec.merge)
         frames = np.repeat((grids[:, 1] * grids[:, 2]).numpy(), grids[:, 0].numpy())
         images = PackedRow.of_lengths(tuple(frames.tolist()), device)
-        made = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+        sizes = tuple(map(tuple, grids.tolist()))
+        made = {"position_ids": torch.cat([_positions(size, merge) for size in sizes])}
         windows = None
         if spec.windows:
             index, ends = vision_utils.get_vision_window_index(
@@ -94,19 +95,43 @@ class FastTower(nn.Module):
             windows = PackedRow.of_lengths(tuple(ends.diff().tolist()), device)
             made["window_index"] = index
         if spec.interpolates:
-            indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-                grids,
-                num_grid_per_side=self.num_grid_per_side,
-                mode=self.interpolation_mode,
-                align_corners=self.interpolation_align_corners,
-                spatial_merge_size=merge,
-            )
-            made |= {"interp_indices": indices, "interp_weights": weights}
+            table = (self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners)
+            indices, weights = zip(*(_interpolation(size, merge, *table) for size in sizes), strict=True)
+            made |= {"interp_indices": torch.cat(indices), "interp_weights": torch.cat(weights)}
         shared: dict[str, Any] = {name: images.upload(value.numpy()) for name, value in made.items()}
         shared |= {"cu_seqlens": images.cu_seqlens, "max_seqlen": images.longest}
         if windows is not None:
             shared |= {"cu_window_seqlens": windows.cu_seqlens, "max_window_seqlen": windows.longest}
         return shared | {"tower_rows": TowerRows(images, windows)}
+
+
+@lru_cache(maxsize=256)
+def _positions(size: tuple[int, ...], merge: int) -> Tensor:
+    """`[P, 2]` int64: row and column of every patch of one image.
+
+    Args:
+        size: of the image, in patches: time, height and width.
+    """
+    return vision_utils.get_vision_position_ids(torch.tensor([size]), merge)
+
+
+@lru_cache(maxsize=256)
+def _interpolation(
+    size: tuple[int, ...], merge: int, side: int, mode: str, align_corners: bool
+) -> tuple[Tensor, Tensor]:
+    """Which learned positions every patch of one image lies between, and their weights; both `[P, taps]`.
+
+    Args:
+        size: of the image, in patches: time, height and width.
+        side: of the square of learned positions.
+    """
+    return vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([size]),
+        num_grid_per_side=side,
+        mode=mode,
+        align_corners=align_corners,
+        spatial_merge_size=merge,
+    )
 
 
 class FastPatchEmbed(nn.Module):
