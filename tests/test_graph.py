@@ -12,10 +12,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import IA3Config, get_peft_model
+from recorded_graphs import record_graphs
 from tiny import error, random_documents, tiny_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import get_protocol_members
 
 from unsloth_pack import patch_model, supported_architectures
@@ -493,7 +492,6 @@ def test_graphs_outlive_evaluation_and_probes(held_up, monkeypatch):
     graphs._state = DecoderState(decoder)
     graphs._graphs[RowForm.of(row)] = SimpleNamespace(replay=lambda *given: given)
     assert graphs.run(decoder, row, ids) == (row, ids)
-    assert graphs.run(decoder, row, None) is None
     with torch.no_grad():
         assert graphs.run(decoder, row, ids) is None
     model.eval()
@@ -548,6 +546,7 @@ def without_kernels(memory, weight):
         grads=[torch.ones(4, 2), torch.ones(4, 3), None],
     )
     form.gradients = SimpleNamespace(copies=lambda: (torch.ones_like(weight),))
+    form.input_gradients = []
     return form
 
 
@@ -639,84 +638,10 @@ class TinyDecoder:
         return SimpleNamespace(last_hidden_state=self._embedding(input_ids), router_logits=None)
 
 
-class Asked(list):
-    """The calls made while this device was the current one, and the graphs that share the pool."""
-
-    device = 0
-
-    def __init__(self):
-        self.sharing = set()
-
-
-class Recorder(TorchDispatchMode):
-    """What is computed inside is computed again, over the same tensors, by `replay`: a graph on a CPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        self.calls.append((function, args, kwargs or {}, made))
-        return made
-
-    @torch.no_grad()
-    def replay(self):
-        for function, args, kwargs, made in self.calls:
-            again = tree_leaves(function(*args, **kwargs))
-            for first, second in zip(tree_leaves(made), again, strict=True):
-                if isinstance(first, torch.Tensor):
-                    first.copy_(second)
-
-
 @pytest.fixture
 def allocations(monkeypatch):
-    """CUDA without a GPU: what captures and warm-ups ask of it, in order. A replay computes again."""
-    asked = Asked()
-
-    @contextmanager
-    def graph(graph, pool, stream, capture_error_mode="global"):
-        asked.append(("capture", pool, stream, capture_error_mode))
-        with graph.recorder:
-            yield
-        asked.sharing.add(graph)
-
-    class Graph:
-        def __init__(self):
-            self.recorder = Recorder()
-
-        def pool(self):
-            return (asked.device, 1)
-
-        def reset(self):
-            asked.sharing.discard(self)
-
-        def replay(self):
-            self.recorder.replay()
-
-    @contextmanager
-    def use_mem_pool(pool):
-        asked.append(("warm-up", pool.id))
-        yield
-
-    def stream():
-        return SimpleNamespace(wait_stream=lambda other: asked.append(("wait",)), device_index=asked.device)
-
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **at: zeros(*shape, **(at | {"device": CPU})))
-    for name, made in {
-        "CUDAGraph": Graph,
-        "current_device": lambda: asked.device,
-        "empty_cache": lambda: None,
-        "Stream": stream,
-        "current_stream": stream,
-        "stream": nullcontext,
-        "set_stream": nullcontext,
-        "graph": graph,
-        "use_mem_pool": use_mem_pool,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, made)
-    return asked
+    """What captures and warm-ups ask of CUDA, in order."""
+    return record_graphs(monkeypatch)
 
 
 def can_be_captured(decoder) -> bool:

@@ -1,5 +1,6 @@
 """A step is captured where launching was measured to hold the device up, and where memory allows it."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -248,7 +249,7 @@ def steps(graphs, decoder, machine, n, host, device, keeps=0.0):
 
 def graphs_on(machine):
     graphs = StepGraphs(None)
-    graphs._trials = trials_on(machine)
+    graphs._trials = defaultdict(lambda: trials_on(machine))
     return graphs
 
 
@@ -299,7 +300,7 @@ def test_a_row_in_graphs_of_another_form_says_no_reason(decoder):
             with graphs.tried(longer):
                 machine.runs(0.02, 0.005)
             machine.host += 1
-    graphs._trials.is_held_up = lambda *_: False
+    graphs._trials[None].is_held_up = lambda *_: False
     assert steps(graphs, decoder, machine, 4, 0.02, 0.005) == ["replayed"] * 4
     assert graphs.why_not is None
     assert len(graphs._graphs) == 1
@@ -325,7 +326,7 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     graphs = model.get_decoder().step_graphs
-    graphs._why_never, graphs._trials = None, Trials(gauge)
+    graphs._why_never, graphs._trials = None, defaultdict(lambda: Trials(gauge))
     ids = torch.cat(random_documents([40, 20]))[None]
     for _ in range(6):
         model(input_ids=ids, labels=ids, packed_seq_lengths=[40, 20])
