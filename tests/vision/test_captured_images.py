@@ -4,20 +4,24 @@ Without a GPU, graphs are recorded and computed again, in float64.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiled_models
 import torch
 import vision_models
 from correctness.judge import Draw, holds, judge_as_few
 from recorded_graphs import record_graphs
-from tiny import DEVICE, error
+from tiny import DEVICE, error, tiny_model
+from torch.nn.utils.rnn import pad_sequence
 from vision_models import labels_of
 
 from unsloth_pack import patch_model
+from unsloth_pack.forwards.deepstack import add_visual
 from unsloth_pack.forwards.mixers import attention
 from unsloth_pack.graphs.capture import CapturedForm
-from unsloth_pack.graphs.inputs import StaticInputs
+from unsloth_pack.graphs.inputs import Embedded, StaticInputs
 from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -209,6 +213,86 @@ NIGHTLY = [
 @pytest.mark.parametrize(("name", "trained"), [*FEW, *NIGHTLY])
 def test_recorded_steps_are_uncaptured_steps(name, trained, recorded, replays):
     assert_replayed_alike(pair(name, torch.float64, trained), name, replays, 1e-9)
+
+
+def test_a_padded_batch_with_images_is_captured_without_its_padding(recorded, replays):
+    models = pair("qwen3_vl", torch.float64, "all")
+    for seed in range(7):
+        docs = [doc for doc in vision_models.documents(seed=seed)[seed % 2 :] if len(doc.ids) > 1]
+        ids = pad_sequence([doc.ids for doc in docs], batch_first=True)
+        labels = pad_sequence([labels_of([doc]) for doc in docs], batch_first=True, padding_value=-100)
+        mask = pad_sequence([torch.ones_like(doc.ids) for doc in docs], batch_first=True)
+        found = []
+        for model in models:
+            model.zero_grad()
+            given = vision_models.images_of(model, docs, requires_grad=True)
+            types = (ids == vision_models.IMAGE).int()
+            out = model(input_ids=ids, attention_mask=mask, labels=labels, mm_token_type_ids=types, **given)
+            out.loss.backward()
+            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            found.append(grads | {"loss": out.loss.detach(), "pixels": given["pixel_values"].grad})
+        assert found[0].keys() == found[1].keys()
+        for key, value in found[1].items():
+            assert error(found[0][key], value) < 1e-9, key
+    assert replays == [68, 61, 68]
+
+
+def test_rows_of_gemma_3_with_images_say_why_they_are_not_captured(recorded, replays):
+    model = patched("gemma3", torch.float64, "aligner")
+    graphs = model.get_decoder().step_graphs
+    for parts in [[[4, (1, 1), 3], [5]]] * 4 + [[[4], [9]]] * 3:
+        run("gemma3", model, documents("gemma3", parts, seed=0))
+        if len(parts[0]) > 1:
+            assert graphs.why_not == "the tokens of images see each other in both directions"
+    assert replays == [13] * 4
+
+
+def test_embeddings_of_a_text_model_are_captured_with_their_gradient(recorded, replays):
+    """Evaluation between the steps neither replays anything nor drops a graph."""
+    model = tiny_model("qwen3", torch.float64)
+    patch_model(model).skip_probe()
+    decoder = model.get_decoder()
+    graphs = decoder.step_graphs
+    by_row = []
+    for number, lengths in enumerate([[20, 9], [3], [40, 1, 20], [90], [7, 8]]):
+        by_row.append(found := [])
+        for graphs._why_never in ("for comparison", None):
+            torch.manual_seed(number)
+            embeds = torch.randn(1, sum(lengths), 64, dtype=torch.float64, requires_grad=True)
+            hidden = decoder(inputs_embeds=embeds, packed_seq_lengths=lengths).last_hidden_state
+            model.zero_grad()
+            (hidden * torch.randn_like(hidden)).sum().backward()
+            grads = [p.grad for p in decoder.parameters() if p.grad is not None]
+            found.append([hidden.detach(), embeds.grad, *grads])
+        model.eval()
+        decoder(inputs_embeds=embeds, packed_seq_lengths=lengths)
+        model.train()
+    for theirs, ours in by_row:  # only now: what a row has made outlives the next
+        assert all(error(one, other) < 1e-9 for one, other in zip(ours, theirs, strict=True))
+    assert replays == [61, 90, 15]
+    assert len(graphs._graphs) == 2
+
+
+def test_nothing_is_captured_where_nothing_trains(recorded, replays):
+    model = patched("qwen3_vl", torch.float64, "frozen tower").requires_grad_(False)
+    text, docs = vision_models.documents([[9]]), vision_models.documents()
+    graphs = model.get_decoder().step_graphs
+    for _ in range(4):
+        called("qwen3_vl", model, text)
+        assert graphs.why_not == "no weight of the decoder is trained, nor what comes in"
+    for _ in range(4):  # a gradient goes on to the pixels
+        called("qwen3_vl", model, docs, labels=labels_of(docs)[None])
+    assert replays == [69, 69]
+
+
+def test_what_is_added_behind_layers_changes_no_other_token():
+    """A dense addition, as captured, to the bit that of the tokens of images alone; signed zeros stay."""
+    row = replace(PackedRow.of_lengths([5, 3], torch.device("cpu")), visual=np.array([1, 2, 6]))
+    hidden, features = torch.randn(1, 8, 4), torch.randn(3, 4)
+    hidden[0, 0, 0], hidden[0, 0, 1] = 0.0, -0.0
+    _, added = Embedded(hidden, [features]).by_token(row)
+    found = [add_visual(hidden, row, given) for given in (features, added)]
+    assert torch.equal(*(x.view(torch.int32) for x in found))
 
 
 @gpu

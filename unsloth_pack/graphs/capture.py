@@ -125,7 +125,7 @@ def capture_form(
     Raises:
         RuntimeError: the capture broke, or memory ran out. `memory` then has to be given back.
     """
-    step = _StaticStep(decoder, form, device)
+    step = _StaticStep(decoder, form, device, memory)
     tables = _make_rotary_tables(decoder, step.row)
     torch.cuda.empty_cache()  # of what uncaptured steps held: the graphs have memory of their own
     grads = _warm_up(step, memory)
@@ -151,9 +151,9 @@ def capture_form(
 class _StaticStep:
     """A decoder's step over static tensors: what is run to warm up, and again to be captured."""
 
-    def __init__(self, decoder: CapturableDecoder, form: RowForm, device: torch.device):
+    def __init__(self, decoder: CapturableDecoder, form: RowForm, device: torch.device, memory: GraphMemory):
         self.row = PackedRow.static(form.tokens, form.segments, form.longest, device, form.axes)
-        self.inputs = StaticInputs(form.tokens, form.embedded, device)
+        self.inputs = StaticInputs(form.tokens, form.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         self.stand_ins = StandIns(decoder, form.autocast or decoder.get_input_embeddings().weight.dtype)
         self._leaves = [*self.stand_ins.of(self.parameters), *self.inputs.leaves]

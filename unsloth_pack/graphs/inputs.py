@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.row.packed_row import PackedRow
 
 
@@ -72,15 +73,15 @@ class StaticInputs:
         leaves: `[tokens, C]` each; those whose gradients the graphs compute.
     """
 
-    def __init__(self, tokens: int, form: EmbeddedForm | None, device: torch.device):
+    def __init__(self, tokens: int, form: EmbeddedForm | None, device: torch.device, memory: GraphMemory):
         self._ids: Tensor | None = None
         self._by_token: list[Tensor] = []
         if form is None:
             self._ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
         else:
-            shape, n_tensors = (tokens, form.features), 1 + form.n_layers
-            made = (torch.zeros(*shape, dtype=form.dtype, device=device) for _ in range(n_tensors))
-            self._by_token = [x.requires_grad_(form.trains) for x in made]
+            for number in range(1 + form.n_layers):
+                x = memory.input(number, tokens, form.features, form.dtype, device)
+                self._by_token.append(x.requires_grad_(form.trains))
         self.leaves = [x for x in self._by_token if x.requires_grad]
 
     def fill(self, inputs: list[Tensor] | Tensor, n_tokens: int) -> None:
