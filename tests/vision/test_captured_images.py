@@ -3,6 +3,7 @@
 Without a GPU, graphs are recorded and computed again, in float64.
 """
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -21,7 +22,8 @@ from unsloth_pack import patch_model
 from unsloth_pack.forwards.deepstack import add_visual
 from unsloth_pack.forwards.mixers import attention
 from unsloth_pack.graphs.capture import CapturedForm
-from unsloth_pack.graphs.inputs import Embedded, StaticInputs
+from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm, StaticInputs
+from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -90,6 +92,13 @@ def run(name, model, docs):
     found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     found |= {f"pixels {n}": leaf.grad for n, leaf in enumerate([*leaves, *more]) if leaf.grad is not None}
     return {"logits": logits.detach(), "loss": loss.detach(), **found}
+
+
+def adapter_in_float32(model):
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.float()
+    return model
 
 
 def called(name, model, docs, **labels):
@@ -237,6 +246,30 @@ def test_a_padded_batch_with_images_is_captured_without_its_padding(recorded, re
     assert replays == [68, 61, 68]
 
 
+def test_nothing_that_a_warm_up_over_images_makes_outlives_it(monkeypatch):
+    """Kept in a module or in the static row, it would lie where replays of other forms write."""
+
+    def living():
+        gc.collect()
+        return [x for x in gc.get_objects() if torch.Tensor in type(x).__mro__]
+
+    monkeypatch.setattr(attention, "attend", by_ends)
+    decoder = patched("qwen3_vl", torch.float64, "aligner").get_decoder()
+    device = torch.device("cpu")
+    row = PackedRow.static(64, 64, 48, device, has_axes=True)
+    inputs = StaticInputs(64, EmbeddedForm(64, torch.float64, 2, True), device, GraphMemory())
+    for tables in decoder.rotary_tables.values():
+        tables.for_row(row)
+    before = living()
+    _, embeds, added = inputs.arguments()
+    hidden = decoder._packed_forward(row, None, embeds, **added).last_hidden_state
+    leaves = [*inputs.leaves, *(p for p in decoder.parameters() if p.requires_grad)]
+    torch.autograd.grad(hidden.sum(), leaves, allow_unused=True)
+    del hidden, embeds, added
+    known = set(map(id, before))
+    assert [x.shape for x in living() if id(x) not in known] == []
+
+
 def test_rows_of_gemma_3_with_images_say_why_they_are_not_captured(recorded, replays):
     model = patched("gemma3", torch.float64, "aligner")
     graphs = model.get_decoder().step_graphs
@@ -301,6 +334,14 @@ def test_what_is_added_behind_layers_changes_no_other_token():
 def test_captured_steps_are_uncaptured_steps(name, trained, held_up, replays):
     """Captured rows are longer, which changes only how GEMMs round."""
     assert_replayed_alike(pair(name, torch.float32, trained, "triton"), name, replays, 1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
+def test_captured_steps_under_autocast_are_uncaptured_steps(name, held_up, replays):
+    models = [adapter_in_float32(model) for model in pair(name, BF16, "tower")]
+    with torch.autocast("cuda", BF16):
+        assert_replayed_alike(models, name, replays, 0.03)
 
 
 @gpu
