@@ -9,13 +9,13 @@ from dataclasses import replace as replace_fields
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from peft import IA3Config, get_peft_model
+from recorded_graphs import record_graphs
 from tiny import error, random_documents, tiny_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import get_protocol_members
 
 from unsloth_pack import patch_model, supported_architectures
@@ -26,6 +26,7 @@ from unsloth_pack.forwards.rotary import rotary_tables
 from unsloth_pack.graphs.capture import StepOutput, _Replayed, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.flat_gradients import FlatGradients
+from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm
 from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
@@ -191,6 +192,45 @@ def test_a_form_is_of_one_autocast(autocast_on_a_gpu):
     assert RowForm(64, 64, 64, torch.bfloat16).holds(row)
     assert not RowForm(64, 64, 64, torch.float16).holds(row)
     assert not RowForm(64, 64, 64, None).holds(row)
+
+
+def test_a_form_is_of_one_kind_of_inputs():
+    row, ids = PackedRow.of_lengths([9], CPU), torch.zeros(1, 9, dtype=torch.int64)
+    embeds = torch.zeros(1, 9, 4)
+    others = [
+        Embedded(embeds),
+        Embedded(embeds.half()),
+        Embedded(torch.zeros(1, 9, 8)),
+        Embedded(embeds.clone().requires_grad_()),
+        Embedded(embeds, [torch.zeros(2, 4)]),
+        Embedded(embeds, [torch.zeros(2, 4, requires_grad=True)]),
+    ]
+    kinds = [EmbeddedForm.of(inputs) for inputs in (ids, *others)]
+    assert len({*kinds}) == 7
+    assert EmbeddedForm.of(Embedded(embeds, [torch.zeros(5, 4)])) == kinds[5]
+    for kind in kinds:
+        form = RowForm.of(row, False, kind)
+        assert [form.holds(row, False, other) for other in kinds] == [other == kind for other in kinds]
+
+
+def test_a_form_holds_rows_without_axes_of_their_own_but_not_the_reverse():
+    row = PackedRow.of_lengths([2, 3], CPU)
+    of_text = replace_fields(row, axes=np.tile(row.positions, (3, 1)))
+    of_image = replace_fields(row, axes=np.stack([row.positions, [0, 7, 0, 1, 1], row.positions]))
+    assert RowForm.of(of_text) == RowForm.of(row)
+    assert not RowForm.of(row).holds(of_image)
+    form = RowForm.of(of_image)
+    assert form.holds(of_image)
+    static = PackedRow.static(8, 4, 3, CPU, form.axes)
+    for given in (of_image, of_text, row):
+        assert form.holds(given)
+        static.fill(given)
+        assert static.position_ids.tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
+        assert static.cu_seqlens.tolist() == [0, 2, 5, 8, 8]
+        for filled, axis in zip(
+            static.axis_ids, [row.positions] * 3 if given.axes is None else given.axes, strict=True
+        ):
+            assert filled.tolist() == [*axis, 0, 1, 2]
 
 
 def test_a_static_row_forgets_the_row_before():
@@ -493,7 +533,6 @@ def test_graphs_outlive_evaluation_and_probes(held_up, monkeypatch):
     graphs._state = DecoderState(decoder)
     graphs._graphs[RowForm.of(row)] = SimpleNamespace(replay=lambda *given: given)
     assert graphs.run(decoder, row, ids) == (row, ids)
-    assert graphs.run(decoder, row, None) is None
     with torch.no_grad():
         assert graphs.run(decoder, row, ids) is None
     model.eval()
@@ -548,6 +587,7 @@ def without_kernels(memory, weight):
         grads=[torch.ones(4, 2), torch.ones(4, 3), None],
     )
     form.gradients = SimpleNamespace(copies=lambda: (torch.ones_like(weight),))
+    form.input_gradients = []
     return form
 
 
@@ -639,84 +679,10 @@ class TinyDecoder:
         return SimpleNamespace(last_hidden_state=self._embedding(input_ids), router_logits=None)
 
 
-class Asked(list):
-    """The calls made while this device was the current one, and the graphs that share the pool."""
-
-    device = 0
-
-    def __init__(self):
-        self.sharing = set()
-
-
-class Recorder(TorchDispatchMode):
-    """What is computed inside is computed again, over the same tensors, by `replay`: a graph on a CPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        self.calls.append((function, args, kwargs or {}, made))
-        return made
-
-    @torch.no_grad()
-    def replay(self):
-        for function, args, kwargs, made in self.calls:
-            again = tree_leaves(function(*args, **kwargs))
-            for first, second in zip(tree_leaves(made), again, strict=True):
-                if isinstance(first, torch.Tensor):
-                    first.copy_(second)
-
-
 @pytest.fixture
 def allocations(monkeypatch):
-    """CUDA without a GPU: what captures and warm-ups ask of it, in order. A replay computes again."""
-    asked = Asked()
-
-    @contextmanager
-    def graph(graph, pool, stream, capture_error_mode="global"):
-        asked.append(("capture", pool, stream, capture_error_mode))
-        with graph.recorder:
-            yield
-        asked.sharing.add(graph)
-
-    class Graph:
-        def __init__(self):
-            self.recorder = Recorder()
-
-        def pool(self):
-            return (asked.device, 1)
-
-        def reset(self):
-            asked.sharing.discard(self)
-
-        def replay(self):
-            self.recorder.replay()
-
-    @contextmanager
-    def use_mem_pool(pool):
-        asked.append(("warm-up", pool.id))
-        yield
-
-    def stream():
-        return SimpleNamespace(wait_stream=lambda other: asked.append(("wait",)), device_index=asked.device)
-
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **at: zeros(*shape, **(at | {"device": CPU})))
-    for name, made in {
-        "CUDAGraph": Graph,
-        "current_device": lambda: asked.device,
-        "empty_cache": lambda: None,
-        "Stream": stream,
-        "current_stream": stream,
-        "stream": nullcontext,
-        "set_stream": nullcontext,
-        "graph": graph,
-        "use_mem_pool": use_mem_pool,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, made)
-    return asked
+    """What captures and warm-ups ask of CUDA, in order."""
+    return record_graphs(monkeypatch)
 
 
 def can_be_captured(decoder) -> bool:
@@ -828,6 +794,16 @@ def test_a_replay_is_of_the_row_that_came(allocations):
         of_hidden = torch.randn(hidden.shape)
         (found,) = torch.autograd.grad(hidden, weight, of_hidden)
         torch.testing.assert_close(found, torch.zeros(8, 4).index_add(0, ids, of_hidden[0]))
+
+
+def test_forms_share_the_memory_of_what_a_row_brings():
+    memory, bf16 = GraphMemory(), torch.bfloat16
+    first = memory.input(0, 64, 4, bf16, CPU)
+    given = [(0, 48, 4, bf16), (1, 64, 4, bf16), (0, 64, 8, bf16), (0, 96, 4, bf16)]
+    same, *others = (memory.input(*one, CPU) for one in given)
+    assert (same.data_ptr(), same.shape) == (first.data_ptr(), (48, 4))
+    assert len({x.data_ptr() for x in (first, *others)}) == 4
+    assert not first.any()
 
 
 def test_a_model_that_moves_gets_memory_on_its_new_device(allocations):

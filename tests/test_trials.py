@@ -1,5 +1,6 @@
 """A step is captured where launching was measured to hold the device up, and where memory allows it."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from tiny import random_documents, tiny_model
 from unsloth_pack import patch_model
 from unsloth_pack.graphs.capture import StepOutput
 from unsloth_pack.graphs.gauge import Gauge, free_bytes
+from unsloth_pack.graphs.inputs import Embedded
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.row.packed_row import PackedRow
@@ -248,7 +250,7 @@ def steps(graphs, decoder, machine, n, host, device, keeps=0.0):
 
 def graphs_on(machine):
     graphs = StepGraphs(None)
-    graphs._trials = trials_on(machine)
+    graphs._trials = defaultdict(lambda: trials_on(machine))
     return graphs
 
 
@@ -299,10 +301,25 @@ def test_a_row_in_graphs_of_another_form_says_no_reason(decoder):
             with graphs.tried(longer):
                 machine.runs(0.02, 0.005)
             machine.host += 1
-    graphs._trials.is_held_up = lambda *_: False
+    graphs._trials[None].is_held_up = lambda *_: False
     assert steps(graphs, decoder, machine, 4, 0.02, 0.005) == ["replayed"] * 4
     assert graphs.why_not is None
     assert len(graphs._graphs) == 1
+
+
+def test_rows_of_embeddings_are_measured_by_themselves(decoder):
+    """Text waits for Python, which says nothing about rows of the same size with images."""
+    machine = Machine()
+    graphs = graphs_on(machine)
+    row, embeds = PackedRow.of_lengths([64], CPU), Embedded(torch.zeros(1, 64, 64))
+    assert steps(graphs, decoder, machine, 3, 0.02, 0.005)[-1] == "replayed"
+    for _ in range(5):
+        assert graphs.run(decoder, row, embeds) is None
+        with graphs.tried(row):
+            machine.runs(0.02, 0.05)
+        machine.host += 1
+    assert graphs.why_not == "the GPU computes longer than Python launches: 50.0 ms against 20.0 ms"
+    assert graphs.run(decoder, row, IDS) == "replayed"
 
 
 class Slow(Gauge):
@@ -325,7 +342,7 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     graphs = model.get_decoder().step_graphs
-    graphs._why_never, graphs._trials = None, Trials(gauge)
+    graphs._why_never, graphs._trials = None, defaultdict(lambda: Trials(gauge))
     ids = torch.cat(random_documents([40, 20]))[None]
     for _ in range(6):
         model(input_ids=ids, labels=ids, packed_seq_lengths=[40, 20])

@@ -16,12 +16,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.forwards.deepstack import add_visual, visual_by_layer
+from unsloth_pack.forwards.deepstack import DEEPSTACK, add_visual, visual_by_layer
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.layer_inputs import inputs_by_layer
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.rotary import RotaryTables
 from unsloth_pack.forwards.unpadding import Unpadding
+from unsloth_pack.graphs.inputs import Embedded
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.losses.contract import LOSS_KEYWORDS
 from unsloth_pack.models.spec import ArchSpec
@@ -180,9 +181,12 @@ class FastDecoder(nn.Module):
         to keep their activations."""
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("a model call takes either input_ids or inputs_embeds; give exactly one")
+        inputs: Any = input_ids
+        if inputs_embeds is not None:
+            inputs = Embedded(inputs_embeds, visual_by_layer(row, dict(kwargs)))
         while True:
-            if not self._asks_for_more(kwargs):
-                made = self.step_graphs.run(self, row, input_ids, self._asks_for_router_logits(kwargs))
+            if not self._asks_for_more(kwargs, inputs_embeds):
+                made = self.step_graphs.run(self, row, inputs, self._asks_for_router_logits(kwargs))
                 if made is not None:
                     return PackedOutput(last_hidden_state=made.hidden, router_logits=made.router_logits)
             plan = self.recompute_plan if self.training and torch.is_grad_enabled() else None
@@ -198,9 +202,12 @@ class FastDecoder(nn.Module):
             torch.cuda.empty_cache()
             self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
 
-    def _asks_for_more(self, kwargs: Mapping[str, Any]) -> bool:
+    def _asks_for_more(self, kwargs: Mapping[str, Any], inputs_embeds: Tensor | None) -> bool:
         """Whether a call is to return more than graphs do, or its layers take more."""
-        others = (value for name, value in kwargs.items() if name != "output_router_logits")
+        if inputs_embeds is not None and self.spec.per_layer_inputs:
+            return True  # layers have embeddings of their own, of ids that are not known here
+        taken = ("output_router_logits",) if inputs_embeds is None else ("output_router_logits", DEEPSTACK)
+        others = (value for name, value in kwargs.items() if name not in taken)
         is_asked = any(value is not None and value is not False for value in others)
         return is_asked or getattr(self.config, "output_hidden_states", False)
 

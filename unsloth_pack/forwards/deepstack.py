@@ -13,6 +13,8 @@ from torch import Tensor
 from unsloth_pack.errors import InputError
 from unsloth_pack.row.packed_row import PackedRow
 
+DEEPSTACK = "deepstack_visual_embeds"
+
 
 def visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:
     """`[V, C]` for each of the first layers, taken out of the keywords of a decoder's call.
@@ -21,10 +23,10 @@ def visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:
         InputError: there are some, and the row does not say where its images stand.
     """
     kwargs.pop("visual_pos_masks", None)
-    by_layer = kwargs.pop("deepstack_visual_embeds", None) or []
+    by_layer = kwargs.pop(DEEPSTACK, None) or []
     if len(by_layer) and row.visual is None:
         raise InputError(
-            "deepstack_visual_embeds came with a packed row that does not say where its images stand; call "
+            f"{DEEPSTACK} came with a packed row that does not say where its images stand; call "
             "the model with the head, with pixel_values"
         )
     return by_layer
@@ -32,5 +34,7 @@ def visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:
 
 def add_visual(hidden_BTC: Tensor, row: PackedRow, features_VC: Tensor) -> Tensor:
     """The hidden states with these features on the tokens of images."""
-    added = hidden_BTC.flatten(0, 1).index_add(0, row.visual_ids, features_VC.to(hidden_BTC.dtype))
-    return added.view(hidden_BTC.shape)
+    features_VC = features_VC.to(hidden_BTC.dtype)
+    if len(features_VC) == row.n_tokens:  # of every token, as in a captured step
+        return hidden_BTC + features_VC.view(hidden_BTC.shape)
+    return hidden_BTC.flatten(0, 1).index_add(0, row.visual_ids, features_VC).view(hidden_BTC.shape)

@@ -38,6 +38,7 @@ class RotaryTables:
         self.layer_type = layer_type
         self.axis_of_pair = axis_of_pair
         self.static_table: tuple[Tensor, Tensor] | None = None
+        self._axis_of_pair_there: Tensor | None = None  # on the device
         rope_type, parameters = rotary_emb.rope_type, rotary_emb.config.rope_parameters or {}
         self.rope_type: str = rope_type if layer_type is None else rope_type[layer_type]
         if self.rope_type == "dynamic" and parameters.get("alpha"):
@@ -63,7 +64,7 @@ class RotaryTables:
                     f"rope type {self.rope_type!r} depends on the length of a document, which images do not "
                     "tell; set rope_parameters to another type"
                 )
-            return row.once(("rotary axes", self.layer_type), partial(self._by_axes, row, self.axis_of_pair))
+            return self._by_axes(row, self.axis_of_pair)
         if regime_of is None:
             return *self._static_table(int(row.positions.max()) + 1, row.device), row.position_ids
         return row.once(("rotary", self.layer_type), partial(self._table_by_length, row, regime_of))
@@ -81,7 +82,10 @@ class RotaryTables:
 
     def _by_axes(self, row: PackedRow, axis_of_pair: np.ndarray) -> tuple[Tensor, Tensor]:
         inv_freq, scaling = self._frequencies()
-        angles = row.axis_ids[row.upload(axis_of_pair)].T.float() * inv_freq.to(row.device).float()
+        if self._axis_of_pair_there is None or self._axis_of_pair_there.device != row.device:
+            with torch.inference_mode(False):  # it outlives the call, and CUDA graphs read it
+                self._axis_of_pair_there = row.upload(axis_of_pair)
+        angles = row.axis_ids[self._axis_of_pair_there].T.float() * inv_freq.to(row.device).float()
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * scaling, angles.sin() * scaling
 

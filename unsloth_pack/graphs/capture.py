@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unsloth_pack.graphs.flat_gradients import FlatGradients
+from unsloth_pack.graphs.inputs import Embedded, StaticInputs
 from unsloth_pack.graphs.memory import GraphMemory, Token
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
@@ -42,14 +43,15 @@ class CapturedForm:
 
     Args:
         memory: what the graphs compute lies there.
-        forward_graph: reads `row`, `input_ids` and the parameters, writes `outputs`.
-        backward_graph: reads `grads` and what the forward graph has left, writes `gradients`.
+        forward_graph: reads `row`, `inputs` and the parameters, writes `outputs`.
+        backward_graph: reads `grads` and what the forward graph has left, writes `gradients` and
+            `input_gradients`.
         row: a static row of the form's sizes.
-        input_ids: `[1, tokens]` int64.
         outputs: `[tokens, ..]`, the last hidden state, and the router logits if these were asked for.
         grads: their gradients; None for an output that no parameter reaches.
         parameters: the trained ones.
         gradients: of the parameters.
+        input_gradients: `[tokens, C]` each, of `inputs.leaves`; None where none reaches one.
         kept_alive: owns memory that the graphs read and that nothing else here owns.
     """
 
@@ -57,25 +59,27 @@ class CapturedForm:
     forward_graph: torch.cuda.CUDAGraph
     backward_graph: torch.cuda.CUDAGraph
     row: PackedRow
-    input_ids: Tensor
+    inputs: StaticInputs
     outputs: list[Tensor]
     grads: list[Tensor | None]
     has_router_logits: bool
     parameters: list[nn.Parameter]
     gradients: FlatGradients
+    input_gradients: list[Tensor | None]
     kept_alive: tuple[object, ...]
 
-    def replay(self, row: PackedRow, input_ids: Tensor) -> StepOutput:
+    def replay(self, row: PackedRow, inputs: Tensor | Embedded) -> StepOutput:
         """What the decoder makes of a row that the form holds, with gradients.
 
         Args:
-            input_ids: `[B, T]` int64.
+            inputs: token ids `[B, T]` int64, or embeddings.
         """
-        n_tokens = row.n_tokens
-        self.input_ids[0, :n_tokens].copy_(input_ids.reshape(-1))
+        given = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
+        self.inputs.fill(given, row.n_tokens)
         self.row.fill(row)
         self.forward_graph.replay()  # first of all: autograd looks at every parameter for its node
-        hidden, *router_logits = _Replayed.apply(self, n_tokens, *self.parameters)
+        trained = given if self.inputs.leaves else ()
+        hidden, *router_logits = _Replayed.apply(self, row.n_tokens, *trained, *self.parameters)
         return StepOutput(
             hidden.view(*row.shape, -1), tuple(router_logits) if self.has_router_logits else None
         )
@@ -86,7 +90,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, captured: CapturedForm, n_tokens: int, *parameters: nn.Parameter
+        ctx: Any, captured: CapturedForm, n_tokens: int, *inputs_and_parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.captured, ctx.n_tokens, ctx.token = captured, n_tokens, Token()
         ctx.set_materialize_grads(False)
@@ -106,7 +110,8 @@ class _Replayed(torch.autograd.Function):
                 static[: ctx.n_tokens].copy_(grad) if grad is not None else static.zero_()
                 static[ctx.n_tokens :].zero_()
         captured.backward_graph.replay()
-        return None, None, *captured.gradients.copies()
+        of_inputs = (None if x is None else x[: ctx.n_tokens].clone() for x in captured.input_gradients)
+        return None, None, *of_inputs, *captured.gradients.copies()
 
 
 def capture_form(
@@ -120,24 +125,25 @@ def capture_form(
     Raises:
         RuntimeError: the capture broke, or memory ran out. `memory` then has to be given back.
     """
-    step = _StaticStep(decoder, form, device)
+    step = _StaticStep(decoder, form, device, memory)
     tables = _make_rotary_tables(decoder, step.row)
     torch.cuda.empty_cache()  # of what uncaptured steps held: the graphs have memory of their own
     grads = _warm_up(step, memory)
     forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     output = _capture_forward(step, forward_graph, memory)
-    gradients = _capture_backward(step, output, grads, backward_graph, memory)
+    gradients, input_gradients = _capture_backward(step, output, grads, backward_graph, memory)
     return CapturedForm(
         memory=memory,
         forward_graph=forward_graph,
         backward_graph=backward_graph,
         row=step.row,
-        input_ids=step.input_ids,
+        inputs=step.inputs,
         outputs=[x.detach().view(form.tokens, -1) for x in output.tensors],
         grads=[None if grad is None else grad.view(form.tokens, -1) for grad in grads],
         has_router_logits=output.router_logits is not None,
         parameters=step.parameters,
         gradients=gradients,
+        input_gradients=input_gradients,
         kept_alive=(step.stand_ins, tables),
     )
 
@@ -145,12 +151,12 @@ def capture_form(
 class _StaticStep:
     """A decoder's step over static tensors: what is run to warm up, and again to be captured."""
 
-    def __init__(self, decoder: CapturableDecoder, form: RowForm, device: torch.device):
-        self.row = PackedRow.static(form.tokens, form.segments, form.longest, device)
-        self.input_ids = torch.zeros(1, form.tokens, dtype=torch.int64, device=device)
+    def __init__(self, decoder: CapturableDecoder, form: RowForm, device: torch.device, memory: GraphMemory):
+        self.row = PackedRow.static(form.tokens, form.segments, form.longest, device, form.axes)
+        self.inputs = StaticInputs(form.tokens, form.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         self.stand_ins = StandIns(decoder, form.autocast or decoder.get_input_embeddings().weight.dtype)
-        self._leaves = self.stand_ins.of(self.parameters)
+        self._leaves = [*self.stand_ins.of(self.parameters), *self.inputs.leaves]
         self._decoder = decoder
         self._autocast = form.autocast
         self._asked = {"output_router_logits": True} if form.router_logits else {}
@@ -160,13 +166,14 @@ class _StaticStep:
         autocast = torch.autocast(
             "cuda", dtype=self._autocast, enabled=self._autocast is not None, cache_enabled=False
         )
+        ids, embeds, added = self.inputs.arguments()
         with autocast, self.stand_ins:
-            made = self._decoder._packed_forward(self.row, self.input_ids, None, **self._asked)
+            made = self._decoder._packed_forward(self.row, ids, embeds, **added, **self._asked)
         assert made.last_hidden_state is not None
         return StepOutput(made.last_hidden_state, made.router_logits if self._asked else None)
 
     def backward(self, output: StepOutput, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of all parameters, None where none reaches one."""
+        """The gradients of all parameters and trained inputs, None where none reaches one."""
         reached = [(x, grad) for x, grad in zip(output.tensors, grads, strict=True) if grad is not None]
         outputs, their_grads = zip(*reached, strict=True)
         return list(torch.autograd.grad(outputs, self._leaves, their_grads, allow_unused=True))
@@ -206,7 +213,10 @@ def _capture_backward(
     grads: Sequence[Tensor | None],
     graph: torch.cuda.CUDAGraph,
     memory: GraphMemory,
-) -> FlatGradients:
-    dtype = reduce(torch.promote_types, (p.dtype for p in step.parameters))
+) -> tuple[FlatGradients, list[Tensor | None]]:
+    """The gradients of the parameters, and those of the inputs."""
+    dtypes = [p.dtype for p in step.parameters] or [torch.float32]
     with memory.capturing(graph):
-        return FlatGradients(step.backward(output, grads), dtype)
+        found = step.backward(output, grads)
+        n = len(step.parameters)
+        return FlatGradients(found[:n], reduce(torch.promote_types, dtypes)), found[n:]

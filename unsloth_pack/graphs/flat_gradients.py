@@ -23,12 +23,12 @@ class FlatGradients:
         self._flat = joined([grad for place in order if (grad := grads[place]) is not None])
         self._dtype = dtype
         found = {place: number for number, place in enumerate(order)}
-        # Behind all gradients stands a None, for parameters that have none; the last is picked and left out,
-        # so that there are always two, of which `itemgetter` makes a tuple
-        self._in_order = itemgetter(*(found.get(place, -1) for place in range(len(grads))), -1)
+        # Behind all gradients stands a None, for parameters that have none; it is picked twice more and left
+        # out, so that there are always two, of which `itemgetter` makes a tuple
+        self._in_order = itemgetter(*(found.get(place, -1) for place in range(len(grads))), -1, -1)
 
     def copies(self) -> tuple[Tensor | None, ...]:
         """A copy of every parameter's gradient: the next replay overwrites the originals."""
         flat = self._flat.to(self._dtype, copy=True)
         cut: list[Tensor | None] = [*self._layout.cut(flat), None]
-        return self._in_order(cut)[:-1]
+        return self._in_order(cut)[:-2]

@@ -39,5 +39,5 @@ class FlatLayout:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """A new tensor that holds these, one after the other."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    """A new tensor that holds these, one after the other; an empty one of none."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)

@@ -39,6 +39,21 @@ class GraphMemory:
         self._stream: torch.cuda.Stream | None = None  # of all captures: streams share no memory of a pool
         self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # whole, in the pool
         self._awaited: weakref.ref[Token] | None = None
+        self._inputs: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def input(
+        self, number: int, tokens: int, features: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """`[tokens, features]`, outside the pool, for what every row brings anew. Graphs of all forms share
+        it, unless it has to be longer than before.
+
+        Args:
+            number: of the input, among several of one row.
+        """
+        key = (number, features, dtype, device)
+        if key not in self._inputs or len(self._inputs[key]) < tokens:
+            self._inputs[key] = torch.zeros(tokens, features, dtype=dtype, device=device)
+        return self._inputs[key][:tokens].detach()
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:

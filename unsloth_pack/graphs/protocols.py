@@ -62,7 +62,9 @@ class PackedDecoder(Walkable, Protocol):
 
         Args:
             input_ids: `[B, T]` int64, or None where `inputs_embeds` `[B, T, C]` is given.
-            asked: `output_router_logits=True`, or nothing.
+            asked: `output_router_logits=True`, or nothing; and with `inputs_embeds` perhaps
+                `deepstack_visual_embeds`, `[V, C]` for each of the first layers, to add to the hidden states
+                of the V tokens that stand for images.
         """
 
 

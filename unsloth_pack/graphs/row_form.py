@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from unsloth_pack.graphs.inputs import EmbeddedForm
 from unsloth_pack.row.packed_row import PackedRow
 
 
@@ -17,6 +18,8 @@ class RowForm:
         longest: tokens of a segment at most, and positions that the row reaches.
         autocast: the dtype that autocast computes in; None without autocast.
         router_logits: whether these are asked for, beside the last hidden state.
+        embedded: of the embeddings that come in; None where token ids do.
+        axes: whether tokens may have other positions in time, height and width than along the text.
     """
 
     tokens: int
@@ -24,16 +27,22 @@ class RowForm:
     longest: int
     autocast: torch.dtype | None
     router_logits: bool = False
+    embedded: EmbeddedForm | None = None
+    axes: bool = False
 
     @classmethod
-    def of(cls, row: PackedRow, router_logits: bool = False) -> "RowForm":
+    def of(
+        cls, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
+    ) -> "RowForm":
         """The form of a row: tokens in steps of a sixteenth of the power of 2 above, the rest powers of 2."""
         tokens = _round_up(row.n_tokens, max(64, _power_of_2(row.n_tokens) // 16))
         longest = _power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, _power_of_2(_segments(row, tokens, longest)))
-        return cls(tokens, segments, longest, _autocast(), router_logits)
+        return cls(tokens, segments, longest, _autocast(), router_logits, embedded, row.has_own_axes)
 
-    def holds(self, row: PackedRow, router_logits: bool = False) -> bool:
+    def holds(
+        self, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
+    ) -> bool:
         """Whether the row fits into the form, under the autocast that is on now."""
         return (
             row.n_tokens <= self.tokens
@@ -41,6 +50,8 @@ class RowForm:
             and _segments(row, self.tokens, self.longest) <= self.segments
             and _autocast() == self.autocast
             and router_logits == self.router_logits
+            and embedded == self.embedded
+            and (self.axes or not row.has_own_axes)
         )
 
 

@@ -11,7 +11,7 @@ that is not captured runs as usual, and `StepGraphs.why_not` says why.
 """
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from unsloth_pack.errors import first_line
 from unsloth_pack.graphs.capture import CapturedForm, StepOutput, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
+from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm
 from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
@@ -48,9 +49,10 @@ class StepGraphs:
         self._graphs: dict[RowForm, CapturedForm] = {}
         self._state: DecoderState | None = None
         self._memory = GraphMemory()
-        self._trials = Trials()
+        self._trials: defaultdict[EmbeddedForm | None, Trials] = defaultdict(Trials)
         self._on_trial: RowForm | None = None  # of the row that runs next
-        self._too_large: dict[int, str | None] = {}  # by tokens: why graphs would leave too little memory
+        # Why graphs would leave too little memory, by the kind of input and tokens
+        self._too_large: dict[tuple[EmbeddedForm | None, int], str | None] = {}
 
     def __reduce__(self) -> tuple[type["StepGraphs"], tuple[str | None]]:
         return StepGraphs, (self._why_never,)
@@ -59,7 +61,10 @@ class StepGraphs:
         if self._graphs:
             sizes = sorted({form.tokens for form in self._graphs})
             said = f"captured for {len(self._graphs)} forms of rows, of {', '.join(map(str, sizes))} tokens"
-            times = self._trials.times(sizes[-1])
+            if n_embedded := sum(form.embedded is not None for form in self._graphs):
+                said += f", {n_embedded} of them of embeddings"
+            largest = max(self._graphs, key=lambda form: form.tokens)
+            times = self._trials[largest.embedded].times(largest.tokens)
             if times is not None:
                 said += f"; the GPU computes {times.device}, Python launches {times.host}"
             return said
@@ -69,23 +74,24 @@ class StepGraphs:
         self,
         decoder: CapturableDecoder,
         row: PackedRow,
-        input_ids: Tensor | None,
+        inputs: Tensor | Embedded,
         router_logits: bool = False,
     ) -> StepOutput | None:
         """What a decoder makes of a row, or None where it has to run uncaptured.
 
         Args:
             row: on a CUDA device.
-            input_ids: `[B, T]`, or None where embeddings came in.
+            inputs: token ids `[B, T]`, or embeddings.
             router_logits: whether these are asked for, too.
         """
         self._on_trial = None
-        if self._why_never is not None or input_ids is None or not torch.is_grad_enabled():
+        if self._why_never is not None or not torch.is_grad_enabled():
             return None
         state = self._state
         if state is None or not state.matches(decoder):
             state = self._drop_graphs_and_look_at(decoder)
-        self.why_not = state.why_not_captured()
+        embedded = EmbeddedForm.of(inputs)
+        self.why_not = state.why_not_captured() or _why_not(row, embedded, state)
         if self.why_not is not None:
             return None
         if not state.dropout_matches():  # compared only now: evaluation and probes turn it off for a while
@@ -93,12 +99,13 @@ class StepGraphs:
         if self._memory.is_awaited:
             self.why_not = "the row before has not been through its backward pass yet"
             return None
-        with torch.cuda.device_of(input_ids):  # a capture is of the current device, which may be another
-            form = self._form_for(decoder, row, router_logits)
+        tensor = inputs.embeds if isinstance(inputs, Embedded) else inputs
+        with torch.cuda.device_of(tensor):  # a capture is of the current device, which may be another
+            form = self._form_for(decoder, row, router_logits, embedded)
             if form is None:
                 return None
-            with self._trials.replay(form.tokens, row.device):
-                return self._graphs[form].replay(row, input_ids)
+            with self._trials[embedded].replay(form.tokens, row.device):
+                return self._graphs[form].replay(row, inputs)
 
     @contextmanager
     def tried(self, row: PackedRow) -> Iterator[None]:
@@ -107,7 +114,7 @@ class StepGraphs:
         if form is None:
             yield
             return
-        with self._trials.trial(form.tokens, row.device):
+        with self._trials[form.embedded].trial(form.tokens, row.device):
             yield
 
     def _drop_graphs_and_look_at(self, decoder: CapturableDecoder) -> DecoderState:
@@ -116,11 +123,17 @@ class StepGraphs:
         self._state = DecoderState(decoder)
         return self._state
 
-    def _form_for(self, decoder: CapturableDecoder, row: PackedRow, router_logits: bool) -> RowForm | None:
+    def _form_for(
+        self,
+        decoder: CapturableDecoder,
+        row: PackedRow,
+        router_logits: bool,
+        embedded: EmbeddedForm | None = None,
+    ) -> RowForm | None:
         """The row's own form, else any captured one that holds it: waste costs less than launches."""
-        form = RowForm.of(row, router_logits)
+        form = RowForm.of(row, router_logits, embedded)
         self._rows_seen[form] += 1
-        holding = [other for other in self._graphs if other.holds(row, router_logits)]
+        holding = [other for other in self._graphs if other.holds(row, router_logits, embedded)]
         nearest = min(holding, key=lambda other: (other.tokens, other.longest, other.segments), default=None)
         is_common = self._rows_seen[form] > _ROWS_BEFORE_CAPTURE
         if nearest is None:
@@ -139,14 +152,15 @@ class StepGraphs:
 
     def _is_worth_it(self, form: RowForm, device: torch.device) -> bool:
         """Whether replaying is known to save time and leaves enough memory; if not, `why_not` says why."""
-        is_held_up = self._trials.is_held_up(form.tokens)
-        if is_held_up and form.tokens not in self._too_large:
+        trials, size = self._trials[form.embedded], (form.embedded, form.tokens)
+        is_held_up = trials.is_held_up(form.tokens)
+        if is_held_up and size not in self._too_large:
             gradients = 0 if self._state is None else self._state.bytes_of_gradients
-            self._too_large[form.tokens] = self._trials.why_too_large(form.tokens, device, gradients)
+            self._too_large[size] = trials.why_too_large(form.tokens, device, gradients)
         if is_held_up:
-            self.why_not = self._too_large[form.tokens]
+            self.why_not = self._too_large[size]
             return self.why_not is None
-        if is_held_up is False and (times := self._trials.times(form.tokens)) is not None:
+        if is_held_up is False and (times := trials.times(form.tokens)) is not None:
             self.why_not = (
                 f"the GPU computes longer than Python launches: {times.device} against {times.host}"
             )
@@ -172,6 +186,15 @@ class StepGraphs:
         self._memory = GraphMemory()
         generator = torch.cuda.default_generators[device.index or 0]
         generator.graphsafe_set_state(generator.clone_state())  # the broken capture left it capturing
+
+
+def _why_not(row: PackedRow, embedded: EmbeddedForm | None, state: DecoderState) -> str | None:
+    """Why this row of a step is not captured, or None."""
+    if len(row.blocks):
+        return "the tokens of images see each other in both directions"
+    if not state.bytes_of_gradients and (embedded is None or not embedded.trains):
+        return "no weight of the decoder is trained, nor what comes in"
+    return None
 
 
 def _first_cause(error: BaseException) -> str:

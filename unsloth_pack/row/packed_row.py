@@ -57,17 +57,31 @@ class PackedRow:
         return cls(tuple(lengths), (False,) * len(lengths), positions, (1, len(positions)), device)
 
     @classmethod
-    def static(cls, n_tokens: int, n_segments: int, longest: int, device: torch.device) -> "PackedRow":
+    def static(
+        cls, n_tokens: int, n_segments: int, longest: int, device: torch.device, has_axes: bool = False
+    ) -> "PackedRow":
         """A row of fixed sizes for CUDA graphs, to `fill` anew every step.
 
-        Use only its sizes, `cu_seqlens` and `position_ids`: the rest of it describes no row.
+        Use only its sizes, `cu_seqlens`, `position_ids` and, with `has_axes`, `axis_ids`: the rest of it
+        describes no row. Any of its tokens may stand for an image.
         """
         positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
-        row = cls((longest, *[0] * (n_segments - 1)), (False,) * n_segments, positions, (1, n_tokens), device)
-        # One tensor, so that one transfer fills both
-        numbers = torch.zeros(n_tokens + n_segments // 2 + 1, dtype=torch.int64, device=device)
+        row = cls(
+            (longest, *[0] * (n_segments - 1)),
+            (False,) * n_segments,
+            positions,
+            (1, n_tokens),
+            device,
+            axes=np.tile(positions, (3, 1)) if has_axes else None,
+            visual=np.arange(n_tokens),
+        )
+        # One tensor, so that one transfer fills all
+        n_positions = (4 if has_axes else 1) * n_tokens
+        numbers = torch.zeros(n_positions + n_segments // 2 + 1, dtype=torch.int64, device=device)
         row._built["static"], row.__dict__["position_ids"] = numbers, numbers[:n_tokens]
-        row.__dict__["cu_seqlens"] = numbers[n_tokens:].view(torch.int32)[: n_segments + 1]
+        if has_axes:
+            row.__dict__["axis_ids"] = numbers[n_tokens:n_positions].view(3, n_tokens)
+        row.__dict__["cu_seqlens"] = numbers[n_positions:].view(torch.int32)[: n_segments + 1]
         row.cu_seqlens.fill_(n_tokens)
         return row
 
@@ -78,8 +92,13 @@ class PackedRow:
         ends = [*np.cumsum(row.lengths), *(row.n_tokens + np.flatnonzero(tail == 0)[1:])]
         static: Tensor = self._built["static"]
         numbers = np.empty(len(static), dtype=np.int64)
-        numbers[: row.n_tokens], numbers[row.n_tokens : n_tokens] = row.positions, tail
-        cu_seqlens = numbers[n_tokens:].view(np.int32)
+        given = [row.positions]
+        if self.axes is not None:
+            given += [row.positions] * 3 if row.axes is None else [*row.axes]
+        n_positions = len(given) * n_tokens
+        by_axis = numbers[:n_positions].reshape(len(given), n_tokens)
+        by_axis[:, : row.n_tokens], by_axis[:, row.n_tokens :] = given, tail
+        cu_seqlens = numbers[n_positions:].view(np.int32)
         cu_seqlens[: len(ends) + 1], cu_seqlens[len(ends) + 1 :] = [0, *ends], n_tokens
         static.copy_(self._pinned(numbers), non_blocking=True)
 
@@ -94,6 +113,11 @@ class PackedRow:
     @property
     def n_tokens(self) -> int:
         return len(self.positions)
+
+    @cached_property
+    def has_own_axes(self) -> bool:
+        """Whether some token has another position in time, height or width than along the text."""
+        return self.axes is not None and bool((self.axes != self.positions).any())
 
     @cached_property
     def longest(self) -> int:
