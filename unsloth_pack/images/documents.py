@@ -13,6 +13,7 @@ from unsloth_pack.data.encoding import IGNORE_INDEX, Encoder
 from unsloth_pack.data.fields import ROLES
 from unsloth_pack.data.refusals import fail
 from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.images.in_texts import WritingEncoder
 from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.reading import size_of
 from unsloth_pack.images.rows import ImageRow, image_row, with_parts
@@ -233,13 +234,15 @@ class VisionEncoder:
 
     def _encoder(self, columns: tuple[str, ...]) -> Encoder:
         if columns not in self._encoders:
-            self._encoders[columns] = Encoder(
-                self._tokenizer,
-                columns,
-                True,
-                max_length=_NO_LIMIT,
-                responses_only=self._responses_only,
-                chat_template=None,
+            options: dict[str, Any] = dict(
+                max_length=_NO_LIMIT, responses_only=self._responses_only, chat_template=None
+            )
+            self._encoders[columns] = (
+                WritingEncoder(
+                    self._tokenizer, columns, True, write=self._tokens.with_placeholders, **options
+                )
+                if self._tokens.in_template
+                else Encoder(self._tokenizer, columns, True, **options)
             )
         return self._encoders[columns]
 
