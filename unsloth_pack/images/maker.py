@@ -84,6 +84,16 @@ class ImageMaker(ABC, Generic[Made]):
         """Pixels of an image of so many tokens."""
 
     @abstractmethod
+    def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
+        """Patches of an image that the tower sees, and how many of them each attends to.
+
+        Args:
+            tokens: of the image, without marks.
+            size: height and width in pixels.
+            of_document: how many images the document has.
+        """
+
+    @abstractmethod
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
         """See `cut`; a ValueError says that the processor refuses such an image."""
 

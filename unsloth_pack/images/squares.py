@@ -22,13 +22,13 @@ class SquareMaker(TileMaker):
         return side_of(self._vision.image_size) ** 2
 
     def pixels_of_tokens(self, tokens: int) -> int:
-        return tokens * self.most_pixels // self._of_image
+        return tokens * self.most_pixels // self._of_tile
 
     def saved(self) -> dict[str, Any]:
-        return {"image_seq_length": self._of_image}
+        return {"image_seq_length": self._of_tile}
 
     def cut_made(self, made: Any, place: int) -> Cut:
-        return Cut(whole=self._of_image)
+        return Cut(whole=self._of_tile)
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         if self._processor.do_pan_and_scan:
@@ -47,8 +47,8 @@ class SquareMaker(TileMaker):
         return {}
 
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
-        return Cut(whole=self._of_image)
+        return Cut(whole=self._of_tile)
 
     @property
-    def _of_image(self) -> int:
+    def _of_tile(self) -> int:
         return math.isqrt(self._config.mm_tokens_per_image) ** 2

@@ -44,6 +44,19 @@ class TileMaker(ImageMaker[Tiles]):
     def cut_of(self, image: Tiles) -> Cut:
         return image.cut
 
+    def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
+        of_tile = self._grid_side**2
+        return self._tiles(tokens, size, of_document) * of_tile, of_tile
+
+    def _tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
+        """How many tiles the tower sees of an image; the arguments are those of `seen`."""
+        return tokens // self._of_tile
+
+    @property
+    def _of_tile(self) -> int:
+        """Tokens of a tile."""
+        return self._grid_side**2
+
     def _taken(self, made: Any, of_document: int) -> Tiles:
         values = made["pixel_values"]
         return Tiles(values.astype(np.uint8), (0, 0), self.cut_made(made, 0))
@@ -218,6 +231,15 @@ class AnyresMaker(TileMaker):
         height, width = (int(n) for n in made["image_sizes"][place])
         return self._cut(height, width, None, int(of_document))
 
+    def _tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
+        from transformers.image_processing_utils import select_best_resolution
+
+        if of_document != 1:
+            return 1
+        tile = side_of(self._vision.image_size)
+        height, width = select_best_resolution(size, self._processor.image_grid_pinpoints)
+        return 1 + (height // tile) * (width // tile)
+
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
         import torch
 
@@ -270,6 +292,10 @@ class SizesMaker(TileMaker):
     needed = ("patch_size", "size", "do_resize")
     described = ("image_sizes",)
     own_limit = "set size={'longest_edge': pixels}, on processor.image_processor"
+
+    def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
+        patches = tokens * self._config.spatial_merge_size**2
+        return patches, patches
 
     @property
     def most_pixels(self) -> int:
