@@ -179,8 +179,21 @@ def test_what_is_shrunk_cut_and_skipped_is_counted(place, tmp_path, capsys):
     assert shrunk.ledger.rows_shrunk > 0
     assert shrunk.ledger.tokens_shrunk == whole.tokens_read - shrunk.ledger.tokens_read > 0
     assert shrunk.ledger.vision_tokens == whole.vision_tokens - shrunk.ledger.tokens_shrunk
-    arguments = flags(place, tmp_path / "out", "--max_seq_length", 30)
-    assert "cut before the end of an image" in refused(capsys, arguments)
+
+    longest = max(
+        len(row) for row in prepared(place, tmp_path, "--sample_packing=false").train.rows["labels"]
+    )
+    arguments = ("--max_seq_length", longest - 1, "--max_token_loss", "1")
+    left = prepared(place, tmp_path, *arguments, "--sample_packing=false").train
+    assert (left.ledger.rows_truncated, left.ledger.rows_left_out) == (1, 0)  # cut behind its images
+    left = prepared(place, tmp_path, "--max_seq_length", 30, *arguments[2:], "--sample_packing=false").train
+    assert 0 < left.ledger.rows_left_out < left.ledger.rows_truncated
+    assert len(left.rows) == 10 - left.ledger.rows_fully_masked
+    assert left.ledger.images == sum(len(row) for row in left.rows["images"]) < whole.images
+    assert left.ledger.tokens_read == left.ledger.tokens_truncated + sum(map(len, left.rows["labels"]))
+    said = refused(capsys, flags(place, tmp_path / "out", "--max_seq_length", 30))
+    assert f"({left.ledger.rows_left_out} of them whole, as the cut would go through an image)" in said
+    assert "make images smaller with --shrink_images" in said
 
     rows[1]["images"] = ["gone.png"]
     data = write(tmp_path / "broken.jsonl", rows)

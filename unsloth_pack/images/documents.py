@@ -29,6 +29,10 @@ _TOO_LONG_TEXT = "a document that is too long with the smallest images"
 Relabel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
+class OverlongDocument(InputError):
+    """A document that cannot be cut to its longest length, since the cut would go through an image."""
+
+
 @dataclass(frozen=True, eq=False)
 class PlacedImage:
     """An image of a document.
@@ -58,7 +62,7 @@ class VisionDocument:
         index: of its row.
         ids, labels: `[n]` int32, each image as many placeholders as it has tokens, with marks among them.
         images: in their order; none is decoded yet.
-        read: tokens before it was cut.
+        read: tokens before it was cut; `ids` may be empty, where nothing could be left of it.
         saved: tokens that its images have lost, as they were made smaller to fit.
     """
 
@@ -116,6 +120,8 @@ class VisionEncoder:
         responses_only: only assistant turns count in the loss, as the chat template marks them.
         relabel: makes other labels of the ids, as for answers behind a marker.
         skip_broken: leave out rows with an image that cannot be read.
+        skip_overlong: of a document that would be refused for its length nothing is left. It is made without
+            any token, so that its loss can be counted.
 
     Raises:
         InputError: the tokenizer has no chat template or lacks a token of images; an argument is wrong.
@@ -133,6 +139,7 @@ class VisionEncoder:
         responses_only: bool = False,
         relabel: Relabel | None = None,
         skip_broken: bool = False,
+        skip_overlong: bool = False,
         config: Any = None,
     ):
         if overlong not in get_args(Overlong):
@@ -151,7 +158,8 @@ class VisionEncoder:
         self.token_ids = ImageTokenIds(tokens, tokenizer, config)
         self.counts = VisionCounts()
         self._tokens, self._make_images, self._relabel = tokens, make_images, relabel
-        self._max_length, self._overlong, self._skip_broken = max_length, overlong, skip_broken
+        self._max_length, self._overlong = max_length, overlong
+        self._skip_broken, self._skip_overlong = skip_broken, skip_overlong
         self._folder = None if image_folder is None else Path(image_folder)
         self._learned = {role: role == "assistant" or not responses_only for role in ROLES}
         if relabel is not None:
@@ -195,7 +203,14 @@ class VisionEncoder:
                 raise
             self.counts.broken += 1
             return None
-        document = self._fitted(found, *self._encoded(found), images)
+        ids, labels = self._encoded(found)
+        try:
+            document = self._fitted(found, ids, labels, images)
+        except OverlongDocument:
+            if not self._skip_overlong:
+                raise
+            length = len(ids) - len(images) + sum(image.tokens for image in images)
+            return VisionDocument(index, ids[:0], labels[:0], [], length)
         if document is None:
             self.counts.dropped += 1
         return document
@@ -281,14 +296,15 @@ class VisionEncoder:
         read = len(ids)
         if read > limit:
             if is_vision[limit:].any():
-                remedy = "raise max_seq_length, or shrink its images (--shrink_images, overlong='shrink')"
+                remedy = "raise max_seq_length"
+                remedy += ", or shrink its images (overlong='shrink')" if self._make_images.shrinks else ""
                 self._refuse(row, length, remedy, "a document that would be cut before the end of an image")
             ids, labels = ids[:limit], labels[:limit]
             self.counts.truncated += 1
         return VisionDocument(row.index, ids, labels, images, read, saved)
 
     def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
-        """The images with as many pixels as let all of them fit into `room` tokens."""
+        """The images with as many pixels as let all of them fit into `room` tokens, or the smallest."""
         sizes = [(image.height, image.width) for image in images]
         make = self._make_images
 
@@ -308,18 +324,16 @@ class VisionEncoder:
                 low = middle
             else:
                 high = middle - 1
-        if not low:
+        if not low and not self._skip_overlong:
             self._refuse(row, length, "raise max_seq_length, or remove the row", _TOO_LONG_TEXT)
-        return limited(low)
+        return limited(max(low, 1))
 
     def _refuse(
         self, row: ImageRow, length: int, remedy: str, problem: str = "a document that is too long"
     ) -> None:
         lengths = f"{length} tokens with its images, max_seq_length is {self._max_length}"
-        fail(
-            row.index,
-            row.column,
-            f"{problem} ({lengths})",
-            [turn.get("content") for turn in row.turns],
-            remedy,
-        )
+        turns = [turn.get("content") for turn in row.turns]
+        try:
+            fail(row.index, row.column, f"{problem} ({lengths})", turns, remedy)
+        except InputError as error:
+            raise OverlongDocument(str(error)) from None

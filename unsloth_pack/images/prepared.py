@@ -114,6 +114,7 @@ class ImageDocumentMaker(SpanMaker):
         tally.sums += Counter(
             rows_read=len(documents) - len(made),
             rows_broken=len(documents) - len(made),
+            rows_left_out=sum(len(document.ids) < min(document.read, 1) for document in made),
             rows_shrunk=sum(document.saved > 0 for document in made),
             tokens_shrunk=sum(document.saved for document in made),
             images=sum(len(document.images) for document in kept),

@@ -88,9 +88,17 @@ class ImagePreparation:
     ) -> Documents:
         """The documents of a data set with images.
 
+        Those that are too long are cut behind their last image. Where that is not short enough nothing is
+        left of them, and the ledger counts them.
+
         Raises:
-            InputError: a row cannot be trained on.
+            InputError: a row cannot be trained on; images are to be shrunk, and the model's cannot.
         """
+        if self.options.shrink_images and not self.make_images.shrinks:
+            raise InputError(
+                f"shrink_images is true, and images of model type {self.config.model_type!r} have no size to "
+                "shrink them by; leave out --shrink_images, or raise --max_seq_length"
+            )
         tokenizer = self.processor.tokenizer
         relabel = answers_of(tokenizer) if responses_only else None
         encode = VisionEncoder(
@@ -103,6 +111,7 @@ class ImagePreparation:
             responses_only=responses_only and relabel is None,
             relabel=relabel,
             skip_broken=self.options.skip_broken_images,
+            skip_overlong=True,
             config=self.config,
         )
         maker = ImageDocumentMaker(rows, encode, max_length, self.folder, self.keep_bytes)
