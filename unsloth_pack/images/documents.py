@@ -17,7 +17,7 @@ from unsloth_pack.images.in_texts import WritingEncoder
 from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.reading import size_of
 from unsloth_pack.images.rows import ImageRow, image_row, with_parts
-from unsloth_pack.images.sources import ImageSource, UnreadableImage
+from unsloth_pack.images.sources import ImageSource, UnreadableImage, stat_of
 from unsloth_pack.images.templates import takes_texts
 from unsloth_pack.images.tokens import Cut, ImageTokenIds, ImageTokens
 
@@ -194,9 +194,25 @@ class VisionEncoder:
         """
         return (self._document(index, row) for index, row in enumerate(rows, first))
 
+    def files(self, index: int, row: Any) -> list[tuple[str, int, int]]:
+        """Path, size and time of every file of an image of a row.
+
+        Raises:
+            InputError: names the row, the column, the value and a remedy.
+        """
+        return [
+            (str(source.content), about.st_size, about.st_mtime_ns)
+            for source in self._row(index, row).images
+            if isinstance(source.content, Path)
+            for about in [stat_of(source, source.content)]
+        ]
+
+    def _row(self, index: int, row: Any) -> ImageRow:
+        return image_row(index, row, self._folder, self._learned, self._tokens.texts)
+
     def _document(self, index: int, row: Any) -> VisionDocument | None:
         try:
-            found = image_row(index, row, self._folder, self._learned, self._tokens.texts)
+            found = self._row(index, row)
             images = [self._placed(source, len(found.images)) for source in found.images]
         except UnreadableImage:
             if not self._skip_broken:
