@@ -138,7 +138,7 @@ ROWS = [
     ),
     row(
         {"images": ["a.png"]},
-        "none of the .* tokens in 1 rows would count",
+        "would lose .* tokens, .* beyond --max_seq_length 13 in 1 rows",
         "no room at all",
         max_seq_length=13,
         shrink_images=True,
