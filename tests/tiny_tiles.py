@@ -48,6 +48,17 @@ _MISTRAL = (
     "{{ m['content'] + eos_token }}{% else %}{{ m['content'][0]['text'] + eos_token }}{% endif %}{% endif %}"
     "{% endfor %}"
 )
+# As Gemma's own: every text is trimmed, and the system's stands before that of the first turn
+_GEMMA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ (m['content'] if m['content'] is string else "
+    "m['content'][0]['text']) | trim }}{% endgeneration %}"
+    "{% elif m['content'] is string %}{{ m['content'] | trim }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}{{ '<start_of_image>' }}{% else %}{{ c['text'] | trim }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -117,15 +128,33 @@ FAMILIES = {
         config=dict(spatial_merge_size=2),
         tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"),
     ),
+    "gemma3": Family(
+        "gemma3_text",
+        "Gemma3ImageProcessorPil",
+        dict(size={"height": SIDE, "width": SIDE}, **_HALF),
+        _GEMMA,
+        tower=dict(model_type="siglip_vision_model", vision_use_head=False),
+        config=dict(mm_tokens_per_image=4),
+        tokens=(
+            *("<bos>", "<start_of_turn>", "<end_of_turn>"),
+            *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        ),
+        of_tokenizer={
+            "bos_token": "<bos>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+    ),
 }
 
 
 def tile_tokenizer(name, template=None):
-    """Bytes, but for two line ends, which real tokenizers make one token."""
+    """Bytes, but for two line ends and three, which real tokenizers make one token."""
     family = FAMILIES[name]
     vocab = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    vocab |= {"<eos>": 256, "<pad>": 257, "ĊĊ": 258}
-    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
+    vocab |= {"<eos>": 256, "<pad>": 257, "ĊĊ": 258, "ĊĊĊ": 259}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     options = dict(eos_token="<eos>", pad_token="<pad>", extra_special_tokens=family.of_tokenizer)
@@ -149,7 +178,7 @@ def tile_config(name):
 
 
 def _image_id(name):
-    return "image_token_index" if name in ("llava_onevision", "mistral3") else "image_token_id"
+    return "image_token_index" if name in ("llava_onevision", "mistral3", "gemma3") else "image_token_id"
 
 
 def tile_model(name, dtype=torch.float32, seed=0):
@@ -199,6 +228,7 @@ def theirs(name, **options):
         ),
         "internvl": ("InternVLProcessor", {"image_seq_length": 4}),
         "mistral3": ("PixtralProcessor", {"patch_size": PATCH, "spatial_merge_size": 2}),
+        "gemma3": ("Gemma3Processor", {"image_seq_length": 4}),
     }[name]
     with _without_torchvision():
         if name == "mistral3":
@@ -215,9 +245,9 @@ def theirs(name, **options):
             image_processor=tile_image_processor(name, **options),
             tokenizer=tokenizer,
             **sizes,
-            **({} if name in ("idefics3", "mistral3") else {"video_processor": None}),
+            **({} if name in ("idefics3", "mistral3", "gemma3") else {"video_processor": None}),
         )
-    assert config.image_token_id == made.image_token_id
+    assert config.image_token_id == made.image_token_ids[0]
     made.chat_template = tokenizer.chat_template
     return made
 

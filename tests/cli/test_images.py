@@ -1,6 +1,7 @@
 """`train` on rows with images, from the command line to a merged model."""
 
 import json
+import os
 import re
 import shutil
 
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 from tiny_vision import encoded, picture
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from unsloth_pack import FastVisionModel, VisionDataCollator
+from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
 from unsloth_pack.cli import main
+from unsloth_pack.data import spans
+from unsloth_pack.images.documents import VisionEncoder
 from unsloth_pack.report.metrics import read_losses
 
 
@@ -171,6 +174,79 @@ def test_a_large_data_set_is_prepared_by_several_processes(place, tmp_path, monk
     assert one.rows[:] == two.rows[:]
 
 
+def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
+    """As long as no image, no setting and no row is another. Large ones alone are kept."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(spans, "_ROWS", 4)  # so that ten rows are many
+    seen = shutil.copytree(place / "seen", tmp_path / "seen")
+    rows = rows_of(place)
+    many = write(tmp_path / "many.jsonl", rows)
+    made = []
+    each = VisionEncoder.each
+    monkeypatch.setattr(VisionEncoder, "each", lambda self, *rows: made.append(1) or each(self, *rows))
+
+    def again(*more, data=many):
+        made.clear()
+        flags = ("--dataset", data, "--image_folder", seen, "--num_proc", 1, "--num_train_epochs", 1)
+        found = prepared(place, tmp_path, *flags, *more).train
+        return bool(made), found
+
+    was_made, first = again()
+    assert was_made
+    was_made, second = again()
+    assert not was_made
+    assert (second.fingerprint, second.ledger) == (first.fingerprint, first.ledger)
+    assert second.rows[:] == first.rows[:]
+    for more in (
+        ["--max_seq_length", 200],
+        ["--max_pixels", 4096],
+        ["--shrink_images"],
+        ["--skip_broken_images"],
+    ):
+        assert again(*more)[0], more
+        assert not again(*more)[0], more
+
+    about = (seen / "1-0.png").stat()
+    os.utime(seen / "1-0.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    assert again()[0]
+    picture(200, 60, 1).save(seen / "1-0.png")  # of another size
+    was_made, changed = again()
+    assert was_made
+    assert changed.ledger.vision_tokens > first.ledger.vision_tokens
+    (seen / "1-0.png").unlink()
+    with pytest.raises(InputError, match=r"row 1, column 'images': an image that cannot be read"):
+        again()
+    without = again("--skip_broken_images")[1].ledger
+    assert without.rows_broken == 1
+    picture(40, 60, 1).save(seen / "1-0.png")  # put back
+    was_made, whole = again("--skip_broken_images")
+    assert was_made
+    assert whole.ledger.rows_broken == 0
+    rows[0]["messages"][0]["content"] += " Say more."
+    assert again(data=write(many, rows))[0]
+
+
+def test_nothing_half_is_left_where_preparing_ends(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(spans, "_ROWS", 4)  # so that ten rows are many
+    many = write(tmp_path / "many.jsonl", rows_of(place))
+    flags = ("--dataset", many, "--num_proc", 1, "--num_train_epochs", 1)
+    each, calls = VisionEncoder.each, []
+
+    def stopped(self, rows, first=0):
+        calls.append(first)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return each(self, rows, first)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(VisionEncoder, "each", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(place, tmp_path, *flags)
+    assert not [*(tmp_path / "cache" / "unsloth_pack").glob("documents-*/")]
+    assert prepared(place, tmp_path, *flags).train.ledger.rows_read == 10
+
+
 def test_what_is_shrunk_cut_and_skipped_is_counted(place, tmp_path, capsys):
     rows = rows_of(place)
     shrunk = prepared(place, tmp_path, "--max_seq_length", 60, "--shrink_images").train
@@ -179,8 +255,21 @@ def test_what_is_shrunk_cut_and_skipped_is_counted(place, tmp_path, capsys):
     assert shrunk.ledger.rows_shrunk > 0
     assert shrunk.ledger.tokens_shrunk == whole.tokens_read - shrunk.ledger.tokens_read > 0
     assert shrunk.ledger.vision_tokens == whole.vision_tokens - shrunk.ledger.tokens_shrunk
-    arguments = flags(place, tmp_path / "out", "--max_seq_length", 30)
-    assert "cut before the end of an image" in refused(capsys, arguments)
+
+    longest = max(
+        len(row) for row in prepared(place, tmp_path, "--sample_packing=false").train.rows["labels"]
+    )
+    arguments = ("--max_seq_length", longest - 1, "--max_token_loss", "1")
+    left = prepared(place, tmp_path, *arguments, "--sample_packing=false").train
+    assert (left.ledger.rows_truncated, left.ledger.rows_left_out) == (1, 0)  # cut behind its images
+    left = prepared(place, tmp_path, "--max_seq_length", 30, *arguments[2:], "--sample_packing=false").train
+    assert 0 < left.ledger.rows_left_out < left.ledger.rows_truncated
+    assert len(left.rows) == 10 - left.ledger.rows_fully_masked
+    assert left.ledger.images == sum(len(row) for row in left.rows["images"]) < whole.images
+    assert left.ledger.tokens_read == left.ledger.tokens_truncated + sum(map(len, left.rows["labels"]))
+    said = refused(capsys, flags(place, tmp_path / "out", "--max_seq_length", 30))
+    assert f"({left.ledger.rows_left_out} of them whole, as the cut would go through an image)" in said
+    assert "make images smaller with --shrink_images" in said
 
     rows[1]["images"] = ["gone.png"]
     data = write(tmp_path / "broken.jsonl", rows)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from image_runs import flags, make_place, prepared, rows_of, train
+from image_runs import flags, make_place, prepared, refused, rows_of, train
 from tiny_tiles import FAMILIES, save_tile_model
 
 from unsloth_pack import FastVisionModel, VisionDataCollator
@@ -47,6 +47,12 @@ def test_packed_rows_train(place, tmp_path):
     )
     assert trained.keys() == again.keys()
     assert all(torch.equal(trained[name], again[name]) for name in trained)
+
+
+def test_images_that_cannot_be_shrunk_are_not(place, tmp_path, capsys):
+    if "gemma3" in str(place) or "llava" in str(place):
+        said = refused(capsys, flags(place, tmp_path / "out", "--shrink_images"))
+        assert "have no size to shrink them by; leave out --shrink_images" in said
 
 
 def test_stats_claims_no_limits_of_pixels(place, capsys):

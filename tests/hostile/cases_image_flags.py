@@ -131,14 +131,14 @@ ROWS = [
     row({"images": ["a.png"]}, "max_pixels is 9, and one token is 1024", "too few pixels", max_pixels=9),
     row(
         {"images": ["a.png"]},
-        "cut before the end of an image",
+        "none of the .* tokens in 1 rows would count",
         "no room",
         max_seq_length=10,
         max_token_loss=1,
     ),
     row(
         {"images": ["a.png"]},
-        "with the smallest images",
+        "would lose .* tokens, .* beyond --max_seq_length 13 in 1 rows",
         "no room at all",
         max_seq_length=13,
         shrink_images=True,

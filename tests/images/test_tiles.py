@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import error
-from tiny_tiles import FAMILIES, theirs, tile_config, tile_model, tile_processor
+from tiny_tiles import FAMILIES, theirs, tile_config, tile_model, tile_processor, tile_tokenizer
 from tiny_vision import asked, picture
 from torch.nn import functional as F
 
@@ -22,6 +22,14 @@ ROWS = [
     asked(picture(5, 20, 4), answer="x"),
     asked("an image last ", picture(90, 20, 5)),
 ]
+
+
+def test_what_stands_around_an_image_may_merge_with_its_marks():
+    tokens = VisionDataCollator(tile_config("gemma3"), tile_processor("gemma3"))([ROWS[0]])["input_ids"][0]
+    begin = int((tokens == tile_tokenizer("gemma3").convert_tokens_to_ids("<start_of_image>")).nonzero()[0])
+    assert (
+        tile_tokenizer("gemma3").decode(tokens[begin - 1]) == "\n\n\n"
+    )  # the template's and two of the image
 
 
 def images_of(row):
@@ -90,8 +98,10 @@ def test_tokens_from_the_header_are_those_of_transformers(name):
             return
         cut = make.cut(source, (height, width), None, of_document)
         images = [[source.content] * of_document]
-        text = IMAGE_TOKENS[name].placeholder * of_document
+        text = IMAGE_TOKENS[name].in_text * of_document
         wanted = oracle(images=images, text=[text], return_tensors="pt")["input_ids"][0]
+        if IMAGE_TOKENS[name].in_template:  # the marks are in the text before ids are made of it
+            wanted = wanted[wanted == ids.placeholder]
         assert [*ids.written(cut)] * of_document == wanted.tolist()
         assert ids.n_written(cut) * of_document == len(wanted)
         # elsewhere their forecast is another than what they make

@@ -1,5 +1,6 @@
 """PackedSampler: equal rows, even work, one order for any number of ranks, and exact resumption."""
 
+import hashlib
 import itertools
 import json
 
@@ -269,3 +270,36 @@ def test_a_state_with_numbers_of_numpy_goes_into_json(rows):
     sampler = PackedSampler(rows, seed=np.int64(3), attention_weight=np.float32(0.5))
     sampler.set_epoch(np.int64(1))
     PackedSampler(rows, seed=3).load_state_dict(json.loads(json.dumps(sampler.state_dict(np.int64(2)))))
+
+
+def test_rows_without_images_are_dealt_out_as_ever(rows):
+    sampler = PackedSampler(rows, 8, rows_per_rank=4, seed=3)
+    assert hashlib.sha256(sampler.assignment().tobytes()).hexdigest()[:16] == "c893f5be74a9880f"
+    assert sampler.state_dict()["settings"]["lengths"] == "1fd4b83ca5619149"
+    without = PackedSampler(rows, 8, rows_per_rank=4, seed=3, vision_work=np.zeros(len(rows)))
+    assert (without.assignment() == sampler.assignment()).all()
+
+
+def test_work_on_images_is_evened_out(rows):
+    """A tenth of the rows has most of the images, as where they are mixed with text."""
+    generator = np.random.default_rng(1)
+    work = np.where(generator.random(len(rows)) < 0.1, generator.lognormal(8, 1, len(rows)), 0)
+    blind = PackedSampler(rows, 8, rows_per_rank=8)
+    seeing = PackedSampler(rows, 8, rows_per_rank=8, vision_work=work)
+
+    def waiting(assignment):
+        of_window = seeing.cost[assignment][:, : assignment.shape[1] // 8 * 8].reshape(8, -1, 8).sum(axis=2)
+        return 1 - of_window.mean(axis=0).sum() / of_window.max(axis=0).sum()
+
+    assert waiting(seeing.assignment()) < waiting(blind.assignment()) / 2
+    assert seeing.spread().waiting == pytest.approx(waiting(seeing.assignment()), rel=0.1)
+    assert ", images " in str(seeing.spread())
+    assert sorted(np.unique(seeing.assignment())) == list(range(len(rows)))
+    with pytest.raises(InputError, match="lengths"):
+        blind.load_state_dict(seeing.state_dict())
+
+
+@pytest.mark.parametrize("work", [[1.0], "much", [1.0, -1.0], [1.0, float("nan")], [[1.0], [2.0]]])
+def test_work_that_is_none(work):
+    with pytest.raises(InputError, match=r"vision_work is .*; give a number from 0 for each of the 2 rows"):
+        PackedSampler([[3], [4]], vision_work=work)

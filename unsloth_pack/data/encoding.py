@@ -242,28 +242,34 @@ class Encoder:
     ) -> Any:
         from jinja2 import TemplateError
 
-        def apply(some: list[Any]) -> Any:
-            return self.tokenizer.apply_chat_template(
-                some,
-                chat_template=self.chat_template,
-                return_dict=True,
-                return_assistant_tokens_mask=marked,
-                tokenizer_kwargs={"verbose": False},
-                **options,
-            )
-
         refusals = (TemplateError, *TEMPLATE_REFUSALS)
         try:
-            return apply(conversations)
+            return self._rendered(conversations, marked, options)
         except refusals:
             for number, conversation in zip(numbers, conversations, strict=True):
                 try:
-                    apply([conversation])
+                    self._rendered([conversation], marked, options)
                 except refusals as error:
                     raise InputError(
                         f"row {number}: the chat template refuses it ({error}); correct or remove it"
                     ) from None
             raise
+
+    def _rendered(self, conversations: list[Any], marked: bool, options: dict[str, Any]) -> Mapping[str, Any]:
+        """`input_ids` of conversations, and if `marked` `assistant_masks`, 1 on the tokens of answers.
+
+        Args:
+            options: of the chat template.
+        """
+        made: Any = self.tokenizer.apply_chat_template(
+            conversations,
+            chat_template=self.chat_template,
+            return_dict=True,
+            return_assistant_tokens_mask=marked,
+            tokenizer_kwargs={"verbose": False},
+            **options,
+        )
+        return made
 
 
 def marks_answers(chat_template: str) -> bool:

@@ -37,6 +37,8 @@ class TokenLedger:
         rows_shrunk, tokens_shrunk: rows whose images were made smaller to fit, and the tokens that this
             saved, which are in no other count.
         rows_broken: rows left out since an image cannot be read. They were not tokenised.
+        rows_left_out: those of `rows_truncated` of which nothing is left, since the cut would have been in
+            front of the end of an image.
     """
 
     rows_read: int
@@ -64,6 +66,7 @@ class TokenLedger:
     rows_shrunk: int = 0
     tokens_shrunk: int = 0
     rows_broken: int = 0
+    rows_left_out: int = 0
 
     @classmethod
     def of_all(cls, ledgers: Sequence[TokenLedger]) -> TokenLedger:
@@ -107,6 +110,9 @@ def check_token_loss(
         causes.append(f"{ledger.tokens_dropped:,} in {rows}")
     if ledger.tokens_truncated:
         beyond = f"beyond --max_seq_length {max_length} in {ledger.rows_truncated:,} rows"
+        if ledger.rows_left_out:
+            beyond += f" ({ledger.rows_left_out:,} of them whole, as the cut would go through an image)"
+            ways.insert(0, "make images smaller with --shrink_images")
         causes.insert(0, f"{ledger.tokens_truncated:,} {beyond}")
         most = f"99 % of the rows have at most {ledger.p99}"
         way = "pack it anew with --max_seq_length" if are_packed else "raise --max_seq_length to"

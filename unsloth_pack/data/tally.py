@@ -19,7 +19,7 @@ _SUMS = [
     for each in fields(TokenLedger)
     if each.default is MISSING and each.name not in ("longest", "p99")
 ]
-OF_IMAGES = ("images", "vision_tokens", "rows_shrunk", "tokens_shrunk", "rows_broken")
+OF_IMAGES = ("images", "vision_tokens", "rows_shrunk", "tokens_shrunk", "rows_broken", "rows_left_out")
 
 
 @dataclass

@@ -136,7 +136,7 @@ def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
     dataset = make.dataset
     spans = spans_of(len(dataset), dataset.data.nbytes)
     if len(spans) > 1:
-        key = make.key()
+        key = make.key(num_proc)
         folder, notes = kept("documents", key, partial(make.all_into, spans=spans, num_proc=num_proc))
         rows = open_kept(folder)
         found = {name: notes[name] for name in ("fingerprint", "least_id", "last_id")}
@@ -166,8 +166,14 @@ class SpanMaker(ABC):
         self.dataset, self.max_length, self.schema = dataset, max_length, schema
 
     @abstractmethod
-    def key(self) -> list[Any] | None:
+    def key(self, num_proc: int | None) -> list[Any] | None:
         """All that the documents depend on, or None where that cannot be told."""
+
+    @property
+    def of_data(self) -> list[str]:
+        """The data set's fingerprint, which tells how it says it was made, and SHA-256 of its files."""
+        files = [Path(file["filename"]) for file in self.dataset.cache_files]
+        return [self.dataset._fingerprint, *(digest(file) for file in files if not is_kept(file))]
 
     @abstractmethod
     def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
@@ -235,28 +241,16 @@ class DocumentMaker(SpanMaker):
         )
         self._responses_only = responses_only
 
-    def key(self) -> list[Any] | None:
-        tokenizer = self._encode.tokenizer
-        if not tokenizer.is_fast:  # what a slow one does is written in Python
+    def key(self, num_proc: int | None) -> list[Any] | None:
+        given = key_of_tokenizer(self._encode.tokenizer, self._encode.chat_template)
+        if given is None:
             return None
-        import tokenizers
-        import transformers
-
-        kind = type(tokenizer)
-        template = self._encode.chat_template or tokenizer.chat_template
         return [
-            [self.dataset._fingerprint, *self._digests()],
+            self.of_data,
             None if self._conversion is None else self._conversion.key,
-            [tokenizer_hash(tokenizer), kind.__module__, kind.__qualname__, tokenizer.split_special_tokens],
-            [self._encode.chat_template, self.max_length, self._responses_only],
-            str(date.today()) if "strftime_now" in str(template) else None,
-            [module.__version__ for module in (transformers, tokenizers)],
+            given,
+            [self.max_length, self._responses_only],
         ]
-
-    def _digests(self) -> list[str]:
-        """SHA-256 of the data set's files, whose fingerprint only tells how it says they were made."""
-        files = [Path(file["filename"]) for file in self.dataset.cache_files]
-        return [digest(file) for file in files if not is_kept(file)]
 
     def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
         size = self.batch_size
@@ -340,6 +334,26 @@ def rows_hash(rows: datasets.Dataset) -> str:
     for table in scan(rows, columns, _HASHED):
         hashes.update(table)
     return hashes.hexdigest()
+
+
+def key_of_tokenizer(tokenizer: Any, chat_template: str | None = None) -> list[Any] | None:
+    """All that ids depend on beside the rows; None for a slow tokenizer, which does things in Python.
+
+    Args:
+        chat_template: used instead of the tokenizer's own.
+    """
+    if not tokenizer.is_fast:
+        return None
+    import tokenizers
+    import transformers
+
+    kind = type(tokenizer)
+    is_dated = "strftime_now" in str(chat_template or tokenizer.chat_template)
+    return [
+        [tokenizer_hash(tokenizer), kind.__module__, kind.__qualname__, tokenizer.split_special_tokens],
+        [chat_template, str(date.today()) if is_dated else None],
+        [module.__version__ for module in (transformers, tokenizers)],
+    ]
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -13,10 +13,11 @@ from unsloth_pack.data.encoding import IGNORE_INDEX, Encoder
 from unsloth_pack.data.fields import ROLES
 from unsloth_pack.data.refusals import fail
 from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.images.in_texts import WritingEncoder
 from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.reading import size_of
 from unsloth_pack.images.rows import ImageRow, image_row, with_parts
-from unsloth_pack.images.sources import ImageSource, UnreadableImage
+from unsloth_pack.images.sources import ImageSource, UnreadableImage, stat_of
 from unsloth_pack.images.templates import takes_texts
 from unsloth_pack.images.tokens import Cut, ImageTokenIds, ImageTokens
 
@@ -26,6 +27,10 @@ _TOO_LONG_TEXT = "a document that is too long with the smallest images"
 
 # Labels `[n]` of ids `[n]`, of which those that are -100 already stay so
 Relabel = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+class OverlongDocument(InputError):
+    """A document that cannot be cut to its longest length, since the cut would go through an image."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +62,7 @@ class VisionDocument:
         index: of its row.
         ids, labels: `[n]` int32, each image as many placeholders as it has tokens, with marks among them.
         images: in their order; none is decoded yet.
-        read: tokens before it was cut.
+        read: tokens before it was cut; `ids` may be empty, where nothing could be left of it.
         saved: tokens that its images have lost, as they were made smaller to fit.
     """
 
@@ -115,6 +120,8 @@ class VisionEncoder:
         responses_only: only assistant turns count in the loss, as the chat template marks them.
         relabel: makes other labels of the ids, as for answers behind a marker.
         skip_broken: leave out rows with an image that cannot be read.
+        skip_overlong: of a document that would be refused for its length nothing is left. It is made without
+            any token, so that its loss can be counted.
 
     Raises:
         InputError: the tokenizer has no chat template or lacks a token of images; an argument is wrong.
@@ -132,6 +139,7 @@ class VisionEncoder:
         responses_only: bool = False,
         relabel: Relabel | None = None,
         skip_broken: bool = False,
+        skip_overlong: bool = False,
         config: Any = None,
     ):
         if overlong not in get_args(Overlong):
@@ -150,7 +158,8 @@ class VisionEncoder:
         self.token_ids = ImageTokenIds(tokens, tokenizer, config)
         self.counts = VisionCounts()
         self._tokens, self._make_images, self._relabel = tokens, make_images, relabel
-        self._max_length, self._overlong, self._skip_broken = max_length, overlong, skip_broken
+        self._max_length, self._overlong = max_length, overlong
+        self._skip_broken, self._skip_overlong = skip_broken, skip_overlong
         self._folder = None if image_folder is None else Path(image_folder)
         self._learned = {role: role == "assistant" or not responses_only for role in ROLES}
         if relabel is not None:
@@ -185,16 +194,39 @@ class VisionEncoder:
         """
         return (self._document(index, row) for index, row in enumerate(rows, first))
 
+    def files(self, index: int, row: Any) -> list[tuple[str, int, int]]:
+        """Path, size and time of every file of an image of a row.
+
+        Raises:
+            InputError: names the row, the column, the value and a remedy.
+        """
+        return [
+            (str(source.content), about.st_size, about.st_mtime_ns)
+            for source in self._row(index, row).images
+            if isinstance(source.content, Path)
+            for about in [stat_of(source, source.content)]
+        ]
+
+    def _row(self, index: int, row: Any) -> ImageRow:
+        return image_row(index, row, self._folder, self._learned, self._tokens.texts)
+
     def _document(self, index: int, row: Any) -> VisionDocument | None:
         try:
-            found = image_row(index, row, self._folder, self._learned, self._tokens.texts)
+            found = self._row(index, row)
             images = [self._placed(source, len(found.images)) for source in found.images]
         except UnreadableImage:
             if not self._skip_broken:
                 raise
             self.counts.broken += 1
             return None
-        document = self._fitted(found, *self._encoded(found), images)
+        ids, labels = self._encoded(found)
+        try:
+            document = self._fitted(found, ids, labels, images)
+        except OverlongDocument:
+            if not self._skip_overlong:
+                raise
+            length = len(ids) - len(images) + sum(image.tokens for image in images)
+            return VisionDocument(index, ids[:0], labels[:0], [], length)
         if document is None:
             self.counts.dropped += 1
         return document
@@ -233,13 +265,15 @@ class VisionEncoder:
 
     def _encoder(self, columns: tuple[str, ...]) -> Encoder:
         if columns not in self._encoders:
-            self._encoders[columns] = Encoder(
-                self._tokenizer,
-                columns,
-                True,
-                max_length=_NO_LIMIT,
-                responses_only=self._responses_only,
-                chat_template=None,
+            options: dict[str, Any] = dict(
+                max_length=_NO_LIMIT, responses_only=self._responses_only, chat_template=None
+            )
+            self._encoders[columns] = (
+                WritingEncoder(
+                    self._tokenizer, columns, True, write=self._tokens.with_placeholders, **options
+                )
+                if self._tokens.in_template
+                else Encoder(self._tokenizer, columns, True, **options)
             )
         return self._encoders[columns]
 
@@ -278,14 +312,15 @@ class VisionEncoder:
         read = len(ids)
         if read > limit:
             if is_vision[limit:].any():
-                remedy = "raise max_seq_length, or shrink its images (--shrink_images, overlong='shrink')"
+                remedy = "raise max_seq_length"
+                remedy += ", or shrink its images (overlong='shrink')" if self._make_images.shrinks else ""
                 self._refuse(row, length, remedy, "a document that would be cut before the end of an image")
             ids, labels = ids[:limit], labels[:limit]
             self.counts.truncated += 1
         return VisionDocument(row.index, ids, labels, images, read, saved)
 
     def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
-        """The images with as many pixels as let all of them fit into `room` tokens."""
+        """The images with as many pixels as let all of them fit into `room` tokens, or the smallest."""
         sizes = [(image.height, image.width) for image in images]
         make = self._make_images
 
@@ -305,18 +340,16 @@ class VisionEncoder:
                 low = middle
             else:
                 high = middle - 1
-        if not low:
+        if not low and not self._skip_overlong:
             self._refuse(row, length, "raise max_seq_length, or remove the row", _TOO_LONG_TEXT)
-        return limited(low)
+        return limited(max(low, 1))
 
     def _refuse(
         self, row: ImageRow, length: int, remedy: str, problem: str = "a document that is too long"
     ) -> None:
         lengths = f"{length} tokens with its images, max_seq_length is {self._max_length}"
-        fail(
-            row.index,
-            row.column,
-            f"{problem} ({lengths})",
-            [turn.get("content") for turn in row.turns],
-            remedy,
-        )
+        turns = [turn.get("content") for turn in row.turns]
+        try:
+            fail(row.index, row.column, f"{problem} ({lengths})", turns, remedy)
+        except InputError as error:
+            raise OverlongDocument(str(error)) from None

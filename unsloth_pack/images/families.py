@@ -4,6 +4,7 @@ from typing import Any
 
 from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.pixels import PatchMaker
+from unsloth_pack.images.squares import SquareMaker
 from unsloth_pack.images.tiles import AnyresMaker, CanvasMaker, SizesMaker, SplitMaker
 from unsloth_pack.images.tokens import image_tokens_of
 
@@ -17,6 +18,7 @@ _MAKERS: dict[str, type[ImageMaker[Any]]] = {
     "llava_onevision": AnyresMaker,
     "internvl": CanvasMaker,
     "mistral3": SizesMaker,
+    "gemma3": SquareMaker,
 }
 
 

@@ -13,6 +13,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.images.reading import pixels_of
 from unsloth_pack.images.sources import ImageSource
 from unsloth_pack.images.tokens import Cut
+from unsloth_pack.models import vision_spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,7 @@ class ImageMaker(ABC, Generic[Made]):
 
     Attributes:
         needed: what an image processor of the family has.
-        own_limit: what limits the size of an image, where `max_pixels` does not; for errors.
+        own_limit: where `max_pixels` does not limit the size of an image, what to do instead; for errors.
         described: the arguments of a call, beside pixels, that say which images they are.
         shrinks: whether an image can be made of fewer tokens.
 
@@ -83,6 +84,16 @@ class ImageMaker(ABC, Generic[Made]):
         """Pixels of an image of so many tokens."""
 
     @abstractmethod
+    def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
+        """Patches of an image that the tower sees, and how many of them each attends to.
+
+        Args:
+            tokens: of the image, without marks.
+            size: height and width in pixels.
+            of_document: how many images the document has.
+        """
+
+    @abstractmethod
     def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
         """See `cut`; a ValueError says that the processor refuses such an image."""
 
@@ -118,6 +129,12 @@ class ImageMaker(ABC, Generic[Made]):
     def grids(self, images: Sequence[Made]) -> np.ndarray | None:
         """`[images, 3]` tokens in time, height and width, where positions are made of them; else None."""
         return None
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether the tokens of images see each other in both directions, see `VisionSpec`."""
+        spec = None if self._config is None else vision_spec_of(self._config.model_type)
+        return spec is not None and spec.both_ways
 
     @property
     def options(self) -> dict[str, Any]:

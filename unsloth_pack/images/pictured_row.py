@@ -66,7 +66,8 @@ class PicturedRow:
             row = with_axes(row, axes) if every else row  # a row of text is described by its lengths
         arguments = {}
         if every:
-            row = replace(row, visual=np.flatnonzero(all_ids == placeholder), _built={})
+            visual = np.flatnonzero(all_ids == placeholder)
+            row = replace(row, visual=visual, both_ways=make.both_ways, _built={})
             arguments = make.arguments(every, [*map(len, images)])
         return cls(row, _row(all_ids), _row(all_labels), torch.from_numpy(positions), arguments)
 

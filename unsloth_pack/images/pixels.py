@@ -50,6 +50,10 @@ class PatchMaker(ImageMaker[Patches]):
     def pixels_of_tokens(self, tokens: int) -> int:
         return tokens * (self._processor.patch_size * self.merge_size) ** 2
 
+    def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
+        patches = tokens * self.merge_size**2
+        return patches, patches
+
     def saved(self) -> dict[str, Any]:
         return {}
 

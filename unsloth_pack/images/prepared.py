@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,11 @@ from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
 from unsloth_pack.data.formats import detect_format
 from unsloth_pack.data.image_columns import IMAGES, image_field
 from unsloth_pack.data.other_columns import refuse_acting_columns
+from unsloth_pack.data.spans import in_order, spans_of
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.data.tokenize import SpanMaker, table_of
 from unsloth_pack.images.documents import VisionDocument, VisionEncoder
+from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.stored import image_document_schema, stored
 
 if TYPE_CHECKING:
@@ -79,6 +83,8 @@ class ImageDocumentMaker(SpanMaker):
         encode: makes a document of a row.
         folder: where paths of images begin.
         keep_bytes: documents hold the content of image files, instead of their paths.
+        settings: all that the documents depend on beside the rows and the files of their images, as JSON has
+            it; None where that cannot be told.
     """
 
     def __init__(
@@ -88,13 +94,33 @@ class ImageDocumentMaker(SpanMaker):
         max_length: int,
         folder: Path | None,
         keep_bytes: bool = False,
+        settings: Sequence[Any] | None = None,
     ):
         super().__init__(_not_decoding(dataset), max_length, image_document_schema())
         detect_format(dataset.column_names, [self.dataset[i] for i in range(min(8, len(dataset)))])
         self._encode, self._folder, self._keep_bytes = encode, folder, keep_bytes
+        self._settings = settings
 
-    def key(self) -> None:
-        """None: what the files of images hold may change, and looking at each is most of the work."""
+    def key(self, num_proc: int | None) -> list[Any] | None:
+        """With size and time of every file of an image, so that none is read for those that stay the same.
+
+        None where documents hold the content of files: the cache would hold all of them once more.
+        """
+        if self._settings is None or self._keep_bytes:
+            return None
+        tasks = spans_of(len(self.dataset), self.dataset.data.nbytes)
+        return [self.of_data, [*self._settings], [*in_order(self._files_of, tasks, num_proc)]]
+
+    def _files_of(self, span: tuple[int, int]) -> str:
+        """SHA-256 of what is known of the images of these rows without reading a file."""
+        found = hashlib.sha256()
+        for number in range(*span):
+            try:
+                known: Any = self._encode.files(number, self.dataset[number])
+            except UnreadableImage as error:
+                known = str(error)
+            found.update(json.dumps([number, known]).encode())
+        return found.hexdigest()
 
     def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
         size = self.batch_size
@@ -114,6 +140,7 @@ class ImageDocumentMaker(SpanMaker):
         tally.sums += Counter(
             rows_read=len(documents) - len(made),
             rows_broken=len(documents) - len(made),
+            rows_left_out=sum(len(document.ids) < min(document.read, 1) for document in made),
             rows_shrunk=sum(document.saved > 0 for document in made),
             tokens_shrunk=sum(document.saved for document in made),
             images=sum(len(document.images) for document in kept),

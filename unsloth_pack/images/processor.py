@@ -21,7 +21,9 @@ from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.pixels import PatchMaker
 from unsloth_pack.images.reading import require_pillow
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, image_tokens_of
+from unsloth_pack.models.vision_spec import TOKEN_TYPES
 
+_MODALITIES = "mm_token_type_ids"  # which tokens are images, as all processors but Gemma's call it
 _SAVED = ("processor_config.json", "tokenizer_config.json")
 
 
@@ -54,10 +56,10 @@ class VisionProcessor(ProcessorMixin):
         """
         self._maker: ImageMaker[Any] | None = None
         if tokens is not None:
-            self.image_token = tokens.placeholder
-            marks = (tokens.placeholder, *tokens.writing.marks)
-            ids: Any = tokenizer.convert_tokens_to_ids(list(marks))
-            self.image_token_id, self.image_token_ids = ids[0], ids
+            self.image_token = tokens.in_text
+            marks = [tokens.placeholder, *tokens.writing.marks]
+            self.image_token_id: Any = tokenizer.convert_tokens_to_ids(tokens.in_text)
+            self.image_token_ids: Any = tokenizer.convert_tokens_to_ids(marks)
             options: Any = {**VisionProcessor.text_kwargs, **dict(tokens.text_options)}
             self.text_kwargs = options
             self._maker = image_maker(config, image_processor) if config else PatchMaker(image_processor)
@@ -83,13 +85,17 @@ class VisionProcessor(ProcessorMixin):
         options = {name: value for name, value in own.items() if name not in kwargs}
         if images is not None and options:
             kwargs["images_kwargs"] = options | kwargs.get("images_kwargs", {})
-        return super().__call__(images=images, text=text, **kwargs)
+        made = super().__call__(images=images, text=text, **kwargs)
+        if self._maker is not None and self._maker.both_ways and _MODALITIES in made:
+            made[TOKEN_TYPES] = made.pop(_MODALITIES)
+        return made
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: Any) -> str:
         """What stands in the place of an image's token."""
         assert self._maker is not None
         assert self._tokens is not None
-        return self._tokens.writing.text(self._maker.cut_made(image_inputs, image_idx), self.image_token)
+        cut = self._maker.cut_made(image_inputs, image_idx)
+        return self._tokens.writing.text(cut, self._tokens.placeholder)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the tokenizer, the image processor and the chat template into a folder."""
@@ -109,12 +115,13 @@ class VisionProcessor(ProcessorMixin):
     @property
     def model_input_names(self) -> list[str]:
         """What a model takes of the output."""
-        return [*super().model_input_names, "mm_token_type_ids"]
+        is_by_type = self._maker is not None and self._maker.both_ways
+        return [*super().model_input_names, TOKEN_TYPES if is_by_type else _MODALITIES]
 
     @property
     def unused_input_names(self) -> list[str]:
         """What the image processor says besides, which no model takes."""
-        return ["rows", "cols", "num_patches"]
+        return ["rows", "cols", "num_patches", "num_crops"]
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved of the processor itself."""
@@ -147,8 +154,8 @@ def load_image_processor(
             require_whole(name, value, 1)
         if value is not None and make.own_limit:
             raise InputError(
-                f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; set "
-                f"{make.own_limit}, on processor.image_processor"
+                f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; "
+                f"{make.own_limit}"
             )
     processor = load_with(AutoImageProcessor, source, **hub)
     make(processor, config)

@@ -57,6 +57,24 @@ def refuse_image(index: int, column: str, problem: str, value: Any, remedy: str)
         raise UnreadableImage(str(error)) from None
 
 
+def refuse_lost(source: ImageSource, error: OSError) -> NoReturn:
+    """Raise the `UnreadableImage` for an image whose file cannot be read."""
+    problem = f"an image that cannot be read ({error.strerror})"
+    refuse_image(source.index, source.column, problem, source.shown, "put it back")
+
+
+def stat_of(source: ImageSource, path: Path) -> os.stat_result:
+    """What the file system says of the file of an image.
+
+    Raises:
+        UnreadableImage: it is gone.
+    """
+    try:
+        return path.stat()
+    except OSError as error:
+        refuse_lost(source, error)
+
+
 def source_of(index: int, column: str, value: Any, folder: Path | None) -> ImageSource:
     """The image that a value of a row names.
 

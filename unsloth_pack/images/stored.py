@@ -6,11 +6,11 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.image_columns import image_field
 from unsloth_pack.images.documents import PlacedImage
-from unsloth_pack.images.sources import ImageSource, refuse_image
+from unsloth_pack.images.sources import ImageSource, refuse_image, refuse_lost, stat_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,7 +45,7 @@ def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False)
         "column": image.source.column,
     }
     if isinstance(content, Path):
-        about = _stat(image.source, content)
+        about = stat_of(image.source, content)
         path = os.fspath(content)
         path = path if folder is None else os.path.relpath(path, os.path.realpath(folder))
         return found | {"path": path, "size": about.st_size, "mtime_ns": about.st_mtime_ns}
@@ -68,27 +68,15 @@ def source_of_stored(image: Mapping[str, Any], folder: Path | None) -> ImageSour
         return ImageSource(row, column, image["bytes"])
     path = Path(image["path"]) if folder is None else Path(folder, image["path"])
     source = ImageSource(row, column, path)
-    about = _stat(source, path)
+    about = stat_of(source, path)
     if (about.st_size, about.st_mtime_ns) != (image["size"], image["mtime_ns"]):
         problem = "an image that has changed since it was prepared"
         refuse_image(row, column, problem, str(path), "prepare it anew")
     return source
 
 
-def _stat(source: ImageSource, path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except OSError as error:
-        _refuse(source, error)
-
-
 def _bytes_of(source: ImageSource, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        _refuse(source, error)
-
-
-def _refuse(source: ImageSource, error: OSError) -> NoReturn:
-    problem = f"an image that cannot be read ({error.strerror})"
-    refuse_image(source.index, source.column, problem, source.shown, "put it back")
+        refuse_lost(source, error)

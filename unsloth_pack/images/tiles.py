@@ -44,9 +44,27 @@ class TileMaker(ImageMaker[Tiles]):
     def cut_of(self, image: Tiles) -> Cut:
         return image.cut
 
+    def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
+        of_tile = self._grid_side**2
+        return self._tiles(tokens, size, of_document) * of_tile, of_tile
+
+    def _tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
+        """How many tiles the tower sees of an image; the arguments are those of `seen`."""
+        return tokens // self._of_tile
+
+    @property
+    def _of_tile(self) -> int:
+        """Tokens of a tile."""
+        return self._grid_side**2
+
     def _taken(self, made: Any, of_document: int) -> Tiles:
         values = made["pixel_values"]
         return Tiles(values.astype(np.uint8), (0, 0), self.cut_made(made, 0))
+
+    def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
+        import torch
+
+        return {"pixel_values": torch.cat([torch.from_numpy(image.values) for image in images])}
 
     def normalised(self, values: Tensor) -> Tensor:
         return self._scaled(values.flatten(0, -4)).view(values.shape)
@@ -58,14 +76,14 @@ class TileMaker(ImageMaker[Tiles]):
     @property
     def _grid_side(self) -> int:
         """Patches a side of a tile."""
-        return _side(self._vision.image_size) // _side(self._vision.patch_size)
+        return side_of(self._vision.image_size) // side_of(self._vision.patch_size)
 
 
 class SplitMaker(TileMaker):
     """Idefics3 and SmolVLM: an image is enlarged to its longest edge, and cut into tiles that it fills."""
 
     needed = ("do_image_splitting", "max_image_size", "do_resize")
-    own_limit = "size={'longest_edge': pixels}"
+    own_limit = "set size={'longest_edge': pixels}, on processor.image_processor"
 
     @property
     def most_pixels(self) -> int:
@@ -89,7 +107,7 @@ class SplitMaker(TileMaker):
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         _longest_edge(self._processor)
-        return [("max_image_size", self._tile, "image_size", _side(self._vision.image_size))]
+        return [("max_image_size", self._tile, "image_size", side_of(self._vision.image_size))]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
         size = {} if most_pixels is None else {"size": {"longest_edge": self._edge(most_pixels)}}
@@ -140,7 +158,7 @@ class CanvasMaker(TileMaker):
     """InternVL: an image fills the canvas of tiles whose shape is closest to its own, then one tile whole."""
 
     needed = ("min_patches", "max_patches", "get_number_of_image_patches")
-    own_limit = "max_patches, tiles of an image"
+    own_limit = "set max_patches, tiles of an image, on processor.image_processor"
 
     @property
     def most_pixels(self) -> int:
@@ -155,16 +173,11 @@ class CanvasMaker(TileMaker):
     def cut_made(self, made: Any, place: int) -> Cut:
         return Cut(whole=int(made["num_patches"][place]) * self._of_tile)
 
-    def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
-        import torch
-
-        return {"pixel_values": torch.cat([torch.from_numpy(image.values) for image in images])}
-
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         least, most = self._processor.min_patches, self._processor.max_patches
         require_whole("the image processor's max_patches", most, 1)
         require_whole("the image processor's min_patches", least, 1, most)
-        return [_size_of_tiles(self._processor, self._vision)]
+        return [size_of_tiles(self._processor, self._vision)]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
         options: dict[str, Any] = {"crop_to_patches": True}  # as transformers' processor always does
@@ -179,7 +192,7 @@ class CanvasMaker(TileMaker):
 
     @property
     def _tile(self) -> int:
-        return _side(self._vision.image_size)
+        return side_of(self._vision.image_size)
 
     @property
     def _of_tile(self) -> int:
@@ -193,7 +206,7 @@ class AnyresMaker(TileMaker):
     """
 
     needed = ("image_grid_pinpoints",)
-    own_limit = "image_grid_pinpoints, which the model's configuration must have too"
+    own_limit = "set image_grid_pinpoints, on processor.image_processor and in the model's configuration"
     described = ("image_sizes", "batch_num_images")
     shrinks = False
 
@@ -202,7 +215,7 @@ class AnyresMaker(TileMaker):
         return max(height * width for height, width in self._processor.image_grid_pinpoints)
 
     def pixels_of_tokens(self, tokens: int) -> int:
-        return tokens * _side(self._vision.patch_size) ** 2
+        return tokens * side_of(self._vision.patch_size) ** 2
 
     def saved(self) -> dict[str, Any]:
         strategy = self._config.vision_feature_select_strategy
@@ -218,6 +231,15 @@ class AnyresMaker(TileMaker):
         height, width = (int(n) for n in made["image_sizes"][place])
         return self._cut(height, width, None, int(of_document))
 
+    def _tiles(self, tokens: int, size: tuple[int, int], of_document: int) -> int:
+        from transformers.image_processing_utils import select_best_resolution
+
+        if of_document != 1:
+            return 1
+        tile = side_of(self._vision.image_size)
+        height, width = select_best_resolution(size, self._processor.image_grid_pinpoints)
+        return 1 + (height // tile) * (width // tile)
+
     def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
         import torch
 
@@ -231,7 +253,7 @@ class AnyresMaker(TileMaker):
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
         name = "image_grid_pinpoints"
         has, needs = (_as_lists(getattr(part, name)) for part in (self._processor, self._config))
-        return [_size_of_tiles(self._processor, self._vision), (name, has, name, needs)]
+        return [size_of_tiles(self._processor, self._vision), (name, has, name, needs)]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
         return {}
@@ -252,7 +274,7 @@ class AnyresMaker(TileMaker):
         if of_document != 1:
             return Cut(whole=side**2 + 1)
         best = select_best_resolution((height, width), self._processor.image_grid_pinpoints)
-        tile = _side(self._vision.image_size)
+        tile = side_of(self._vision.image_size)
         lines, columns = (side * (edge // tile) for edge in best)
         if width / height > columns / lines:
             lines -= (lines - int(round(height * (columns / width), 7))) // 2 * 2
@@ -269,7 +291,11 @@ class SizesMaker(TileMaker):
 
     needed = ("patch_size", "size", "do_resize")
     described = ("image_sizes",)
-    own_limit = "size={'longest_edge': pixels}"
+    own_limit = "set size={'longest_edge': pixels}, on processor.image_processor"
+
+    def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
+        patches = tokens * self._config.spatial_merge_size**2
+        return patches, patches
 
     @property
     def most_pixels(self) -> int:
@@ -297,7 +323,7 @@ class SizesMaker(TileMaker):
         return {"pixel_values": torch.from_numpy(values), "image_sizes": torch.tensor(sizes)}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
-        most = _side(self._vision.image_size)
+        most = side_of(self._vision.image_size)
         if self._longest > most:
             raise InputError(
                 f"the image processor's size['longest_edge'] is {self._longest}, the model's tower sees "
@@ -336,10 +362,10 @@ class SizesMaker(TileMaker):
     @property
     def _token(self) -> int:
         """Pixels a side that one token stands for."""
-        return _side(self._vision.patch_size) * self._config.spatial_merge_size
+        return side_of(self._vision.patch_size) * self._config.spatial_merge_size
 
 
-def _side(size: Any) -> int:
+def side_of(size: Any) -> int:
     """One number of pixels, of a square that may be given by both sides."""
     return size if isinstance(size, int) else size[0]
 
@@ -355,8 +381,8 @@ def _as_lists(value: Any) -> Any:
     return [_as_lists(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _size_of_tiles(processor: Any, vision: Any) -> tuple[str, Any, str, Any]:
-    side = _side(vision.image_size)
+def size_of_tiles(processor: Any, vision: Any) -> tuple[str, Any, str, Any]:
+    side = side_of(vision.image_size)
     size = processor.size
     has = {key: size[key] for key in ("height", "width") if key in size} if hasattr(size, "keys") else size
     return "size", has, "tiles", {"height": side, "width": side}

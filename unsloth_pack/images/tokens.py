@@ -85,6 +85,9 @@ class ImageTokens:
         writing: what the processor writes beside placeholders.
         text_options: the processor's own defaults for its tokenizer.
         by_text: the images of a call lie in one list for each text.
+        in_template: what a chat template writes for an image, where that is not the placeholder. A processor
+            writes the image in its place before it makes ids of the text, so that what stands around it may
+            merge with what it writes.
     """
 
     placeholder: str
@@ -95,6 +98,16 @@ class ImageTokens:
     writing: Writing = field(default_factory=Writing)
     text_options: tuple[tuple[str, Any], ...] = ()
     by_text: bool = False
+    in_template: str = ""
+
+    @property
+    def in_text(self) -> str:
+        """What stands for an image in a text of which no ids have been made."""
+        return self.in_template or self.placeholder
+
+    def with_placeholders(self, text: str) -> str:
+        """What a chat template has written, with one placeholder an image."""
+        return text.replace(self.in_text, self.writing.text(Cut(whole=1), self.placeholder))
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -137,6 +150,12 @@ IMAGE_TOKENS = {
     "mistral3": ImageTokens(
         *("[IMG]", "", "", (), "PixtralProcessor"),
         Writing(between="[IMG_BREAK]", end="[IMG_END]", marks=("[IMG_BREAK]", "[IMG_END]")),
+    ),
+    "gemma3": ImageTokens(
+        *("<image_soft_token>", "<start_of_image>", "<end_of_image>", (), "Gemma3Processor"),
+        Writing(begin="\n\n<start_of_image>", end="<end_of_image>\n\n"),
+        by_text=True,
+        in_template="<start_of_image>",
     ),
 }
 
@@ -181,6 +200,7 @@ class ImageTokenIds:
         self._around = tuple(vocabulary[text] for text in around)
         others = (*tokens.writing.marks, *tokens.reserved)
         self._reserved = tuple(vocabulary[text] for text in others if text in vocabulary)
+        self._writing = Writing() if tokens.in_template else tokens.writing  # else the text holds it already
         self._tokens, self._tokenizer = tokens, tokenizer
         self._of_mark: dict[str, np.ndarray] = {}
         expected = getattr(config, "image_token_id", self.placeholder)
@@ -199,7 +219,7 @@ class ImageTokenIds:
         """How many placeholders, markers of each kind around them, and tokens out of place there are.
 
         Args:
-            ids: `[n]` as a chat template writes them.
+            ids: `[n]` with one placeholder an image.
         """
         around = [int((ids == marker).sum()) for marker in self._around]
         return int((ids == self.placeholder).sum()), around, int(np.isin(ids, self._reserved).sum())
@@ -207,13 +227,13 @@ class ImageTokenIds:
     def written(self, cut: Cut) -> np.ndarray:
         """`[n]` int32: what stands in the place of an image's placeholder."""
         parts = []
-        for mark, times in self._tokens.writing.pieces(cut):
+        for mark, times in self._writing.pieces(cut):
             parts += [self._ids_of(mark), np.full(times, self.placeholder, np.int32)]
         return np.concatenate(parts)
 
     def n_written(self, cut: Cut) -> int:
         """How many tokens these are."""
-        return sum(len(self._ids_of(mark)) + times for mark, times in self._tokens.writing.pieces(cut))
+        return sum(len(self._ids_of(mark)) + times for mark, times in self._writing.pieces(cut))
 
     def _ids_of(self, mark: str) -> np.ndarray:
         """The ids of a text that stands between two placeholders."""

@@ -28,16 +28,19 @@ class CostSpread:
             lengths in the epoch, and of its tokens in the epoch.
         waiting: the share of time that the average rank waits for the slowest, window by window; time is
             estimated in the same way as in the sampler.
+        vision: as `tokens`, of a rank's work on images; 0 where there are none.
     """
 
     attention: float
     tokens: float
     waiting: float
+    vision: float = 0.0
 
     def __str__(self) -> str:
+        on_images = f"images {self.vision:.2%}, " if self.vision else ""
         return (
             f"estimated spread between ranks: attention {self.attention:.2%}, tokens {self.tokens:.2%}, "
-            f"waiting {self.waiting:.2%}"
+            f"{on_images}waiting {self.waiting:.2%}"
         )
 
 
@@ -60,6 +63,8 @@ class PackedSampler:
             several ranks, the first rows of the order are repeated if it lacks rows for whole micro-batches.
         attention_weight: 0 to 1, the attention's share of the time of an average row; the rest is in
             proportion to its tokens.
+        vision_work: of every row, the work on its images, in tokens that take as long without attention;
+            None where no row has images.
 
     Raises:
         InputError: an argument is out of its range, a row has no documents, or there are too few rows.
@@ -77,6 +82,7 @@ class PackedSampler:
         shuffle: bool = True,
         drop_last: bool = False,
         attention_weight: float = 0.5,
+        vision_work: Sequence[float] | np.ndarray | None = None,
     ):
         self.world_size = check_positive("world_size", world_size)
         self.rows_per_rank = check_positive("rows_per_rank", rows_per_rank)
@@ -96,6 +102,9 @@ class PackedSampler:
             attention_weight * self.squares / self.squares.mean()
             + (1 - attention_weight) * self.tokens / self.tokens.mean()
         )
+        self.vision = None if vision_work is None else _checked_work(vision_work, len(self.cost))
+        if self.vision is not None:
+            self.cost += (1 - attention_weight) * self.vision / self.tokens.mean()
         if drop_last and len(self.cost) < self.window:
             raise InputError(
                 f"{len(self.cost)} rows do not fill a window of {world_size} ranks with {rows_per_rank} rows "
@@ -176,7 +185,8 @@ class PackedSampler:
             return float(np.ptp(sums) / sums.mean()) if sums.any() else 0.0
 
         waiting = float(1 - by_window.mean(axis=0).sum() / slowest) if slowest else 0.0
-        return CostSpread(relative(self.squares), relative(self.tokens), waiting)
+        on_images = 0.0 if self.vision is None else relative(self.vision)
+        return CostSpread(relative(self.squares), relative(self.tokens), waiting, on_images)
 
     def state_dict(self, rows_done: int | None = None) -> dict[str, Any]:
         """The position in this epoch.
@@ -222,10 +232,11 @@ class PackedSampler:
         self.epoch, self._base, self._start, self._done = state["epoch"], base, done, done
 
     def _settings(self) -> dict[str, Any]:
+        costs = (self.tokens, self.squares, *(() if self.vision is None else (self.vision,)))
         return {
             "rows": len(self.cost),
             "tokens": int(self.tokens.sum()),
-            "lengths": hashlib.sha256(self.tokens.tobytes() + self.squares.tobytes()).hexdigest()[:16],
+            "lengths": hashlib.sha256(b"".join(each.tobytes() for each in costs)).hexdigest()[:16],
             "seed": self.seed,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
@@ -260,6 +271,23 @@ def _row_costs(seq_lengths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.nda
         raise InputError("no document has tokens; give lengths of at least 1")
     starts = np.cumsum([0, *sizes[:-1]])
     return np.add.reduceat(lengths, starts), np.add.reduceat(lengths**2, starts)
+
+
+def _checked_work(vision_work: Sequence[float] | np.ndarray, n_rows: int) -> np.ndarray:
+    """`[rows]` float64.
+
+    Raises:
+        InputError: it is not one finite number from 0 for each row.
+    """
+    try:
+        work = np.asarray(vision_work, np.float64)
+    except (TypeError, ValueError):
+        work = np.zeros(())
+    if work.shape != (n_rows,) or not (np.isfinite(work) & (work >= 0)).all():
+        raise InputError(
+            f"vision_work is {reprlib.repr(vision_work)}; give a number from 0 for each of the {n_rows} rows"
+        )
+    return work
 
 
 def _even_shares(costs: list[float], shares: int, size: int) -> list[tuple[float, list[int]]]:

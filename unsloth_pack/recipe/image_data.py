@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from unsloth_pack.chat_templates.marked_answers import answers_of
 from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mapped import scan
-from unsloth_pack.data.tokenize import Documents, made_by
+from unsloth_pack.data.tokenize import Documents, key_of_tokenizer, made_by
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import load_config, resolve
 from unsloth_pack.images.documents import VisionEncoder
@@ -88,9 +89,17 @@ class ImagePreparation:
     ) -> Documents:
         """The documents of a data set with images.
 
+        Those that are too long are cut behind their last image. Where that is not short enough nothing is
+        left of them, and the ledger counts them.
+
         Raises:
-            InputError: a row cannot be trained on.
+            InputError: a row cannot be trained on; images are to be shrunk, and the model's cannot.
         """
+        if self.options.shrink_images and not self.make_images.shrinks:
+            raise InputError(
+                f"shrink_images is true, and images of model type {self.config.model_type!r} have no size to "
+                "shrink them by; leave out --shrink_images, or raise --max_seq_length"
+            )
         tokenizer = self.processor.tokenizer
         relabel = answers_of(tokenizer) if responses_only else None
         encode = VisionEncoder(
@@ -103,13 +112,28 @@ class ImagePreparation:
             responses_only=responses_only and relabel is None,
             relabel=relabel,
             skip_broken=self.options.skip_broken_images,
+            skip_overlong=True,
             config=self.config,
         )
-        maker = ImageDocumentMaker(rows, encode, max_length, self.folder, self.keep_bytes)
+        settings = self._settings(max_length, responses_only)
+        maker = ImageDocumentMaker(rows, encode, max_length, self.folder, self.keep_bytes, settings)
         made = made_by(maker, num_proc)
         key = json.dumps([made.fingerprint, self.processor_hash])
         fingerprint = hashlib.sha256(key.encode()).hexdigest()
         return replace(made, fingerprint=fingerprint, unused_columns=unused_columns(rows))
+
+    def _settings(self, max_length: int, responses_only: bool) -> list[Any] | None:
+        """All that documents depend on beside rows and files; None where that cannot be told."""
+        of_tokenizer = key_of_tokenizer(self.processor.tokenizer)
+        if of_tokenizer is None:
+            return None
+        whole = self.config.to_json_string(use_diff=False)
+        return [
+            of_tokenizer,
+            [max_length, responses_only, self.options.shrink_images, self.options.skip_broken_images],
+            [hashlib.sha256(whole.encode()).hexdigest(), self.processor_hash, version("pillow")],
+            None if self.folder is None else str(self.folder.resolve()),
+        ]
 
     def beside(self, documents: Documents) -> Documents:
         """Documents of text, as those that stand beside documents with images.

@@ -287,7 +287,7 @@ def _ledger_line(ledger: TokenLedger) -> str:
 
 def _image_lines(ledger: TokenLedger) -> list[tuple[str, str]]:
     """What a ledger says of images; nothing where there are none."""
-    if not (ledger.images or ledger.rows_broken):
+    if not (ledger.images or ledger.rows_broken or ledger.rows_left_out):
         return []
     tokens = max(1, ledger.tokens_read)
     line = f"{ledger.images:,}, {ledger.vision_tokens:,} vision tokens ({ledger.vision_tokens / tokens:.1%})"
@@ -295,6 +295,8 @@ def _image_lines(ledger: TokenLedger) -> list[tuple[str, str]]:
         line += f"; shrunk in {ledger.rows_shrunk:,} rows by {ledger.tokens_shrunk:,} tokens"
     if ledger.rows_broken:
         line += f"; {ledger.rows_broken:,} rows with a broken image left out"
+    if ledger.rows_left_out:
+        line += f"; {ledger.rows_left_out:,} rows left out whose cut would go through an image"
     return [("images", line)]
 
 

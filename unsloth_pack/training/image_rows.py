@@ -49,7 +49,7 @@ class ImageRowCollator:
         *,
         skip_broken: bool = False,
     ):
-        self._make_images, self._token_ids, self._folder = make_images, token_ids, folder
+        self.make_images, self._token_ids, self._folder = make_images, token_ids, folder
         self._skip_broken = skip_broken
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -76,17 +76,17 @@ class ImageRowCollator:
                 if made is None:
                     labels[first + document][:] = IGNORE_INDEX
                     size = (image["height"], image["width"], image["most_pixels"])
-                    made = grey(self._make_images, *size, counts[document])
+                    made = grey(self.make_images, *size, counts[document])
                     n_broken += 1
                 images[first + document].append(made)
-        made_row = PicturedRow.of(ids, labels, images, self._token_ids.placeholder, self._make_images)
+        made_row = PicturedRow.of(ids, labels, images, self._token_ids.placeholder, self.make_images)
         batch: dict[str, Any] = {
             "input_ids": made_row.ids,
             "labels": made_row.labels,
             "position_ids": torch.from_numpy(made_row.row.positions)[None],
             "packed_row": made_row.row,
         }
-        batch |= made_row.on_host(self._make_images.described)
+        batch |= made_row.on_host(self.make_images.described)
         return batch | ({BROKEN: n_broken} if n_broken else {})
 
     def on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -94,14 +94,14 @@ class ImageRowCollator:
         pixels = batch.get(PIXELS)
         if not isinstance(pixels, Tensor) or pixels.dtype != torch.uint8:
             return batch
-        return batch | {PIXELS: self._make_images.normalised(pixels)}
+        return batch | {PIXELS: self.make_images.normalised(pixels)}
 
     def _decoded(self, image: Mapping[str, Any], of_document: int) -> Any:
         """The image; None for a broken one that may be skipped."""
         try:
             source = source_of_stored(image, self._folder)
             size = (image["height"], image["width"])
-            return decoded(self._make_images, source, size, image["most_pixels"], of_document)
+            return decoded(self.make_images, source, size, image["most_pixels"], of_document)
         except UnreadableImage:
             if not self._skip_broken:
                 raise

@@ -8,18 +8,30 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_pack.packing import PackedSampler
+from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
+from unsloth_pack.training.vision_work import vision_work
 
 
-def packed_sampler(rows: Any, arguments: TrainingArguments) -> PackedSampler | None:
-    """What deals out these rows to the ranks; None if they are not packed, and have no `seq_lengths`."""
+def packed_sampler(
+    rows: Any, arguments: TrainingArguments, model: Any = None, image_rows: ImageRowCollator | None = None
+) -> PackedSampler | None:
+    """What deals out these rows to the ranks; None if they are not packed, and have no `seq_lengths`.
+
+    Args:
+        model, image_rows: what trains, and what makes its batches, where rows may have images.
+    """
     if "seq_lengths" not in rows.column_names:
         return None
+    work = None
+    if image_rows is not None and arguments.world_size > 1:
+        work = vision_work(rows, COLUMN, model, image_rows.make_images)
     return PackedSampler(
         rows.with_format("arrow")["seq_lengths"].to_pylist(),
         arguments.world_size,
         rows_per_rank=arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps,
         batch_size=arguments.per_device_train_batch_size,
         seed=arguments.seed,
+        vision_work=work,
     )
 
 

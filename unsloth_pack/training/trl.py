@@ -88,7 +88,7 @@ class RunTrainer(SFTTrainer):
         if row_stream is not None:
             self.add_callback(EpochOfStream())
         else:
-            self.packed_sampler = packed_sampler(self.train_dataset, self.args)
+            self.packed_sampler = packed_sampler(self.train_dataset, self.args, trained, image_rows)
         if self.packed_sampler is not None:
             self.add_callback(TurnToEpoch(self.packed_sampler))
         self.counts = TrainedCounts()

@@ -23,6 +23,7 @@ from unsloth_pack.images.families import image_maker
 from unsloth_pack.images.pictured_row import PicturedRow
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.tokens import image_tokens_of
+from unsloth_pack.models.vision_spec import TOKEN_TYPES
 
 # Unsloth's further arguments: the values that ask for nothing else, and what to do instead of any other
 _OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -170,6 +171,8 @@ class VisionDataCollator:
         }
         # A trainer sends no object to a device, so nothing that describes the row is read back from there
         batch |= made.on_host(self._make_images.described) if self._is_patched else made.arguments
+        if self._make_images.both_ways and not self._is_patched:
+            batch[TOKEN_TYPES] = (made.ids == self._token_ids.placeholder).int()
         if PIXELS in batch:
             batch[PIXELS] = self._make_images.normalised(batch[PIXELS])
         return batch | ({"packed_row": made.row} if self._is_patched else {})
