@@ -41,7 +41,11 @@ from unsloth_pack.training.sharded_weights import (
     use_fsdp_on_a_cpu,
 )
 from unsloth_pack.training.trained import Trained, TrainedCounts
-from unsloth_pack.training.trl_refusals import adapted_head_allowed, without_untrue_warnings
+from unsloth_pack.training.trl_refusals import (
+    adapted_head_allowed,
+    kept_in_own_dtype,
+    without_untrue_warnings,
+)
 from unsloth_pack.training.trl_setup import rows_of_an_update
 
 
@@ -374,7 +378,7 @@ def make_trainer(
     if options.get("image_rows") is not None:
         dataset, eval_rows = (rows and rows.rename_column(IMAGES, COLUMN) for rows in (dataset, eval_rows))
     is_packed = "seq_lengths" in dataset.column_names
-    with without_untrue_warnings(is_packed), adapted_head_allowed(model):
+    with without_untrue_warnings(is_packed), adapted_head_allowed(model), kept_in_own_dtype(model):
         trainer = RunTrainer(
             model=model,
             args=config,
