@@ -108,7 +108,7 @@ PRIVATE_NAMES = (
         "torch.optim.adam",
         "_step_supports_amp_scaling",
         "to leave out an update that is not finite, on the device",
-        ("training/host_masters.py", "training/single_steps.py"),
+        ("training/single_steps.py",),
     ),
     PrivateName(
         "torch.distributed.fsdp._common_utils",

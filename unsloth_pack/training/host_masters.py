@@ -63,7 +63,6 @@ class HostMasters(Optimizer):
         found_inf: a number on the device; where it is not 0 the next step changes nothing.
     """
 
-    _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
     def __init__(self, optimizer: Optimizer):

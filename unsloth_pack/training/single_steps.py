@@ -36,7 +36,7 @@ def leave_out(optimizer: Any, parameters: Iterable[Tensor], is_bad: Tensor) -> N
             for parameter in parameters:
                 parameter.grad = None  # an optimizer skips weights without a gradient
         return
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) or hasattr(optimizer, "found_inf"):
         optimizer.found_inf = is_bad.float()
         return
     for parameter in parameters:
