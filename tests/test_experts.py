@@ -18,6 +18,7 @@ from unsloth_pack.forwards import experts as fast
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.lora import experts as module
 from unsloth_pack.lora.stacks import is_expert_adapter, is_experts
+from unsloth_pack.losses.trl_head import load_balancing_loss
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.models import spec_of
 from unsloth_pack.patching.decoder_parts import _mlps
@@ -331,6 +332,15 @@ def test_the_auxiliary_loss_is_plains_and_sees_no_padding(documents):
     expected, got = (one(**batch, use_cache=False, **asked) for one in (plain, model))
     assert error(got.aux_loss, expected.aux_loss) < 1e-6
     assert error(got.loss, expected.loss) < 1e-5
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "granitemoehybrid", "olmoe"])
+def test_the_auxiliary_loss_of_trls_head_is_plains(arch):
+    """Configurations call the number of experts by different names."""
+    plain = tiny_model(arch, torch.float32)
+    row = random_documents([40])[0][None].to(DEVICE)
+    out = plain(input_ids=row, labels=row, use_cache=False, output_router_logits=True)
+    assert torch.equal(load_balancing_loss(out.router_logits, plain.config, None), out.aux_loss)
 
 
 def test_generation_with_and_without_a_cache_is_plains():

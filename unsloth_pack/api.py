@@ -44,7 +44,7 @@ from unsloth_pack.files.saving import (
 )
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.lora.nf4 import keep_from_packing
-from unsloth_pack.lora.parts import check_parts
+from unsloth_pack.lora.parts import check_parts, refuse_rows_without_direction
 from unsloth_pack.lora.quantised_stacks import stand_ins
 from unsloth_pack.lora.stacks import quantise_experts
 from unsloth_pack.lora.targets import lora_targets
@@ -257,6 +257,7 @@ class FastLanguageModel:
                     adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:
             raise InputError(f"cannot put an adapter on the model: {error}; correct its arguments") from error
+        refuse_rows_without_direction(adapted)
         patch_model(adapted, attn_backend, unpad)  # anew, so that the adapter is fused too
         enable_checkpointing(adapted, use_gradient_checkpointing)
         return _finish(adapted.train())

@@ -171,6 +171,10 @@ def test_what_trains_beside_an_adapter_is_merged(base, flags, train, request, tm
         ({"layers_to_transform": "a"}, "give whole numbers of at least 0, with commas between them"),
         ({"trainable_token_indices": "3,258"}, "trainable_token_indices is 258; give a whole number from 0"),
         ({"trainable_token_indices": "3,3"}, "trainable_token_indices holds 3 twice"),
+        (
+            {"trainable_token_indices": "3,4", "modules_to_save": "norm,embed_tokens"},
+            "modules_to_save names embed_tokens, of which trainable_token_indices trains some rows alone",
+        ),
         ({"load_in_4bit": True, "modules_to_save": "q_proj"}, "load_in_4bit is set, and modules_to_save or"),
         ({"load_in_4bit": True, "train_modules": "layers.0"}, "load_in_4bit is set, and modules_to_save or"),
     ],
@@ -181,6 +185,26 @@ def test_what_is_refused_before_the_model_is_loaded(flags, says, refused, monkey
     if "load_in_4bit" in flags:
         pytest.importorskip("bitsandbytes")
     assert says in refused(**flags)
+
+
+def test_dora_on_a_row_of_zeros_is_refused(tied, refused):
+    """The padding token's embedding is zero, and so is its row of a head that is tied to it."""
+    line = refused(model_name=tied, use_dora=True, target_modules="q_proj,lm_head")
+    assert (
+        "use_dora divides the rows of base_model.model.lm_head by their lengths, and row 257 is zero" in line
+    )
+    assert "leave lm_head out of target_modules, or drop use_dora" in line
+
+
+def test_modules_that_train_beside_weights_in_4_bits_keep_their_dtype(train, tmp_path):
+    """TRL casts them to bfloat16, in which a router of experts in float32 cannot read them."""
+    pytest.importorskip("bitsandbytes")
+    folder = save_model(tmp_path / "experts", "qwen3_moe")
+    flags = {"model_name": folder, "modules_to_save": "embed_tokens,norm", "max_steps": 1}
+    assert train("--packing", "--load_in_4bit", **flags) == 0
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    whole = {name: weight.dtype for name, weight in saved.items() if "lora_" not in name}
+    assert {*whole.values()} == {torch.float32}
 
 
 # New tokens

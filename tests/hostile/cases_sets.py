@@ -158,7 +158,7 @@ OF_PARTS = [
     sets("a split that leads out", [{"path": "parts", "split": "../../x"}], r"\.\./\.\./x"),
     sets("no split", [{"path": "parts", "split": ""}], "as split of item 1 .*the name of a split"),
     sets("a split of the demo", [{"path": "demo", "split": "dev"}], "demo: .*dev"),
-    sets("a split for all that one lacks", "parts,few.jsonl", "few.jsonl: split is 'test'", split="test"),
+    sets("a split for files alone", "few.jsonl,asked.jsonl", "few.jsonl: split is 'test'", split="test"),
     sets("two columns as one", "asked.jsonl", "not both 'prompt'", columns="question=prompt,answer=prompt"),
     sets(
         "two columns of one item as one",

@@ -208,6 +208,8 @@ def test_a_split_of_a_folder(packed, no_pack, folder, refused, model_folder):
     assert packed("--dataset=data", "--split=validation")["documents"] == 5
     both = [{"path": "data", "split": "test"}, "data"]
     assert packed(f"--dataset={json.dumps(both)}", "--split=validation")["documents"] == 3 + 5
+    beside_a_file = packed("--dataset=data,alpaca.json", "--split=validation")
+    assert beside_a_file["documents"] == 5 + len(ALPACA)
     assert "no split 'dev'; choose one of test, train, validation" in no_pack("--dataset=data", "--split=dev")
     line = no_pack("--dataset=alpaca.json", "--split=test")
     assert "alpaca.json: split is 'test', and a single file has no splits" in line

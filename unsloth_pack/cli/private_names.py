@@ -108,7 +108,7 @@ PRIVATE_NAMES = (
         "torch.optim.adam",
         "_step_supports_amp_scaling",
         "to leave out an update that is not finite, on the device",
-        ("training/finite_updates.py",),
+        ("training/single_steps.py",),
     ),
     PrivateName(
         "torch.distributed.fsdp._common_utils",
@@ -175,7 +175,7 @@ PRIVATE_NAMES = (
     ),
     *(
         PrivateName("transformers.trainer", name, "updates that are not finite", ("training/trl.py",))
-        for name in ("_clip_grad_norm", "_maybe_log_save_evaluate")
+        for name in ("_clip_grad_norm", "_get_grad_norm", "_maybe_log_save_evaluate")
     ),
     *(
         PrivateName(

@@ -127,7 +127,10 @@ def announce(
 def _describe_optimizer(options: "TrainOptions", config: "SFTConfig", model: Any) -> str:
     why_not = why_not_flat(config, model)
     takes = "all weights at once" if why_not is None else f"one weight after another: {why_not}"
-    return f"{options.training.optim}, learning rate {config.learning_rate:g}, {takes}"
+    if options.training.optimizer_in_backward:
+        takes = "each weight in the backward pass, where its gradient is freed"
+    said = f"{options.training.optim}, learning rate {config.learning_rate:g}, {takes}"
+    return f"{said}; float32 masters on the host" if options.training.masters_on_host else said
 
 
 def _device_name(device: torch.device, count: int) -> str:

@@ -140,12 +140,15 @@ def _load_probed(prepared: "Prepared") -> Any:
     from unsloth_pack.recipe.merged_base import removed_if_refused
     from unsloth_pack.recipe.model import load_run_model
     from unsloth_pack.recipe.prepare import rates_of
+    from unsloth_pack.training.host_masters import check_host_memory
     from unsloth_pack.training.learning_rates import check_rates
     from unsloth_pack.training.sharded_weights import loaded_whole
 
     with removed_if_refused(prepared.options), loaded_whole(prepared.config):
         model = load_run_model(prepared.options, prepared.new_tokens, prepared.images is not None)
         check_rates(model, rates_of(prepared.options))
+        if prepared.options.training.masters_on_host:
+            check_host_memory(model)
         patch = patch_of(model)
         assert patch is not None
         if prepared.options.training.no_probe:
@@ -200,6 +203,8 @@ def _trainer(model: Any, prepared: "Prepared", metrics: "MetricsFile", stop: "St
         [*callbacks, stop],
         rates=rates_of(prepared.options),
         save_delay_steps=delay,
+        optimizer_in_backward=training.optimizer_in_backward,
+        masters_on_host=training.masters_on_host,
         image_rows=prepared.images.collator() if prepared.images else None,
     )
 

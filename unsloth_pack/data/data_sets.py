@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unsloth_pack.data.chosen_rows import ChosenRows
@@ -91,9 +90,13 @@ class DataSet:
             return ChosenRows(source, self.columns, self.limit)
         return source
 
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a single file, which has no splits."""
+        return os.path.isfile(os.path.expanduser(self.path))
+
     def _check_split(self) -> None:
-        path = Path(os.path.expanduser(self.path))
-        if self.split is not None and path.is_file():
+        if self.split is not None and self.is_file:
             raise InputError(
                 f"{self.path}: split is {self.split!r}, and a single file has no splits; leave it out, or "
                 "give the folder"

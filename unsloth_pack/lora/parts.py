@@ -62,6 +62,12 @@ def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> 
         if not isinstance(ids, list | tuple) or not ids:
             raise InputError(f"trainable_token_indices is {tokens!r}; give a list of token ids")
         check_token_ids("trainable_token_indices", ids, model.get_input_embeddings().num_embeddings)
+    for name in modules_to_save:
+        if name.rpartition(".")[2] in {each.rpartition(".")[2] for each in by_module}:
+            raise InputError(
+                f"modules_to_save names {name}, of which trainable_token_indices trains some rows alone; "
+                "leave one of them out"
+            )
     head = next(
         (name for name, module in model.named_modules() if module is model.get_output_embeddings()), ""
     )
@@ -72,6 +78,29 @@ def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> 
             f"modules_to_save names {saved[0]}, which is tied to the embedding whose tokens "
             "trainable_token_indices trains; leave one of them out"
         )
+
+
+def refuse_rows_without_direction(adapted: Any) -> None:
+    """Refuse DoRA on a weight with a row of zeros, as an embedding has for the padding token.
+
+    DoRA divides every row by its length, and 0 / 0 would make each loss NaN.
+
+    Args:
+        adapted: the model that PEFT has put an adapter on. If it is refused, its adapter is taken off.
+
+    Raises:
+        InputError: names the layer and the row.
+    """
+    for path, layer in adapted.named_modules():
+        for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
+            rows = (magnitude.weight == 0).flatten().nonzero().flatten().tolist()
+            if rows:
+                name = path.rpartition(".")[2]
+                adapted.unload()
+                raise InputError(
+                    f"use_dora divides the rows of {path} by their lengths, and row {rows[0]} is zero, as "
+                    f"that of a padding token often is; leave {name} out of target_modules, or drop use_dora"
+                )
 
 
 def _check_can_train(model: Any, modules_to_save: Collection[str]) -> None:

@@ -99,9 +99,8 @@ def load_balancing_loss(router_logits: Any, text_config: Any, token_mask: Tensor
         router_logits: of every layer with experts, `[tokens, experts]` each.
         token_mask: `[B, T]`, 0 on padding; None where there is none.
     """
-    loss = load_balancing_loss_func(
-        router_logits, text_config.num_experts, text_config.num_experts_per_tok, token_mask
-    )
+    n_experts = getattr(text_config, "num_experts", None) or text_config.num_local_experts
+    loss = load_balancing_loss_func(router_logits, n_experts, text_config.num_experts_per_tok, token_mask)
     return torch.as_tensor(loss)  # transformers gives 0 for no layers
 
 

@@ -147,17 +147,20 @@ class Patch:
             del self._model.__dict__[_PATCH]
             self._decoder.config._attn_implementation = self._attn_implementation
 
+    def capture_nothing(self, why: str) -> None:
+        """Capture no steps from now on, and report why."""
+        self._decoder.step_graphs = StepGraphs(why)
+        say_step(self.report, self._decoder.step_graphs)
+
     def adapt_to_sharding(self, how: str) -> None:
         """Adapt to parameters that were sharded after patching, and report it.
 
         Args:
             how: what shards them, for the report.
         """
-        decoder = self._decoder
-        decoder.step_graphs = StepGraphs(f"{how} shards the parameters")
-        say_step(self.report, decoder.step_graphs)
-        for mixer, module in mixers_by_layer(decoder, decoder.spec):
-            _, not_fused = mixer.what_is_fused(module, decoder.spec, "")
+        self.capture_nothing(f"{how} shards the parameters")
+        for mixer, module in mixers_by_layer(self._decoder, self._decoder.spec):
+            _, not_fused = mixer.what_is_fused(module, self._decoder.spec, "")
             for kind in not_fused.keys() & self._report.fused.keys():
                 say(self._report, kind, None, f"{how} gathers it by itself")
 

@@ -7,7 +7,7 @@ from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.recipe.hub import check_hub
 from unsloth_pack.recipe.image_checks import check_images_together
 from unsloth_pack.recipe.named_data import name_of
-from unsloth_pack.recipe.optimizers import check_settings
+from unsloth_pack.recipe.optimizers import check_settings, check_updates
 from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
 from unsloth_pack.recipe.run_folder import check_folders
 from unsloth_pack.recipe.sharding import check_sharding
@@ -62,6 +62,7 @@ def check_together(options: TrainOptions) -> None:
             f"save_path is {output.save_path!r} but nothing is saved there; give --save_model too"
         )
     check_tuning(options)
+    check_updates(options)
     check_images_together(options)
     _check_evaluations(options)
 

@@ -22,13 +22,16 @@ def data_sets_of(
     """The data sets.
 
     Args:
-        columns, split: of those that have none of their own.
+        columns, split: of those that have none of their own. A single file has no splits, and is read whole
+            beside others.
         are_shared: whether data sets elsewhere have these columns too.
     """
     items: Sequence[Mapping[str, Any]] = [{"path": named}] if isinstance(named, str) else named
     without = [item for item in items if "columns" not in item]
     shared = {"columns": columns or {}, "shares_columns": are_shared or len(without) > 1}
-    return [DataSet(**{"split": split, **({} if "columns" in item else shared), **item}) for item in items]
+    sets = [DataSet(**{**({} if "columns" in item else shared), **item}) for item in items]
+    have_splits = sets if all(each.is_file for each in sets) else [each for each in sets if not each.is_file]
+    return [replace(each, split=each.split or split) if each in have_splits else each for each in sets]
 
 
 def training_sets(data: DataOptions) -> list[DataSet]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.recipe.kinds import Kind, Refused, boolean, real, shown, whole
+from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ SETTINGS: Mapping[str, Settings] = {
 _OF_ADAM = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
 _OF_TORCHAO = ("adamw_torch_4bit", "adamw_torch_8bit")
 _ROUNDING = "bf16_stochastic_round"
+_ON_HOST = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # torch's own
+_BY_GROUP = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw")
 
 
 def check_settings(training: TrainingOptions) -> None:
@@ -96,6 +99,72 @@ def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
         raise InputError(
             f"optim_args has {_ROUNDING}, which rounds weights in bfloat16, and {trains}; give --tuning full "
             "--dtype bfloat16, or leave it out"
+        )
+
+
+def check_updates(options: TrainOptions) -> None:
+    """Refuse gradients that are applied as they come, and masters on the host, where that cannot be right.
+
+    Raises:
+        InputError: names the option, what contradicts it, and the remedy.
+    """
+    training = options.training
+    for name in ("optimizer_in_backward", "masters_on_host"):
+        if getattr(training, name) and options.adapter.tuning != "full":
+            raise InputError(
+                f"{name} is set and tuning is 'lora', but gradients and moments of an adapter take little "
+                "memory; leave it out, or give --tuning full"
+            )
+    if training.optimizer_in_backward:
+        _check_in_backward(options)
+    if training.masters_on_host and training.optim not in (None, *_ON_HOST):
+        raise InputError(
+            f"masters_on_host is set and optim is {training.optim!r}, which does not update on the host; "
+            f"give one of {', '.join(_ON_HOST)}"
+        )
+
+
+def _check_in_backward(options: TrainOptions) -> None:
+    training, n_processes = options.training, count_processes()
+    refused = "optimizer_in_backward applies each gradient as it comes, and"
+    if options.data.keep_examples_per_update:
+        raise InputError(
+            f"{refused} keep_examples_per_update may add up those of several steps; leave out one of them"
+        )
+    if training.gradient_accumulation_steps != 1:
+        raise InputError(
+            f"{refused} gradient_accumulation_steps is {training.gradient_accumulation_steps}, which adds up "
+            "those of several steps; give --gradient_accumulation_steps 1, with longer rows or more of them "
+            "in a step"
+        )
+    if training.max_grad_norm:
+        raise InputError(
+            f"{refused} max_grad_norm is {training.max_grad_norm:g}, but the norm of all is known only when "
+            "all are there; give --max_grad_norm 0, which clips nothing"
+        )
+    if n_processes > 1:
+        raise InputError(
+            f"{refused} {n_processes} processes first sum theirs; train in one process, or leave it out"
+        )
+    if training.optim not in (None, "adafactor", *SETTINGS) or str(training.optim) in _BY_GROUP:
+        raise InputError(
+            f"{refused} optim {training.optim!r} keeps counts of whole updates; give adamw_torch, or another "
+            "that updates each weight by itself"
+        )
+
+
+def check_masters(options: TrainOptions, dtype: "torch.dtype") -> None:
+    """Refuse float32 masters of weights that are in float32 themselves.
+
+    Args:
+        dtype: to load the weights in.
+    """
+    import torch
+
+    if options.training.masters_on_host and dtype == torch.float32:
+        raise InputError(
+            "masters_on_host is set and dtype is float32, in which weights need no masters; give --dtype "
+            "bfloat16, or leave it out"
         )
 
 

@@ -181,6 +181,18 @@ class TrainingOptions:
         "NAME=VALUE,...",
         unset="its own defaults",
     )
+    max_grad_norm: float = option(
+        1.0, real(0), "norm that the gradients of an update are clipped to; 0 clips nothing", "NORM"
+    )
+    optimizer_in_backward: bool = switch(
+        False,
+        "with tuning full, apply and free each gradient as the backward pass makes it, to save GPU memory",
+    )
+    masters_on_host: bool = switch(
+        False,
+        "with tuning full in bfloat16, hold float32 weights and the optimizer's state in host memory, and "
+        "update there",
+    )
     weight_decay: float = option(0.01, real(0), "weight decay of the trained weights", "RATE")
     lr_scheduler_type: str = option(
         "linear",

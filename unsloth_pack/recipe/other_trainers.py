@@ -28,6 +28,8 @@ _SAME = {
     "effective_batch_size": "global_batch_size total_batch_size",
     "warmup_ratio": "warmup_proportion",
     "lr_scheduler_kwargs": "scheduler_kwargs",
+    "max_grad_norm": "clip_grad_norm gradient_clipping",
+    "optimizer_in_backward": "optimizer_in_bwd",
     "neftune_noise_alpha": "neftune_alpha noisy_embedding_alpha",
     "push_to_hub": "hub_model_id",
     "use_dora": "lora_use_dora peft_use_dora",
@@ -109,7 +111,6 @@ _FULL = "rows are as full as the plan makes them; leave it out"
 _EVERY_ROW = "every row is trained on, the last too; leave it out"
 _NO_PADDING = "packed rows need no padding; leave it out"
 _OVERLONG = "what is longer than max_seq_length is cut or refused; see max_token_loss"
-_CLIPPED = "gradients are clipped to a norm of 1; leave it out"
 _ADAM = "give optim_args: {beta1: ..., beta2: ..., eps: ...}, those that differ"
 _FUSED = "a patched model's layers and loss are fused already; leave it out"
 _CHECKPOINTS = "give save_steps; the last two checkpoints are kept"
@@ -177,9 +178,9 @@ _OTHERWISE = {
     "packed rows are even; leave it out": "group_by_length length_column_name",
     "seed orders the data; leave it out": "data_seed dataset_shuffle shuffle shuffle_buffer_size",
     "pages are locked where there is a GPU; leave it out": "dataloader_pin_memory",
-    _CLIPPED: "clip_grad_norm gradient_clipping max_grad_norm",
     _ADAM: "adam_beta1 adam_beta2 adam_epsilon betas eps",
     "give optim: adamw_torch_fused": "optimizer.fused",
+    "give masters_on_host, with tuning: full and dtype: bfloat16": "offload_optimizer optimizer_cpu_offload",
     _FUSED: "compile enable_liger_kernel liger_kernel torch_compile unsloth_cross_entropy_loss use_liger"
     " use_liger_kernel use_unsloth",
     _CHECKPOINTS: "save_only_model save_strategy save_total_limit saves_per_epoch",

@@ -38,7 +38,7 @@ from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.image_data import ImagePreparation
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
-from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer, check_rounding
+from unsloth_pack.recipe.optimizers import arguments_of, check_masters, check_optimizer, check_rounding
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import with_optimizer
 from unsloth_pack.recipe.run_images import images_of_run, packs_of_text, refuse_lost_images, with_images
@@ -52,7 +52,7 @@ from unsloth_pack.training.trl_setup import rows_of_an_update, sft_config
 # Options that transformers' `TrainingArguments` take as they are.
 _TRAINING_ARGUMENTS = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("learning_rate", "optim", "weight_decay", "lr_scheduler_type", "warmup_steps", "seed"),
+    *("learning_rate", "optim", "max_grad_norm", "weight_decay", "lr_scheduler_type", "warmup_steps", "seed"),
     *("logging_steps", "report_to", "lr_scheduler_kwargs", "neftune_noise_alpha", "load_best_model_at_end"),
 )
 
@@ -125,6 +125,7 @@ def prepare(options: TrainOptions) -> Prepared:
 
     dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
     check_rounding(options, dtype)
+    check_masters(options, dtype)
     config = _trl_config(options, dtype)
     model_config = _model_config(options, dtype)
     tokenizer = _tokenizer(options)

@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from unsloth_pack.modules.sharding import whole
 from unsloth_pack.training.sharded_weights import is_sharded
+from unsloth_pack.training.single_steps import leave_out
 
 _MOST_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
 _SHOWN = 12  # tokens of a document in a message
@@ -75,6 +76,8 @@ class FiniteUpdates:
 
     Such an update changes neither weights nor optimizer on a CPU, nor with a fused optimizer, the default on
     CUDA. With another optimizer on CUDA its gradients become zero, while momentum and weight decay still act.
+    Where gradients are applied as they come, the weights before the first gradient that is not finite have
+    been updated by then.
 
     Attributes:
         on_nonfinite: "stop" ends the run after such an update, with a checkpoint; "skip" goes on.
@@ -107,7 +110,8 @@ class FiniteUpdates:
         self._losses.clear()
         self._verdicts.append((trainer.state.global_step + 1, is_finite))
         if not has_scaler:
-            _leave_out(getattr(trainer.optimizer, "optimizer", trainer.optimizer), ~is_finite)
+            optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            leave_out(optimizer, (p for group in optimizer.param_groups for p in group["params"]), ~is_finite)
         return norm
 
     def steps_left_out(self) -> list[int]:
@@ -131,21 +135,6 @@ class FiniteUpdates:
         if self.on_nonfinite == "stop":
             self.stopped_by = self.stopped_by or found
             trainer.control.should_training_stop = trainer.control.should_save = True
-
-
-def _leave_out(optimizer: Any, is_bad: Tensor) -> None:
-    """Let the optimizer's next step do nothing if `is_bad`, a bool tensor on the device."""
-    if is_bad.device.type == "cpu":  # there is nothing to wait for
-        if is_bad:
-            optimizer.zero_grad(set_to_none=True)  # an optimizer skips weights without a gradient
-        return
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = is_bad.float()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.masked_fill_(is_bad, 0.0)
 
 
 def rows_of_update(trainer: Any, step: int) -> list[int]:

@@ -25,7 +25,9 @@ from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
 from unsloth_pack.training.flat_adamw import FlatAdamW, why_not_flat
+from unsloth_pack.training.host_masters import HostMasters
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
+from unsloth_pack.training.in_backward import InBackward
 from unsloth_pack.training.late_metrics import LateMetrics, default_loss, has_default_loss
 from unsloth_pack.training.learning_rates import LearningRates, grouped
 from unsloth_pack.training.memory_watch import MemoryWatch
@@ -39,7 +41,11 @@ from unsloth_pack.training.sharded_weights import (
     use_fsdp_on_a_cpu,
 )
 from unsloth_pack.training.trained import Trained, TrainedCounts
-from unsloth_pack.training.trl_refusals import adapted_head_allowed, without_untrue_warnings
+from unsloth_pack.training.trl_refusals import (
+    adapted_head_allowed,
+    kept_in_own_dtype,
+    without_untrue_warnings,
+)
 from unsloth_pack.training.trl_setup import rows_of_an_update
 
 
@@ -60,6 +66,8 @@ class RunTrainer(SFTTrainer):
         document losses, in evaluations               evaluation.py
         weights shared out over processes             sharded_weights.py
         rates, of groups of weights                   learning_rates.py
+        in_backward, None if updates come after it    in_backward.py
+        float32 masters on the host                   host_masters.py
         image_rows, None if rows have no images       image_rows.py
         delayed_saves, and the best checkpoint        best.py
     """
@@ -71,9 +79,13 @@ class RunTrainer(SFTTrainer):
         rates: LearningRates | None = None,
         save_delay_steps: int = 0,
         image_rows: ImageRowCollator | None = None,
+        optimizer_in_backward: bool = False,
+        masters_on_host: bool = False,
         **kwargs: Any,
     ):
         self.rates = rates or LearningRates()
+        self._applies_in_backward, self._masters_on_host = optimizer_in_backward, masters_on_host
+        self.in_backward: InBackward | None = None  # once there is an optimizer
         self.image_rows = image_rows
         super().__init__(*args, **kwargs)
         self.delayed_saves = DelayedSaves(save_delay_steps)
@@ -84,6 +96,8 @@ class RunTrainer(SFTTrainer):
             self.data_collator = image_rows
         elif patch_of(trained) is not None:  # TRL takes no collator of a caller's beside `padding_free`
             self.data_collator = RowCollator(self.data_collator)
+        if optimizer_in_backward and (patch := patch_of(trained)) is not None:
+            patch.capture_nothing("a graph makes all gradients at once, and they are applied as they come")
         self.packed_sampler = None
         if row_stream is not None:
             self.add_callback(EpochOfStream())
@@ -195,7 +209,11 @@ class RunTrainer(SFTTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         self.memory_watch.begin(inputs["input_ids"].numel())
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        try:
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        finally:
+            if self.in_backward is not None:
+                self.in_backward.end()
         loss = self.finite_updates.note_loss(loss)
         self.memory_watch.end()
         return loss
@@ -203,10 +221,16 @@ class RunTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if return_outputs or not has_default_loss(self):
+        if return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = default_loss(self, model, inputs, num_items_in_batch)
-        self._late_metrics.note(self._mode, outputs)
+        loss: Any
+        if has_default_loss(self):
+            loss, outputs = default_loss(self, model, inputs, num_items_in_batch)
+            self._late_metrics.note(self._mode, outputs)
+        else:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.in_backward is not None:
+            self.in_backward.begin(loss)
         return loss
 
     @property
@@ -223,8 +247,14 @@ class RunTrainer(SFTTrainer):
         return (FlatAdamW if why_not_flat(args, model) is None else made_by), options
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if self.optimizer is not None or not self.rates:
-            return super().create_optimizer(model)
+        if self.optimizer is None:
+            made: Any = self._optimizer_by_rates(model) if self.rates else super().create_optimizer(model)
+            self.optimizer = HostMasters(made) if self._masters_on_host else made
+            if self._applies_in_backward:
+                self.in_backward = InBackward(self.optimizer)
+        return self.optimizer
+
+    def _optimizer_by_rates(self, model: Any) -> Any:
         trained: Any = self.model if model is None else model
         with_decay = self.get_decay_parameter_names(trained)
         groups: list[dict[str, Any]] = [
@@ -235,17 +265,24 @@ class RunTrainer(SFTTrainer):
             if parameter.requires_grad:
                 groups[name not in with_decay]["params"].append(parameter)
         made_by, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
-        self.optimizer = made_by(grouped(trained, groups, self.rates, self.args.learning_rate), **options)
-        return self.optimizer
+        return made_by(grouped(trained, groups, self.rates, self.args.learning_rate), **options)
 
     def _clip_grad_norm(self, model: Any) -> Any:
+        norm = self._clipped_flat(self.args.max_grad_norm)
+        return self.finite_updates.judge(self, super()._clip_grad_norm(model) if norm is None else norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm)
+        # Nothing is clipped
+        norm = self._clipped_flat(math.inf) if self.in_backward is None else self.in_backward.norm()
+        return self.finite_updates.judge(self, super()._get_grad_norm(model) if norm is None else norm)
+
+    def _clipped_flat(self, most: float) -> Tensor | None:
+        """The norm of the gradients, which is at most `most` then; None if they do not lie in one tensor."""
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         flat = optimizer.flat_weights() if isinstance(optimizer, FlatAdamW) else []
-        if flat:
-            norm = self.accelerator.clip_grad_norm_(flat, self.args.max_grad_norm)
-        else:
-            norm = super()._clip_grad_norm(model)
-        return self.finite_updates.judge(self, norm)
+        return self.accelerator.clip_grad_norm_(flat, most) if flat else None
 
     # After an update
 
@@ -341,7 +378,7 @@ def make_trainer(
     if options.get("image_rows") is not None:
         dataset, eval_rows = (rows and rows.rename_column(IMAGES, COLUMN) for rows in (dataset, eval_rows))
     is_packed = "seq_lengths" in dataset.column_names
-    with without_untrue_warnings(is_packed), adapted_head_allowed(model):
+    with without_untrue_warnings(is_packed), adapted_head_allowed(model), kept_in_own_dtype(model):
         trainer = RunTrainer(
             model=model,
             args=config,

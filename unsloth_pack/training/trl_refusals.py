@@ -1,4 +1,4 @@
-"""What TRL says of a model that it does not know to be patched: warnings that are not true, and a refusal."""
+"""What TRL says of a model that it does not know to be patched, or does to it: a refusal, a cast."""
 
 import logging
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 
 from unsloth_pack.patching.patch import patch_of
 
@@ -47,3 +48,17 @@ def adapted_head_allowed(model: Any) -> Iterator[None]:
         yield
     finally:
         del model.__dict__["get_output_embeddings"]
+
+
+@contextmanager
+def kept_in_own_dtype(model: nn.Module) -> Iterator[None]:
+    """Inside this context TRL may set up a trainer; what trains beside LoRA's factors keeps its dtype.
+
+    Where the base is quantised TRL casts all that trains to bfloat16, and modules that train as a whole
+    would no longer compute in the dtype of the layers around them.
+    """
+    own = {p: p.data for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name}
+    yield
+    for parameter, data in own.items():
+        if parameter.dtype != data.dtype:
+            parameter.data = data.to(parameter.device)

@@ -1,0 +1,289 @@
+"""Gradients that are applied as they come, and float32 masters on the host: the same updates, less memory."""
+
+import copy
+import io
+import weakref
+
+import pytest
+import torch
+from tiny import random_documents, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from transformers import Adafactor
+
+from unsloth_pack import InputError, patch_model
+from unsloth_pack.training.host_masters import HostMasters, check_host_memory
+from unsloth_pack.training.in_backward import InBackward
+
+LENGTHS = [33, 2, 60]
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "fused adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, centered=True),
+    "adafactor": lambda groups: Adafactor(groups, lr=0.01, scale_parameter=False, relative_step=False),
+}
+
+
+def made(arch="qwen2", dtype=torch.float32, device="cpu", optimizer="adamw", **overrides):
+    """A patched model all of which trains, and its optimizer; vectors do not decay."""
+    model = tiny_model(arch, dtype, device, lora={"tuning": "full"}, **overrides)
+    patch_model(model)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in weights if p.dim() > 1], "weight_decay": 0.1}]
+    groups += [{"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0}]
+    return model, OPTIMIZERS[optimizer](groups)
+
+
+def loss_of(model, seed):
+    ids = torch.cat(random_documents(LENGTHS, seed))[None].to(model.device)
+    return model(input_ids=ids, labels=ids, packed_seq_lengths=LENGTHS, use_cache=False).loss
+
+
+def train(model, optimizer, updates, in_backward=False, schedule=None, seeds=0):
+    """As a trainer does; returns the norms of the gradients."""
+    as_they_come, norms = InBackward(optimizer), []
+    for seed in range(seeds, seeds + updates):
+        loss = loss_of(model, seed)
+        if in_backward:
+            as_they_come.begin(loss)
+        loss.backward()
+        as_they_come.end()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert not (in_backward and gradients)
+        norms.append(as_they_come.norm() if in_backward else torch.nn.utils.get_total_norm(gradients))
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+    return torch.stack(norms)
+
+
+def assert_same(ours, theirs):
+    """Weights and states, bit for bit."""
+    (model, optimizer), (other, reference) = ours, theirs
+    for (name, weight), (_, expected) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(weight, expected), name
+    found, right = optimizer.state_dict(), reference.state_dict()
+    assert found["param_groups"] == right["param_groups"]
+    assert found["state"].keys() == right["state"].keys()
+    for key, state in right["state"].items():
+        assert found["state"][key].keys() == state.keys()
+        for name, value in state.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else type(value).__eq__
+            assert same(found["state"][key][name], value), name
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_updates_in_the_backward_pass_are_those_after_it(optimizer, tied, device):
+    models = [made(device=device, optimizer=optimizer, tie_word_embeddings=tied) for _ in range(2)]
+    norms = [
+        train(*each, updates=3, in_backward=within, schedule=falling(each[1]))
+        for each, within in zip(models, (True, False), strict=True)
+    ]
+    torch.testing.assert_close(*norms)
+    assert_same(*models)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside this context held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self._seen = 0, 0, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves([args, kwargs]) if torch.is_tensor(x)}
+        for tensor in filter(torch.is_tensor, tree_leaves(made)):
+            if tensor.untyped_storage().data_ptr() not in given:  # changed in place, or a view
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage):
+        key = storage.data_ptr()
+        if key in self._seen or not storage.nbytes():
+            return
+        self._seen.add(key)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key, size):
+        self._seen.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_the_gradients_are_never_there_together(masters):
+    """Of a model whose layers are most of it the backward pass holds about one layer's gradients."""
+    peaks = []
+    for in_backward in (False, True):
+        model, optimizer = made("llama", torch.bfloat16, num_hidden_layers=12)
+        if masters:
+            optimizer = HostMasters(optimizer)
+        train(model, optimizer, 1, in_backward)  # makes the optimizer's state
+        loss, as_they_come = loss_of(model, 1), InBackward(optimizer)
+        if in_backward:
+            as_they_come.begin(loss)
+        with LiveBytes() as live:
+            loss.backward()
+        as_they_come.end()
+        peaks.append(live.most)
+    n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    of_a_layer = sum(p.numel() * p.element_size() for p in model.model.layers[0].parameters())
+    assert peaks[0] > n_bytes > 6 * of_a_layer
+    assert peaks[0] - peaks[1] > n_bytes - 3 * of_a_layer - model.lm_head.weight.nbytes
+
+
+def test_nothing_is_applied_after_a_loss_that_is_not_finite():
+    model, optimizer = made()
+    train(model, optimizer, 1, in_backward=True)
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    as_they_come, loss = InBackward(optimizer), loss_of(model, 1)
+    as_they_come.begin(loss * torch.inf)
+    loss.backward()
+    as_they_come.end()
+    optimizer.step()
+    torch.testing.assert_close([model.state_dict(), optimizer.state_dict()], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_no_weight_is_updated_from_the_first_gradient_on_that_is_not_finite(masters):
+    model, optimizer = made()
+    if masters:
+        optimizer = HostMasters(optimizer)
+    before = copy.deepcopy(model.state_dict())
+    broken = model.model.layers[1].self_attn.o_proj.weight
+    broken.register_hook(lambda gradient: gradient / 0)
+    norm = train(model, optimizer, 1, in_backward=True)
+    assert not torch.isfinite(norm)
+    after = model.state_dict()
+    assert all(weight.isfinite().all() for weight in after.values())
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert "model.layers.1.mlp.down_proj.weight" in moved
+    assert not any(".layers.0." in name or ".embed_tokens." in name for name in moved)
+
+
+def test_a_gradient_in_parts_is_refused():
+    """Checkpointing that runs a backward pass inside the backward pass makes one for each use of a weight."""
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.ones(2, 4, requires_grad=True)
+    once = checkpoint(layer, x, use_reentrant=True)
+    loss = checkpoint(layer, once, use_reentrant=True).sum()
+    as_they_come = InBackward(optimizer)
+    as_they_come.begin(loss)
+    with pytest.raises(InputError, match="in parts, and the first part has been applied already; leave out"):
+        loss.backward()
+
+
+def test_gradients_outside_a_step_stay():
+    model, optimizer = made()
+    train(model, optimizer, 1, in_backward=True)
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, 1).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+# Masters on the host
+
+
+def with_masters(optimizer="adamw", device="cpu", seeds=0, updates=3, in_backward=False):
+    model, own = made("llama", torch.bfloat16, device, optimizer)
+    masters = HostMasters(own)
+    train(model, masters, updates, in_backward, falling(masters), seeds)
+    return model, masters
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw", "fused adamw", "momentum"])
+def test_masters_are_what_float32_weights_would_be(optimizer, in_backward, device):
+    """Of the same gradients, an ordinary optimizer makes the same float32 weights, bit for bit."""
+    model, own = made("llama", torch.bfloat16, device, optimizer)
+    plain = [p.detach().cpu().float() for group in own.param_groups for p in group["params"]]
+    groups = [{**group, "params": []} for group in own.param_groups]
+    weights = [p for group in own.param_groups for p in group["params"]]
+    for number, weight in enumerate(plain):
+        groups[number >= len(own.param_groups[0]["params"])]["params"].append(weight)
+    reference = OPTIMIZERS[optimizer]([{**g, "params": list(g["params"])} for g in groups])
+    masters = HostMasters(own)
+    schedules = [falling(masters), falling(reference)]
+    for seed in range(3):
+        loss, as_they_come = loss_of(model, seed), InBackward(masters)
+        gradients = torch.autograd.grad(loss, weights, retain_graph=True)
+        if in_backward:
+            as_they_come.begin(loss)
+        loss.backward()
+        as_they_come.end()
+        masters.step()
+        masters.zero_grad()
+        for weight, gradient in zip(plain, gradients, strict=True):
+            weight.grad = gradient.cpu().float()
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        found = masters.state_dict()["state"]
+        for place, (weight, expected) in enumerate(zip(weights, plain, strict=True)):
+            assert torch.equal(found[place]["master"], expected)
+            assert torch.equal(weight.cpu(), expected.bfloat16())
+    moments = [value for state in found.values() for name, value in state.items() if name != "step"]
+    assert {(value.dtype, value.device.type) for value in moments} == {(torch.float32, "cpu")}
+
+
+def test_masters_keep_what_16_bits_lose():
+    """Each update is far below half of a weight's last place, and a hundred of them are ten times as much."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    masters = HostMasters(torch.optim.SGD([weight], lr=2.0**-12))
+    for _ in range(128):
+        weight.grad = torch.ones_like(weight)
+        masters.step()
+    assert torch.equal(weight, torch.full((3,), 1 - 2.0**-5, dtype=torch.bfloat16))
+
+
+def test_masters_go_on_from_their_checkpoint():
+    whole = with_masters(updates=4)
+    model, masters = with_masters(updates=2)
+    saved = io.BytesIO()
+    torch.save([model.state_dict(), masters.state_dict()], saved)
+    again, own = made("llama", torch.bfloat16)
+    weights, state = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+    again.load_state_dict(weights)
+    resumed = HostMasters(own)
+    resumed.load_state_dict(state)
+    schedule = falling(resumed)
+    schedule.last_epoch = 2
+    for group in resumed.param_groups:
+        group["lr"] = group["initial_lr"] / 3
+    train(again, resumed, 2, schedule=schedule, seeds=2)
+    assert_same((again, resumed), whole)
+
+
+def test_masters_leave_out_an_update_that_is_not_finite():
+    model, masters = with_masters()
+    before = copy.deepcopy([model.state_dict(), masters.state_dict()["state"]])
+    loss_of(model, 7).backward()
+    masters.found_inf = torch.ones(())
+    masters.step()
+    torch.testing.assert_close([model.state_dict(), masters.state_dict()["state"]], before, rtol=0, atol=0)
+    train(model, masters, 1)
+    assert not torch.equal(model.lm_head.weight, before[0]["lm_head.weight"])
+
+
+def test_masters_that_do_not_fit_are_refused(monkeypatch):
+    model, _ = made()
+    check_host_memory(model)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 2**10}))
+    with pytest.raises(InputError, match="GiB of host memory, of which"):
+        check_host_memory(model)
