@@ -35,9 +35,10 @@ def random_row(seed):
     )
 
 
-def as_transformers_means_it(q_NHD, k_NKD, v_NKD, row, scale, window):
-    """Every document alone, under transformers' own masks: causal or of one block, and inside the window."""
-    outs, is_image = [], np.isin(np.arange(row.n_tokens), row.visual)
+def by_document(q_NHD, k_NKD, v_NKD, row, window):
+    """Queries, keys and values of every document alone, `[H, L, D]`, and transformers' own mask: causal or
+    of one block, and inside the window."""
+    is_image = np.isin(np.arange(row.n_tokens), row.visual)
     for start, length in zip(row.starts, row.lengths, strict=True):
         part = slice(start, start + length)
         image = torch.from_numpy(is_image[part]).to(DEVICE)
@@ -49,8 +50,25 @@ def as_transformers_means_it(q_NHD, k_NKD, v_NKD, row, scale, window):
             sees &= at[None] > at[:, None] - window
         groups = q_NHD.shape[1] // k_NKD.shape[1]
         k_HLD, v_HLD = (x[part].repeat_interleave(groups, 1).transpose(0, 1) for x in (k_NKD, v_NKD))
-        logits = (q_NHD[part].transpose(0, 1) @ k_HLD.mT * scale).masked_fill(~sees, -torch.inf)
+        yield q_NHD[part].transpose(0, 1), k_HLD, v_HLD, sees
+
+
+def as_transformers_means_it(*qkv, row, scale, window):
+    outs = []
+    for q_HLD, k_HLD, v_HLD, sees in by_document(*qkv, row, window):
+        logits = (q_HLD @ k_HLD.mT * scale).masked_fill(~sees, -torch.inf)
         outs.append((logits.softmax(-1) @ v_HLD).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def as_transformers_computes_it(*qkv, row, scale, window):
+    """By `sdpa`, its default."""
+    outs = [
+        torch.nn.functional.scaled_dot_product_attention(
+            q_HLD[None], k_HLD[None], v_HLD[None], attn_mask=sees[None, None], scale=scale
+        )[0].transpose(0, 1)
+        for q_HLD, k_HLD, v_HLD, sees in by_document(*qkv, row, window)
+    ]
     return torch.cat(outs)
 
 
@@ -69,7 +87,7 @@ def test_every_token_sees_what_transformers_masks_let_it_see(seed, window):
     results = []
     for out in (
         attend(*qkv, row, AttentionOptions(0.3, window), "sdpa"),
-        as_transformers_means_it(*qkv, row, 0.3, window),
+        as_transformers_means_it(*qkv, row=row, scale=0.3, window=window),
     ):
         results.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
     assert all(error(x, y) < 1e-12 for x, y in zip(*results, strict=True))
@@ -93,8 +111,8 @@ def test_backends_on_a_gpu_are_as_right_as_sdpa(backend, dtype, window, head_dim
         except BackendUnavailable as why:
             pytest.skip(str(why))
         for out, leaves in (
-            (as_transformers_means_it(*exact, row, 0.1, window), exact),
-            (as_transformers_means_it(*qkv, row, 0.1, window), qkv),
+            (as_transformers_means_it(*exact, row=row, scale=0.1, window=window), exact),
+            (as_transformers_computes_it(*qkv, row=row, scale=0.1, window=window), qkv),
             (made_by_backend, qkv),
         ):
             grads = torch.autograd.grad((out * weights.to(out)).sum(), leaves)
@@ -161,7 +179,7 @@ def test_flash_is_told_which_keys_a_block_has(kernel, window, monkeypatch):
     row, options = random_row(1), AttentionOptions(0.3, window)
     qkv, _ = drawn(row, 8, 1)
     out = attend(*qkv, row, options, "sdpa")
-    assert error(out, as_transformers_means_it(*qkv, row, 0.3, window)) < 1e-12
+    assert error(out, as_transformers_means_it(*qkv, row=row, scale=0.3, window=window)) < 1e-12
 
 
 def test_a_backend_that_knows_no_other_keys_leaves_them_to_another():

@@ -59,8 +59,7 @@ def rows_of(name):
 
 def filled(name, parts, tokens=64):
     """With as much text as is missing to `tokens`."""
-    (doc,) = documents(name, parts, 0)
-    return [*parts, [tokens - len(doc.ids)]]
+    return [*parts, [tokens - sum(len(doc.ids) for doc in documents(name, parts, 0))]]
 
 
 def family(name):
@@ -196,9 +195,9 @@ def assert_alike(models, name, docs, bound):
         assert is_nothing or error(ours[key].double(), value.double()) < bound, key
 
 
-def assert_replayed_alike(models, name, replays, bound):
+def assert_replayed_alike(models, name, replays, bound, rows=None):
     """Rows from the fourth on are replayed, each in both of its steps."""
-    for number, parts in enumerate(rows_of(name)):
+    for number, parts in enumerate(rows or rows_of(name)):
         del replays[:]
         docs = documents(name, parts, seed=number)
         assert_alike(models, name, docs, bound)
@@ -347,8 +346,11 @@ def test_captured_steps_under_autocast_are_uncaptured_steps(name, held_up, repla
 @gpu
 @pytest.mark.parametrize("trained", [name for name in TRAINED if name != "all"])
 def test_captured_steps_of_experts_are_uncaptured_steps(trained, held_up, replays):
-    """They are captured in bfloat16 alone."""
-    assert_replayed_alike(pair("qwen3_vl_moe", BF16, trained), "qwen3_vl_moe", replays, 0.03)
+    """They are captured in bfloat16 alone, where a GEMM of another size may send a token to other experts:
+    so rows have as many tokens as their form."""
+    name = "qwen3_vl_moe"
+    rows = [filled(name, parts) for parts in rows_of(name)[:4] * 2]
+    assert_replayed_alike(pair(name, BF16, trained), name, replays, 0.02, rows)
 
 
 @gpu

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import vision_utils
 
 from unsloth_pack.attention import AttentionOptions, attend
 from unsloth_pack.kernels import rope_qk
 from unsloth_pack.models.vision_spec import VisionSpec
 from unsloth_pack.modules.eager import runs_eagerly
+from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.row.packed_row import PackedRow
 
 _MADE_ON_HOST = ("cu_seqlens", "position_ids", "window_index", "interp_indices")
@@ -83,7 +85,7 @@ class FastTower(nn.Module):
         frames = np.repeat((grids[:, 1] * grids[:, 2]).numpy(), grids[:, 0].numpy())
         images = PackedRow.of_lengths(tuple(frames.tolist()), device)
         sizes = tuple(map(tuple, grids.tolist()))
-        made = {"position_ids": torch.cat([_positions(size, merge) for size in sizes])}
+        made = {"position_ids": np.concatenate([_positions(size, merge) for size in sizes])}
         windows = None
         if spec.windows:
             index, ends = vision_utils.get_vision_window_index(
@@ -93,12 +95,12 @@ class FastTower(nn.Module):
                 patch_size=self.config.patch_size,
             )
             windows = PackedRow.of_lengths(tuple(ends.diff().tolist()), device)
-            made["window_index"] = index
+            made["window_index"] = index.numpy()
         if spec.interpolates:
             table = (self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners)
             indices, weights = zip(*(_interpolation(size, merge, *table) for size in sizes), strict=True)
-            made |= {"interp_indices": torch.cat(indices), "interp_weights": torch.cat(weights)}
-        shared: dict[str, Any] = {name: images.upload(value.numpy()) for name, value in made.items()}
+            made |= {"interp_indices": np.concatenate(indices), "interp_weights": np.concatenate(weights)}
+        shared: dict[str, Any] = {name: images.upload(value) for name, value in made.items()}
         shared |= {"cu_seqlens": images.cu_seqlens, "max_seqlen": images.longest}
         if windows is not None:
             shared |= {"cu_window_seqlens": windows.cu_seqlens, "max_window_seqlen": windows.longest}
@@ -106,32 +108,33 @@ class FastTower(nn.Module):
 
 
 @lru_cache(maxsize=256)
-def _positions(size: tuple[int, ...], merge: int) -> Tensor:
+def _positions(size: tuple[int, ...], merge: int) -> np.ndarray:
     """`[P, 2]` int64: row and column of every patch of one image.
 
     Args:
         size: of the image, in patches: time, height and width.
     """
-    return vision_utils.get_vision_position_ids(torch.tensor([size]), merge)
+    return vision_utils.get_vision_position_ids(torch.tensor([size]), merge).numpy()
 
 
 @lru_cache(maxsize=256)
 def _interpolation(
     size: tuple[int, ...], merge: int, side: int, mode: str, align_corners: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Which learned positions every patch of one image lies between, and their weights; both `[P, taps]`.
 
     Args:
         size: of the image, in patches: time, height and width.
         side: of the square of learned positions.
     """
-    return vision_utils.get_vision_interpolation_indices_and_weights(
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         torch.tensor([size]),
         num_grid_per_side=side,
         mode=mode,
         align_corners=align_corners,
         spatial_merge_size=merge,
     )
+    return indices.numpy(), weights.numpy()
 
 
 class FastPatchEmbed(nn.Module):
@@ -142,10 +145,21 @@ class FastPatchEmbed(nn.Module):
     """
 
     is_frozen: bool
+    proj: nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         embedded: Tensor = super().__call__(*args, **kwargs)
         return embedded.detach() if self.is_frozen else embedded
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[P, C]` of `[P, pixels of a patch]`.
+
+        Every patch meets the convolution's kernel once, so that it is one product; cuDNN is slower.
+        """
+        proj = self.proj
+        if type(proj) is not nn.Conv3d or has_hooks(proj):
+            return super().forward(hidden_states)
+        return F.linear(hidden_states.to(proj.weight.dtype), proj.weight.flatten(1), proj.bias)
 
 
 class FastTowerAttention(nn.Module):

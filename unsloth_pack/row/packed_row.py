@@ -270,4 +270,9 @@ class PackedRow:
     def _pinned(self, array: np.ndarray) -> Tensor:
         """`array` where the row's device can fetch it: a copy from other memory would wait for the device."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.pin_memory() if self.device.type == "cuda" else tensor
+        if self.device.type != "cuda":
+            return tensor
+        pinned = torch.empty_like(tensor, pin_memory=True)
+        # By numpy: torch copies in several threads, which have to wait where loaders keep the cores busy
+        pinned.numpy()[...] = array
+        return pinned
