@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 
@@ -32,6 +33,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "nightly" in item.keywords and "nightly" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="run with -m nightly"))
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # extensions complain of what is left at the exit
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect():
+    """Trainers collect garbage often: half a second each through all that torch and transformers keep."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

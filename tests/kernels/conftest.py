@@ -20,9 +20,15 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True)
 def as_hardware(monkeypatch):
-    if not torch.cuda.is_available():
-        pytest.importorskip("triton")
-        compute_as_hardware(monkeypatch)
+    if torch.cuda.is_available():
+        yield
+        return
+    pytest.importorskip("triton")
+    from quick_interpreter import without_repeated_work
+
+    compute_as_hardware(monkeypatch)
+    with without_repeated_work():
+        yield
 
 
 @pytest.fixture(params=["kernel", "plain torch"])

@@ -1,4 +1,4 @@
-"""Several data sets, parts of them, and documents held out: `train` in its own processes, twice, resumed."""
+"""Several data sets, parts of them, and documents held out: `train` twice, and stopped in a process."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import pytest
 
 from unsloth_pack.cli import main
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
 ALPACA = [{"instruction": f"say {'a' * (n % 9)}", "output": "b" * (1 + n % 30), "id": n} for n in range(40)]
 ASKED = [{"question": f"what is {n}", "answer": f"it is {n}", "lang": "en"} for n in range(60)]
@@ -39,24 +40,38 @@ FLAGS = ["--max_seq_length=128", "--dtype=float32", "--gradient_accumulation_ste
 
 
 @pytest.fixture
-def run(folder, model_folder):
-    """`python cli.py` with these arguments; a `Popen` whose output is kept."""
+def train(folder, model_folder, capsys):
+    """Runs `train`, or a process of it that is stopped after some updates, and returns what it said."""
 
-    def start(*arguments, out="out"):
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        given = [f"--model_name={model_folder}", f"--output_dir={out}", *FLAGS]
-        given = [f"--output_dir={out}"] if "--resume" in arguments else given
-        command = [sys.executable, str(ROOT / "cli.py"), "train", *given, *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+    def run(*arguments, out="out", stopped_after=None):
+        given = [] if "--resume" in arguments else [f"--model_name={model_folder}", *FLAGS]
+        command = ["train", *given, *arguments, f"--output_dir={out}"]
+        capsys.readouterr()
+        if stopped_after is None:
+            assert main(command) == 0
+            said = capsys.readouterr().out
+        else:
+            said = stopped(command, folder, out, stopped_after)
+        return " ".join(said.replace("│", " ").split())
 
-    return start
+    return run
 
 
-def ended(process):
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    return " ".join(said.replace("│", " ").split())
+def stopped(command, folder, out, updates):
+    """What a process says that is terminated after its first updates."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, str(ROOT / "cli.py"), *command]
+    process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / out / "metrics.jsonl").exists() and len(losses(folder / out)) >= updates:
+            process.send_signal(signal.SIGTERM)
+            break
+        time.sleep(0.02)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 143, said
+    return said
 
 
 def metrics(folder):
@@ -80,31 +95,18 @@ def adapter(folder):
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
-def stopped_and_resumed(run, folder, *arguments):
-    """A run that is terminated after its first updates, then goes on in another process."""
-    process = run(*arguments, out="cut")
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "cut" / "metrics.jsonl").exists() and len(losses(folder / "cut")) >= 2:
-            process.send_signal(signal.SIGTERM)
-            break
-        time.sleep(0.02)
-    said, _ = process.communicate(timeout=200)
-    assert process.returncode == 143, said
-    return ended(run("--resume", out="cut"))
-
-
 HELD_OUT = ["--eval_fraction=0.1", f"--dataset={json.dumps(MIXED)}", "--max_steps=30", "--sample_packing"]
 
 
-def test_a_mixture_that_is_held_out_of_trains_twice_alike_and_resumes(run, folder):
-    banner = ended(run(*HELD_OUT, "--num_proc=1", out="one"))
+def test_a_mixture_that_is_held_out_of_trains_twice_alike_and_resumes(train, folder):
+    banner = train(*HELD_OUT, "--num_proc=1", out="one")
     assert "mixture alpaca.json: weight 2, " in banner
     assert "mixture asked.jsonl: weight 0.5, " in banner
     assert "not used alpaca.json: column id" in banner
     assert "not used asked.jsonl: column lang" in banner
     assert "held out of the data" in banner
-    stopped_and_resumed(run, folder, *HELD_OUT, "--num_proc=2")
+    train(*HELD_OUT, "--num_proc=2", out="cut", stopped_after=2)
+    train("--resume", out="cut")
     assert data_of(folder / "cut") == data_of(folder / "one")
     assert data_of(folder / "cut", "eval") == data_of(folder / "one", "eval")
     assert losses(folder / "cut") == losses(folder / "one")
@@ -126,13 +128,14 @@ def test_a_mixture_that_is_held_out_of_trains_twice_alike_and_resumes(run, folde
 
 
 @pytest.mark.parametrize("how", ["interleave_under", pytest.param("concatenate", marks=pytest.mark.nightly)])
-def test_a_mixture_that_streams_resumes(run, folder, how):
+def test_a_mixture_that_streams_resumes(train, folder, how):
     items = [item | {"weight": 3} if item is MAPPED else item for item in MIXED]
     flags = ["--streaming", f"--mixture={how}", f"--dataset={json.dumps(items)}", "--max_steps=25"]
-    shown = ended(run(*flags, "--num_proc=2", out="one"))
+    shown = train(*flags, "--num_proc=2", out="one")
     assert "mixture asked.jsonl: " in shown
     assert "read asked.jsonl: " in shown
-    stopped_and_resumed(run, folder, *flags)
+    train(*flags, out="cut", stopped_after=2)
+    train("--resume", out="cut")
     assert losses(folder / "cut") == losses(folder / "one")
     assert adapter(folder / "cut") == adapter(folder / "one")
     summaries = [metrics(folder / name)[-1] for name in ("one", "cut")]
@@ -143,9 +146,9 @@ def test_a_mixture_that_streams_resumes(run, folder, how):
     assert len(summaries[0]["stream"]["read"]) == 4
 
 
-def test_a_run_resumes_from_another_folder(run, folder, tmp_path_factory, monkeypatch, capsys):
+def test_a_run_resumes_from_another_folder(train, folder, tmp_path_factory, monkeypatch, capsys):
     """The paths of a list are those of the folder in which the run began."""
-    ended(run(f"--dataset={json.dumps(MIXED)}", "--max_steps=4", "--save_steps=2"))
+    train(f"--dataset={json.dumps(MIXED)}", "--max_steps=4", "--save_steps=2")
     for name in ("checkpoint-4", "adapter_model.safetensors"):
         path = folder / "out" / name
         subprocess.run(["rm", "-r", str(path)], check=True)
