@@ -10,8 +10,9 @@ aligner is frozen, so that all train the same.
 
 `--images ready` (default) hands all peers the same pixels, made beforehand: losses have to agree, but for the
 order in which documents come. `--images jpeg` begins with files, and each peer decodes them by its own
-collator in `--workers` processes. Tokens are real tokens, padding not counted. Seconds are the median of the
-updates after the warm-up; `wait` is the share of their time that the trainer waited for its loader.
+collator in `--workers` processes. Tokens are real tokens, padding not counted. Seconds and tokens a second
+are medians of the updates after the warm-up. `mean` is all of their tokens by all of their time, in which
+ours still captures forms of rows; `wait` is the share of it that the trainer waited for its loader.
 """
 
 import argparse
@@ -52,8 +53,8 @@ class Case:
     shape: str
     sides: str
     row_tokens: int = 8192
-    steps: int = 24
-    warm: int = 8
+    steps: int = 32
+    warm: int = 12
 
 
 CASES = {
@@ -74,7 +75,8 @@ def main() -> int:
 
 def line_of(run: dict[str, Any]) -> str:
     return (
-        f"{run['ms']:.1f} ms an update, {run['tokens_s']:,.0f} tokens/s, {run['images_s']:,.1f} images/s, "
+        f"{run['ms']:.1f} ms an update, {run['tokens_s']:,.0f} tokens/s (mean {run['mean_tokens_s']:,.0f}), "
+        f"{run['images_s']:,.1f} images/s, "
         f"{run['peak_GiB']:.2f} GiB, wait {run['wait']:.1%}, {run['tokens']:,.0f} of {run['places']:,.0f} "
         f"places hold a token, loss {run['losses'][-1]:.4f}"
     )
@@ -296,7 +298,8 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
     warm = batches[case.warm :]
     return {
         "ms": 1000 * statistics.median(seconds),
-        "tokens_s": sum(tokens for tokens, _, _ in warm) / sum(seconds),
+        "tokens_s": statistics.median(tokens / s for (tokens, _, _), s in zip(warm, seconds, strict=True)),
+        "mean_tokens_s": sum(tokens for tokens, _, _ in warm) / sum(seconds),
         "images_s": sum(images for _, _, images in warm) / sum(seconds),
         "tokens": statistics.mean(tokens for tokens, _, _ in batches),
         "places": statistics.mean(places for _, places, _ in batches),
