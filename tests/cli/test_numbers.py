@@ -133,7 +133,7 @@ def test_skipping_leaves_the_update_out(poisoned, train, tmp_path, capsys):
     ],
 )
 def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
-    from unsloth_pack.training.finite_updates import _leave_out
+    from unsloth_pack.training.single_steps import leave_out
 
     weight = torch.nn.Parameter(torch.randn(64))
     optimizer = kind([weight], lr=0.1, **options)
@@ -141,7 +141,7 @@ def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
         before = weight.detach().clone()
         state = {name: value.clone() for name, value in optimizer.state[weight].items()}
         weight.grad = torch.full_like(weight, math.nan) if bad else torch.randn_like(weight)
-        _leave_out(optimizer, torch.tensor(bad))
+        leave_out(optimizer, [weight], torch.tensor(bad))
         optimizer.step()
         assert torch.equal(before, weight) == bad
         if bad:
@@ -150,7 +150,7 @@ def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
 
 @pytest.mark.gpu
 def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
-    from unsloth_pack.training.finite_updates import _leave_out
+    from unsloth_pack.training.single_steps import leave_out
 
     weight = torch.nn.Parameter(torch.randn(64, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
@@ -158,7 +158,7 @@ def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
     weight.grad = torch.full_like(weight, math.nan)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _leave_out(optimizer, bad)
+        leave_out(optimizer, [weight], bad)
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from random_models import random_model, with_adapter
 from tiny import DEVICE, Outcome
 from transformers import (
     Gemma3Config,
@@ -104,27 +104,14 @@ TRAINED = {"frozen tower": _OF_TEXT, "tower": f"({_OF_TEXT})|({_OF_TOWER})", "al
 
 def made(name, dtype=torch.float32, trained="frozen tower", seed=0, **text):
     """A random model, the same in every dtype; `trained` as in `vision_models.made`."""
-    torch.manual_seed(seed)
     kind, configure = MODELS[name]
-    config = configure(**text)
-    weights = kind._from_config(config, dtype=torch.float32).state_dict()
-    generator = torch.Generator().manual_seed(seed + 1)
-    for key, weight in weights.items():
-        if "norm" in key or key.endswith("bias") or any(part in key for part in ("vision", *ALIGNER)):
-            weight += 0.1 * torch.randn(weight.shape, generator=generator)
-    model = kind._from_config(config, dtype=dtype)
-    model.load_state_dict(weights)
-    model = model.to(DEVICE).train()
+    sees = ("vision", *ALIGNER)
+    model, generator = random_model(
+        kind, configure(**text), lambda key: any(part in key for part in sees), dtype, seed
+    )
     if (targets := TRAINED[trained]) is None:
         return model
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    for key, weight in model.named_parameters():
-        if "lora_" in key:
-            weight.data = 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
-        elif trained == "aligner" and any(f".{part}." in key for part in ALIGNER):
-            weight.requires_grad_()
-    return model
+    return with_adapter(model, targets, generator, full=ALIGNER if trained == "aligner" else ())
 
 
 @dataclass

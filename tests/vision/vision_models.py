@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from random_models import random_model, with_adapter
 from tiny import DEVICE, Outcome, exactly, routing
 from transformers import (
     Qwen2_5_VLConfig,
@@ -86,28 +86,11 @@ def made(name, dtype=torch.float32, trained="frozen tower", seed=0, **text):
         trained: what trains: the adapter of the text model; also one in the tower; also the aligner, in full;
             or every weight.
     """
-    torch.manual_seed(seed)
     kind, config = MODELS[name](**text)
-    weights = kind._from_config(config, dtype=torch.float32).state_dict()
-    generator = torch.Generator().manual_seed(seed + 1)
-    for key, weight in weights.items():
-        if "norm" in key or key.endswith("bias") or "visual" in key:
-            weight += 0.1 * torch.randn(weight.shape, generator=generator)
-    model = kind._from_config(config, dtype=dtype)
-    if dtype == torch.float64:  # the grouped GEMM of the experts has no float64
-        model.get_decoder().config._experts_implementation = "eager"
-    model.load_state_dict(weights)
-    model = model.to(DEVICE).train()
+    model, generator = random_model(kind, config, lambda key: "visual" in key, dtype, seed)
     if (targets := TRAINED[trained]) is None:
         return model
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-    for key, weight in model.named_parameters():
-        if "lora_" in key:
-            weight.data = 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
-        elif trained == "aligner" and any(f".{part}." in key for part in ALIGNER):
-            weight.requires_grad_()
-    return model
+    return with_adapter(model, targets, generator, full=ALIGNER if trained == "aligner" else ())
 
 
 @dataclass
