@@ -16,7 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.forwards.deepstack import DEEPSTACK, add_visual, visual_by_layer
+from unsloth_pack.forwards.deepstack import add_visual, visual_by_layer
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.layer_inputs import inputs_by_layer
 from unsloth_pack.forwards.leak_probe import OwnProbe
@@ -26,6 +26,7 @@ from unsloth_pack.graphs.inputs import Embedded
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.losses.contract import LOSS_KEYWORDS
 from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.models.vision_spec import DEEPSTACK
 from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.row.from_call import refuse_document_ids, row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.models.vision_spec import DEEPSTACK
 from unsloth_pack.row.packed_row import PackedRow
-
-DEEPSTACK = "deepstack_visual_embeds"
 
 
 def visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:

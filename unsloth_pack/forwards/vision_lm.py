@@ -17,13 +17,11 @@ from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen, take_images
 from unsloth_pack.forwards.lost_parts import lost_boundaries, lost_images
-from unsloth_pack.models.vision_spec import TOKEN_TYPES, VisionSpec
+from unsloth_pack.models.vision_spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
 from unsloth_pack.row.from_call import with_axes
 from unsloth_pack.row.images import RowImages, images_by_document
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
-
-_MODALITIES = "mm_token_type_ids"  # transformers finds images by them; we by their tokens
 
 
 class FastVisionLM(FastCausalLM):
@@ -44,7 +42,7 @@ class FastVisionLM(FastCausalLM):
             InputError: what `take_images`, `RowImages.of`, `RowImages.axes` and `lost_images` refuse;
                 positions on three axes that are not those of the images; token types that mark other tokens.
         """
-        call.rest.pop(_MODALITIES, None)
+        call.rest.pop(MODALITIES, None)  # transformers finds images by them; we by their tokens
         types = call.rest.pop(TOKEN_TYPES, None) if self.vision_spec.both_ways else None
         call.images = take_images(self.vision_spec, call.rest)
         if call.images is None:
@@ -127,7 +125,7 @@ class FastVisionLM(FastCausalLM):
         call.inputs["inputs_embeds"] = embeds.flatten(0, 1).index_copy(0, places, tokens).view(embeds.shape)
         call.inputs["input_ids"] = None
         if features.by_layer:
-            call.rest["deepstack_visual_embeds"] = features.by_layer
+            call.rest[DEEPSTACK] = features.by_layer
 
     def _refuse_other_images(self, row: PackedRow, images: Images, sizes: np.ndarray) -> None:
         """Refuse images that the tokens of a row do not stand for, once the tower has seen them."""

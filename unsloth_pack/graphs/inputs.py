@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.graphs.memory import GraphMemory
+from unsloth_pack.models.vision_spec import DEEPSTACK
 from unsloth_pack.row.packed_row import PackedRow
 
 
@@ -104,4 +105,4 @@ class StaticInputs:
         if not self._by_token:
             return self._ids, None, {}
         embeds, *by_layer = self._by_token
-        return None, embeds[None], {"deepstack_visual_embeds": by_layer} if by_layer else {}
+        return None, embeds[None], {DEEPSTACK: by_layer} if by_layer else {}

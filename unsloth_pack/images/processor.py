@@ -21,9 +21,8 @@ from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.pixels import PatchMaker
 from unsloth_pack.images.reading import require_pillow
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, image_tokens_of
-from unsloth_pack.models.vision_spec import TOKEN_TYPES
+from unsloth_pack.models.vision_spec import MODALITIES, TOKEN_TYPES
 
-_MODALITIES = "mm_token_type_ids"  # which tokens are images, as all processors but Gemma's call it
 _SAVED = ("processor_config.json", "tokenizer_config.json")
 
 
@@ -86,8 +85,8 @@ class VisionProcessor(ProcessorMixin):
         if images is not None and options:
             kwargs["images_kwargs"] = options | kwargs.get("images_kwargs", {})
         made = super().__call__(images=images, text=text, **kwargs)
-        if self._maker is not None and self._maker.both_ways and _MODALITIES in made:
-            made[TOKEN_TYPES] = made.pop(_MODALITIES)
+        if self._maker is not None and self._maker.both_ways and MODALITIES in made:
+            made[TOKEN_TYPES] = made.pop(MODALITIES)
         return made
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: Any) -> str:
@@ -116,7 +115,7 @@ class VisionProcessor(ProcessorMixin):
     def model_input_names(self) -> list[str]:
         """What a model takes of the output."""
         is_by_type = self._maker is not None and self._maker.both_ways
-        return [*super().model_input_names, TOKEN_TYPES if is_by_type else _MODALITIES]
+        return [*super().model_input_names, TOKEN_TYPES if is_by_type else MODALITIES]
 
     @property
     def unused_input_names(self) -> list[str]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 TOKEN_TYPES = "token_type_ids"  # 1 at the tokens of images
+MODALITIES = "mm_token_type_ids"  # likewise, as all processors but Gemma's call it
+DEEPSTACK = "deepstack_visual_embeds"  # what a decoder adds to tokens of images behind its first layers
 
 
 @dataclass(frozen=True)
