@@ -1,7 +1,7 @@
 """Runs of a trainer whose metrics are read late, or by TRL's own loss, in every micro-batch."""
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -16,7 +16,7 @@ from unsloth_pack.training.trl import make_trainer
 from unsloth_pack.training.trl_setup import sft_config
 
 LENGTHS = [[5, 1, 9, 3], [12, 4], [7], [2, 2, 20], [6, 6], [30, 1], [8, 3, 3], [11], [4, 17]]
-TRLS_OWN = "unsloth_pack.training.trl.has_default_loss"
+TRLS_OWN = "unsloth_pack.patching.late_metrics.reads_late"
 NOT_FLAT = "unsloth_pack.training.trl.why_not_flat"
 
 
@@ -76,14 +76,19 @@ def log_of_run(folder, packed, trls_own, arch="qwen3", flat=True, **options):
         )
 
 
-def log_of_sft_trainer(folder, **options):
-    arguments = config(folder, packed=False, **options)
+def sft_trainer(folder, packed, trained=None, kind=SFTTrainer, **options):
+    """TRL's own trainer, of a patched model unless another is given."""
     given = {
-        "train_dataset": rows(False),
-        "eval_dataset": rows(False, 50),
+        "train_dataset": rows(packed),
+        "eval_dataset": rows(packed, 50),
         "processing_class": byte_tokenizer(),
     }
-    return logged(SFTTrainer(model(), arguments, **given))
+    return kind(trained or model(), config(folder, packed, **options), **given)
+
+
+def log_of_sft_trainer(folder, packed, trls_own=False, **options):
+    with patch(TRLS_OWN, lambda trainer: False) if trls_own else nullcontext():
+        return logged(sft_trainer(folder, packed, **options))
 
 
 def in_process(rank, port, folder, runs):

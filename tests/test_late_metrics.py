@@ -1,4 +1,4 @@
-"""Under the trainer of a run nothing is read from the device before it is logged, and the log is TRL's."""
+"""Metrics are read from the device when they are logged, under the trainer of a run and TRL's own."""
 
 import math
 import socket
@@ -7,8 +7,12 @@ import late_metrics_runs as runs
 import pytest
 from device_reads import counted_reads
 from model_folder import byte_tokenizer
+from tiny import tiny_model
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
+from unsloth_pack import patch_model
+from unsloth_pack.patching import late_metrics
 from unsloth_pack.training.trl import make_trainer
 
 # What reads where the data is on the host, or reads a copy that was started before the decoder
@@ -38,11 +42,18 @@ class Count(TrainerCallback):
 
 
 def functions_that_read(folder, packed, accumulation):
-    count = Count()
     arguments = runs.config(folder, packed, accumulation)
-    make_trainer(
-        runs.model(), byte_tokenizer(), arguments, runs.rows(packed), runs.rows(packed), [count]
-    ).train()
+    trainer = make_trainer(
+        runs.model(), byte_tokenizer(), arguments, runs.rows(packed), runs.rows(packed), []
+    )
+    return functions_that_read_in(trainer)
+
+
+def functions_that_read_in(trainer):
+    trainer.add_callback(count := Count())
+    trainer.train()
+    arguments = trainer.args
+    accumulation = arguments.gradient_accumulation_steps
     updates = math.ceil(len(runs.LENGTHS) / arguments.per_device_train_batch_size / accumulation)
     assert count.steps == arguments.num_train_epochs * updates - 1
     return count.functions
@@ -74,7 +85,7 @@ def test_the_log_is_that_of_trls_own_loss(packed, accumulation, tmp_path):
 def test_the_log_is_that_of_sft_trainer(tmp_path):
     same = {"optim": "adamw_torch"}  # the default is computed over one tensor in a run, and rounds otherwise
     ours = runs.log_of_run(tmp_path, packed=False, trls_own=False, **same)
-    theirs = runs.log_of_sft_trainer(tmp_path, **same)
+    theirs = runs.log_of_sft_trainer(tmp_path, packed=False, trls_own=True, **same)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for our_line, their_line in zip(ours, theirs, strict=True):
         assert our_line.keys() >= their_line.keys()
@@ -82,6 +93,48 @@ def test_the_log_is_that_of_sft_trainer(tmp_path):
         assert {key: our_line[key] for key in their_line.keys() - own} == {
             key: their_line[key] for key in their_line.keys() - own
         }
+
+
+# TRL's own trainer
+
+# TRL's collators describe the row on the device, where it is read before the decoder runs
+DESCRIBED = {"on_host", "refuse_document_ids", "_described", "<genexpr>", "<listcomp>"}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_sft_trainer_does_not_wait_for_its_metrics(packed, accumulation, tmp_path):
+    trainer = runs.sft_trainer(tmp_path, packed, accumulation=accumulation)
+    assert functions_that_read_in(trainer) <= ON_THE_HOST | DESCRIBED
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation": 3}, {"loss_type": "dft"}])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_sft_trainer_logs_the_same(packed, options, tmp_path):
+    late, at_once = (runs.log_of_sft_trainer(tmp_path, packed, own, **options) for own in (False, True))
+    assert late == at_once
+    assert late[0]["num_tokens"] > 0
+
+
+def test_a_trainer_derived_from_sft_trainer(tmp_path):
+    class Doubles(SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    late = runs.log_of_sft_trainer(tmp_path, True, kind=Doubles)
+    at_once = runs.log_of_sft_trainer(tmp_path, True, trls_own=True, kind=Doubles)
+    assert late == at_once
+    assert late[0]["loss"] != runs.log_of_sft_trainer(tmp_path, True)[0]["loss"]
+
+
+def test_other_models_are_trained_by_trls_own_loss(tmp_path, monkeypatch):
+    """One that was never patched, and one whose patch is undone, after trainers have been prepared."""
+    runs.sft_trainer(tmp_path, packed=True, max_steps=1).train()
+    monkeypatch.setattr(late_metrics, "default_loss", None)
+    undone = tiny_model("qwen3")
+    patch_model(undone).undo()
+    for model in (tiny_model("qwen3"), undone):
+        runs.sft_trainer(tmp_path, packed=True, trained=model, max_steps=1).train()
 
 
 def test_experts(tmp_path):

@@ -277,7 +277,16 @@ PRIVATE_NAMES = (
         ("files/merged_layer.py",),
     ),
     PrivateName(
-        "trl.trainer.sft_trainer", "_metrics", "the tokens trained on, in the log", ("training/trl.py",)
+        "trl.trainer.sft_trainer",
+        "_metrics",
+        "what the log says of entropy, accuracy and tokens",
+        ("patching/late_metrics.py", "training/trl.py"),
+    ),
+    PrivateName(
+        "trl.trainer.sft_trainer",
+        "_total_train_tokens",
+        "the tokens trained on, in the log",
+        ("patching/late_metrics.py",),
     ),
     PrivateName(
         "trl.trainer.base_trainer",

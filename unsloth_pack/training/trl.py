@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data.image_columns import IMAGES
+from unsloth_pack.patching.late_metrics import take_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.training.best import (
     DelayedSaves,
@@ -28,7 +29,6 @@ from unsloth_pack.training.flat_adamw import FlatAdamW, why_not_flat
 from unsloth_pack.training.host_masters import HostMasters
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.in_backward import InBackward
-from unsloth_pack.training.late_metrics import LateMetrics, default_loss, has_default_loss
 from unsloth_pack.training.learning_rates import LearningRates, grouped
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
@@ -60,7 +60,6 @@ class RunTrainer(SFTTrainer):
         counts, of seconds and tokens                 trained.py
         checkpoints, whole or not there               checkpoints.py
         finite_updates                                finite_updates.py
-        loss and metrics, without waits               late_metrics.py
         AdamW over one tensor                         flat_adamw.py
         memory_watch                                  memory_watch.py
         document losses, in evaluations               evaluation.py
@@ -71,6 +70,8 @@ class RunTrainer(SFTTrainer):
         image_rows, None if rows have no images       image_rows.py
         delayed_saves, and the best checkpoint        best.py
     """
+
+    logs_in_every_process = True  # see `patching/late_metrics.py`
 
     def __init__(
         self,
@@ -108,7 +109,6 @@ class RunTrainer(SFTTrainer):
         self.counts = TrainedCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.finite_updates = FiniteUpdates()
-        self._late_metrics = LateMetrics(self.accelerator)
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()
 
@@ -221,23 +221,10 @@ class RunTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if return_outputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss: Any
-        if has_default_loss(self):
-            loss, outputs = default_loss(self, model, inputs, num_items_in_batch)
-            self._late_metrics.note(self._mode, outputs)
-        else:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.in_backward is not None:
+        loss: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.in_backward is not None and not return_outputs:
             self.in_backward.begin(loss)
         return loss
-
-    @property
-    def _mode(self) -> str:
-        """As TRL names the metrics of training and of evaluation."""
-        model: Any = self.model
-        return "train" if model.training else "eval"
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -292,8 +279,9 @@ class RunTrainer(SFTTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        metrics = self._metrics[self._mode]
-        metrics.update(self._late_metrics.read(self._mode))
+        take_over_metrics(self)
+        model: Any = self.model
+        metrics = self._metrics["train" if model.training else "eval"]
         if metrics:  # TRL does not count rows that come again so that all ranks have some
             metrics["num_tokens"] = [self.trained.tokens]
         left_out = self.finite_updates.steps_left_out()
