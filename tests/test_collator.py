@@ -12,10 +12,10 @@ from trainer_runs import arguments
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.patching.collator import RowCollator
 from unsloth_pack.row import from_call
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
-from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.trl import make_trainer
 from unsloth_pack.training.trl_setup import row_collator, sft_config
 

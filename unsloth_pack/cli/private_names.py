@@ -277,6 +277,12 @@ PRIVATE_NAMES = (
         ("files/merged_layer.py",),
     ),
     PrivateName(
+        "accelerate.data_loader",
+        "_non_blocking",
+        "batches go to the device while it computes",
+        ("patching/ahead.py",),
+    ),
+    PrivateName(
         "trl.trainer.sft_trainer",
         "_metrics",
         "what the log says of entropy, accuracy and tokens",

@@ -5,6 +5,7 @@ from typing import Any
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from unsloth_pack.memory.spare import GiveBackSpareMemory
+from unsloth_pack.patching.ahead import LoadsAhead
 from unsloth_pack.patching.kept_boundaries import KeepsBoundaries
 from unsloth_pack.patching.late_metrics import ReadsMetricsLate
 from unsloth_pack.patching.loss_filter import LogsEveryLoss
@@ -13,6 +14,6 @@ from unsloth_pack.patching.loss_filter import LogsEveryLoss
 def prepare_trainers() -> None:
     """Give the callbacks for patched models to every trainer that is made from now on."""
     callbacks: Any = DEFAULT_CALLBACKS
-    for callback in (GiveBackSpareMemory, KeepsBoundaries, LogsEveryLoss, ReadsMetricsLate):
+    for callback in (GiveBackSpareMemory, KeepsBoundaries, LogsEveryLoss, ReadsMetricsLate, LoadsAhead):
         if callback not in callbacks:
             callbacks.append(callback)

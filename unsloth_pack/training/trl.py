@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data.image_columns import IMAGES
+from unsloth_pack.patching.collator import RowCollator
 from unsloth_pack.patching.late_metrics import take_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.training.best import (
@@ -22,7 +23,6 @@ from unsloth_pack.training.best import (
     without_untrue_warning,
 )
 from unsloth_pack.training.checkpoints import WholeCheckpoints, state_of
-from unsloth_pack.training.collator import RowCollator
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
 from unsloth_pack.training.flat_adamw import FlatAdamW, why_not_flat
