@@ -21,6 +21,7 @@ from trl.trainer.utils import add_fused_lm_head
 from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
 from unsloth_pack.errors import InputError
 from unsloth_pack.losses.contract import LabelledHead
+from unsloth_pack.patching import ahead
 from unsloth_pack.row import from_call
 from unsloth_pack.training.trl_setup import _loss_needs_cuda
 
@@ -83,10 +84,16 @@ def test_a_plain_trainer_describes_a_row_once(described, adapter, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
-def test_trls_trainer_describes_a_row_once(described, adapter, tmp_path, no_chunked_head):
+@pytest.mark.parametrize("by_loader", [False, True], ids=["by the model", "by the loader"])
+def test_trls_trainer_describes_a_row_once(
+    described, adapter, by_loader, tmp_path, no_chunked_head, monkeypatch
+):
+    """In the loader, if the collator is TRL's."""
+    if not by_loader:
+        monkeypatch.setattr(ahead, "is_trls", lambda collate: False)
     trainer = sft(patched(adapter=adapter), tmp_path, gradient_accumulation_steps=1, num_train_epochs=2)
     trainer.train()
-    assert len(described) == 2 * len(trainer.train_dataset)
+    assert len(described) == (0 if by_loader else 2 * len(trainer.train_dataset))
     assert trainer.state.log_history[0]["mean_token_accuracy"] >= 0
 
 
@@ -380,8 +387,11 @@ def test_undo_after_a_trainer_gives_back_the_model_that_came_in(adapter, tmp_pat
     again.undo()
 
 
-def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(tmp_path, no_chunked_head, described):
+def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(
+    tmp_path, no_chunked_head, described, monkeypatch
+):
     """And keeps its own head when the patch is undone."""
+    monkeypatch.setattr(ahead, "is_trls", lambda collate: False)  # so that the model describes every row
     model = tiny_model("qwen3", torch.float32, vocab_size=VOCABULARY)
     trainer = sft(model, tmp_path, gradient_accumulation_steps=1, max_steps=2, num_train_epochs=1)
     its_own = vars(base_of(model))["forward"]
@@ -392,7 +402,8 @@ def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(tmp_path, no_c
     assert vars(base_of(model))["forward"] is its_own
 
 
-def test_two_trainers_after_one_another(tmp_path, no_chunked_head, described):
+def test_two_trainers_after_one_another(tmp_path, no_chunked_head, described, monkeypatch):
+    monkeypatch.setattr(ahead, "is_trls", lambda collate: False)  # so that the model describes every row
     model = patched(adapter=False)
     for number in range(2):
         trainer = sft(model, tmp_path / str(number), max_steps=1, gradient_accumulation_steps=1)
