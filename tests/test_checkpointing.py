@@ -10,9 +10,12 @@ from tiny import DEVICE, random_documents, run_packed, tiny_model
 
 from unsloth_pack import patch_model
 from unsloth_pack.errors import InputError
-from unsloth_pack.memory import offload, recompute
+from unsloth_pack.graphs import host_store
+from unsloth_pack.graphs.host_store import HostStore
+from unsloth_pack.graphs.memory import GraphMemory
+from unsloth_pack.graphs.recomputed_layers import RecomputedLayers
+from unsloth_pack.memory import recompute
 from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.memory.offload import HostStore
 from unsloth_pack.memory.recompute import RecomputePlan
 
 LENGTHS = [33, 2, 64, 1]
@@ -42,6 +45,22 @@ def test_no_bit_changes(mode, arch, monkeypatch):
         assert torch.equal(got.grads[name], grad), name
 
 
+@pytest.mark.parametrize("mode", [True, "offload"])
+def test_layers_of_a_capture_draw_the_same_dropout_again(mode):
+    """A capture can not put the generator back: seeds are kept. The same bits as without checkpointing."""
+    documents, grads = random_documents(LENGTHS), []
+    for checkpointing in (False, mode):
+        model = tiny_model("llama", torch.float32, lora={"lora_dropout": 0.5})
+        patch_model(model, "sdpa")
+        enable_checkpointing(model, checkpointing)
+        torch.manual_seed(0)
+        with RecomputedLayers(model.get_decoder(), GraphMemory()) if checkpointing else nullcontext():
+            grads.append(run_packed(model, documents).grads)
+    without, within = grads
+    for name, grad in without.items():
+        assert torch.equal(within[name], grad), name
+
+
 @pytest.mark.parametrize("n_recomputed", [0, 1, 2])
 def test_planned_layers_are_recomputed_and_no_others(n_recomputed, monkeypatch):
     documents = random_documents(LENGTHS)
@@ -67,7 +86,7 @@ def test_a_trainer_that_turns_checkpointing_on_leaves_the_mode_as_it_is(mode):
     assert all(layer._gradient_checkpointing_func is own for layer, own in zip(layers, chosen, strict=True))
     model.enable_input_require_grads()
     has_hook = bool(model.get_input_embeddings()._forward_hooks)
-    assert has_hook is (mode == "offload")  # with a hook no step is captured
+    assert has_hook is (mode == "offload")
     model.gradient_checkpointing_disable()
     assert not any(layer.gradient_checkpointing for layer in layers)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -93,7 +112,7 @@ def test_a_plan_is_made_for_all_tokens_of_a_step_in_training(monkeypatch):
 class FakeOnHost:
     """A tensor that is held in host memory, without a device."""
 
-    def __init__(self, x, stream):
+    def __init__(self, x, host, stream):
         self.x, self.is_let_go, self.is_fetched = x, False, False
 
     def let_go(self):
@@ -108,9 +127,9 @@ class FakeOnHost:
 
 
 def test_the_next_input_is_fetched_while_one_is_used(monkeypatch):
-    monkeypatch.setattr(offload, "_OnHost", FakeOnHost)
+    monkeypatch.setattr(host_store, "_OnHost", FakeOnHost)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    store = HostStore()
+    store = HostStore(lambda number, x: None)
     inputs = [SimpleNamespace(is_cuda=True, device=None, nbytes=8) for _ in range(5)]
     held = [store.put(x) for x in inputs]
     assert [h.is_let_go for h in held] == [True, True, True, True, False]  # by the one after it
@@ -254,6 +273,7 @@ def test_a_host_without_memory_is_not_filled(monkeypatch):
     with pytest.raises(InputError, match=r"inputs of 4 layers take .* use_gradient_checkpointing=True"):
         store._require_room(700)
     del held[2], x  # a forward pass without its backward
+    store._drop_untaken()
     store._require_room(700)
     with pytest.raises(InputError, match="inputs of 3 layers"):  # smaller, and yet blocks of their own
         store._require_room(500)

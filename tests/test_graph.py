@@ -280,26 +280,51 @@ def test_graphs_of_much_that_trains_need_memory(held_up, monkeypatch):
     assert asked == [(64, CPU, n_bytes)]
 
 
-@pytest.mark.parametrize(("mode", "n_recomputed"), [(True, 0), ("auto", 0), ("auto", 1)])
-def test_a_step_that_recomputes_is_not_captured(mode, n_recomputed):
+_CHANGES = "gradient checkpointing that changes with the free memory"
+_OF_ITS_OWN = "gradient checkpointing with use_reentrant=True, or with a function or options of its own"
+
+
+@pytest.mark.parametrize(
+    ("mode", "n_recomputed", "why"),
+    [(True, 0, None), ("offload", 0, None), ("auto", 0, None), ("auto", 1, _CHANGES)],
+)
+def test_which_checkpointing_is_captured(mode, n_recomputed, why):
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     enable_checkpointing(model, mode)
     decoder = model.get_decoder()
     if mode == "auto":
         decoder.recompute_plan.n_recomputed = n_recomputed
-    else:  # a hook is reason enough
-        model.disable_input_require_grads()
-    why = DecoderState(decoder).why_not_captured()
-    assert why == (None if (mode, n_recomputed) == ("auto", 0) else "gradient checkpointing")
+    assert DecoderState(decoder).why_not_captured() == why
 
 
-def test_a_step_that_recomputes_some_layers_is_not_captured():
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"use_reentrant": False}, None),
+        ({"use_reentrant": True}, _OF_ITS_OWN),
+        ({"use_reentrant": False, "context_fn": lambda: (nullcontext(), nullcontext())}, _OF_ITS_OWN),
+    ],
+)
+def test_checkpointing_that_trainers_switch_on(options, why):
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    before = DecoderState(model.get_decoder())
+    model.gradient_checkpointing_enable(options)
+    model.enable_input_require_grads()
+    assert not before.matches(model.get_decoder())
+    state = DecoderState(model.get_decoder())
+    assert state.why_not_captured() == why
+    model.gradient_checkpointing_disable()
+    assert not state.matches(model.get_decoder())
+
+
+def test_a_layer_with_a_function_that_nobody_knows_is_not_captured():
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     decoder = model.get_decoder()
     decoder.layers[1].gradient_checkpointing = True
-    assert DecoderState(decoder).why_not_captured() == "gradient checkpointing"
+    assert DecoderState(decoder).why_not_captured() == _OF_ITS_OWN
 
 
 @pytest.fixture
@@ -1242,18 +1267,47 @@ def test_no_memory_for_a_capture(monkeypatch):
 
 
 @gpu
-def test_copies_and_checkpointing_run_uncaptured():
+def test_copies_run_uncaptured():
     models = pair()
     capture(models)
     twin = copy.deepcopy(models[0])
     assert "no form of row has come often enough" in str(graphs_of(twin))
     assert_alike([twin, models[1]], step_both([twin, models[1]], 1))
-    models[0].gradient_checkpointing_enable()
-    models[0].enable_input_require_grads()
+
+
+@gpu
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("adapter", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", [True, "offload", "trainer's"])
+def test_recomputed_layers_are_captured(arch, adapter, mode):
+    models = pair(arch, adapter)
+    for model in models:
+        if mode == "trainer's":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        else:
+            enable_checkpointing(model, mode)
+    capture(models)
+    for step in (4, 1, 2):  # one after the other: what lies on the host is that of the row
+        for model in models:
+            model.zero_grad()
+        assert_alike(models, step_both(models, step))
+    models[0].gradient_checkpointing_disable()
     for model in models:
         model.zero_grad()
-    assert_alike(models, step_both(models, 1))
-    assert graphs_of(models[0]).why_not == "gradient checkpointing"
+    assert_alike(models, step_both(models, 3))
+
+
+@gpu
+@pytest.mark.parametrize("mode", [True, "offload"])
+def test_recomputed_layers_that_draw_other_random_numbers_are_not_captured(mode):
+    """A float32 base under autocast does not run fused: PEFT's dropout draws for itself."""
+    model = tiny_model("llama", torch.float32, lora={"lora_dropout": 0.5})
+    patch_model(model, "triton")
+    enable_checkpointing(model, mode)
+    for _ in range(5):
+        loss_of(model, 0, seed=1).backward()
+    assert "layers that are computed again draw random numbers" in str(graphs_of(model))
 
 
 @gpu

@@ -210,7 +210,8 @@ def test_a_captured_step_is_judged_as_it_is_replayed(captures):
     for row in rows_of("False"):
         assert holds(row)
         assert "logits" in row
-    assert rows_of("True")[1]["uncaptured"] == "not captured: gradient checkpointing"
+    for row in rows_of("True"):  # recomputed layers are captured too
+        assert holds(row)
     captures(Stale)
     uncaptured, captured = rows_of("False")
     assert holds(uncaptured)

@@ -12,6 +12,7 @@ from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.inputs import Embedded, StaticInputs
 from unsloth_pack.graphs.memory import GraphMemory, Token
 from unsloth_pack.graphs.protocols import CapturableDecoder
+from unsloth_pack.graphs.recomputed_layers import RecomputedLayers
 from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.graphs.stand_ins import StandIns
 from unsloth_pack.kernels.backward import once_differentiable
@@ -144,7 +145,7 @@ def capture_form(
         parameters=step.parameters,
         gradients=gradients,
         input_gradients=input_gradients,
-        kept_alive=(step.stand_ins, tables),
+        kept_alive=(step.stand_ins, step.recomputed, tables),
     )
 
 
@@ -156,6 +157,7 @@ class _StaticStep:
         self.inputs = StaticInputs(form.tokens, form.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         self.stand_ins = StandIns(decoder, form.autocast or decoder.get_input_embeddings().weight.dtype)
+        self.recomputed = RecomputedLayers(decoder, memory)
         self._leaves = [*self.stand_ins.of(self.parameters), *self.inputs.leaves]
         self._decoder = decoder
         self._autocast = form.autocast
@@ -167,7 +169,8 @@ class _StaticStep:
             "cuda", dtype=self._autocast, enabled=self._autocast is not None, cache_enabled=False
         )
         ids, embeds, added = self.inputs.arguments()
-        with autocast, self.stand_ins:
+        self.stand_ins.fill()
+        with autocast, self.stand_ins, self.recomputed:
             made = self._decoder._packed_forward(self.row, ids, embeds, **added, **self._asked)
         assert made.last_hidden_state is not None
         return StepOutput(made.last_hidden_state, made.router_logits if self._asked else None)
@@ -176,7 +179,8 @@ class _StaticStep:
         """The gradients of all parameters and trained inputs, None where none reaches one."""
         reached = [(x, grad) for x, grad in zip(output.tensors, grads, strict=True) if grad is not None]
         outputs, their_grads = zip(*reached, strict=True)
-        return list(torch.autograd.grad(outputs, self._leaves, their_grads, allow_unused=True))
+        with self.stand_ins:  # for layers that are computed again
+            return list(torch.autograd.grad(outputs, self._leaves, their_grads, allow_unused=True))
 
 
 def _make_rotary_tables(decoder: CapturableDecoder, row: PackedRow) -> list[tuple[Tensor, Tensor] | None]:
@@ -191,10 +195,17 @@ def _warm_up(step: _StaticStep, memory: GraphMemory) -> list[Tensor | None]:
     with memory.warming_up():
         for _ in range(_WARM_UPS):
             output = step.forward()
+            drawn = _random_state(step.row.device)
             step.backward(output, _zeros_for(output))
+            if step.recomputed and not torch.equal(drawn, _random_state(step.row.device)):
+                raise RuntimeError("layers that are computed again draw random numbers")
         grads = _zeros_for(output)
         del output
     return grads
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _zeros_for(output: StepOutput) -> list[Tensor | None]:

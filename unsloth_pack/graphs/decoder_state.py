@@ -7,9 +7,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from unsloth_pack.graphs.protocols import CapturableDecoder
-from unsloth_pack.modules.hooks import HOOKS, is_recorder
+from unsloth_pack.graphs.recomputed_layers import why_not_recomputed
+from unsloth_pack.modules.hooks import HOOKS, is_harmless
 
 _IS_TRAINED = attrgetter("requires_grad")
+_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")  # attributes of layers
 _DROPOUTS = ("p", "attention_dropout")  # attributes of modules that hold a dropout probability
 
 
@@ -32,6 +34,7 @@ class DecoderState:
         scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
         self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]
         self._dropouts = [(vars(m), name) for m in modules for name in _DROPOUTS if name in vars(m)]
+        self._layers = [vars(layer) for layer in decoder.layers]
         self.bytes_of_gradients = sum(
             p.numel() * p.element_size() for p in decoder.parameters() if p.requires_grad
         )
@@ -51,12 +54,9 @@ class DecoderState:
         """Why no row of this step is captured, or None."""
         if not self._decoder.training:
             return "the model is not training"
-        plan = self._decoder.recompute_plan
-        # transformers can checkpoint every n-th layer, also counted from a vision tower's first
-        checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in self._decoder.layers)
-        if checkpointed and (plan is None or plan.n_recomputed):
-            return "gradient checkpointing"
-        if any(not is_recorder(hook) for held in filter(None, self._hooks) for hook in held.values()):
+        if why := why_not_recomputed(self._decoder):
+            return why
+        if any(not is_harmless(hook) for held in filter(None, self._hooks) for hook in held.values()):
             return "modules have hooks"
         return None
 
@@ -74,6 +74,7 @@ class DecoderState:
             list(map(_IS_TRAINED, parameters)),
             adapters,
             list(chain.from_iterable(map(dict.values, self._scalings))),
+            [layer.get(name) for layer in self._layers for name in _CHECKPOINTING],
         ]
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:

@@ -40,6 +40,7 @@ class GraphMemory:
         self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # whole, in the pool
         self._awaited: weakref.ref[Token] | None = None
         self._inputs: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._on_host: dict[int, torch.Tensor] = {}
 
     def input(
         self, number: int, tokens: int, features: int, dtype: torch.dtype, device: torch.device
@@ -54,6 +55,17 @@ class GraphMemory:
         if key not in self._inputs or len(self._inputs[key]) < tokens:
             self._inputs[key] = torch.zeros(tokens, features, dtype=dtype, device=device)
         return self._inputs[key][:tokens].detach()
+
+    def host_buffer(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """Pinned host memory that holds `x`, `[bytes]` uint8 or more of them. Graphs of all forms share it,
+        unless it has to be longer than before.
+
+        Args:
+            number: of the tensor, among several of one row.
+        """
+        if number not in self._on_host or len(self._on_host[number]) < x.nbytes:
+            self._on_host[number] = torch.empty(x.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._on_host[number]
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:

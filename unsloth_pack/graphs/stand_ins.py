@@ -14,8 +14,8 @@ class StandIns:
     Autograd remembers the stream on which a parameter was first used, and a capture breaks where that was
     another stream. A stand-in is a new parameter over the same memory, so it was never used before.
 
-    Parameters that layers cast at every call get a stand-in in the dtype that they compute in. On entry all
-    of these are filled from the originals in one launch.
+    Parameters that layers cast at every call get a stand-in in the dtype that they compute in. `fill` copies
+    all of these from the originals in one launch.
 
     Args:
         dtype: that the decoder computes in.
@@ -45,9 +45,11 @@ class StandIns:
         """What stands in for these trained parameters."""
         return [self._stand_ins[id(p)] for p in parameters]
 
-    def __enter__(self) -> None:
+    def fill(self) -> None:
         if self._copies:
             torch._foreach_copy_(self._copies, self._originals)
+
+    def __enter__(self) -> None:
         self._replaced = [held[name] for held, name in self._places]
         for (held, name), p in zip(self._places, self._replaced, strict=True):
             held[name] = self._stand_ins.get(id(p), p)

@@ -10,6 +10,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from unsloth_pack.lora import arithmetic
+from unsloth_pack.lora.dropout_seeds import new_seed
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.nf4 import LORA_4BIT_TYPES, is_linear_4bit, nf4_weight, why_not_dequantised
 from unsloth_pack.modules.eager import runs_eagerly
@@ -84,8 +85,7 @@ class FastLoraLinear(PeftLinear):
         p: float = getattr(dropout, "p", 0.0)
         if not (dropout.training and p):
             return arithmetic.Frozen(weight, self.scaling[adapter])
-        seed = torch.randint(2**62, (1,), device=base.weight.device)  # drawn there, so nothing waits for it
-        return arithmetic.Frozen(weight, self.scaling[adapter], p, seed)
+        return arithmetic.Frozen(weight, self.scaling[adapter], p, new_seed(base.weight.device))
 
     def tensors(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """What may be trained: the bias (the base's, the adapter's or their sum) or None, A and B."""

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.memory.offload import HostStore
+from unsloth_pack.graphs.host_store import HostStore
 from unsloth_pack.memory.recompute import RecomputePlan
 
 CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
@@ -65,6 +65,7 @@ class _Offloaded:
     """Checkpoints a layer and holds its input in host memory."""
 
     recomputes = True
+    offloads = True
 
     def __init__(self) -> None:
         self._store = HostStore()

@@ -3,6 +3,7 @@
 from torch import nn
 
 _OF_RECORDED_OUTPUTS = "transformers.utils.output_capturing"
+_MARKS_INPUTS = "enable_input_require_grads.<locals>.make_inputs_require_grads"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -12,6 +13,12 @@ def is_recorder(hook: object) -> bool:
     It puts them on every layer at the first such call and leaves them there, where they do nothing else.
     """
     return getattr(hook, "__module__", None) == _OF_RECORDED_OUTPUTS
+
+
+def is_harmless(hook: object) -> bool:
+    """Whether a step with this hook computes what it computes without: it records outputs, or has embeddings
+    carry gradients, as transformers does for checkpointed layers."""
+    return is_recorder(hook) or getattr(hook, "__qualname__", "").endswith(_MARKS_INPUTS)
 
 
 def has_hooks(*modules: nn.Module) -> bool:

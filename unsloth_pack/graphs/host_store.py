@@ -1,6 +1,7 @@
 """Activations in host memory until the backward pass asks for them, copied while the GPU computes."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -17,16 +18,21 @@ class HostStore:
     was put before it, so two are on the device at a time. The stream that computes waits for each copy before
     its memory is reused, by when the copy has long ended. So memory is reused in the order of that stream, no
     matter how far the host is ahead. Tensors that are not on a GPU stay where they are.
+
+    Args:
+        buffer: pinned host memory for a tensor, given its place in the stack, from 0, and the tensor; None to
+            allocate it anew for every tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: Callable[[int, Tensor], Tensor] | None = None) -> None:
+        self._buffer = buffer
         self._stream: torch.cuda.Stream | None = None
         self._stack: list[weakref.ref[_OnHost]] = []  # autograd owns them, and may drop them untaken
         self._leaving: _OnHost | None = None
         self._had_room_for: dict[int, int] = {}  # by the size of a block in bytes, how many blocks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HostStore":
-        return HostStore()
+        return HostStore(self._buffer)
 
     def put(self, x: Tensor) -> Any:
         """A stand-in for `x` until `take`: its copy on the host, or `x` itself where it is not on a GPU.
@@ -38,9 +44,14 @@ class HostStore:
             return x
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
-        self._let_go()
-        self._require_room(x.nbytes)
-        self._leaving = held = _OnHost(x, self._stream)
+        self.settle()
+        self._drop_untaken()
+        if self._buffer is None:
+            self._require_room(x.nbytes)
+            host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+        else:
+            host = self._buffer(len(self._stack), x)
+        self._leaving = held = _OnHost(x, host, self._stream)
         self._stack.append(weakref.ref(held))
         return held
 
@@ -48,7 +59,7 @@ class HostStore:
         """The tensor that `put` has returned this stand-in for, on its device."""
         if not isinstance(held, _OnHost):
             return held
-        self._let_go()
+        self.settle()
         while self._stack and self._stack[-1]() is not held:
             self._stack.pop()
         if self._stack:
@@ -58,10 +69,12 @@ class HostStore:
             before.fetch()
         return x
 
-    def _require_room(self, n_bytes: int) -> None:
-        """Refuse a tensor for which the host lacks memory, or the system would end the process."""
+    def _drop_untaken(self) -> None:
         while self._stack and self._stack[-1]() is None:
             self._stack.pop()
+
+    def _require_room(self, n_bytes: int) -> None:
+        """Refuse a tensor for which the host lacks memory, or the system would end the process."""
         n_held = len(self._stack) + 1
         block = 1 << (n_bytes - 1).bit_length()  # torch rounds pinned memory up, and keeps the blocks
         n_new = n_held - self._had_room_for.get(block, 0)
@@ -76,7 +89,8 @@ class HostStore:
             )
         self._had_room_for[block] = n_held
 
-    def _let_go(self) -> None:
+    def settle(self) -> None:
+        """Work on the current stream waits for the copies to the host that were started."""
         if self._leaving is not None:
             self._leaving.let_go()
             self._leaving = None
@@ -85,9 +99,9 @@ class HostStore:
 class _OnHost:
     """A tensor's copy in host memory, and on its way there and back."""
 
-    def __init__(self, x: Tensor, stream: torch.cuda.Stream):
+    def __init__(self, x: Tensor, host: Tensor, stream: torch.cuda.Stream):
         self._device, self._stream = x.device, stream
-        self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+        self._host = host
         self._source: Tensor | None = x
         self._fetched: Tensor | None = None
         self._copied = self._copy(self._host, x)
