@@ -154,6 +154,8 @@ PRIVATE_NAMES = (
             "forwards/causal_lm.py",
             "forwards/gate_and_up.py",
             "forwards/layer_inputs.py",
+            "graphs/decoder_state.py",
+            "graphs/recomputed_layers.py",
             "memory/checkpointing.py",
         ),
     ),
