@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.inputs import Embedded, StaticInputs
-from unsloth_pack.graphs.memory import GraphMemory, Token
+from unsloth_pack.graphs.memory import GraphMemory, Token, borrowed
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.recomputed_layers import RecomputedLayers
 from unsloth_pack.graphs.row_form import RowForm
@@ -48,7 +48,8 @@ class CapturedForm:
         backward_graph: reads `grads` and what the forward graph has left, writes `gradients` and
             `input_gradients`.
         row: a static row of the form's sizes.
-        outputs: `[tokens, ..]`, the last hidden state, and the router logits if these were asked for.
+        outputs: `[tokens, ..]`, the last hidden state, and the router logits if these were asked for. As the
+            gradients, they are read right after a replay.
         grads: their gradients; None for an output that no parameter reaches.
         parameters: the trained ones.
         gradients: of the parameters.
@@ -139,7 +140,7 @@ def capture_form(
         backward_graph=backward_graph,
         row=step.row,
         inputs=step.inputs,
-        outputs=[x.detach().view(form.tokens, -1) for x in output.tensors],
+        outputs=[borrowed(x).view(form.tokens, -1) for x in output.tensors],
         grads=[None if grad is None else grad.view(form.tokens, -1) for grad in grads],
         has_router_logits=output.router_logits is not None,
         parameters=step.parameters,
@@ -156,7 +157,8 @@ class _StaticStep:
         self.row = PackedRow.static(form.tokens, form.segments, form.longest, device, form.axes)
         self.inputs = StaticInputs(form.tokens, form.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
-        self.stand_ins = StandIns(decoder, form.autocast or decoder.get_input_embeddings().weight.dtype)
+        dtype = form.autocast or decoder.get_input_embeddings().weight.dtype
+        self.stand_ins = StandIns(decoder, dtype, memory)
         self.recomputed = RecomputedLayers(decoder, memory)
         self._leaves = [*self.stand_ins.of(self.parameters), *self.inputs.leaves]
         self._decoder = decoder
@@ -230,4 +232,6 @@ def _capture_backward(
     with memory.capturing(graph):
         found = step.backward(output, grads)
         n = len(step.parameters)
-        return FlatGradients(found[:n], reduce(torch.promote_types, dtypes)), found[n:]
+        gradients = FlatGradients(found[:n], reduce(torch.promote_types, dtypes))
+    gradients.lend_memory()
+    return gradients, [None if grad is None else borrowed(grad) for grad in found[n:]]

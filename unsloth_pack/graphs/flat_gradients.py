@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.graphs.flat_layout import FlatLayout, joined
+from unsloth_pack.graphs.memory import borrowed
 
 
 class FlatGradients:
@@ -26,6 +27,10 @@ class FlatGradients:
         # Behind all gradients stands a None, for parameters that have none; it is picked twice more and left
         # out, so that there are always two, of which `itemgetter` makes a tuple
         self._in_order = itemgetter(*(found.get(place, -1) for place in range(len(grads))), -1, -1)
+
+    def lend_memory(self) -> None:
+        """After a capture: other graphs may use the memory, as copies are taken right after a replay."""
+        self._flat = borrowed(self._flat)
 
     def copies(self) -> tuple[Tensor | None, ...]:
         """A copy of every parameter's gradient: the next replay overwrites the originals."""

@@ -2,13 +2,14 @@
 
 Warm-ups and captures allocate from one pool, and every graph writes where another graph's tensors lay: what
 one row computes is used up before the next row is replayed. So tensors that later replays read again, such as
-rotary tables, have to be made outside the pool.
+rotary tables, have to be made outside the pool. What is read right after a replay alone is `borrowed`.
 """
 
 import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -30,6 +31,19 @@ class _Pool(NamedTuple):
     id: "_POOL_HANDLE"
 
 
+def borrowed(x: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of `x`, from which later captures may allocate when `x` has gone.
+
+    The graph that writes it keeps the memory from being freed. A tensor on the CPU is returned as it is.
+    """
+    if not x.is_cuda or not x.numel():
+        return x
+    x = x.detach()
+    array = {"data": (x.data_ptr(), False), "shape": (x.nbytes,), "typestr": "|u1", "version": 3}
+    bytes_of_x = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=x.device)
+    return bytes_of_x.view(x.dtype).view(x.shape)
+
+
 class GraphMemory:
     """A pool of GPU memory, and which replay's activations lie in it."""
 
@@ -40,6 +54,7 @@ class GraphMemory:
         self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # whole, in the pool
         self._awaited: weakref.ref[Token] | None = None
         self._inputs: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._stand_ins: dict[tuple[int, torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
         self._on_host: dict[int, torch.Tensor] = {}
 
     def input(
@@ -55,6 +70,17 @@ class GraphMemory:
         if key not in self._inputs or len(self._inputs[key]) < tokens:
             self._inputs[key] = torch.zeros(tokens, features, dtype=dtype, device=device)
         return self._inputs[key][:tokens].detach()
+
+    def stand_in(self, number: int, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Like the parameter, outside the pool, for its values in `dtype`. Graphs of all forms share it.
+
+        Args:
+            number: of the parameter, among all of the decoder.
+        """
+        key = (number, parameter.shape, dtype, parameter.device)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return self._stand_ins[key]
 
     def host_buffer(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Pinned host memory that holds `x`, `[bytes]` uint8 or more of them. Graphs of all forms share it,

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder, CastsParameters
 
 
@@ -19,9 +20,10 @@ class StandIns:
 
     Args:
         dtype: that the decoder computes in.
+        memory: owns the copies of cast parameters.
     """
 
-    def __init__(self, decoder: CapturableDecoder, dtype: torch.dtype):
+    def __init__(self, decoder: CapturableDecoder, dtype: torch.dtype, memory: GraphMemory):
         modules = list(decoder.modules())
         cast = {id(p) for m in modules if isinstance(m, CastsParameters) for p in m.cast_when_used()}
         # Each parameter's place: the dict of its module, and its name there
@@ -35,7 +37,7 @@ class StandIns:
                 continue
             if id(p) in cast and p.dtype != dtype:
                 self._originals.append(p.detach())
-                self._copies.append(torch.empty_like(p, dtype=dtype, requires_grad=False))
+                self._copies.append(memory.stand_in(len(self._copies), p, dtype))
                 self._stand_ins[id(p)] = nn.Parameter(self._copies[-1])
             else:
                 self._stand_ins[id(p)] = nn.Parameter(p.detach())
