@@ -115,6 +115,7 @@ class _GatedMLP(torch.autograd.Function):
             product_tF = gated_lora_(*inside.gate_and_up, plan.activation, of_gate, of_up, plan.keep)
             _, h_tr = arithmetic.forward(product_tF, *down, tile.start, into=[y_NO[tile]])
             ctx.h_of_down.append(h_tr)
+            del inside, of_gate, of_up, product_tF  # or they would stand beside those of the next tile
         if plan.start is None:
             ctx.save_for_backward(*inputs, *([] if kept is None else [kept.h, *kept.outputs]))
         ctx.plan, ctx.shape = plan, x.shape
@@ -150,6 +151,7 @@ class _GatedMLP(torch.autograd.Function):
             sums = _added(sums, [*of_inner, *of_down, *of_biases])
             if grad_x_NI is not None:
                 arithmetic.backward_to_input(grads, gh_tR, *inner, row, grad_x_NI[tile], inner_columns)
+            del inside, grads  # as above
         grad_x = None if grad_x_NI is None else grad_x_NI.view(ctx.shape)
         factors = _by_layer(sums, trains_bias, inner.layers, down.layers)
         return grad_x, None, None, *arithmetic.cast_together(factors, ctx.dtypes)
