@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background inherits none
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup has it ignored, by all that tests start too
 
 
 # Architectures that differ little from another: every test runs with them too, but most of them nightly
