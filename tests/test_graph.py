@@ -351,6 +351,35 @@ def test_which_forms_are_captured(held_up, monkeypatch):
     assert graphs_for(6000) is None
 
 
+@pytest.mark.parametrize(
+    ("room_is_free", "widths"), [(True, [(256, 2048)]), (False, [(128, 2048), (256, 2048)])]
+)
+def test_a_form_is_captured_with_room_for_later_rows(held_up, monkeypatch, room_is_free, widths):
+    captured = []
+    monkeypatch.setattr(
+        "unsloth_pack.graphs.step_graphs.capture_form", lambda _, form, *__: captured.append(form)
+    )
+    graphs = StepGraphs(None, room_is_free)
+    rows = [[250] * 8, [20] * 100, [2000], [10] * 200, [1000] * 2]  # all of one size
+    for lengths in rows * 2:
+        graphs._form_for(None, PackedRow.of_lengths(lengths, CPU), False)
+    assert [(form.segments, form.longest) for form in captured] == widths
+    assert {form.tokens for form in captured} == {2048}
+
+
+def test_how_wide_a_form_becomes():
+    form = RowForm(2048, 64, 256, None)
+    few = [RowForm(1024, 128, 64, None), RowForm(2048, 64, 1024, None)]
+    others = [RowForm(4096, 512, 64, None), RowForm(2048, 512, 64, torch.bfloat16)]
+    others.append(replace_fields(form, segments=512, router_logits=True))
+    assert form.widened([], 1) == form
+    assert form.widened([*few, *others], 1) == RowForm(2048, 128, 1024, None)
+    assert form.widened([*few, *others], 2) == RowForm(2048, 256, 2048, None)
+    assert form.widened(few, 16).longest == 2048
+    reaches_on = RowForm(64, 64, 512, None)  # its documents begin above position 0
+    assert reaches_on.widened([], 2) == RowForm(64, 128, 512, None)
+
+
 def test_the_nearest_form_that_holds_a_row_is_replayed():
     near = [RowForm(128, 64, 64, None), RowForm(128, 128, 64, None), RowForm(128, 8, 128, None)]
     far = [RowForm(192, 8, 48, None), RowForm(64, 64, 64, None), RowForm(128, 1, 64, None)]
@@ -451,7 +480,7 @@ def test_a_capture_is_of_the_device_of_the_model(held_up, monkeypatch):
     patch_model(model)
     row, ids = PackedRow.of_lengths([64], CPU), torch.zeros(1, 64, dtype=torch.int64)
     graphs = StepGraphs(None)
-    graphs._rows_seen[RowForm.of(row)] = 2
+    graphs._rows_seen[64, RowForm.of(row).kind] = 2
     assert graphs.run(model.get_decoder(), row, ids) == "replayed"
     assert not current
 
@@ -672,7 +701,7 @@ def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(held_up, monkeyp
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, weight = StepGraphs(None), nn.Parameter(torch.ones(2))
-    graphs._rows_seen[RowForm.of(row)] = 2
+    graphs._rows_seen[64, RowForm.of(row).kind] = 2
     loss = _Replayed.apply(without_kernels(graphs._memory, weight), 3, weight)[0].sum()
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
     assert "backward pass yet" in graphs.why_not
@@ -1240,7 +1269,7 @@ def test_a_warm_up_that_breaks_while_a_loss_holds_graphs(monkeypatch):
 def test_rows_of_several_forms_in_turns():
     """All forms replay in the same memory: what one of them reads again and again lies elsewhere."""
     models = pair()
-    forms = [[250] * 8, [20] * 100, [2000]]  # no form holds the next: more documents, then a longer one
+    forms = [[250] * 4, [20] * 150, [2000] * 3]  # no form holds the next: each has more tokens
     for step in range(12):
         lengths = forms[step % 3]
         ids = torch.cat(random_documents(lengths, seed=step)).cuda()[None]

@@ -32,13 +32,33 @@ def release(dataset: datasets.Dataset) -> None:
 
     Elsewhere than on Linux it does nothing: the system takes the memory back when it runs short.
     """
+    give_back(mappings(dataset))
+
+
+def mappings(dataset: datasets.Dataset) -> list[tuple[int, int]]:
+    """`(address, bytes)` at which this process has mapped the data set's files; none elsewhere than on Linux.
+
+    They hold while the data set lives.
+    """
     files = {os.path.realpath(file["filename"]) for file in dataset.cache_files}
     if not files or not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
+        return []
+    found = []
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
             addresses, rights, *rest = line.rstrip("\n").split(maxsplit=5)
             if rest[-1] in files and "w" not in rights:  # it holds what the file holds, and nothing else
                 first, end = (int(address, 16) for address in addresses.split("-"))
-                libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+                found.append((first, end - first))
+    return found
+
+
+def give_back(mapped: list[tuple[int, int]]) -> None:
+    """Give back what this process holds of mapped files.
+
+    Args:
+        mapped: as `mappings` finds them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for address, n_bytes in mapped:
+        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), mmap.MADV_DONTNEED)

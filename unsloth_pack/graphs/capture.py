@@ -18,8 +18,6 @@ from unsloth_pack.graphs.stand_ins import StandIns
 from unsloth_pack.kernels.backward import once_differentiable
 from unsloth_pack.row.packed_row import PackedRow
 
-_WARM_UPS = 2
-
 
 @dataclass(frozen=True, eq=False)
 class StepOutput:
@@ -195,13 +193,12 @@ def _make_rotary_tables(decoder: CapturableDecoder, row: PackedRow) -> list[tupl
 def _warm_up(step: _StaticStep, memory: GraphMemory) -> list[Tensor | None]:
     """Run the step in the memory where it is captured next; the gradients of its outputs, zeros for now."""
     with memory.warming_up():
-        for _ in range(_WARM_UPS):
-            output = step.forward()
-            drawn = _random_state(step.row.device)
-            step.backward(output, _zeros_for(output))
-            if step.recomputed and not torch.equal(drawn, _random_state(step.row.device)):
-                raise RuntimeError("layers that are computed again draw random numbers")
+        output = step.forward()
+        drawn = _random_state(step.row.device)
         grads = _zeros_for(output)
+        step.backward(output, grads)
+        if step.recomputed and not torch.equal(drawn, _random_state(step.row.device)):
+            raise RuntimeError("layers that are computed again draw random numbers")
         del output
     return grads
 

@@ -1,6 +1,7 @@
 """Which packed rows replay the same CUDA graphs: sizes rounded up, to which a row is padded."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +40,26 @@ class RowForm:
         longest = _power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, _power_of_2(_segments(row, tokens, longest)))
         return cls(tokens, segments, longest, _autocast(), router_logits, embedded, row.has_own_axes)
+
+    def widened(self, others: Iterable["RowForm"], room: int) -> "RowForm":
+        """This form with as many segments, and as long ones, as the widest of others like it.
+
+        Args:
+            others: forms of rows; those of more tokens are left out.
+            room: how many times as many, and as long ones, up to the tokens of the form.
+        """
+        like = [self, *(other for other in others if other.tokens <= self.tokens and other.kind == self.kind)]
+        longest = max(form.longest for form in like)
+        return replace(
+            self,
+            segments=room * max(form.segments for form in like),
+            longest=max(longest, min(room * longest, _power_of_2(self.tokens))),
+        )
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """All but the sizes."""
+        return self.autocast, self.router_logits, self.embedded, self.axes
 
     def holds(
         self, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None

@@ -6,8 +6,9 @@ as usual and are timed. Where launching holds the GPU up, the next one is captur
 into the static buffers and replayed.
 
 A form is the number of tokens, the number of documents and the length of the longest, each rounded up. The
-row is padded with a document of its own that no gradient reaches, `cu_seqlens` with empty documents. A step
-that is not captured runs as usual, and `StepGraphs.why_not` says why.
+row is padded with a document of its own that no gradient reaches, `cu_seqlens` with empty documents. A
+capture takes as long as several steps, so a form is captured wide enough for the rows seen so far, and
+wider where that costs nothing. A step that is not captured runs as usual, and `StepGraphs.why_not` says why.
 """
 
 import logging
@@ -28,9 +29,10 @@ from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.row.packed_row import PackedRow
 
-_ROWS_BEFORE_CAPTURE = 2  # of a form: they compile the kernels, and a form that comes once costs nothing
+_ROWS_BEFORE_CAPTURE = 2  # of as many tokens: they compile the kernels, and what comes once costs nothing
 _MOST_FORMS = 12
-_WASTE_ALLOWED = 1.25  # tokens computed for each token of a common form, before that form is captured too
+_WASTE_ALLOWED = 1.25  # tokens computed for each token of a common size, before it is captured too
+_ROOM = 2  # times what the rows so far need, where a wider form costs next to nothing
 
 logger = logging.getLogger("unsloth_pack")
 
@@ -40,12 +42,15 @@ class StepGraphs:
 
     Args:
         why_never: why no row of this model is captured, known when it is patched; None where some may be.
+        room_is_free: whether its layers take as long in a form with room for more and longer documents.
     """
 
-    def __init__(self, why_never: str | None):
+    def __init__(self, why_never: str | None, room_is_free: bool = False):
         self.why_not = why_never
         self._why_never = why_never
-        self._rows_seen: Counter[RowForm] = Counter()
+        self._room_is_free = room_is_free
+        self._forms_seen: set[RowForm] = set()
+        self._rows_seen: Counter[tuple[int, tuple[object, ...]]] = Counter()  # by their tokens and kind
         self._graphs: dict[RowForm, CapturedForm] = {}
         self._state: DecoderState | None = None
         self._memory = GraphMemory()
@@ -54,8 +59,8 @@ class StepGraphs:
         # Why graphs would leave too little memory, by the kind of input and tokens
         self._too_large: dict[tuple[EmbeddedForm | None, int], str | None] = {}
 
-    def __reduce__(self) -> tuple[type["StepGraphs"], tuple[str | None]]:
-        return StepGraphs, (self._why_never,)
+    def __reduce__(self) -> tuple[type["StepGraphs"], tuple[str | None, bool]]:
+        return StepGraphs, (self._why_never, self._room_is_free)
 
     def __str__(self) -> str:
         if self._graphs:
@@ -132,10 +137,11 @@ class StepGraphs:
     ) -> RowForm | None:
         """The row's own form, else any captured one that holds it: waste costs less than launches."""
         form = RowForm.of(row, router_logits, embedded)
-        self._rows_seen[form] += 1
+        self._forms_seen.add(form)
+        self._rows_seen[form.tokens, form.kind] += 1
         holding = [other for other in self._graphs if other.holds(row, router_logits, embedded)]
         nearest = min(holding, key=lambda other: (other.tokens, other.longest, other.segments), default=None)
-        is_common = self._rows_seen[form] > _ROWS_BEFORE_CAPTURE
+        is_common = self._rows_seen[form.tokens, form.kind] > _ROWS_BEFORE_CAPTURE
         if nearest is None:
             self._on_trial = form
             wanted = is_common or bool(self._graphs)  # once anything is captured, all kernels are compiled
@@ -145,6 +151,7 @@ class StepGraphs:
         is_worth_it = self._is_worth_it(form, row.device) if wanted or nearest is None else False
         if wanted and is_worth_it:
             self._on_trial = None
+            form = form.widened(self._forms_seen, _ROOM if self._room_is_free else 1)
             return form if self._capture(decoder, form, row.device) else None
         if nearest is not None:
             self.why_not = None

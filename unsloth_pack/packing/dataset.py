@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.image_columns import DOCUMENT, IMAGES
-from unsloth_pack.data.mapped import release, scan
+from unsloth_pack.data.mapped import give_back, mappings, scan
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing.containers import WHOLE_COLUMNS
 from unsloth_pack.packing.lengths import check_positive
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _ROWS_A_BATCH, _BYTES_A_BATCH = 256, 64 << 20  # packed rows that are built and written at a time
 DOCUMENTS_A_BATCH = 1_000  # documents whose lengths are read at a time
+_SCATTERED_DOCUMENTS = 250  # that are copied before memory is given back: each brings in the pages around it
 
 
 def pack_dataset(
@@ -161,11 +162,12 @@ class RowBuilder:
         import pyarrow as pa
 
         parts: dict[str, list[pa.Array]] = {name: [] for name in self._documents.column_names}
-        for first in range(0, len(numbers), DOCUMENTS_A_BATCH):
-            table = self._documents[numbers[first : first + DOCUMENTS_A_BATCH]]
+        mapped = mappings(self._documents)
+        for first in range(0, len(numbers), _SCATTERED_DOCUMENTS):
+            table = self._documents[numbers[first : first + _SCATTERED_DOCUMENTS]]
             for name, of_column in parts.items():
                 of_column.append(pa.concat_arrays(table[name].chunks))
-            release(self._documents)  # each document has brought in the pages around it
+            give_back(mapped)
         return {name: pa.concat_arrays(of_column) for name, of_column in parts.items()}
 
 

@@ -307,7 +307,8 @@ def _swap_decoder(
     gate_and_up_plan: GateAndUpPlan,
 ) -> None:
     tables = rotary_tables(decoder, spec)
-    graphs = StepGraphs(_why_never_captured(decoder, parts, tables, choices))
+    why_never = _why_never_captured(decoder, parts, tables, choices)
+    graphs = StepGraphs(why_never, all(choice.room_is_free for choice in choices))
     patch.swap(
         decoder,
         FastDecoder,

@@ -217,7 +217,7 @@ def choice_for(need: AttentionNeed, request: Request) -> Choice:
     """
     name, reason = choose_backend(request.backend, need, request.source)
     on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
-    return Choice(name, reason, on_host)
+    return Choice(name, reason, on_host, BACKENDS[name].room_is_free)
 
 
 # Attributes of transformers' attention modules that the forward reads, or that change nothing

@@ -43,12 +43,14 @@ class Choice:
         name: of the backend.
         reason: why that one.
         why_not_captured: why no CUDA graph can hold it, or None.
+        room_is_free: whether it takes as long over a row with room for more and longer documents.
         remedy: what makes it faster, where it is much slower than it could be here; logged as a warning.
     """
 
     name: str
     reason: str
     why_not_captured: str | None
+    room_is_free: bool = False
     remedy: str | None = None
 
 

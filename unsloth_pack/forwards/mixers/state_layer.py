@@ -117,9 +117,8 @@ class StateMixer:
         if why_not is None:
             return Choice(IN_ONE_ROW, f"{self.kind}: its kernels take the boundaries", captured)
         slow = f"{self.kind} layers run document by document, which is slow: {why_not}; {remedy}"
-        return Choice(
-            BY_DOCUMENT, f"{self.kind}: {why_not}", captured, slow if request.device_type == "cuda" else None
-        )
+        remedy_said = slow if request.device_type == "cuda" else None
+        return Choice(BY_DOCUMENT, f"{self.kind}: {why_not}", captured, remedy=remedy_said)
 
     def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
         return {"boundaries": self.boundaries if choice.name == IN_ONE_ROW else None}
