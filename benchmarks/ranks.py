@@ -1,9 +1,10 @@
 """Training on several GPUs: tokens and updates a second after the warm-up, compared with one GPU.
 
-    python benchmarks/ranks.py --gpus 1,2 --mode ddp,fsdp2,zero2,zero3 [--shape S] [--dataset FILE] [--json P]
+    python benchmarks/ranks.py --gpus 1,2 --mode ddp,fsdp2,zero2,zero3 [--shape S] [--rows N] [--dataset FILE]
+                               [--json P]
 
-Each combination of a number of GPUs and a mode is a run of `cli.py` under torchrun, with one packed row per
-rank and update. The model has random weights and is built once under --work; the rows of --dataset are
+Each combination of a number of GPUs and a mode is a run of `cli.py` under torchrun, with --rows packed rows
+per rank and update. The model has random weights and is built once under --work; the rows of --dataset are
 repeated until there are enough. On one GPU nothing is sharded, and every mode is compared with that one run.
 
 The first --cold updates compile kernels and do not count. Seconds are the median over the rest, from one log
@@ -24,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES, build, device_name, versions
+from shapes import PUBLISHED, SHAPES, build, device_name, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = {
@@ -34,6 +35,7 @@ MODES = {
     "zero2": ["--deepspeed=zero2"],
     "zero3": ["--deepspeed=zero3"],
 }
+EVERY_SHAPE = SHAPES | PUBLISHED
 LETTERS_A_TOKEN = 6  # an upper limit in English text: too many rows are better than too few
 
 
@@ -44,7 +46,8 @@ def main() -> int:
     add = parser.add_argument
     add("--gpus", default="1,2", help="numbers of GPUs; of processes on a CPU (default: 1,2)")
     add("--mode", default="ddp", help=f"of {', '.join(MODES)} (default: ddp)")
-    add("--shape", choices=tuple(SHAPES), default="tiny")
+    add("--shape", choices=tuple(EVERY_SHAPE), default="tiny")
+    add("--rows", type=int, default=1, help="packed rows of a rank and update (default: 1)")
     add("--dataset", default="demo", help="a file of rows (default: the demo's)")
     add("--steps", type=int, default=32, help="updates of a run (default: 32)")
     add("--cold", type=int, default=8, help="of them, the first that do not count (default: 8)")
@@ -60,9 +63,10 @@ def main() -> int:
     if unknown := set(modes) - set(MODES):
         parser.error(f"--mode is {', '.join(unknown)}; choose of {', '.join(MODES)}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    model, data = prepared(args, most_rows=max(counts) * args.steps)
+    model, data = prepared(args, most_rows=max(counts) * args.steps * args.rows)
 
-    print(f"{args.shape} on {device_name()}, rows of {SHAPES[args.shape].tokens:,}, warm\n")
+    rows = f"{args.rows} x {EVERY_SHAPE[args.shape].tokens:,} tokens a rank and update"
+    print(f"{args.shape} on {device_name()}, {rows}, warm\n")
     print(f"{'':<14}{'updates/s':>10}{'tokens/s':>10}{'times one':>10}{'GiB a rank':>12}{'waiting':>9}")
     runs: list[dict[str, Any]] = []
     for gpus in counts:
@@ -71,7 +75,11 @@ def main() -> int:
             compare(runs[-1], alone=runs[0])
             print(line_of(runs[-1]), flush=True)
     if args.json:
-        report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "shape": args.shape}
+        report = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "shape": args.shape,
+            "rows": args.rows,
+        }
         report |= {"device": device_name(), "versions": versions(), "runs": runs}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -105,7 +113,7 @@ def build_all(shape: str, dataset: str, work: str, most_rows: str) -> tuple[str,
     rows = load_rows(dataset).to_list()
     texts = ["\n".join(map(str, row.values())) for row in rows]
     model = build(shape, Path(work), texts)
-    wanted = int(most_rows) * SHAPES[shape].tokens * LETTERS_A_TOKEN
+    wanted = int(most_rows) * EVERY_SHAPE[shape].tokens * LETTERS_A_TOKEN
     copies = -(-wanted // sum(map(len, texts)))
     data = Path(work) / f"{shape}-{most_rows}-rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) * copies)
@@ -125,8 +133,13 @@ def run(args: argparse.Namespace, gpus: int, mode: str, model: str, data: Path) 
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
     command += [str(ROOT / "cli.py"), "--sample_packing", "--overwrite_output_dir", "--no_probe"]
     command += [f"--model_name={model}", f"--dataset={data}", f"--output_dir={out}"]
-    command += [f"--max_seq_length={SHAPES[args.shape].tokens}", f"--max_steps={args.steps}"]
-    command += ["--gradient_accumulation_steps=1", "--logging_steps=1", *MODES[mode]]
+    command += [f"--max_seq_length={EVERY_SHAPE[args.shape].tokens}", f"--max_steps={args.steps}"]
+    command += [
+        f"--per_device_train_batch_size={args.rows}",
+        "--gradient_accumulation_steps=1",
+        "--logging_steps=1",
+        *MODES[mode],
+    ]
     began = time.perf_counter()
     try:
         done = subprocess.run(

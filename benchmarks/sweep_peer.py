@@ -80,7 +80,8 @@ def train(peer: str, point: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of one point.
 
     Times are of the steps after the warm-up. Tokens are counted where the trainer hands them to the model.
-    The peak leaves out what the process still held of earlier points.
+    `train_s` is of all steps, with what the first ones compile and capture. The peak leaves out what the
+    process still held of earlier points.
     """
     import torch
     from transformers import TrainerCallback
@@ -118,7 +119,9 @@ def train(peer: str, point: Mapping[str, Any]) -> dict[str, Any]:
     trainer.training_step = count_and_train
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    training_began = time.perf_counter()
     trainer.train()
+    train_s = time.perf_counter() - training_began
     steps = [end - start for start, end in itertools.pairwise(ends)][point["warm"] - 1 :]
     step, tokens = statistics.median(steps), statistics.mean(counted[point["warm"] :])
     peak = torch.cuda.max_memory_allocated() - held if on_gpu else 0
@@ -129,6 +132,7 @@ def train(peer: str, point: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_update": round(tokens),
         "peak_GiB": round(peak / 2**30, 2),
         "load_s": round(load_s, 1),
+        "train_s": round(train_s, 2),
         "loss": [round(float(log["loss"]), 4) for log in trainer.state.log_history if "loss" in log],
     }
 

@@ -28,8 +28,8 @@ class Backend:
             sinks `[H]` where there are any.
         name_of_kernel: which of its kernels serves a need, where it has several.
         can_be_captured: whether CUDA graphs can hold it: it reads nothing of the row on the host.
-        room_is_free: whether it takes as long over a row with room for more and longer documents. FlashAttention
-            does not: its grids grow with both.
+        room_is_free: whether it takes as long over a row with room for more and longer documents.
+            FlashAttention does not: its grids grow with both.
         why_not_by_default: one clause that says why `auto` passes it over even where it can run, or None.
         is_tried: whether a tiny step must show that it runs: its package may be built for another torch.
         takes_other_v: whether v may have another head size than q and k. For the others the smaller one is
