@@ -132,6 +132,18 @@ def test_rows_that_come_again_to_fill_all_ranks_are_counted(model, rows, tmp_pat
     assert logged[-1] == summary["tokens_trained"]
 
 
+def test_processes_that_prepare_large_data_at_once_share_one_preparation(model, rows, tmp_path, monkeypatch):
+    """Data of more than 4 MiB lies in the data set cache, which is empty as both of them begin."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    line = json.dumps(rows[0]) + "\n"
+    (tmp_path / "large.jsonl").write_text(line * (2**23 // len(line)))
+    flags = CUT | {"max_steps": 2, "model_name": model, "dataset": tmp_path / "large.jsonl"}
+    done = torchrun(2, "--sample_packing", **flags, output_dir=tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    kinds = {path.name.partition("-")[0] for path in (tmp_path / "cache" / "unsloth_pack").iterdir()}
+    assert kinds == {"rows", "documents", "packed"}
+
+
 def test_a_process_that_is_killed_ends_the_run_with_the_way_on(model, data, tmp_path):
     flags = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out"}
     flags |= CUT | {"max_steps": 6, "save_steps": 2}

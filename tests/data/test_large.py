@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from model_folder import TEMPLATE, byte_tokenizer
 
 from unsloth_pack.data import load_rows, rows_hash
+from unsloth_pack.data.kept import kept
 from unsloth_pack.data.spans import in_order, spans_of
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.packing import pack_dataset
@@ -275,6 +277,28 @@ def test_files_that_somebody_removed_from_the_cache_are_made_again(large, tmp_pa
         kept.unlink()
         break
     assert told(documents(path)) == first
+
+
+@pytest.mark.parametrize("notes", [{}, {"rows": 1}])
+def test_what_another_process_has_made_meanwhile_is_not_made_again(notes):
+    """It may have been opened already: files that are removed then are missing there."""
+    made, is_making = [], threading.Event()
+
+    def make(folder):
+        is_making.set()
+        (folder / "0.arrow").write_text("rows")
+        time.sleep(0.3)  # the other one waits for the lock meanwhile
+        made.append(folder)
+        return notes
+
+    first = threading.Thread(target=kept, args=("packed", ["key"], make))
+    first.start()
+    is_making.wait()
+    folder, found = kept("packed", ["key"], make)
+    first.join()
+    assert len(made) == 1
+    assert found == notes
+    assert (folder / "0.arrow").read_text() == "rows"
 
 
 def test_a_cache_that_cannot_be_written_is_refused_in_one_line(large, tmp_path, monkeypatch):

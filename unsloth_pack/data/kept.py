@@ -62,7 +62,8 @@ def kept(kind: str, key: Sequence[object] | None, make: Callable[[Path], Notes])
         if (notes := _notes_of(target)) is None:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _alone(target.with_name(f"{name}.lock")):
-                notes = _notes_of(target) or _made(target, make)
+                if (notes := _notes_of(target)) is None:  # no other process has made it meanwhile
+                    notes = _made(target, make)
         return target, notes
     except OSError as error:
         raise InputError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ROWS_A_BATCH, _BYTES_A_BATCH = 256, 64 << 20  # packed rows that are built and written at a time
 DOCUMENTS_A_BATCH = 1_000  # documents whose lengths are read at a time
-_SCATTERED_DOCUMENTS = 250  # that are copied before memory is given back: each brings in the pages around it
+_SCATTERED_DOCUMENTS = 100  # that are copied before memory is given back: each brings in the pages around it
 
 
 def pack_dataset(
