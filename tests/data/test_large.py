@@ -273,8 +273,8 @@ def test_files_that_somebody_removed_from_the_cache_are_made_again(large, tmp_pa
     path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
     large()
     first = told(documents(path))
-    for kept in cache.rglob("documents-*/*.arrow"):
-        kept.unlink()
+    for file in cache.rglob("documents-*/*.arrow"):
+        file.unlink()
         break
     assert told(documents(path)) == first
 
