@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-NEWEST = Path(__file__).parent / "results" / "compare-h200-2026-11-22.json"
+NEWEST = Path(__file__).parent / "results" / "compare-h200-2026-11-24.json"
 TOLERANCE = 0.05  # of tokens an update: peers fill their rows a little differently
 FIGURES = ("step_ms", "tok_s", "tokens_update", "peak_GiB")
 
@@ -170,7 +170,16 @@ def _medians(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 # The tables of the documents
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES_OF_README = ("pr", "pr-16k", "8b", "8b-gc")  # docs/performance.md has all of them
+CASES_OF_README = (
+    "pr",
+    "pr-16k",
+    "1.7b-2x4k",
+    "3b",
+    "8b",
+    "8b-gc",
+    "8b-q4",
+    "moe",
+)  # docs/performance.md has all of them
 README_HEADER = (
     "| | unsloth_pack, tokens/s | Unsloth {}, tokens/s | ratio | peak GiB of tensors, ours / Unsloth |"
 )

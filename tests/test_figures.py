@@ -2,18 +2,24 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.comparison import NEWEST, NotComparable, read_pairs
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from comparison import CASES_OF_README, NEWEST, Comparison, NotComparable, read_pairs, tables
+from sweep import ratio_to
 
 ROOT = Path(__file__).parents[1]
 COMPARISONS = sorted(NEWEST.parent.glob("compare-*.json"))
 ONE_MACHINE = NEWEST.parent / "pr-16k-accumulation-h200-2026-11-22.json"
 NEW_KERNEL = NEWEST.parent / "compare-scores-h200-2026-11-22.json"
+SWEEP = NEWEST.parent / "sweep-h200-2026-11-25.json"
+CAPTURES = NEWEST.parent / "captures-h200-2026-11-25.json"
+PEERS = ("ours", "unsloth")
 README, PERFORMANCE = (ROOT / name for name in ("README.md", "docs/performance.md"))
-CASES_OF_README = ("pr", "pr-16k", "8b", "8b-gc")  # docs/performance.md has all of them
+WITH_TRL = NEWEST.parent / "compare-h200-2026-11-22.json"
 HOST_BOUND = ("pr", "pr-16k")  # Unsloth is as fast as its host there, so the documents give a range
 
 
@@ -50,37 +56,67 @@ def test_a_case_beside_another_is_checked_too(tmp_path):
 
 
 def test_the_tables_say_what_the_results_file_says():
-    of_readme, of_performance = {}, {}
-    for pair in _against("unsloth"):
-        ours, theirs = pair.ours, pair.theirs
-        ratio, peaks = f"{pair.speed:.2f}", f"{ours['peak_GiB']:.2f} / {theirs['peak_GiB']:.2f}"
-        if pair.case in CASES_OF_README:
-            of_readme[pair.title] = [f"{ours['tok_s']:,}", f"{theirs['tok_s']:,}", ratio, peaks]
-        steps = f"{ours['step_ms']:.1f} / {theirs['step_ms']:.1f}"
-        of_performance[pair.title] = [steps, f"{ours['tok_s']:,} / {theirs['tok_s']:,}", ratio, peaks]
-    assert len(of_readme) == len(CASES_OF_README)
-    assert _table(README, "| | unsloth_pack, tokens/s | Unsloth") == of_readme
-    assert _table(PERFORMANCE, "| | step, ms | tokens/s | ratio |") == of_performance
+    for document, table in tables(Comparison()).items():
+        assert "\n".join(table) in document.read_text()
+    assert len(tables(Comparison())[README]) == 2 + len(CASES_OF_README)
 
-    (trl,) = _against("trl")
+    (trl,) = [pair for pair in read_pairs(WITH_TRL) if pair.peer == "trl"]
     speeds = [f"{trl.ours['tok_s']:,}", f"{trl.theirs['tok_s']:,}", f"{trl.speed:.2f}"]
     assert _table(PERFORMANCE, "| | ours | TRL | ratio |")[trl.title] == speeds
 
 
 def test_the_first_screen_of_the_readme_says_what_the_results_file_says():
-    pairs = _against("unsloth")
     first_screen = README.read_text().split("On one H200, in TRL", 1)[1].split("Train the bundled model")[0]
-    digits = {"8b": 2, "8b-gc": 2, "8b-q4": 2}  # where 0.96 must not read 1.0
-    published = re.findall(r"(?:([\d.]+) to )?(\d+\.\d+) times", first_screen)
-    for pair, (low, speed) in zip(pairs, published, strict=True):
-        if pair.case in HOST_BOUND:
-            _check_range(pair.case, low, speed)
-        else:
-            assert (low, speed) == ("", f"{pair.speed:.{digits.get(pair.case, 1)}f}")
+    speeds = {pair.case: pair.speeds for pair in _against("unsloth")}
+    between = [speed for case in ("1.7b-2x4k", "3b", "3b-drop", "gemma3-1b") for speed in speeds[case]]
+    ranges = [speeds["pr"], speeds["pr-16k"], between]
+    told = [f"{min(one):.1f} to {max(one):.1f}" for one in ranges]
+    told += [f"{min(speeds[case]):.2f} to {max(speeds[case]):.2f}" for case in ("8b", "8b-gc", "8b-q4")]
+    told += [f"{min(speeds[case]):.1f}" for case in ("8b-auto", "8b-fp8")]
+    assert re.findall(r"((?:[\d.]+ to )?\d+\.\d+) times", first_screen) == told
     peaks = re.findall(r"(\d+\.\d)(?: GiB)?\s+against (\d+\.\d)", first_screen)
+    options = [pair for pair in _against("unsloth") if pair.case in ("8b-auto", "8b-fp8")]
     assert [tuple(map(float, each)) for each in peaks] == [
-        pytest.approx((pair.ours["peak_GiB"], pair.theirs["peak_GiB"]), abs=0.051) for pair in pairs
+        pytest.approx((pair.ours["peak_GiB"], pair.theirs["peak_GiB"]), abs=0.051) for pair in options
     ]
+
+
+def test_the_sweep_is_told_as_measured():
+    points = json.loads(SWEEP.read_text())["points"]
+    ratios = {point["point"]: ratio_to("unsloth", point["results"]) for point in points}
+    compared = {name: ratio for name, ratio in ratios.items() if isinstance(ratio, float)}
+    assert min(compared.values()) >= 1
+    told = _table(PERFORMANCE, "| point | ours, tokens/s |")
+    assert told.keys() == ratios.keys()
+    for name, ratio in compared.items():
+        ours, theirs = (next(p["results"][peer] for p in points if p["point"] == name) for peer in PEERS)
+        peaks = f"{ours['peak_GiB']:.2f} / {theirs['peak_GiB']:.2f}"
+        assert told[name] == [f"{ours['tok_s']:,}", f"{theirs['tok_s']:,}", f"{ratio:.2f}", peaks]
+    assert f"None of {len(compared)} is slower" in PERFORMANCE.read_text()
+    assert f"none of the {len(compared)} points that compare" in README.read_text()
+
+
+def test_preparation_is_told_as_measured():
+    told = (ROOT / "docs" / "data.md").read_text()
+    names = {"tokenizer": "the bare tokenizer", "ours": "prepared", "map": "`datasets.map`, not packed"}
+    rows = [line for line in told.splitlines() if re.match(r"\| [\d,]+ \| \S", line)]
+    measured = [
+        f"| {run['documents']:,} | {names.get(run['case'], 'again, from the cache')} | {run['num_proc']} | "
+        f"{run['seconds']:.1f} | {run['documents_per_second']:,.0f} | {run['peak_bytes'] / 2**30:.2f} |"
+        for day in (22, 25)
+        for run in json.loads((NEWEST.parent / f"preparation-cpu-2026-11-{day}.json").read_text())["results"]
+    ]
+    assert rows
+    assert {*rows} <= {*measured}
+
+
+def test_captures_are_told_as_measured():
+    cases = json.loads(CAPTURES.read_text())["cases"]
+    told = [*_table(PERFORMANCE, "| shape | before, s | after, s |").values()]
+    for cells, case in zip(told, ("pr-16k", "3b"), strict=True):
+        measured = [cases[case][when] for when in ("before", "after")]
+        assert cells[:2] == [f"{sum(one['update_ms'][:18]) / 1e3:.1f}" for one in measured]
+        assert cells[3] == ", ".join(f"{one['median_ms']:.0f}" for one in measured)
 
 
 def test_the_ranges_of_small_models_hold_every_round():
@@ -230,8 +266,8 @@ def _ratios(results, micro_batches_of_unsloth=1):
 
 
 def _changed(folder, case, peer, change):
-    """The newest results with one result changed."""
-    found = json.loads(NEWEST.read_text())
+    """The results of one round with one of them changed."""
+    found = json.loads(WITH_TRL.read_text())
     (run,) = [run for run in found["runs"] if run["case"] == case]
     (result,) = [result for result in run["results"] if result["peer"] == peer]
     change(result)
