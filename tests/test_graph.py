@@ -27,7 +27,7 @@ from unsloth_pack.graphs.capture import StepOutput, _Replayed, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm
-from unsloth_pack.graphs.memory import GraphMemory
+from unsloth_pack.graphs.memory import GraphMemory, Token
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.graphs.step_graphs import StepGraphs
@@ -112,6 +112,11 @@ def capture(models, n=4, **asked):
     assert str(graphs_of(models[1])).startswith("not captured: ")
     for model in models:
         model.zero_grad()
+
+
+def captured_form(replay):
+    """Stands for a captured form; `replay` gets a row and what goes in."""
+    return SimpleNamespace(launch=lambda row, inputs: inputs, output=replay)
 
 
 # What a form is, which needs no GPU
@@ -472,7 +477,7 @@ def test_a_capture_is_of_the_device_of_the_model(held_up, monkeypatch):
 
     def capture_there(*_):
         assert [*map(id, current)] == [id(ids)]
-        return SimpleNamespace(replay=lambda *_: "replayed")
+        return captured_form(lambda *_: "replayed")
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", capture_there)
@@ -576,7 +581,7 @@ def test_graphs_outlive_evaluation_and_probes(held_up, monkeypatch):
     captures = []
 
     def capture_anew(*_):
-        captures.append(SimpleNamespace(replay=lambda *given: (f"captured anew {len(captures)}", *given)))
+        captures.append(captured_form(lambda *given: (f"captured anew {len(captures)}", *given)))
         return captures[-1]
 
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", capture_anew)
@@ -585,7 +590,7 @@ def test_graphs_outlive_evaluation_and_probes(held_up, monkeypatch):
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
     graphs._state = DecoderState(decoder)
-    graphs._graphs[RowForm.of(row)] = SimpleNamespace(replay=lambda *given: given)
+    graphs._graphs[RowForm.of(row)] = captured_form(lambda *given: given)
     assert graphs.run(decoder, row, ids) == (row, ids)
     with torch.no_grad():
         assert graphs.run(decoder, row, ids) is None
@@ -694,8 +699,118 @@ def test_an_output_that_the_loss_does_not_read_gets_no_gradient():
     assert read == [[[[1, 1]] * 4, [[0, 0, 0]] * 4]]
 
 
+@pytest.fixture
+def trusted(held_up, monkeypatch):
+    """A decoder whose graphs have been replayed, the graphs, what happens from now on, and a row with ids."""
+    happened = []
+
+    def launch(row, ids):
+        happened.append("launched")
+        return ids
+
+    monkeypatch.setattr(
+        "unsloth_pack.graphs.step_graphs.capture_form",
+        lambda *_: SimpleNamespace(launch=launch, output=lambda row, ids: "replayed"),
+    )
+    model = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5})
+    patch_model(model)
+    decoder, row = model.get_decoder(), PackedRow.of_lengths([64], CPU)
+    graphs, ids = decoder.step_graphs, torch.zeros(1, 64, dtype=torch.int64)
+    graphs._why_never = None
+    assert [graphs.replay(decoder, row, ids) for _ in range(2)] == [None] * 2
+    assert [graphs.run(decoder, row, ids) for _ in range(3)] == [None, None, "replayed"]
+    matches = DecoderState.matches
+    monkeypatch.setattr(DecoderState, "matches", lambda *a: happened.append("looked") or matches(*a))
+    happened.clear()
+    return decoder, graphs, happened, (row, ids)
+
+
+def test_the_device_begins_before_the_decoder_is_looked_at(trusted):
+    decoder, graphs, happened, given = trusted
+    for _ in range(2):
+        assert graphs.replay(decoder, *given) == "replayed"
+    assert happened == ["launched", "looked"] * 2
+    assert graphs.why_not is None
+
+
+@pytest.mark.parametrize("change", [scale, replace, switch_off, freeze, move, drop_less, drop_nothing])
+def test_what_was_launched_for_a_decoder_that_has_changed_is_thrown_away(trusted, change):
+    decoder, graphs, happened, given = trusted
+    change(decoder)
+    assert graphs.replay(decoder, *given) is None
+    assert graphs.replay(decoder, *given) is None  # whether it is as captured is not known: nothing begins
+    assert happened == ["launched", "looked"]
+    assert graphs.run(decoder, *given) == "replayed"  # captured anew
+    assert graphs.replay(decoder, *given) == "replayed"
+
+
+def test_a_hook_keeps_a_step_from_being_replayed_while_it_is_there(trusted):
+    decoder, graphs, happened, given = trusted
+    hook = decoder.layers[0].register_forward_hook(lambda *_: None)
+    assert graphs.replay(decoder, *given) is None
+    assert graphs.run(decoder, *given) is None
+    assert graphs.replay(decoder, *given) is None
+    assert happened.count("launched") == 1
+    hook.remove()
+    assert graphs.run(decoder, *given) == "replayed"
+    assert graphs.replay(decoder, *given) == "replayed"
+
+
+def test_nothing_begins_where_nothing_may_be_replayed(trusted):
+    decoder, graphs, happened, (row, ids) = trusted
+    with torch.no_grad():
+        assert graphs.replay(decoder, row, ids) is None
+    decoder.eval()
+    assert graphs.replay(decoder, row, ids) is None
+    decoder.train()
+    assert graphs.replay(decoder, PackedRow.of_lengths([300], CPU), torch.zeros(1, 300)) is None
+    assert graphs.replay(decoder, row, ids, True) is None
+    token = Token()
+    graphs._memory.fill(token)
+    assert graphs.replay(decoder, row, ids) is None
+    graphs._memory.use_up(token)
+    assert not happened
+    assert graphs.replay(decoder, row, ids) == "replayed"
+
+
+def test_a_decoder_that_moves_lets_go_of_its_graphs(trusted):
+    decoder, graphs, _, given = trusted
+    decoder.to("cpu")
+    assert graphs.replay(decoder, *given) == "replayed"
+    decoder.to(torch.float64)
+    assert not graphs._graphs
+    assert graphs._state is None
+    assert graphs.replay(decoder, *given) is None
+
+
+def test_what_graphs_read_stays_where_it_is_until_they_are_gone():
+    """They may be launched before somebody finds that the parameters lie elsewhere."""
+    decoder = tiny_model("llama", device="cpu").get_base_model().model
+    state = DecoderState(decoder)
+    weight = decoder.norm.weight
+    before, values = weight.data_ptr(), weight.detach().clone()
+    weight.data = torch.zeros_like(weight)
+    kept = next(memory for memory in state._memory if memory.data_ptr() == before)
+    assert torch.equal(torch.tensor([], dtype=weight.dtype).set_(kept)[: len(values)], values)
+    assert not state.matches(decoder)
+
+
+def test_a_step_that_is_replayed_does_not_ask_for_the_free_memory(trusted, monkeypatch):
+    decoder, _, _, (row, ids) = trusted
+    asked = []
+    decoder.gate_and_up_plan = SimpleNamespace(decide=lambda *_: asked.append("decided"))
+    replayed = SimpleNamespace(hidden="hidden", router_logits=None)
+    monkeypatch.setattr(StepGraphs, "replay", lambda *_: replayed)
+    assert decoder(input_ids=ids, packed_row=row).last_hidden_state == "hidden"
+    assert not asked
+    monkeypatch.setattr(StepGraphs, "replay", lambda *_: None)
+    monkeypatch.setattr(StepGraphs, "run", lambda *_: asked.append("run") or replayed)
+    assert decoder(input_ids=ids, packed_row=row).last_hidden_state == "hidden"
+    assert asked == ["decided", "run"]
+
+
 def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(held_up, monkeypatch):
-    captured = SimpleNamespace(replay=lambda *_: "replayed")
+    captured = captured_form(lambda *_: "replayed")
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
@@ -842,7 +957,8 @@ def test_a_replay_is_of_the_row_that_came(allocations):
     (weight,) = captured.parameters
     for lengths in ([9, 3], [5]):
         ids = torch.randint(8, (sum(lengths),))
-        hidden = captured.replay(PackedRow.of_lengths(lengths, CPU), ids[None]).hidden
+        row = PackedRow.of_lengths(lengths, CPU)
+        hidden = captured.output(row, captured.launch(row, ids[None])).hidden
         assert torch.equal(hidden[0], weight[ids])
         assert captured.row.cu_seqlens.tolist()[: len(lengths) + 1] == [0, *torch.tensor(lengths).cumsum(0)]
         of_hidden = torch.randn(hidden.shape)

@@ -231,7 +231,7 @@ def decoder(monkeypatch):
     return model.get_decoder()
 
 
-CAPTURED = SimpleNamespace(replay=lambda *_: "replayed")
+CAPTURED = SimpleNamespace(launch=lambda *_: None, output=lambda *_: "replayed")
 IDS = torch.zeros(1, 64, dtype=torch.int64)
 
 
@@ -337,7 +337,7 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
         replayed.append(row)
         return StepOutput(torch.randn(*ids.shape, 64), None)
 
-    captured = SimpleNamespace(replay=replay)
+    captured = SimpleNamespace(launch=lambda row, ids: ids, output=replay)
     monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)

@@ -157,11 +157,11 @@ def held_up(monkeypatch):
 def replays(monkeypatch):
     """The tokens of rows that were replayed. Before each, what graphs read is poisoned."""
     replayed = []
-    replay, fill, fill_row = CapturedForm.replay, StaticInputs.fill, PackedRow.fill
+    launch, fill, fill_row = CapturedForm.launch, StaticInputs.fill, PackedRow.fill
 
     def noted(form, row, inputs):
         replayed.append(row.n_tokens)
-        return replay(form, row, inputs)
+        return launch(form, row, inputs)
 
     def poisoned(inputs, *given):
         for x in inputs._by_token:
@@ -172,7 +172,7 @@ def replays(monkeypatch):
         static._built["static"].fill_(2**40)
         fill_row(static, row)
 
-    monkeypatch.setattr(CapturedForm, "replay", noted)
+    monkeypatch.setattr(CapturedForm, "launch", noted)
     monkeypatch.setattr(StaticInputs, "fill", poisoned)
     monkeypatch.setattr(PackedRow, "fill", poisoned_row)
     return replayed

@@ -95,17 +95,16 @@ class FastDecoder(nn.Module):
             row, input_ids, inputs_embeds = batch.row, batch.packed(input_ids), batch.packed(inputs_embeds)
             if kwargs.get("per_layer_inputs") is not None:
                 kwargs["per_layer_inputs"] = batch.packed(kwargs["per_layer_inputs"])
-        trains = self.training and torch.is_grad_enabled()
         if row is not None:
             if batch is None:
                 self._refuse_joined_answers(row)
             self._probe_for_leaks(row)
-        if trains:
+        if self._trains():
             self._warn_if_nothing_trains(inputs_embeds)
-            self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         if row is not None:
             output = self._packed_step(row, input_ids, inputs_embeds, kwargs)
             return output if batch is None else batch.padded(output)
+        self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         self._refuse_other_masks(attention_mask)
         if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
             position_ids = position_ids[None]
@@ -142,8 +141,12 @@ class FastDecoder(nn.Module):
         if inputs_embeds is None and not any(p.requires_grad for p in self.parameters()):
             logger.warning(_NOTHING_TRAINS)
 
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
     def _plan_recomputation(self, inputs: Tensor | None) -> None:
-        if inputs is None:
+        """Of a step of training that runs: it asks the driver for the free memory, which takes time."""
+        if inputs is None or not self._trains():
             return
         tokens = inputs.shape[0] * inputs.shape[1]
         if self.recompute_plan is not None:
@@ -185,12 +188,18 @@ class FastDecoder(nn.Module):
         inputs: Any = input_ids
         if inputs_embeds is not None:
             inputs = Embedded(inputs_embeds, visual_by_layer(row, dict(kwargs)))
-        while True:
-            if not self._asks_for_more(kwargs, inputs_embeds):
-                made = self.step_graphs.run(self, row, inputs, self._asks_for_router_logits(kwargs))
+        may_replay, wants_router = (
+            not self._asks_for_more(kwargs, inputs_embeds),
+            self._asks_for_router_logits(kwargs),
+        )
+        made = self.step_graphs.replay(self, row, inputs, wants_router) if may_replay else None
+        while made is None:
+            self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
+            if may_replay:
+                made = self.step_graphs.run(self, row, inputs, wants_router)
                 if made is not None:
-                    return PackedOutput(last_hidden_state=made.hidden, router_logits=made.router_logits)
-            plan = self.recompute_plan if self.training and torch.is_grad_enabled() else None
+                    break
+            plan = self.recompute_plan if self._trains() else None
             try:
                 with self.step_graphs.tried(row):
                     outputs = self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
@@ -201,7 +210,13 @@ class FastDecoder(nn.Module):
                 if plan is None or not plan.lower():
                     raise
             torch.cuda.empty_cache()
-            self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
+        return PackedOutput(last_hidden_state=made.hidden, router_logits=made.router_logits)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
+        moved = super()._apply(fn, *args, **kwargs)
+        self.step_graphs.let_go(self)
+        return moved
 
     def _asks_for_more(self, kwargs: Mapping[str, Any], inputs_embeds: Tensor | None) -> bool:
         """Whether a call is to return more than graphs do, or its layers take more."""

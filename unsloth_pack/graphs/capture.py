@@ -68,16 +68,23 @@ class CapturedForm:
     input_gradients: list[Tensor | None]
     kept_alive: tuple[object, ...]
 
-    def replay(self, row: PackedRow, inputs: Tensor | Embedded) -> StepOutput:
-        """What the decoder makes of a row that the form holds, with gradients.
+    def launch(self, row: PackedRow, inputs: Tensor | Embedded) -> Tensor | list[Tensor]:
+        """Have the device compute what the decoder makes of a row that the form holds.
 
         Args:
             inputs: token ids `[B, T]` int64, or embeddings.
+
+        Returns:
+            What `output` takes.
         """
         given = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
         self.inputs.fill(given, row.n_tokens)
         self.row.fill(row)
-        self.forward_graph.replay()  # first of all: autograd looks at every parameter for its node
+        self.forward_graph.replay()
+        return given
+
+    def output(self, row: PackedRow, given: Tensor | list[Tensor]) -> StepOutput:
+        """What was launched, with gradients. Autograd looks at every parameter for it meanwhile."""
         trained = given if self.inputs.leaves else ()
         hidden, *router_logits = _Replayed.apply(self, row.n_tokens, *trained, *self.parameters)
         return StepOutput(

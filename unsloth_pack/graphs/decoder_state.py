@@ -30,6 +30,8 @@ class DecoderState:
         self._children_seen = [dict(held) for held in self._children]
         self._holders = [m._parameters for m in modules if m._parameters]
         self._kept_alive = self._parameters()  # so that no other parameter gets the id of one of these
+        # Graphs may be launched before anybody looks whether the parameters lie there still
+        self._memory = [p.untyped_storage() for p in self._kept_alive]
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
         scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
         self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]

@@ -22,6 +22,7 @@ from torch import Tensor
 from unsloth_pack.errors import first_line
 from unsloth_pack.graphs.capture import CapturedForm, StepOutput, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
+from unsloth_pack.graphs.gauge import Gauge
 from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm
 from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.protocols import CapturableDecoder
@@ -53,6 +54,7 @@ class StepGraphs:
         self._rows_seen: Counter[tuple[int, tuple[object, ...]]] = Counter()  # by their tokens and kind
         self._graphs: dict[RowForm, CapturedForm] = {}
         self._state: DecoderState | None = None
+        self._is_trusted = False  # whether the decoder was as captured in the last step
         self._memory = GraphMemory()
         self._trials: defaultdict[EmbeddedForm | None, Trials] = defaultdict(Trials)
         self._on_trial: RowForm | None = None  # of the row that runs next
@@ -74,6 +76,59 @@ class StepGraphs:
                 said += f"; the GPU computes {times.device}, Python launches {times.host}"
             return said
         return f"not captured: {self.why_not or 'no form of row has come often enough yet'}"
+
+    def replay(
+        self,
+        decoder: CapturableDecoder,
+        row: PackedRow,
+        inputs: Tensor | Embedded,
+        router_logits: bool = False,
+    ) -> StepOutput | None:
+        """What graphs make of a row, or None where `run` has to decide.
+
+        Looking whether the decoder is as captured takes Python a millisecond or two. So the device begins
+        before that. In the rare case that something has changed, what it computes is thrown away.
+
+        Args:
+            row, inputs, router_logits: as `run` takes them.
+        """
+        self._on_trial = None
+        may_begin = self._is_trusted and self._why_never is None
+        if not may_begin or not decoder.training or not torch.is_grad_enabled():
+            return None
+        embedded = EmbeddedForm.of(inputs)
+        form = RowForm.of(row, router_logits, embedded)
+        nearest = self._nearest(row, router_logits, embedded)
+        if nearest is None or nearest.tokens > _WASTE_ALLOWED * form.tokens:
+            return None
+        if len(row.blocks) or self._memory.is_awaited:
+            return None
+        captured = self._graphs[nearest]
+        with _device_of(inputs):
+            with self._trials[embedded].replay(nearest.tokens, row.device):
+                given = captured.launch(row, inputs)
+            if not self._is_as_captured(decoder):
+                self._is_trusted = False
+                Gauge(row.device).wait()  # graphs that are dropped next must not run any more
+                return None
+            self._forms_seen.add(form)
+            self.why_not = None
+            return captured.output(row, given)
+
+    def _is_as_captured(self, decoder: CapturableDecoder) -> bool:
+        state = self._state
+        return (
+            state is not None
+            and state.matches(decoder)
+            and state.why_not_captured() is None
+            and state.dropout_matches()
+        )
+
+    def let_go(self, decoder: CapturableDecoder) -> None:
+        """Drop the graphs of a decoder that has changed, with the memory that they hold."""
+        if self._state is not None and not self._state.matches(decoder):
+            self._graphs.clear()
+            self._state, self._is_trusted = None, False
 
     def run(
         self,
@@ -104,13 +159,15 @@ class StepGraphs:
         if self._memory.is_awaited:
             self.why_not = "the row before has not been through its backward pass yet"
             return None
-        tensor = inputs.embeds if isinstance(inputs, Embedded) else inputs
-        with torch.cuda.device_of(tensor):  # a capture is of the current device, which may be another
+        with _device_of(inputs):  # a capture is of the current device, which may be another
             form = self._form_for(decoder, row, router_logits, embedded)
             if form is None:
                 return None
+            self._is_trusted = True
+            captured = self._graphs[form]
             with self._trials[embedded].replay(form.tokens, row.device):
-                return self._graphs[form].replay(row, inputs)
+                given = captured.launch(row, inputs)
+            return captured.output(row, given)
 
     @contextmanager
     def tried(self, row: PackedRow) -> Iterator[None]:
@@ -125,7 +182,7 @@ class StepGraphs:
     def _drop_graphs_and_look_at(self, decoder: CapturableDecoder) -> DecoderState:
         self._graphs.clear()
         self._too_large.clear()
-        self._state = DecoderState(decoder)
+        self._state, self._is_trusted = DecoderState(decoder), False
         return self._state
 
     def _form_for(
@@ -139,8 +196,7 @@ class StepGraphs:
         form = RowForm.of(row, router_logits, embedded)
         self._forms_seen.add(form)
         self._rows_seen[form.tokens, form.kind] += 1
-        holding = [other for other in self._graphs if other.holds(row, router_logits, embedded)]
-        nearest = min(holding, key=lambda other: (other.tokens, other.longest, other.segments), default=None)
+        nearest = self._nearest(row, router_logits, embedded)
         is_common = self._rows_seen[form.tokens, form.kind] > _ROWS_BEFORE_CAPTURE
         if nearest is None:
             self._on_trial = form
@@ -156,6 +212,11 @@ class StepGraphs:
         if nearest is not None:
             self.why_not = None
         return nearest
+
+    def _nearest(self, row: PackedRow, router_logits: bool, embedded: EmbeddedForm | None) -> RowForm | None:
+        """The smallest captured form that holds a row."""
+        holding = [form for form in self._graphs if form.holds(row, router_logits, embedded)]
+        return min(holding, key=lambda form: (form.tokens, form.longest, form.segments), default=None)
 
     def _is_worth_it(self, form: RowForm, device: torch.device) -> bool:
         """Whether replaying is known to save time and leaves enough memory; if not, `why_not` says why."""
@@ -193,6 +254,10 @@ class StepGraphs:
         self._memory = GraphMemory()
         generator = torch.cuda.default_generators[device.index or 0]
         generator.graphsafe_set_state(generator.clone_state())  # the broken capture left it capturing
+
+
+def _device_of(inputs: Tensor | Embedded) -> torch.cuda.device_of:
+    return torch.cuda.device_of(inputs.embeds if isinstance(inputs, Embedded) else inputs)
 
 
 def _why_not(row: PackedRow, embedded: EmbeddedForm | None, state: DecoderState) -> str | None:
