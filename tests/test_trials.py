@@ -9,6 +9,7 @@ from tiny import random_documents, tiny_model
 
 from unsloth_pack import patch_model
 from unsloth_pack.graphs.capture import StepOutput
+from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.gauge import Gauge, free_bytes
 from unsloth_pack.graphs.inputs import Embedded
 from unsloth_pack.graphs.step_graphs import StepGraphs
@@ -276,6 +277,18 @@ def test_a_step_that_python_keeps_busy_is_not_captured(decoder):
     longer = PackedRow.of_lengths([300], CPU)
     assert graphs.run(decoder, longer, torch.zeros(1, 300, dtype=torch.int64)) is None
     assert graphs.why_not == why  # from the first row on
+
+
+def test_a_decoder_that_needs_no_graphs_is_not_looked_at(decoder, monkeypatch):
+    machine = Machine()
+    graphs = graphs_on(machine)
+    looked = []
+    matches = DecoderState.matches
+    monkeypatch.setattr(DecoderState, "matches", lambda *a: looked.append("looked") or matches(*a))
+    steps(graphs, decoder, machine, 4, 0.0121, 0.0452)
+    looked.clear()
+    assert steps(graphs, decoder, machine, 3, 0.0121, 0.0452) == [None] * 3
+    assert not looked
 
 
 def test_graphs_for_which_there_is_no_room_are_not_captured(decoder):

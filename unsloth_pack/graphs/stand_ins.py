@@ -25,7 +25,9 @@ class StandIns:
 
     def __init__(self, decoder: CapturableDecoder, dtype: torch.dtype, memory: GraphMemory):
         modules = list(decoder.modules())
-        cast = {id(p) for m in modules if isinstance(m, CastsParameters) for p in m.cast_when_used()}
+        # By class: to ask it of every module would take a tenth of a capture
+        casting = tuple(kind for kind in {*map(type, modules)} if issubclass(kind, CastsParameters))
+        cast = {id(p) for m in modules if isinstance(m, casting) for p in m.cast_when_used()}
         # Each parameter's place: the dict of its module, and its name there
         self._places = [(m._parameters, name) for m in modules for name in m._parameters]
         self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the original

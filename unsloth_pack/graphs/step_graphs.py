@@ -147,10 +147,15 @@ class StepGraphs:
         self._on_trial = None
         if self._why_never is not None or not torch.is_grad_enabled():
             return None
+        embedded = EmbeddedForm.of(inputs)
+        if decoder.training and not self._graphs:  # looking at the decoder would be for nothing, perhaps
+            own_form = RowForm.of(row, router_logits, embedded)
+            if self._needs_no_graphs(own_form):
+                self._on_trial = own_form
+                return None
         state = self._state
         if state is None or not state.matches(decoder):
             state = self._drop_graphs_and_look_at(decoder)
-        embedded = EmbeddedForm.of(inputs)
         self.why_not = state.why_not_captured() or _why_not(row, embedded, state)
         if self.why_not is not None:
             return None
@@ -228,11 +233,17 @@ class StepGraphs:
         if is_held_up:
             self.why_not = self._too_large[size]
             return self.why_not is None
-        if is_held_up is False and (times := trials.times(form.tokens)) is not None:
-            self.why_not = (
-                f"the GPU computes longer than Python launches: {times.device} against {times.host}"
-            )
+        self._needs_no_graphs(form)
         return False
+
+    def _needs_no_graphs(self, form: RowForm) -> bool:
+        """Whether rows of this size are known not to wait for Python; then `why_not` says so."""
+        trials = self._trials[form.embedded]
+        times = trials.times(form.tokens)
+        if times is None or trials.is_held_up(form.tokens) is not False:
+            return False
+        self.why_not = f"the GPU computes longer than Python launches: {times.device} against {times.host}"
+        return True
 
     def _capture(self, decoder: CapturableDecoder, form: RowForm, device: torch.device) -> bool:
         """Whether the form could be captured."""
