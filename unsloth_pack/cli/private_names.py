@@ -44,6 +44,12 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch.nn.modules.module",
+        "_apply",
+        "to let go of CUDA graphs over weights that move",
+        ("forwards/decoder.py",),
+    ),
+    PrivateName(
+        "torch.nn.modules.module",
         "_modules",
         "to see which modules were added or wrapped, and to copy one without its weights",
         (
