@@ -727,6 +727,7 @@ def trusted(held_up, monkeypatch):
 
 def test_the_device_begins_before_the_decoder_is_looked_at(trusted):
     decoder, graphs, happened, given = trusted
+    assert graphs._state._memory
     for _ in range(2):
         assert graphs.replay(decoder, *given) == "replayed"
     assert happened == ["launched", "looked"] * 2
@@ -787,6 +788,8 @@ def test_what_graphs_read_stays_where_it_is_until_they_are_gone():
     """They may be launched before somebody finds that the parameters lie elsewhere."""
     decoder = tiny_model("llama", device="cpu").get_base_model().model
     state = DecoderState(decoder)
+    assert not state._memory
+    state.keep_memory()
     weight = decoder.norm.weight
     before, values = weight.data_ptr(), weight.detach().clone()
     weight.data = torch.zeros_like(weight)

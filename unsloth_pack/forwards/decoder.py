@@ -188,10 +188,8 @@ class FastDecoder(nn.Module):
         inputs: Any = input_ids
         if inputs_embeds is not None:
             inputs = Embedded(inputs_embeds, visual_by_layer(row, dict(kwargs)))
-        may_replay, wants_router = (
-            not self._asks_for_more(kwargs, inputs_embeds),
-            self._asks_for_router_logits(kwargs),
-        )
+        may_replay = not self._asks_for_more(kwargs, inputs_embeds)
+        wants_router = self._asks_for_router_logits(kwargs)
         made = self.step_graphs.replay(self, row, inputs, wants_router) if may_replay else None
         while made is None:
             self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)

@@ -4,7 +4,7 @@ from itertools import chain
 from operator import attrgetter
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.recomputed_layers import why_not_recomputed
@@ -30,8 +30,7 @@ class DecoderState:
         self._children_seen = [dict(held) for held in self._children]
         self._holders = [m._parameters for m in modules if m._parameters]
         self._kept_alive = self._parameters()  # so that no other parameter gets the id of one of these
-        # Graphs may be launched before anybody looks whether the parameters lie there still
-        self._memory = [p.untyped_storage() for p in self._kept_alive]
+        self._memory: list[UntypedStorage] = []
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
         scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
         self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]
@@ -41,6 +40,13 @@ class DecoderState:
             p.numel() * p.element_size() for p in decoder.parameters() if p.requires_grad
         )
         self._seen, self._dropouts_seen = self._look(), self._look_at_dropouts()
+
+    def keep_memory(self) -> None:
+        """Keep the memory of the parameters while this lives, even where they get other memory.
+
+        Graphs may be launched before anybody looks whether the parameters lie there still.
+        """
+        self._memory = [p.untyped_storage() for p in self._kept_alive]
 
     def matches(self, decoder: CapturableDecoder) -> bool:
         """Whether nothing but dropout has changed. Called every step, so it compares little of a module."""

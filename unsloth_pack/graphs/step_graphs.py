@@ -253,6 +253,8 @@ class StepGraphs:
             cause = _first_cause(error)
         else:
             self._graphs[form] = captured
+            if self._state is not None:
+                self._state.keep_memory()
             return True
         self._recover_from_broken_capture(device)  # only now: the error held what was computed until then
         self._why_never = self.why_not = f"capture failed ({cause})"
