@@ -213,7 +213,8 @@ class FastDecoder(nn.Module):
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
         moved = super()._apply(fn, *args, **kwargs)
-        self.step_graphs.let_go(self)
+        if (graphs := vars(self).get("step_graphs")) is not None:  # PEFT makes modules anew from this class
+            graphs.let_go(self)
         return moved
 
     def _asks_for_more(self, kwargs: Mapping[str, Any], inputs_embeds: Tensor | None) -> bool:
