@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := [case for case in args.cases.split(",") if case not in CASES]:
         parser.error(f"--cases: {unknown[0]!r} is none of {', '.join(CASES)}")
+    if not args.compare.is_file():
+        parser.error(f"{args.compare} is no file; give the path of our comparison script")
     args.logs.mkdir(parents=True, exist_ok=True)
     queue = Queue(set(args.cases.split(",")) - measured(args.logs), time.monotonic() + 60 * args.minutes)
     lanes = [Lane(number, args, queue) for number in range(args.gpus or n_gpus())]

@@ -3,8 +3,8 @@
     python docs/draw_readme.py --dataset alpaca_en_demo.json
 
 Left: eight documents of the data set as a padded batch and as packed rows. Right: tokens per second of the
-committed comparison. A bar is the median of the rounds, and a
-line on it reaches from the slowest to the fastest of them. A peer without a bar did not finish that case.
+committed comparison. A bar is the median of the rounds, and a line on it reaches from the slowest to the
+fastest of them. A peer without a bar was not run, or did not finish that case.
 """
 
 import argparse
