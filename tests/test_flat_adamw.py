@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny import DEVICE
 from torch.optim import AdamW
 
+from unsloth_pack.graphs.flat_adamw import FlatAdamW
 from unsloth_pack.graphs.flat_gradients import FlatGradients
-from unsloth_pack.training import flat_adamw
-from unsloth_pack.training.flat_adamw import FlatAdamW
-from unsloth_pack.training.trl import RunTrainer, make_trainer
+from unsloth_pack.training.trl import make_trainer
 
 SHAPES = [(4, 7), (3,), (7, 4), (4, 7), (1, 1), (33, 5), (3,), (4, 7)]
 UPDATES = 4
@@ -344,11 +343,3 @@ def test_a_run_goes_on_from_its_checkpoint(was_flat, goes_on_flat, tmp_path):
     assert all(torch.allclose(resumed[name], value, atol=1e-4) for name, value in whole.items())
     if was_flat == goes_on_flat:
         assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
-def test_other_optimizers_are_left_alone(optim, tmp_path):
-    arguments = runs.config(tmp_path, True, optim=optim)
-    assert flat_adamw.why_not_flat(arguments) == "not adamw_torch_fused"
-    made_by, _ = RunTrainer.get_optimizer_cls_and_kwargs(arguments)
-    assert made_by is not FlatAdamW

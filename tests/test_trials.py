@@ -86,7 +86,14 @@ def as_gib(text):
 
 @pytest.mark.parametrize(
     ("host", "device", "is_held_up"),
-    [(0.020, 0.005, True), (0.071, 0.100, True), (0.069, 0.100, False), (0.012, 0.045, False)],
+    [
+        (0.020, 0.005, True),
+        (0.071, 0.100, True),
+        (0.069, 0.100, False),
+        (0.012, 0.045, False),
+        (0.370, 0.410, True),
+        (0.545, 0.763, False),  # a row of 32,768 tokens of 8B: the queue of launches is full
+    ],
 )
 def test_launching_holds_the_device_up_from_a_share_of_its_time_on(host, device, is_held_up):
     machine = Machine()

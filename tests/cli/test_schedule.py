@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 
 from unsloth_pack.cli import main
-from unsloth_pack.training.flat_adamw import FlatAdamW
+from unsloth_pack.graphs.flat_adamw import FlatAdamW
 from unsloth_pack.training.trl import RunTrainer
 
 

@@ -16,6 +16,7 @@ from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.mixture import Part
 from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
+from unsloth_pack.patching.flat_updates import why_not_flat
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.recipe.machine import is_main_process
 from unsloth_pack.report.fill import (
@@ -35,7 +36,6 @@ from unsloth_pack.report.tables import (
     print_banner,
     print_generations,
 )
-from unsloth_pack.training.flat_adamw import why_not_flat
 from unsloth_pack.training.row_stream import RowStream, StreamTotals, totals
 
 if TYPE_CHECKING:

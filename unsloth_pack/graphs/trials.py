@@ -19,9 +19,11 @@ from unsloth_pack.graphs.gauge import Gauge
 # Of the GPU's time: from here on launching holds the GPU up. Below 1, because the GPU waits already while
 # Python catches up, at the first layers and whenever a trainer has read a number; because the time between
 # the passes comes on top; and because a host is slower when its cores are shared. Well above 0, because
-# replaying is no gain where the GPU is the slower one: padding makes the step 1 to 2% longer. Even where
-# launches queue up until the GPU takes no more, some 1,000, it finishes so much later that this tells.
+# replaying is no gain where the GPU is the slower one: padding makes the step 1 to 2% longer.
 _HELD_UP_FROM = 0.7
+# Seconds of work that the GPU may have left when Python is done. With more it does not wait in the backward
+# pass either, whatever the share: Python takes long then because some 1,000 launches are all that queue up.
+_MOST_LEFT = 0.05
 _ROWS_TO_JUDGE = 2  # of a size: the first compiles kernels and allocates memory
 _MOST_TRIALS = 4  # of a size: until then a slow moment of the host or the GPU may be corrected
 _GIB = 2**30
@@ -109,11 +111,15 @@ class Trials:
         if sum(self._n_read.values()) < _ROWS_TO_JUDGE:
             return None
         at_most = min((seconds * max(1, tokens / n) for n, seconds in self._device.items()), default=inf)
-        if self._host >= _HELD_UP_FROM * at_most:
+        if self._holds_up(at_most):
             return True
         judged = (n for n in self._device if n <= tokens and self._n_read[n] >= _ROWS_TO_JUDGE)
         at_least = max((self._device[n] for n in judged), default=0)
-        return False if self._host < _HELD_UP_FROM * at_least else None
+        return None if self._holds_up(at_least) else False
+
+    def _holds_up(self, device: float) -> bool:
+        """Whether a device that computes for so many seconds waits for Python."""
+        return self._host >= _HELD_UP_FROM * device and self._host > device - _MOST_LEFT
 
     def why_too_large(self, tokens: int, device: torch.device, gradients: int) -> str | None:
         """Why graphs for rows of this size would leave too little memory, or None.

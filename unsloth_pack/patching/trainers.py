@@ -6,13 +6,15 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from unsloth_pack.memory.spare import GiveBackSpareMemory
 from unsloth_pack.patching.ahead import LoadsAhead
+from unsloth_pack.patching.flat_updates import update_flat
 from unsloth_pack.patching.kept_boundaries import KeepsBoundaries
 from unsloth_pack.patching.late_metrics import ReadsMetricsLate
 from unsloth_pack.patching.loss_filter import LogsEveryLoss
 
 
 def prepare_trainers() -> None:
-    """Give the callbacks for patched models to every trainer that is made from now on."""
+    """Give the callbacks for patched models to every trainer that is made from now on, and flat updates."""
+    update_flat()
     callbacks: Any = DEFAULT_CALLBACKS
     for callback in (GiveBackSpareMemory, KeepsBoundaries, LogsEveryLoss, ReadsMetricsLate, LoadsAhead):
         if callback not in callbacks:

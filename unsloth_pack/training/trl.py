@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.patching.collator import RowCollator
+from unsloth_pack.patching.flat_updates import flattened
 from unsloth_pack.patching.late_metrics import take_over_metrics
 from unsloth_pack.patching.patch import patch_of
 from unsloth_pack.training.best import (
@@ -25,7 +26,6 @@ from unsloth_pack.training.best import (
 from unsloth_pack.training.checkpoints import WholeCheckpoints, state_of
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.finite_updates import FiniteUpdates
-from unsloth_pack.training.flat_adamw import FlatAdamW, why_not_flat
 from unsloth_pack.training.host_masters import HostMasters
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.in_backward import InBackward
@@ -60,7 +60,6 @@ class RunTrainer(SFTTrainer):
         counts, of seconds and tokens                 trained.py
         checkpoints, whole or not there               checkpoints.py
         finite_updates                                finite_updates.py
-        AdamW over one tensor                         flat_adamw.py
         memory_watch                                  memory_watch.py
         document losses, in evaluations               evaluation.py
         weights shared out over processes             sharded_weights.py
@@ -231,7 +230,7 @@ class RunTrainer(SFTTrainer):
         made_by, options = SFTTrainer.get_optimizer_cls_and_kwargs(args, model)
         if "block_size" in options:  # of torchao's, which transformers leaves as text
             options = {**options, "block_size": int(options["block_size"])}
-        return (FlatAdamW if why_not_flat(args, model) is None else made_by), options
+        return made_by, options
 
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:
@@ -252,24 +251,17 @@ class RunTrainer(SFTTrainer):
             if parameter.requires_grad:
                 groups[name not in with_decay]["params"].append(parameter)
         made_by, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
-        return made_by(grouped(trained, groups, self.rates, self.args.learning_rate), **options)
+        made = made_by(grouped(trained, groups, self.rates, self.args.learning_rate), **options)
+        return flattened(self, made)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        norm = self._clipped_flat(self.args.max_grad_norm)
-        return self.finite_updates.judge(self, super()._clip_grad_norm(model) if norm is None else norm)
+        return self.finite_updates.judge(self, super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
-        # Nothing is clipped
-        norm = self._clipped_flat(math.inf) if self.in_backward is None else self.in_backward.norm()
-        return self.finite_updates.judge(self, super()._get_grad_norm(model) if norm is None else norm)
-
-    def _clipped_flat(self, most: float) -> Tensor | None:
-        """The norm of the gradients, which is at most `most` then; None if they do not lie in one tensor."""
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        flat = optimizer.flat_weights() if isinstance(optimizer, FlatAdamW) else []
-        return self.accelerator.clip_grad_norm_(flat, most) if flat else None
+        norm = super()._get_grad_norm(model) if self.in_backward is None else self.in_backward.norm()
+        return self.finite_updates.judge(self, norm)
 
     # After an update
 

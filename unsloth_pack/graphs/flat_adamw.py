@@ -11,20 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import AdamW
-from transformers import TrainingArguments
 
 from unsloth_pack.graphs.flat_layout import FlatLayout, joined
 
+_OF_ADAM = "decoupled_weight_decay"  # an option by which torch makes AdamW of Adam
 State = dict[str, Tensor]  # of a weight: "step", a number; moments, of the shape of the weight
-
-
-def why_not_flat(arguments: TrainingArguments, model: Any = None) -> str | None:
-    """Why the optimizer of a run takes the weights one by one, or None."""
-    if getattr(model, "full_finetuning", False):
-        return "all of the model trains, and a second copy of its gradients would take much memory"
-    if arguments.fsdp or arguments.deepspeed:
-        return "they are sharded"
-    return None if arguments.optim == "adamw_torch_fused" else "not adamw_torch_fused"
 
 
 class FlatAdamW(AdamW):
@@ -44,6 +35,12 @@ class FlatAdamW(AdamW):
     def __init__(self, params: Any, **options: Any):
         super().__init__(params, **options)
         self._flatten()
+
+    @classmethod
+    def in_place_of(cls, optimizer: AdamW) -> "FlatAdamW":
+        """One with the groups and options of an optimizer that has not made a step."""
+        options = {name: value for name, value in optimizer.defaults.items() if name != _OF_ADAM}
+        return cls(optimizer.param_groups, **options)
 
     def flat_weights(self) -> list[Tensor]:
         """The tensors that hold the weights, with their gradients; empty if a weight has no gradient.
