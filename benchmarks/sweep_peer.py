@@ -21,7 +21,8 @@ from typing import Any
 from shapes import PUBLISHED, SHAPES, build, device_name
 
 SEED = 3407
-SPARE_ROWS = 1.2  # how much more text a run gets than it trains, so that no epoch ends within it
+SPARE_ROWS = 1.5  # how much more text a run gets than it trains, so that no epoch ends within it
+FULL = 0.97  # of a row: packing leaves a part of a row at the end of each thousand documents
 FAILED_LETTERS = 300
 STACK = ("datasets.Dataset", "peft.LoraConfig", "transformers.AutoModelForCausalLM", "trl.SFTTrainer")
 
@@ -79,7 +80,7 @@ def attempt(peer: str, job: Mapping[str, Any]) -> dict[str, Any]:
 def train(peer: str, point: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of one point.
 
-    Times are of the steps after the warm-up. Tokens are counted where the trainer hands them to the model.
+    Only full rows are trained. Times are of the steps after the warm-up. Tokens are counted where the trainer hands them to the model.
     `train_s` is of all steps, with what the first ones compile and capture. The peak leaves out what the
     process still held of earlier points.
     """
@@ -108,6 +109,7 @@ def train(peer: str, point: Mapping[str, Any]) -> dict[str, Any]:
         peft_config=lora,
         callbacks=[Clock()],
     )
+    trainer.train_dataset = full_rows(trainer.train_dataset, point)
     counted: list[int] = []
     training_step = trainer.training_step
 
@@ -197,6 +199,19 @@ def documents(point: Mapping[str, Any], tokenizer: Any) -> Any:
         tokens += length
         if tokens >= wanted:
             return Dataset.from_dict({"text": chosen})
+
+
+def full_rows(rows: Any, point: Mapping[str, Any]) -> Any:
+    """Rows without those that are not full: the median step is of one length then, and of all peers' the same.
+
+    Raises:
+        ValueError: fewer are left than are trained.
+    """
+    full = rows.filter(lambda row: len(row["input_ids"]) >= FULL * point["row_tokens"])
+    wanted = (point["warm"] + point["timed"]) * point["rows"]
+    if len(full) < wanted:
+        raise ValueError(f"{len(full)} of {len(rows)} packed rows are full, {wanted} are to be trained")
+    return full
 
 
 def sft_config(peer: str, point: Mapping[str, Any]) -> Any:
