@@ -132,7 +132,7 @@ class Sweep:
         if path.exists() and not resume:
             raise ValueError(f"--json: {path} exists; add --resume to go on with it, or name another file")
         self.path, self.peers = path, peers
-        what = "TRL's SFTTrainer, LoRA on all projections, full packed rows, one row or batch of them an update"
+        what = "TRL's SFTTrainer, LoRA on all projections, full packed rows, one batch of them an update"
         self.found: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": f"sweep.py --peers {','.join(peers)}: {what}",

@@ -80,9 +80,9 @@ def attempt(peer: str, job: Mapping[str, Any]) -> dict[str, Any]:
 def train(peer: str, point: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of one point.
 
-    Only full rows are trained. Times are of the steps after the warm-up. Tokens are counted where the trainer hands them to the model.
-    `train_s` is of all steps, with what the first ones compile and capture. The peak leaves out what the
-    process still held of earlier points.
+    Only full rows are trained. Times are of the steps after the warm-up. Tokens are counted where the trainer
+    hands them to the model. `train_s` is of all steps, with what the first ones compile and capture. The peak
+    leaves out what the process still held of earlier points.
     """
     import torch
     from transformers import TrainerCallback
@@ -202,7 +202,7 @@ def documents(point: Mapping[str, Any], tokenizer: Any) -> Any:
 
 
 def full_rows(rows: Any, point: Mapping[str, Any]) -> Any:
-    """Rows without those that are not full: the median step is of one length then, and of all peers' the same.
+    """The full ones of these rows, so that the median step is of one length, the same for all peers.
 
     Raises:
         ValueError: fewer are left than are trained.
