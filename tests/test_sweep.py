@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import sweep
 from peer_process import PeerProcess
 from shapes import PUBLISHED
+from sweep_peer import full_rows
 from sweep_points import POINTS, choose
 
 SOON = 3  # seconds in which the stand-in answers
@@ -189,3 +191,11 @@ def test_ours_and_trl_train_the_same_points(tmp_path):
         assert min(ours["tok_s"], trl["tok_s"]) > 0
         if not point["dropout"]:
             assert ours["loss"] == pytest.approx(trl["loss"], abs=2e-3)
+
+
+def test_only_full_rows_are_trained():
+    rows = Dataset.from_dict({"input_ids": [[1] * n for n in (100, 97, 96, 3, 100)]})
+    point = {"row_tokens": 100, "rows": 1, "warm": 1, "timed": 2}
+    assert [len(row["input_ids"]) for row in full_rows(rows, point)] == [100, 97, 100]
+    with pytest.raises(ValueError, match="3 of 5 packed rows are full, 6 are to be trained"):
+        full_rows(rows, point | {"rows": 2})
