@@ -242,3 +242,38 @@ for dtype, with_parts, gate in itertools.product(["*bf16", "*fp32"], [0, 1], ["s
 
 def test_the_kernels_of_experts_compile_for_hopper(tmp_path):
     assert compiled(EXPERTS, tmp_path).count("compiled") == 2 * 2 * 2 * 3
+
+
+NORM = """
+import itertools
+from importlib import import_module
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+norm = import_module("unsloth_pack.kernels.norm")
+NUMBERS = {"eps": "fp32", "offset": "fp32", "R": "i32", "steps": "i32"}
+
+
+def compile(kernel, C, none):
+    BLOCK_R, BLOCK_C, warps = norm._blocks(C, 2)
+    constants = {"C": C, "BLOCK_R": BLOCK_R, "BLOCK_C": BLOCK_C} | dict.fromkeys(none)
+    types = NUMBERS | {name: "i32" for name in kernel.arg_names if name.endswith("_sr")}
+    types |= {"partial": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print("compiled", kernel.__name__, C, none)
+
+
+for C in (896, 4096):
+    compile(norm._norm_kernel, C, ())
+    compile(norm._norm_kernel, C, ("added", "total"))
+    for none in ((), ("other",), ("partial",), ("other", "partial")):
+        compile(norm._norm_backward_kernel, C, none)
+"""
+
+
+def test_the_kernels_of_norms_compile_for_hopper(tmp_path):
+    assert compiled(NORM, tmp_path).count("compiled") == 12

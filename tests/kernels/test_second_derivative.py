@@ -7,6 +7,7 @@ from exactness import DEVICE
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import (
     QKNorm,
+    add_rms_norm,
     gated,
     linear_cross_entropy,
     reference,
@@ -32,6 +33,7 @@ def qk_norm():
 
 CALLS = {
     "rms_norm": lambda x: rms_norm(x, torch.ones(8), 1e-6),
+    "add_rms_norm": lambda x: add_rms_norm(x, x, torch.ones(8), 1e-6)[1],
     "gated": lambda x: gated(x, x, "silu"),
     "rope_qk": lambda x: rope_qk(x, x, *tables())[0],
     "rope_qk with a norm": lambda x: rope_qk(x, x, *tables(), qk_norm=qk_norm())[0],

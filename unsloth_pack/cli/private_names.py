@@ -182,8 +182,19 @@ PRIVATE_NAMES = (
         for name in ("_get_output_dir", "_inner_training_loop", "_load_from_checkpoint", "_save_checkpoint")
     ),
     *(
-        PrivateName("transformers.trainer", name, "updates that are not finite", ("training/trl.py",))
-        for name in ("_clip_grad_norm", "_get_grad_norm", "_maybe_log_save_evaluate")
+        PrivateName(
+            "transformers.trainer",
+            name,
+            "updates that are not finite, and those of an adapter as one tensor",
+            ("patching/flat_updates.py", "training/trl.py"),
+        )
+        for name in ("_clip_grad_norm", "_get_grad_norm")
+    ),
+    PrivateName(
+        "transformers.trainer",
+        "_maybe_log_save_evaluate",
+        "updates that are not finite",
+        ("training/trl.py",),
     ),
     *(
         PrivateName(

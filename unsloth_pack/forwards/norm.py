@@ -1,12 +1,13 @@
 """The norm forwards that all architectures share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unsloth_pack.kernels import rms_norm
+from unsloth_pack.kernels import add_rms_norm, rms_norm
 from unsloth_pack.lora.layers import Recipe
 from unsloth_pack.modules.eager import runs_eagerly
 
@@ -24,17 +25,36 @@ class FastRMSNorm(nn.Module):
 
         On a GPU it carries a `recipe`, so that a projection need not keep it beside the norm's input.
         """
-        eps, offset = norm_eps(self), self.norm_offset
-        dtype = hidden_states.dtype if self.norm_keeps_dtype else None
+        compute = self._compute
+        return _with_recipe(compute(hidden_states, self.weight), compute, (hidden_states, self.weight))
+
+    def of_sum(self, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`[..., C]` both: residual + added, and what `forward` makes of it, in one launch.
+
+        Args:
+            added: None where nothing is added. The residual that is returned is to be used in place of the
+                one that was given: so the gradients of both are added in the norm's backward pass.
+        """
+        total, normed = add_rms_norm(residual, added, self.weight, norm_eps(self), self.norm_offset)
+        normed = normed.to(total.dtype) if self.norm_keeps_dtype else normed
+        return total, _with_recipe(normed, self._compute, (total, self.weight))
+
+    @property
+    def _compute(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The norm as a function of its input and the weight."""
+        eps, offset, keeps_dtype = norm_eps(self), self.norm_offset, self.norm_keeps_dtype
 
         def compute(x: Tensor, weight: Tensor) -> Tensor:
             normed = rms_norm(x, weight, eps, offset)
-            return normed if dtype is None else normed.to(dtype)
+            return normed.to(x.dtype) if keeps_dtype else normed
 
-        normed = compute(hidden_states, self.weight)
-        if normed.is_cuda and normed.requires_grad:
-            vars(normed)["recipe"] = Recipe(compute, (hidden_states, self.weight))
-        return normed
+        return compute
+
+
+def _with_recipe(normed: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+    if normed.is_cuda and normed.requires_grad:
+        vars(normed)["recipe"] = Recipe(compute, inputs)
+    return normed
 
 
 class FastLayerNorm(nn.Module):

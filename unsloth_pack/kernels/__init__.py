@@ -15,7 +15,7 @@ from .gated import gated
 from .gated_lora import gated_lora_, gated_lora_backward_
 from .grouped import grouped_mm, grouped_outer
 from .linear_cross_entropy import linear_cross_entropy
-from .norm import rms_norm
+from .norm import add_rms_norm, rms_norm
 from .reference import LowRank, NestedScales, QKNorm
 from .reference_experts import Gate, InnerSum, Scaled
 from .rope import rope_qk
@@ -35,6 +35,7 @@ __all__ = [
     "QKNorm",
     "Scaled",
     "TokenScores",
+    "add_rms_norm",
     "dequantize_4bit",
     "dropout",
     "fp8_linear",

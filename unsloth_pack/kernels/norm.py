@@ -1,4 +1,4 @@
-"""RMSNorm in one launch, forward and backward.
+"""RMSNorm in one launch, forward and backward, also of a sum.
 
 R rows of C features. With y = x / rms(x) * w and w = offset + weight, for each row:
 
@@ -8,6 +8,9 @@ R rows of C features. With y = x / rms(x) * w and w = offset + weight, for each 
 
 The backward reads x anyway, so it recomputes r rather than having the forward store it: nothing is saved but
 the inputs.
+
+In a decoder layer x is a residual plus what is added to it, and goes on beside y. The sum is made in the same
+launch, and in the backward pass the gradient that x gets from elsewhere is added to gx.
 """
 
 from __future__ import annotations
@@ -53,22 +56,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return _RMSNorm.apply(x, weight.contiguous(), eps, offset)
 
 
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The sum x + added, and its `rms_norm`.
+
+    Args:
+        x, weight, eps, offset: as `rms_norm` takes them.
+        added: `[..., C]` of x's shape, of any of its dtypes; None to norm x itself.
+
+    Returns:
+        The sum, contiguous, of the dtype that torch gives it, or a view of x where nothing is added; and the
+        norm of the sum as rounded.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+    """
+    _check(x, weight, eps)
+    if added is not None and (added.shape != x.shape or added.device != x.device):
+        raise ValueError(
+            f"added is {[*added.shape]} on {added.device} and x is {[*x.shape]} on {x.device}: pass two alike"
+        )
+    if not takes_fused_path(x, weight) or not (added is None or takes_fused_path(added, weight)):
+        return reference.add_rms_norm(x, added, weight, eps, offset)
+    return _AddRMSNorm.apply(x, added, weight.contiguous(), eps, offset)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps: float, offset: float):
         ctx.save_for_backward(x, weight)
         ctx.eps_and_offset = eps, offset
-        rows, row_stride = as_rows(x)
-        C = x.shape[-1]
-        R = x.numel() // C
-        promoted = offset == 0 and weight.dtype != x.dtype
-        out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype) if promoted else x.dtype)
-        BLOCK_R, BLOCK_C, num_warps = _blocks(C, 1)
-        with torch.cuda.device_of(x):
-            _norm_kernel[(-(-R // BLOCK_R),)](
-                rows, weight, out, eps, offset, R, row_stride, C, BLOCK_R, BLOCK_C, num_warps=num_warps
-            )
-        return out
+        return _norm(x, None, weight, eps, offset)[1]
 
     @staticmethod
     @once_differentiable
@@ -79,9 +98,65 @@ class _RMSNorm(torch.autograd.Function):
         return gx, g_weight, None, None
 
 
-def _norm_backward(g_out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, trained: bool):
-    """The gradients of x and, if it is trained (else None), of the weight."""
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, added, weight, eps: float, offset: float):
+        total, out = _norm(x, added, weight, eps, offset)
+        ctx.save_for_backward(total, weight)
+        ctx.eps_and_offset = eps, offset
+        ctx.dtypes = x.dtype, None if added is None else added.dtype
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_total, g_out):
+        total, weight = ctx.saved_tensors
+        eps, offset = ctx.eps_and_offset
+        g_weight = None
+        if g_out is not None:
+            trained = ctx.needs_input_grad[2]
+            g_total, g_weight = _norm_backward(g_out, total, weight, eps, offset, trained, g_total)
+        gx, g_added = (None if d is None or g_total is None else g_total.to(d) for d in ctx.dtypes)
+        return gx, g_added, g_weight, None, None
+
+
+def _norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float):
+    """The sum, which is x where nothing is added, and its norm."""
+    (rows, row_stride), total, added_rows, added_stride = as_rows(x), None, None, 0
+    if added is not None:
+        added_rows, added_stride = as_rows(added)
+        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, added.dtype))
+    dtype = x.dtype if total is None else total.dtype
+    C = x.shape[-1]
+    R = x.numel() // C
+    promoted = offset == 0 and weight.dtype != dtype
+    out = x.new_empty(x.shape, dtype=torch.promote_types(dtype, weight.dtype) if promoted else dtype)
+    BLOCK_R, BLOCK_C, num_warps = _blocks(C, 1)
+    with torch.cuda.device_of(x):
+        _norm_kernel[(-(-R // BLOCK_R),)](
+            rows, added_rows, weight, total, out, eps, offset, R, row_stride, added_stride,
+            C, BLOCK_R, BLOCK_C, num_warps=num_warps,
+        )  # fmt: skip
+    return x if total is None else total, out
+
+
+def _norm_backward(
+    g_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    trained: bool,
+    g_x: Tensor | None = None,
+):
+    """The gradients of x and, if it is trained (else None), of the weight.
+
+    Args:
+        g_x: the gradient that x gets from elsewhere, to be added.
+    """
     (g_rows, g_stride), (rows, row_stride) = as_rows(g_out), as_rows(x)
+    other, other_stride = (None, 0) if g_x is None else as_rows(g_x)
     C = x.shape[-1]
     R = x.numel() // C
     gx = x.new_empty(x.shape)
@@ -94,8 +169,8 @@ def _norm_backward(g_out: Tensor, x: Tensor, weight: Tensor, eps: float, offset:
         partial = x.new_empty((programs, C), dtype=torch.float32)
     with torch.cuda.device_of(x):
         _norm_backward_kernel[(programs,)](
-            g_rows, rows, weight, gx, partial, eps, offset, R, steps, g_stride, row_stride,
-            C, BLOCK_R, BLOCK_C, num_warps=num_warps,
+            g_rows, rows, weight, other, gx, partial, eps, offset, R, steps,
+            g_stride, row_stride, other_stride, C, BLOCK_R, BLOCK_C, num_warps=num_warps,
         )  # fmt: skip
     return gx, None if partial is None else partial.sum(0).to(weight.dtype)
 
@@ -126,13 +201,17 @@ def _check(x: Tensor, weight: Tensor, eps: float) -> None:
 
 @jit(do_not_specialize=["R"])
 def _norm_kernel(
-    x, weight, out, eps, offset, R, x_sr,
+    x, added, weight, total, out, eps, offset, R, x_sr, added_sr,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """out `[R, C]`: x normed. Grid: blocks of BLOCK_R rows."""
+    """out `[R, C]`: x normed, or total `[R, C]`, which is x + added. Grid: blocks of BLOCK_R rows."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     dim = tl.arange(0, BLOCK_C)[None, :]
     x_RC = _load_rows(x, row, dim, R, x_sr, C)
+    if added is not None:
+        x_RC += _load_rows(added, row, dim, R, added_sr, C)
+        x_RC = x_RC.to(total.dtype.element_ty).to(tl.float32)
+        _store_rows(total, x_RC, row, dim, R, C)
     w_C = _load_weight(weight, dim, offset, C)
     out_RC = x_RC * _inverse_rms(x_RC, eps, C) * w_C
     _store_rows(out, out_RC, row, dim, R, C)
@@ -140,11 +219,12 @@ def _norm_kernel(
 
 @jit(do_not_specialize=["R", "steps"])
 def _norm_backward_kernel(
-    g, x, weight, gx, partial, eps, offset, R, steps, g_sr, x_sr,
+    g, x, weight, other, gx, partial, eps, offset, R, steps, g_sr, x_sr, other_sr,
     C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """gx `[R, C]`: the gradient of x.
 
+    other: `[R, C]`, the gradient that x gets from elsewhere, or None.
     partial: float32 `[programs, C]`, each program's share of the weight's gradient, or None where that is not
         wanted.
     Grid: programs that each take `steps` blocks of BLOCK_R rows in turn.
@@ -154,14 +234,20 @@ def _norm_backward_kernel(
     if partial is None:
         row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
         g_RC, n_RC, scale = _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C)
-        _store_rows(gx, _through_rms(g_RC * w_C, n_RC, scale, C), row, dim, R, C)
+        gx_RC = _through_rms(g_RC * w_C, n_RC, scale, C)
+        if other is not None:
+            gx_RC += _load_rows(other, row, dim, R, other_sr, C)
+        _store_rows(gx, gx_RC, row, dim, R, C)
     else:
         gw_RC = tl.zeros([BLOCK_R, BLOCK_C], dtype=tl.float32)
         for step in range(steps):
             row = (tl.program_id(0) * steps + step) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
             g_RC, n_RC, scale = _load_g_and_normed(g, x, row, dim, eps, R, g_sr, x_sr, C)
             gw_RC += g_RC * n_RC
-            _store_rows(gx, _through_rms(g_RC * w_C, n_RC, scale, C), row, dim, R, C)
+            gx_RC = _through_rms(g_RC * w_C, n_RC, scale, C)
+            if other is not None:
+                gx_RC += _load_rows(other, row, dim, R, other_sr, C)
+            _store_rows(gx, gx_RC, row, dim, R, C)
         start = partial + tl.program_id(0).to(tl.int64) * C
         tl.store(start + dim, tl.sum(gw_RC, axis=0, keep_dims=True), mask=dim < C)
 

@@ -130,6 +130,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return (normed * (offset + weight)).to(promoted if offset == 0 else x.dtype)
 
 
+def add_rms_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The sum x + added, and its `rms_norm`. The contract is `unsloth_pack.kernels.add_rms_norm`'s."""
+    total = x.view_as(x) if added is None else x + added
+    return total, rms_norm(total, weight, eps, offset)
+
+
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) * up, where act is "silu" or "gelu_tanh".
 

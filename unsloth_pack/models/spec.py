@@ -10,7 +10,8 @@ class ArchSpec:
     """How one transformers architecture departs from the plain decoder.
 
     Norm placement, MLP, experts and residual multipliers are not declared: the patch runs transformers' own
-    layers. Declared is what the attention, the decoder's entry and the loss need.
+    layers, or what computes the same (`forwards/layer.py`). Declared is what the attention, the decoder's
+    entry and the loss need.
 
     Args:
         model_type: `config.model_type` of the text model.

@@ -30,6 +30,7 @@ from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, forget, let_in, set_forwards
 from unsloth_pack.forwards.experts import FastExperts, FastExpertsLora
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
+from unsloth_pack.forwards.layer import FastLayer, is_plain
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mlp import FastMLP
@@ -269,6 +270,9 @@ def _swap_inside_layers(
         patch.swap(
             norm, NORMS[spec.norm], norm_offset=spec.norm_offset, norm_keeps_dtype=spec.norm_keeps_dtype
         )
+    for layer in decoder.layers:
+        if is_plain(layer):
+            patch.swap(layer, FastLayer)
     for number, mlp, projections in parts.mlps:
         if projections is not None:
             patch.swap(

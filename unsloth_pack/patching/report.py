@@ -7,6 +7,7 @@ from typing import Any
 
 from unsloth_pack.forwards.door import trl_head_of
 from unsloth_pack.forwards.experts import gate_of, why_experts_not_fused, why_reads_host
+from unsloth_pack.forwards.layer import is_plain
 from unsloth_pack.forwards.mixers import Choice
 from unsloth_pack.forwards.rotary import rotary_module
 from unsloth_pack.forwards.trained_tokens import trains_tokens
@@ -74,6 +75,8 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
             fused.pop(with_the_rotation, None)
     kind = {"rms": "RMS", "layer": "layer"}[spec.norm]
     fused["norms"] = f"{len(parts.norms)} {kind} norms, each {how}"
+    if n_plain := sum(map(is_plain, decoder.layers)):
+        fused["norms"] += f", with the sums of residuals in {n_plain} of {len(decoder.layers)} layers"
     gated_mlps = [mlp for _, mlp, projections in parts.mlps if projections is not None]
     if gated_mlps:
         fused["MLP"] = f"activation and product of {len(gated_mlps)} of {len(parts.mlps)} layers {how}"
