@@ -1,0 +1,50 @@
+"""The benchmark of start-up: every stage of every peer, with empty caches first."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import start_up
+
+
+def run(*arguments):
+    command = [sys.executable, start_up.__file__, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
+
+
+def test_peers_train_the_same_and_stages_follow_each_other(tmp_path):
+    done = run(
+        "--case=tiny", "--peers=ours,trl", "--rounds=1", f"--work={tmp_path}", f"--json={tmp_path / 'a.json'}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_peer = json.loads((tmp_path / "a.json").read_text())["runs"]["tiny"]
+    (ours,), (trl,) = by_peer["ours"], by_peer["trl"]
+    assert len(ours["losses"]) == 4
+    assert [float(x) for x in ours["losses"]] == pytest.approx([float(x) for x in trl["losses"]], rel=0.02)
+    for one in (ours, trl):
+        seconds = [one[stage] for stage in start_up.STAGES]
+        assert seconds == sorted(seconds)
+        assert seconds[0] > 0.1
+    assert "ours, nothing compiled" in done.stdout
+
+
+def test_the_first_round_is_shown_apart():
+    def round_of(seconds):
+        return dict.fromkeys(start_up.STAGES, seconds)
+
+    failed = {"failed": "out of memory"}
+    lines = start_up.table(
+        "8b", {"ours": [round_of(9.0), round_of(3.0), round_of(5.0), failed], "trl": [failed]}
+    )
+    assert [line.split()[-1] for line in lines[1:]] == ["9.0", "4.0"]
+
+
+@pytest.mark.parametrize("flag", ["--case", "--peers"])
+def test_what_it_does_not_know_is_refused(flag):
+    done = run(f"{flag}=nonsense")
+    assert done.returncode == 2
+    assert f"{flag} is nonsense; choose of" in done.stderr
