@@ -16,6 +16,7 @@ from unsloth_pack.patching.collator import RowCollator
 from unsloth_pack.patching.flat_updates import flattened
 from unsloth_pack.patching.late_metrics import take_over_metrics
 from unsloth_pack.patching.patch import patch_of
+from unsloth_pack.training.averaging import AveragedGradients
 from unsloth_pack.training.best import (
     DelayedSaves,
     KeptBest,
@@ -60,6 +61,7 @@ class RunTrainer(SFTTrainer):
         counts, of seconds and tokens                 trained.py
         checkpoints, whole or not there               checkpoints.py
         finite_updates                                finite_updates.py
+        averaged gradients, of all processes          averaging.py
         memory_watch                                  memory_watch.py
         document losses, in evaluations               evaluation.py
         weights shared out over processes             sharded_weights.py
@@ -108,6 +110,7 @@ class RunTrainer(SFTTrainer):
         self.counts = TrainedCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
         self.finite_updates = FiniteUpdates()
+        self._averaged = AveragedGradients()
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()
 
@@ -208,6 +211,7 @@ class RunTrainer(SFTTrainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         self.memory_watch.begin(inputs["input_ids"].numel())
+        self._averaged.begin(model, self.optimizer)
         try:
             loss = super().training_step(model, inputs, *args, **kwargs)
         finally:
@@ -255,11 +259,13 @@ class RunTrainer(SFTTrainer):
         return flattened(self, made)
 
     def _clip_grad_norm(self, model: Any) -> Any:
+        self._averaged.average(self.optimizer)
         return self.finite_updates.judge(self, super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm)
+        self._averaged.average(self.optimizer)
         norm = super()._get_grad_norm(model) if self.in_backward is None else self.in_backward.norm()
         return self.finite_updates.judge(self, norm)
 

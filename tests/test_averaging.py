@@ -1,0 +1,131 @@
+"""Gradients that are averaged as one tensor are those that DDP averages one by one."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import late_metrics_runs as runs
+import pytest
+import torch
+from model_folder import byte_tokenizer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from two_processes import in_two_processes
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.graphs.flat_adamw import FlatAdamW
+from unsloth_pack.training.averaging import AveragedGradients
+from unsloth_pack.training.trl import make_trainer
+
+MICRO_BATCHES = 3
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2), nn.Tanh(), nn.Linear(2, 3, bias=False))
+
+
+def backward(parallel, rank, begin, update):
+    for number in range(MICRO_BATCHES):
+        generator = torch.Generator().manual_seed(100 * update + 10 * number + rank)
+        begin()
+        with nullcontext() if number == MICRO_BATCHES - 1 else parallel.no_sync():
+            parallel(torch.randn(4, 5, generator=generator)).square().mean().backward()
+
+
+def gradients_of(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def both(rank, folder, apart):
+    """Three updates of accumulated gradients, by DDP and as one tensor."""
+    expected = DistributedDataParallel(small_model())
+    model = small_model()
+    optimizer = FlatAdamW(model.parameters(), lr=0.1, fused=True)
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.1, fused=True)
+    parallel, averaged = DistributedDataParallel(model), AveragedGradients()
+    for update in range(3):
+        if apart and update == 1:  # the weights no longer lie in one tensor
+            model[0].weight.data = model[0].weight.data.clone()
+        backward(expected, rank, lambda: None, update)
+        backward(
+            parallel, rank, lambda: averaged.begin(parallel, SimpleNamespace(optimizer=optimizer)), update
+        )
+        own = gradients_of(model)
+        averaged.average(optimizer)
+        found, right = gradients_of(model), gradients_of(expected)
+        assert not any(map(torch.equal, own, right))
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-8)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close([*model.parameters()], [*expected.parameters()], rtol=1e-5, atol=1e-7)
+    torch.save([p.detach() for p in model.parameters()], f"{folder}/{rank}.pt")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_gradients_are_ddps(apart, tmp_path):
+    in_two_processes(both, str(tmp_path), apart)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert all(map(torch.equal, first, second))
+
+
+def without_a_gradient(rank, folder):
+    model = small_model()
+    optimizer = FlatAdamW(model.parameters(), lr=0.1, fused=True)
+    averaged = AveragedGradients()
+    averaged.begin(DistributedDataParallel(model), optimizer)
+    model[0](torch.ones(1, 5)).sum().backward()
+    with pytest.raises(InputError, match="3 of 5 trained weights got no gradient in this process"):
+        averaged.average(optimizer)
+
+
+def test_a_weight_without_a_gradient_is_an_error(tmp_path):
+    in_two_processes(without_a_gradient, str(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["one process", "another optimizer"])
+def test_what_is_left_to_others(what):
+    model = small_model()
+    kind = FlatAdamW if what == "one process" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), fused=True)
+    averaged = AveragedGradients()
+    averaged.begin(model, optimizer)
+    model(torch.ones(1, 5)).sum().backward()
+    before = gradients_of(model)
+    averaged.average(optimizer)
+    assert all(map(torch.equal, gradients_of(model), before))
+
+
+def trained(rank, folder):
+    """Runs of the trainer: with DDP's own exchange, and as one tensor."""
+    weights = []
+    for flat in (False, True):
+        options = {"accumulation": 2, "max_grad_norm": 0.05, "optim": "adamw_torch_fused"}
+        arguments = runs.config(folder, True, **options)
+        with pytest.MonkeyPatch.context() as patching:
+            if not flat:
+                patching.setattr(runs.NOT_FLAT, lambda *_: "for comparison")
+            trainer = make_trainer(
+                runs.model(), byte_tokenizer(), arguments, runs.rows(True), runs.rows(True, 50), []
+            )
+            trainer.train()
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        assert trainer.model_wrapped.require_backward_grad_sync is not flat
+        weights.append([p.detach() for p in trainer.model.parameters() if p.requires_grad])
+    torch.save(weights, f"{folder}/{rank}.pt")
+
+
+def test_a_run_is_that_of_ddp(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    in_two_processes(in_rank, str(tmp_path))
+    (by_ddp, as_one), (_, on_the_other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    torch.testing.assert_close(as_one, by_ddp, rtol=1e-4, atol=1e-6)
+    assert all(map(torch.equal, as_one, on_the_other))
+
+
+def in_rank(rank, folder):
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setenv("RANK", str(rank))
+        patching.setenv("LOCAL_RANK", str(rank))
+        trained(rank, folder)

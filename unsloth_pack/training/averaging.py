@@ -1,0 +1,76 @@
+"""Gradients averaged over the processes of DDP as one tensor.
+
+DDP copies each gradient into a bucket, and back after the exchange. The gradients of an adapter are hundreds
+of small tensors, and a captured step makes all of them at once, so that the copies hide behind nothing. They
+lie in one tensor, which is exchanged as it is.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.graphs.flat_adamw import FlatAdamW
+from unsloth_pack.graphs.flat_layout import joined
+
+
+class AveragedGradients:
+    """Takes the exchange of gradients over from DDP, where the optimizer is a `FlatAdamW`."""
+
+    def __init__(self) -> None:
+        self._takes_over = False
+
+    def begin(self, model: Any, optimizer: Any) -> None:
+        """A micro-batch comes: DDP leaves its gradients to this process, as under `no_sync`.
+
+        Args:
+            model: as the trainer calls it.
+            optimizer: the trainer's, which accelerate may wrap.
+        """
+        self._takes_over = isinstance(model, DistributedDataParallel) and _flat(optimizer) is not None
+        if self._takes_over:
+            model.require_backward_grad_sync = False
+
+    def average(self, optimizer: Any) -> None:
+        """Give every process the mean of all processes' gradients; before they are clipped.
+
+        Raises:
+            InputError: a weight got no gradient in this process.
+        """
+        if not self._takes_over:
+            return
+        flat: Any = _flat(optimizer)
+        weights = flat.flat_weights()
+        if weights:
+            for weight in weights:
+                _average(weight.grad)
+            return
+        parameters = [p for group in flat.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if len(gradients) < len(parameters):
+            raise InputError(
+                f"{len(parameters) - len(gradients)} of {len(parameters)} trained weights got no gradient in "
+                "this process, and the others wait for theirs; train them in one process, or freeze them"
+            )
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+            together = joined(alike)
+            _average(together)
+            parts = together.split([gradient.numel() for gradient in alike])
+            for gradient, part in zip(alike, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def _flat(optimizer: Any) -> FlatAdamW | None:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, FlatAdamW) else None
+
+
+@torch.no_grad()
+def _average(gradients: Tensor) -> None:
+    """Divide before the sum, as DDP does: in 16 bits the sum may be too large."""
+    gradients.div_(dist.get_world_size())
+    dist.all_reduce(gradients)
