@@ -15,6 +15,7 @@ from trl import SFTTrainer
 
 from unsloth_pack import patch_model
 from unsloth_pack.graphs.flat_adamw import FlatAdamW
+from unsloth_pack.patching import flat_updates
 from unsloth_pack.patching.flat_updates import update_flat, why_not_flat
 from unsloth_pack.training.trl import make_trainer
 
@@ -126,12 +127,16 @@ def test_models_that_are_not_patched(how, tmp_path):
     assert type(trainer.create_optimizer()) is AdamW
 
 
-def test_sharded_weights_are_left_alone(tmp_path):
+@pytest.mark.parametrize("how", ["launched", "by hand"])
+def test_sharded_weights_are_left_alone(how, tmp_path, monkeypatch):
     arguments = runs.config(tmp_path, True, **FUSED)
     trainer = make_trainer(
         runs.model(), byte_tokenizer(), arguments, runs.rows(True), runs.rows(True, 50), []
     )
-    trainer.is_fsdp_enabled = True  # as `accelerate launch` asks, which `args.fsdp` does not tell
+    if how == "launched":
+        trainer.is_fsdp_enabled = True  # as `accelerate launch` asks, which `args.fsdp` does not tell
+    else:
+        monkeypatch.setattr(flat_updates, "sharded_by", lambda model: "tensor parallelism")
     assert type(Trainer.create_optimizer(trainer)) is AdamW
 
 

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.graphs.flat_adamw import FlatAdamW
+from unsloth_pack.modules.sharding import sharded_by
 
 _WRAPPED = "unsloth_pack_flat_updates"
 
@@ -64,7 +65,7 @@ def why_not_flat(arguments: TrainingArguments, model: Any) -> str | None:
 
 def flattened(trainer: Any, optimizer: Any) -> Any:
     """The optimizer, as one over a single tensor where that computes the same."""
-    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or sharded_by(trainer.model)
     if type(optimizer) is not AdamW or is_sharded or why_not_flat(trainer.args, trainer.model) is not None:
         return optimizer
     return FlatAdamW.in_place_of(optimizer)
