@@ -48,6 +48,12 @@ def few_objects_to_collect():
 
 
 @pytest.fixture(autouse=True)
+def one_environment(monkeypatch):
+    """`datasets` leaves a copy in its place after work in several processes, which rich does not see."""
+    monkeypatch.setattr(os, "environ", os.environ)
+
+
+@pytest.fixture(autouse=True)
 def plain_torch_on_a_cpu(monkeypatch):
     """What a user without a GPU runs; the interpreter, which truncates to bfloat16, is for tests/kernels."""
     monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
