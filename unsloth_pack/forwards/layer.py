@@ -1,7 +1,7 @@
 """The forward of decoder layers that norm what goes into their mixer and into their MLP.
 
-Two thirds of all decoder layers in transformers have the same forward, Llama's, word for word. They run
-fused: a residual is added and normed in one launch. Any other layer keeps transformers' own forward.
+Some 70 decoder layers in transformers have the same forward, Llama's, word for word. They run fused: a
+residual is added and normed in one launch. Any other layer keeps transformers' own forward.
 """
 
 import inspect
