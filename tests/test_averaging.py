@@ -13,6 +13,7 @@ from two_processes import in_two_processes
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.graphs.flat_adamw import FlatAdamW
+from unsloth_pack.training import averaging
 from unsloth_pack.training.averaging import AveragedGradients
 from unsloth_pack.training.trl import make_trainer
 
@@ -81,6 +82,28 @@ def without_a_gradient(rank, folder):
 
 def test_a_weight_without_a_gradient_is_an_error(tmp_path):
     in_two_processes(without_a_gradient, str(tmp_path))
+
+
+def of_size(rank, most, taken_over):
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(averaging, "_MOST_BYTES", most)
+        model = small_model()  # 64 numbers of 4 bytes
+        optimizer = FlatAdamW(model.parameters(), lr=0.1, fused=True)
+        parallel, averaged = DistributedDataParallel(model), AveragedGradients()
+        averaged.begin(parallel, optimizer)
+        assert parallel.require_backward_grad_sync is not taken_over
+        parallel(torch.full((2, 5), 1.0 + rank)).square().mean().backward()
+        averaged.average(optimizer)
+        mine = torch.cat([g.flatten() for g in gradients_of(model)])
+        others = mine.clone()
+        torch.distributed.broadcast(others, src=0)
+        assert torch.equal(mine, others)
+
+
+@pytest.mark.parametrize(("most", "taken_over"), [(4 * 64, True), (4 * 64 - 1, False)])
+def test_large_adapters_stay_with_ddp(most, taken_over):
+    assert sum(p.numel() for p in small_model().parameters()) == 64
+    in_two_processes(of_size, most, taken_over)
 
 
 @pytest.mark.parametrize("what", ["one process", "another optimizer"])

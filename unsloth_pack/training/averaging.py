@@ -1,8 +1,9 @@
 """Gradients averaged over the processes of DDP as one tensor.
 
-DDP copies each gradient into a bucket, and back after the exchange. The gradients of an adapter are hundreds
-of small tensors, and a captured step makes all of them at once, so that the copies hide behind nothing. They
-lie in one tensor, which is exchanged as it is.
+DDP copies each gradient into a bucket, exchanges full buckets during the backward pass, and copies the
+gradients back. Those of an adapter are hundreds of small tensors, and a captured step makes all of them at
+once, so that nothing hides the copies. They lie in one tensor, which is exchanged as it is. A large adapter
+stays with DDP: over a slow link its exchange takes longer than the copies, and is better hidden.
 """
 
 from typing import Any
@@ -16,12 +17,16 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.graphs.flat_adamw import FlatAdamW
 from unsloth_pack.graphs.flat_layout import joined
 
+_MOST_BYTES = 128 * 2**20  # of gradients. Models whose steps are captured have smaller adapters, as a rule
+
 
 class AveragedGradients:
-    """Takes the exchange of gradients over from DDP, where the optimizer is a `FlatAdamW`."""
+    """Takes the exchange of a small adapter's gradients over from DDP, if the optimizer is a `FlatAdamW`."""
 
     def __init__(self) -> None:
         self._takes_over = False
+        self._optimizer: FlatAdamW | None = None  # of the micro-batch before
+        self._is_small = False
 
     def begin(self, model: Any, optimizer: Any) -> None:
         """A micro-batch comes: DDP leaves its gradients to this process, as under `no_sync`.
@@ -30,7 +35,11 @@ class AveragedGradients:
             model: as the trainer calls it.
             optimizer: the trainer's, which accelerate may wrap.
         """
-        self._takes_over = isinstance(model, DistributedDataParallel) and _flat(optimizer) is not None
+        flat = _flat(optimizer)
+        if flat is not self._optimizer:
+            self._optimizer = flat
+            self._is_small = flat is not None and _bytes_of_gradients(flat) <= _MOST_BYTES
+        self._takes_over = self._is_small and isinstance(model, DistributedDataParallel)
         if self._takes_over:
             model.require_backward_grad_sync = False
 
@@ -62,6 +71,10 @@ class AveragedGradients:
             parts = together.split([gradient.numel() for gradient in alike])
             for gradient, part in zip(alike, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+
+def _bytes_of_gradients(optimizer: FlatAdamW) -> int:
+    return sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
 
 
 def _flat(optimizer: Any) -> FlatAdamW | None:
