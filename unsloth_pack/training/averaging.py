@@ -6,6 +6,7 @@ once, so that nothing hides the copies. They lie in one tensor, which is exchang
 stays with DDP: over a slow link its exchange takes longer than the copies, and is better hidden.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.graphs.flat_adamw import FlatAdamW
-from unsloth_pack.graphs.flat_layout import joined
+from unsloth_pack.graphs.flat_layout import FlatLayout, joined
 
 _MOST_BYTES = 128 * 2**20  # of gradients. Models whose steps are captured have smaller adapters, as a rule
 
@@ -58,19 +59,24 @@ class AveragedGradients:
                 _average(weight.grad)
             return
         parameters = [p for group in flat.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if len(gradients) < len(parameters):
+        if n_missing := sum(p.grad is None for p in parameters):
             raise InputError(
-                f"{len(parameters) - len(gradients)} of {len(parameters)} trained weights got no gradient in "
-                "this process, and the others wait for theirs; train them in one process, or freeze them"
+                f"{n_missing} of {len(parameters)} trained weights got no gradient in this process, and the "
+                "others wait for theirs; train them in one process, or freeze them"
             )
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-            together = joined(alike)
-            _average(together)
-            parts = together.split([gradient.numel() for gradient in alike])
-            for gradient, part in zip(alike, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+        for group in flat.param_groups:
+            for dtype in dict.fromkeys(p.dtype for p in group["params"]):
+                _average_apart([p.grad for p in group["params"] if p.dtype == dtype])
+
+
+def _average_apart(gradients: Sequence[Tensor]) -> None:
+    """Gradients that do not lie in one tensor here, in the order in which they may lie in the others'."""
+    layout = FlatLayout([gradient.shape for gradient in gradients])
+    ordered = [gradients[place] for place in layout.order]
+    together = joined(ordered)
+    _average(together)
+    for gradient, part in zip(ordered, layout.cut(together), strict=True):
+        gradient.copy_(part)
 
 
 def _bytes_of_gradients(optimizer: FlatAdamW) -> int:
