@@ -99,6 +99,16 @@ def test_an_adapter_that_the_trainer_puts_on(tmp_path):
     assert isinstance(optimizer_of(trainer), FlatAdamW)
 
 
+def test_an_adapter_of_transformers_own_integration(tmp_path):
+    """Which puts it into the model, without PEFT's model around it."""
+    model = tiny_model("qwen3").unload()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    patch_model(model)
+    trainer = runs.sft_trainer(tmp_path, True, model, **FUSED)
+    trainer.train()
+    assert isinstance(optimizer_of(trainer), FlatAdamW)
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])
 def test_other_optimizers_are_left_alone(optim, tmp_path):
     trainer = runs.sft_trainer(tmp_path, True, optim=optim)

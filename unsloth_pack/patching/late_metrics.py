@@ -29,7 +29,7 @@ class ReadsMetricsLate(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
         home = sys.modules.get(_HOME)
-        if home is not None and model is not None and _is_patched(model):
+        if home is not None and model is not None and is_patched(model):
             _wrap(home.SFTTrainer)
 
 
@@ -81,7 +81,7 @@ def reads_late(trainer: Any) -> bool:
         and trainer.label_smoother is None
         and trainer.accelerator.parallelism_config is None
         and (trainer.accelerator.num_processes == 1 or getattr(trainer, "logs_in_every_process", False))
-        and _is_patched(trainer.model)
+        and is_patched(trainer.model)
     )
 
 
@@ -151,7 +151,8 @@ class LateMetrics:
         self._tokens.clear()
 
 
-def _is_patched(model: Any) -> bool:
+def is_patched(model: Any) -> bool:
+    """Whether a causal language model, with an adapter of PEFT's or without, is patched."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return isinstance(model, FastCausalLM)
