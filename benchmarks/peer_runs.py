@@ -59,17 +59,12 @@ def run_peers(
         line_of: what is printed of them.
         published: what else stands in the file of results.
     """
-    args = parser.parse_args()
-    chosen, asked = args.case.split(","), args.peers.split(",")
-    for given, known, flag in ((chosen, cases, "--case"), (asked, peers, "--peers")):
-        if unknown := set(given) - set(known):
-            parser.error(f"{flag} is {', '.join(sorted(unknown))}; choose of {', '.join(known)}")
-    if args.child is not None:
-        sys.path.remove(str(Path(file).resolve().parent))  # transformers would import kernels.py from here
-        print(_RESULT + json.dumps(child(args.child, chosen[0], args)), flush=True)
+    args = parsed(file, parser, cases, peers, child)
+    if args is None:
         return 0
+    asked = args.peers.split(",")
     runs: Runs = {}
-    for name in chosen:
+    for name in args.case.split(","):
         built = in_a_process(file, "build", name, args)
         if "failed" in built:
             print(f"{name}: cannot build the model: {built['failed']}", flush=True)
@@ -82,23 +77,57 @@ def run_peers(
                 print(f"{name} {peer}: {run.get('failed') or line_of(run)}", flush=True)
                 runs[name][peer].append(run)
         print(table(name, runs[name]), flush=True)
-    if args.json:
+    return finished(runs, args.json, **published)
+
+
+def parsed(
+    file: str,
+    parser: argparse.ArgumentParser,
+    cases: Mapping[str, Any],
+    peers: tuple[str, ...],
+    child: Callable[[str, str, argparse.Namespace], dict[str, Any]],
+) -> argparse.Namespace | None:
+    """The flags, whose names are known; None in the process of a run, which is over.
+
+    Args:
+        file, cases, peers, child: as `run_peers` takes them.
+    """
+    args = parser.parse_args()
+    for given, known, flag in ((args.case, cases, "--case"), (args.peers, peers, "--peers")):
+        if unknown := set(given.split(",")) - set(known):
+            parser.error(f"{flag} is {', '.join(sorted(unknown))}; choose of {', '.join(known)}")
+    if args.child is None:
+        return args
+    sys.path.remove(str(Path(file).resolve().parent))  # transformers would import kernels.py from here
+    print(_RESULT + json.dumps(child(args.child, args.case, args)), flush=True)
+    return None
+
+
+def finished(runs: Runs, path: Path | None, **published: Any) -> int:
+    """Write the results file, if one is asked for. The exit code: 1 if a run failed."""
+    if path is not None:
         report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name()}
         report |= {"versions": versions(), **published, "runs": runs}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
     every = [run for by_peer in runs.values() for of_one in by_peer.values() for run in of_one]
     return int(any("failed" in run for run in every))
 
 
-def in_a_process(file: str, what: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run, or `failed` and why."""
+def in_a_process(
+    file: str, what: str, case: str, args: argparse.Namespace, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The figures of one run, or `failed` and why.
+
+    Args:
+        environment: variables beside those of this process.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, file, *sys.argv[1:], "--child", what, "--case", case]
     try:
         done = subprocess.run(
             [*command, "--work", str(args.work.resolve())],
-            env=os.environ | _QUIET | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=os.environ | _QUIET | {"PYTHONPATH": os.pathsep.join(paths)} | dict(environment or {}),
             capture_output=True,
             text=True,
             timeout=args.timeout,

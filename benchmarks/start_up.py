@@ -13,20 +13,16 @@ Documents are random letters, as many for all peers. Exit code 1 if a run failed
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import full
-from peer_runs import in_a_process, parser_of
-from shapes import device_name, versions
+from peer_runs import finished, in_a_process, parsed, parser_of
 
 PEERS = ("ours", "unsloth", "trl")
 CASES = {
@@ -45,41 +41,28 @@ def main() -> int:
     parser.add_argument(
         "--flash", type=Path, help="a folder with the package flash_attn, for trl and unsloth"
     )
-    args = parser.parse_args()
-    chosen, asked = args.case.split(","), args.peers.split(",")
-    for given, known, flag in ((chosen, CASES, "--case"), (asked, PEERS, "--peers")):
-        if unknown := sorted(set(given) - set(known)):
-            parser.error(f"{flag} is {', '.join(unknown)}; choose of {', '.join(known)}")
-    if args.child is not None:
-        print("RESULT " + json.dumps(child(args.child, CASES[chosen[0]], args)), flush=True)
+    args = parsed(__file__, parser, CASES, PEERS, child)
+    if args is None:
         return 0
-    runs = {name: measured(name, asked, args) for name in chosen}
+    runs = {name: measured(name, args) for name in args.case.split(",")}
     for name, by_peer in runs.items():
         print("\n".join(["", *table(name, by_peer)]), flush=True)
-    if args.json:
-        report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device_name()}
-        report |= {"versions": versions(), "seconds from the start to the end of": STAGES, "runs": runs}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return int(any("failed" in run for by_peer in runs.values() for of in by_peer.values() for run in of))
+    return finished(runs, args.json, stages=STAGES)
 
 
-def measured(name: str, peers: Sequence[str], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def measured(name: str, args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """The rounds of every peer, the first of each with empty caches."""
     built = in_a_process(__file__, "build", name, args)
     if "failed" in built:
         return {"build": [built]}
-    runs: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
-    before = dict(os.environ)
+    runs: dict[str, list[dict[str, Any]]] = {peer: [] for peer in args.peers.split(",")}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):
-            for peer in peers:
-                os.environ |= {cache: os.path.join(folder, peer, cache.lower()) for cache in CACHES}
-                runs[peer].append(run := in_a_process(__file__, peer, name, args))
+            for peer, rounds in runs.items():
+                caches = {cache: os.path.join(folder, peer, cache.lower()) for cache in CACHES}
+                rounds.append(run := in_a_process(__file__, peer, name, args, caches))
                 said = run.get("failed") or ", ".join(f"{stage} {run[stage]:.1f}" for stage in STAGES)
                 print(f"{name} {peer}, round {number + 1}: {said}", flush=True)
-    os.environ.clear()
-    os.environ |= before
     return runs
 
 
@@ -99,8 +82,8 @@ def table(case: str, by_peer: dict[str, list[dict[str, Any]]]) -> list[str]:
 # In a process of its own
 
 
-def child(what: str, case: full.Case, args: argparse.Namespace) -> dict[str, Any]:
-    sys.path.remove(str(Path(__file__).resolve().parent))  # transformers would import kernels.py from here
+def child(what: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    case = CASES[name]
     if what == "build":
         return {"folder": full.build(case.shape, args.work)}
     if args.flash is not None and what != "ours":  # before transformers looks for it
