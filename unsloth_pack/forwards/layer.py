@@ -83,4 +83,4 @@ def _plain_forward(
     hidden_states = self.post_attention_layernorm(hidden_states)
     hidden_states = self.mlp(hidden_states)
     hidden_states = residual + hidden_states
-    return hidden_states  # noqa: RET504
+    return hidden_states  # noqa: RET504 - as there: the instructions are compared

@@ -18,7 +18,8 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.graphs.flat_adamw import FlatAdamW
 from unsloth_pack.graphs.flat_layout import FlatLayout, joined
 
-_MOST_BYTES = 128 * 2**20  # of gradients. Models whose steps are captured have smaller adapters, as a rule
+# Of gradients. Not measured: models whose steps are captured have smaller adapters, as a rule
+_MOST_BYTES = 128 * 2**20
 
 
 class AveragedGradients:
