@@ -33,7 +33,6 @@ from .backward import once_differentiable
 from .chunked_head import (
     LabelledRows,
     as_head_inputs,
-    block_and_warps,
     even_chunks,
     load_block,
     logit_and_slope,
@@ -48,6 +47,7 @@ from .products import add_product, multiply
 from .reference import Field, TokenScores
 
 FIELDS = get_args(Field)
+_BLOCK = 4096  # logits that a program holds at a time; as the warps, what ran fastest on an H200
 
 
 def token_scores(
@@ -222,14 +222,13 @@ def _score(
         _plain_score(logits, labels, scores, scale, softcap, with_grad)
         return
     L, V = logits.shape
-    block, num_warps = block_and_warps(V)
     log_prob, *others = scores
     with torch.cuda.device_of(logits):
         _score_kernel[(L,)](
             *(logits, labels, log_prob, *(log_prob if other is None else other for other in others)),
             *(float(scale), float(softcap or 1), V),
-            *(softcap is not None, *(other is not None for other in others), with_grad, block),
-            num_warps=num_warps,
+            *(softcap is not None, *(other is not None for other in others), with_grad, _BLOCK),
+            num_warps=4 if any(other is not None for other in others) else 8,
         )
 
 
@@ -241,15 +240,14 @@ def _to_gradient(
         _plain_to_gradient(logits, labels, upstream, scale, softcap)
         return
     L, V = logits.shape
-    block, num_warps = block_and_warps(V)
     g_log_prob, g_entropy = upstream
     some = g_log_prob if g_entropy is None else g_entropy
     with torch.cuda.device_of(logits):
         _gradient_kernel[(L,)](
             *(logits, labels, some if g_log_prob is None else g_log_prob, some),
             *(float(scale), float(softcap or 1), V),
-            *(softcap is not None, g_log_prob is not None, g_entropy is not None, block),
-            num_warps=num_warps,
+            *(softcap is not None, g_log_prob is not None, g_entropy is not None, _BLOCK),
+            num_warps=4,
         )
 
 
@@ -310,31 +308,9 @@ def _score_kernel(
     is_valid = (label >= 0) & (label < V)
     x_label = tl.load(start + label, mask=is_valid, other=float("nan")).to(tl.float32)
     z_label, _slope = logit_and_slope(x_label, scale, softcap, CAPPED)
-    peak = -3e38  # finite: a row may begin with a block of -inf
-    before = float("-inf")  # the greatest logit before the label
-    total = 0.0
-    weighted = 0.0  # Σ exp(z - peak) (z - peak)
-    squared = 0.0  # Σ exp(z - peak)²
-    summed = 0.0
-    for first in range(0, V, BLOCK):
-        x_B, mask_B = load_block(start, first, V, BLOCK)
-        z_B, _ = logit_and_slope(x_B, scale, softcap, CAPPED)
-        if MEAN:
-            summed += tl.sum(tl.where(mask_B, z_B, 0.0))
-        z_B = tl.where(mask_B, z_B, float("-inf"))
-        if TOP1:
-            column_B = first + tl.arange(0, BLOCK)
-            before = tl.maximum(before, tl.max(tl.where(column_B < label, z_B, float("-inf"))))
-        higher = tl.maximum(peak, tl.max(z_B))
-        shrunk = tl.exp(peak - higher)
-        e_B = tl.exp(z_B - higher)
-        if ENTROPY:
-            below_B = tl.where(e_B > 0, z_B - higher, 0.0)
-            weighted = shrunk * (weighted + total * (peak - higher)) + tl.sum(e_B * below_B)
-        if SQUARES:
-            squared = squared * shrunk * shrunk + tl.sum(e_B * e_B)
-        total = total * shrunk + tl.sum(e_B)
-        peak = higher
+    peak, total, weighted, squared, summed, before = _softmax_sums(
+        start, V, scale, softcap, label, CAPPED, ENTROPY, TOP1, MEAN, SQUARES, BLOCK
+    )
     log_total = tl.log(total)
     tl.store(log_probs + row, (z_label - peak) - log_total)
     if ENTROPY:
@@ -352,7 +328,9 @@ def _score_kernel(
             x_B, mask_B = load_block(start, first, V, BLOCK)
             z_B, slope_B = logit_and_slope(x_B, scale, softcap, CAPPED)
             column_B = first + tl.arange(0, BLOCK)
-            g_B = tl.where(column_B == label, 1.0, 0.0) - tl.exp(z_B - peak) * per_total
+            g_B = -tl.exp(z_B - peak) * per_total
+            if (first <= label) & (label < first + BLOCK):
+                g_B += tl.where(column_B == label, 1.0, 0.0)
             tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
 
 
@@ -365,20 +343,9 @@ def _gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     label = tl.load(labels + row).to(tl.int64)
-    peak = -3e38
-    total = 0.0
-    weighted = 0.0
-    for first in range(0, V, BLOCK):
-        x_B, mask_B = load_block(start, first, V, BLOCK)
-        z_B, _ = logit_and_slope(x_B, scale, softcap, CAPPED)
-        z_B = tl.where(mask_B, z_B, float("-inf"))
-        higher = tl.maximum(peak, tl.max(z_B))
-        shrunk = tl.exp(peak - higher)
-        e_B = tl.exp(z_B - higher)
-        below_B = tl.where(e_B > 0, z_B - higher, 0.0)
-        weighted = shrunk * (weighted + total * (peak - higher)) + tl.sum(e_B * below_B)
-        total = total * shrunk + tl.sum(e_B)
-        peak = higher
+    peak, total, weighted, _squared, _summed, _before = _softmax_sums(
+        start, V, scale, softcap, label, CAPPED, True, False, False, False, BLOCK
+    )
     log_total = tl.log(total)
     entropy = log_total - weighted / total
     per_total = tl.div_rn(1.0, total)
@@ -394,3 +361,52 @@ def _gradient_kernel(
             log_p_B = tl.where(p_B > 0, z_B - peak - log_total, 0.0)
             g_B -= tl.load(g_entropies + row) * p_B * (log_p_B + entropy)
         tl.store(start + column_B, (g_B * slope_B).to(logits.dtype.element_ty), mask=mask_B)
+
+
+@jit
+def _softmax_sums(
+    start, V, scale, softcap, label,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, TOP1: tl.constexpr, MEAN: tl.constexpr,
+    SQUARES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a row's z: the greatest; Σ e with e = exp(z - greatest), Σ e (z - greatest), Σ e² and Σ z; and the
+    greatest before the label. What no flag asks for is not computed.
+
+    Every lane sums what it sees, and the lanes are summed once at the end: for a block they share only its
+    greatest z.
+    """
+    peak = -3e38  # finite: a row may begin with a block of -inf
+    before = float("-inf")
+    total_B = tl.zeros([BLOCK], dtype=tl.float32)
+    weighted_B = tl.zeros([BLOCK], dtype=tl.float32)
+    squared_B = tl.zeros([BLOCK], dtype=tl.float32)
+    summed_B = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, V, BLOCK):
+        x_B, mask_B = load_block(start, first, V, BLOCK)
+        z_B, _slope = logit_and_slope(x_B, scale, softcap, CAPPED)
+        if MEAN:
+            summed_B += z_B  # 0 beyond the row
+        if first + BLOCK > V:
+            z_B = tl.where(mask_B, z_B, float("-inf"))
+        greatest = tl.max(z_B)
+        if TOP1:
+            if first + BLOCK <= label:
+                before = tl.maximum(before, greatest)
+            elif first < label:
+                is_before_B = first + tl.arange(0, BLOCK) < label
+                before = tl.maximum(before, tl.max(tl.where(is_before_B, z_B, float("-inf"))))
+        if greatest > peak:
+            shrunk = tl.exp(peak - greatest)
+            if ENTROPY:
+                weighted_B = shrunk * (weighted_B + total_B * (peak - greatest))
+            if SQUARES:
+                squared_B *= shrunk * shrunk
+            total_B *= shrunk
+            peak = greatest
+        e_B = tl.exp(z_B - peak)
+        total_B += e_B
+        if ENTROPY:
+            weighted_B += e_B * tl.maximum(z_B - peak, -3e38)  # 0 * -inf would be NaN
+        if SQUARES:
+            squared_B += e_B * e_B
+    return peak, tl.sum(total_B), tl.sum(weighted_B), tl.sum(squared_B), tl.sum(summed_B), before
