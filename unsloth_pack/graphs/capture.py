@@ -180,7 +180,9 @@ class _StaticStep:
         with autocast, self.stand_ins, self.recomputed:
             made = self._decoder._packed_forward(self.row, ids, embeds, **added, **self._asked)
         assert made.last_hidden_state is not None
-        return StepOutput(made.last_hidden_state, made.router_logits if self._asked else None)
+        # A view, without the recipe that the last norm leaves on it: that would keep the norm's input, too
+        hidden = made.last_hidden_state.view_as(made.last_hidden_state)
+        return StepOutput(hidden, made.router_logits if self._asked else None)
 
     def backward(self, output: StepOutput, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of all parameters and trained inputs, None where none reaches one."""
