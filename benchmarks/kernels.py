@@ -264,18 +264,20 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
     yield Subject(
         name="gated_lora_",
         ceiling="copy",
-        work=(5 * inner, None),
+        work=(3 * inner, None),
         inputs=lambda: (tuple(randn(T, shape.intermediate, grad=False) for _ in range(2)), ()),
-        ours=lambda gate, up: gated_lora_(gate, up, "silu", part, part, True),
-        plain=lambda gate, up: reference.gated_lora_(gate, up, "silu", part, part, True),
+        ours=lambda gate, up: gated_lora_(gate, part, up, part, "silu", False),
+        plain=lambda gate, up: reference.gated_lora_(gate, part, up, part, "silu", False),
     )
     yield Subject(
         name="gated_lora_backward_",
         ceiling="copy",
         work=(6 * inner, None),
         inputs=lambda: (tuple(randn(T, shape.intermediate, grad=False) for _ in range(3)), ()),
-        ours=lambda g, gate, up: gated_lora_backward_(g, part, gate, up, "silu", gate, up),
-        plain=lambda g, gate, up: reference.gated_lora_backward_(g, part, gate, up, "silu", gate, up),
+        ours=lambda g, gate, up: gated_lora_backward_(g, part, gate, part, up, part, "silu", gate, up),
+        plain=lambda g, gate, up: reference.gated_lora_backward_(
+            g, part, gate, part, up, part, "silu", gate, up
+        ),
     )
     seed = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     yield Subject(

@@ -18,7 +18,7 @@ from unsloth_pack.forwards import gate_and_up
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora import gated_mlp as module
 from unsloth_pack.lora.gated_mlp import gated_mlp
-from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.lora.layers import FastLoraLinear, Recipe
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 WIDTH, FEATURES, TOKENS = 64, 192, 300
@@ -103,14 +103,65 @@ def judge(make, dtype, run_of, again=False):
 @pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
 def test_against_float64(monkeypatch, dtype, joined, bias, keep, tile):
     monkeypatch.setattr(module, "_TILE", tile)
-    assert len(module._tiles(TOKENS, FEATURES)) == (1 if tile == 2**26 else 3)
+    assert len(module._tiles(TOKENS, FEATURES, keep)) == (1 if tile == 2**26 else 3)
     judge(lambda dtype: adapted(dtype, joined, bias), dtype, lambda model: fused(model, keep), again=True)
 
 
-def test_tiles_cover_every_token_once():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
+def test_sums_that_are_stored(monkeypatch, dtype, joined, tile):
+    monkeypatch.setattr(module, "best_stored", lambda rank: True)  # as it is for large ranks
+    monkeypatch.setattr(module, "_TILE", tile)
+    judge(lambda dtype: adapted(dtype, joined), dtype, lambda model: fused(model, True), again=True)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_last_backward_pass_writes_gradients_over_gate_and_up(joined):
+    model = adapted(torch.float32, joined)
+    (x, g), run = inputs(torch.float32), fused(model, keep=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = run(x.requires_grad_())
+    kept = [t for t in saved if t.shape[-1] % FEATURES == 0]
+    before = [t.clone() for t in kept]
+    first = torch.autograd.grad(y, x, g, retain_graph=True)
+    assert len(kept) == (1 if joined else 2)
+    assert all(map(torch.equal, kept, before))
+    last = torch.autograd.grad(y, x, g)
+    assert torch.equal(*first, *last)
+    assert not any(map(torch.equal, kept, before))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, x, g)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
+def test_the_gradient_of_an_input_that_is_made_again_takes_its_place(monkeypatch, keep, tile):
+    monkeypatch.setattr(module, "_TILE", tile)
+    made, results = [], []
+
+    def doubled(x):
+        made.append(2 * x)
+        return made[-1]
+
+    for by_recipe in (False, True):
+        model = adapted(torch.float32)
+        (x, g), run = inputs(torch.float32), fused(model, keep)
+        twice = 2 * x.requires_grad_()
+        if by_recipe:
+            vars(twice)["recipe"] = Recipe(doubled, (x,))
+        factors = [p for p in model.parameters() if p.requires_grad]
+        results.append(torch.autograd.grad(run(twice), [x, *factors], g))
+    assert all(map(torch.equal, *results))
+    assert torch.equal(2 * made[0], results[0][0])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_tiles_cover_every_token_once(keep):
     for n_tokens in (1, 127, 128, 129, 5000, 2**20 + 1):
         for n_features in (1, 192, 14336, 2**26):
-            tiles = module._tiles(n_tokens, n_features)
+            tiles = module._tiles(n_tokens, n_features, keep)
             assert tiles[0].start == 0
             assert tiles[-1].stop >= n_tokens
             assert all(one.stop == other.start for one, other in pairwise(tiles))

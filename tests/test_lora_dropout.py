@@ -64,7 +64,7 @@ def test_tiles_drop_what_the_whole_does(monkeypatch):
     lengths = [200, 33, 64, 100]
     expected = outcome(patched(), lengths=lengths)
     monkeypatch.setattr(gated_mlp, "_TILE", 128)
-    assert len(gated_mlp._tiles(sum(lengths), 128)) == 4
+    assert len(gated_mlp._tiles(sum(lengths), 128, keep=True)) == 4
     assert_alike(outcome(patched(), lengths=lengths), expected)
 
 

@@ -21,7 +21,7 @@ from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName, missing_n
 ROOT = Path(unsloth_pack.__file__).parent
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
-NAMESPACES = {"_C"}  # not used themselves
+NAMESPACES = {"_C", "_autograd"}  # not used themselves
 OF_PYTHON = {"_option_string_actions", "_replace", "_exit"}  # argparse, named tuples, os
 NO_NAMES = {"_kernel"}  # how names end
 OBJECTS = (torch.nn.Module(), torch.Tensor, PreTrainedModel, PreTrainedConfig(), TrainingArguments, Trainer)

@@ -45,15 +45,36 @@ def plain(
 def ours(gate, up, g_out, activation, parts, in_place=False, padding: int = 0) -> list[Tensor]:
     """Likewise by the kernels, into tensors filled with NaN, or over the inputs."""
     of_gate, of_up, of_g = parts
-    before = gate.clone(), up.clone()
-    product = gated_lora_(gate, up, activation, of_gate, of_up, keep=False)
-    assert all(map(torch.equal, (gate, up), before))
     gate, up, again = (wide(x, padding) for x in (gate, up, g_out))
-    assert torch.equal(product, gated_lora_(gate, up, activation, of_gate, of_up, keep=True))
+    before = gate.clone(), up.clone()
+    product = gated_lora_(gate, of_gate, up, of_up, activation, store=False)
+    stored = wide(gate, padding), wide(up, padding)
+    assert torch.equal(product, gated_lora_(stored[0], of_gate, stored[1], of_up, activation, store=True))
     g_gate, g_up = (gate, up) if in_place else (torch.full_like(x, torch.nan) for x in (gate, up))
-    gated_lora_backward_(again, of_g, gate, up, activation, g_gate, g_up)
+    products = gated_lora_backward_(again, of_g, gate, of_gate, up, of_up, activation, g_gate, g_up)
+    assert in_place or all(map(torch.equal, (gate, up), before))
     assert torch.equal(product, again)
+    check_products(products, [again, g_gate, g_up], [of_g, of_gate, of_up])
+    of_sums = [g_out.clone(), torch.full_like(gate, torch.nan), torch.full_like(up, torch.nan)]
+    gated_lora_backward_(of_sums[0], of_g, stored[0], None, stored[1], None, activation, *of_sums[1:])
+    assert all(map(torch.equal, of_sums, (again, g_gate, g_up)))
     return [product, g_gate, g_up]
+
+
+def check_products(products: list[Tensor | None], written: list[Tensor], parts: list[LowRank | None]) -> None:
+    """Of what was written and the left factors, beside the error of one GEMM in float32."""
+    for got, x, of in zip(products, written, parts, strict=True):
+        if of is None:
+            assert got is None
+            continue
+        truth = x.double().t() @ of.left.double()
+        yardstick = error(x.float().t() @ of.left.float(), truth)
+        assert got.dtype == torch.float32
+        assert error(got, truth) <= 2 * yardstick + 4 * torch.finfo(torch.float32).eps * truth.norm().item()
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    return (x.double() - truth).norm().item()
 
 
 def wide(x: Tensor, padding: int) -> Tensor:
@@ -67,20 +88,37 @@ def check(gate, up, g_out, activation, parts, **layout) -> None:
     truths = plain(gate, up, g_out, activation, parts, torch.float64)
     for x, y, t in zip(results, yardsticks, truths, strict=True):
         assert x.dtype == gate.dtype
-        error, yardstick = ((r.double() - t).norm().item() for r in (x, y))
+        own, yardstick = error(x, t), error(y, t)
         slack = 4 * torch.finfo(torch.float32).eps * t.norm().item()
-        assert error <= yardstick + slack, (error, yardstick, slack)
+        assert own <= yardstick + slack, (own, yardstick, slack)
+
+
+def check_without_parts(gate, up, g_out, activation) -> None:
+    """The backward pass of act(gate) * up: the bits that a part of zeros gives."""
+    n, f = gate.shape
+    zeros = LowRank(gate.new_zeros(n, 16), gate.new_zeros(f, 16))
+    results = []
+    for of in (None, zeros):
+        product, g_gate, g_up = (
+            g_out.clone(),
+            torch.full_like(gate, torch.nan),
+            torch.full_like(up, torch.nan),
+        )
+        gated_lora_backward_(product, of, gate, of, up, of, activation, g_gate, g_up)
+        results.append((product, g_gate, g_up))
+    assert all(map(torch.equal, *results))
 
 
 @both_activations
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("rank", [1, 8, 16, 100])
+@pytest.mark.parametrize("rank", [1, 8, 16, 32, 64, 100])
 def test_no_less_exact_than_a_gemm_of_its_own(dtype, rank, activation):
     n, f = 70, 200
     gate, up, g_out = (rand(n, f, dtype=dtype) for _ in range(3))
     parts = [part(n, f, rank, dtype, 2.0), part(n, f, rank, dtype, 0.3), part(n, f, rank, dtype)]
     check(gate, up, g_out, activation, parts)
     check(gate, up, g_out, activation, [*parts[:2], None], in_place=True)
+    check_without_parts(gate, up, g_out, activation)
 
 
 @pytest.mark.parametrize("n", [1, 63, 64, 65])
@@ -98,9 +136,8 @@ def test_halves_of_a_joined_projection_and_a_transposed_factor():
     parts = [LowRank(h, b[:f], 0.5), LowRank(h, b[f:], 0.5), LowRank(rand(n, rank), a_rF.t())]
     gate, up = both.chunk(2, dim=-1)
     expected = ours(gate.contiguous(), up.contiguous(), g_out, "silu", parts)
-    product = gated_lora_(gate, up, "silu", *parts[:2], keep=True)
-    again = g_out.clone()
-    gated_lora_backward_(again, parts[2], gate, up, "silu", gate, up)
+    product, again = gated_lora_(gate, parts[0], up, parts[1], "silu", store=False), g_out.clone()
+    gated_lora_backward_(again, parts[2], gate, parts[0], up, parts[1], "silu", gate, up)
     for x, y in zip((product, gate, up), expected, strict=True):
         assert torch.equal(x, y)
     check(*(x.contiguous() for x in rand(n, 2 * f).chunk(2, dim=-1)), g_out, "silu", parts)
@@ -109,13 +146,13 @@ def test_halves_of_a_joined_projection_and_a_transposed_factor():
 def test_no_rows():
     empty = rand(0, 24)
     parts = [part(0, 24, 4), part(0, 24, 4)]
-    assert gated_lora_(empty, empty, "silu", *parts, keep=True).shape == (0, 24)
-    gated_lora_backward_(empty, None, empty, empty, "silu", empty.clone(), empty.clone())
+    assert gated_lora_(empty, parts[0], empty, parts[1], "silu", store=True).shape == (0, 24)
+    gated_lora_backward_(empty, None, empty, None, empty, None, "silu", empty.clone(), empty.clone())
 
 
 def test_cpu_takes_the_reference():
     part = "LowRank(torch.randn(5, 2), torch.randn(8, 2))"
-    made = f"torch.randn(5, 8), torch.randn(5, 8), 'silu', {part}, {part}, False"
+    made = f"torch.randn(5, 8), {part}, torch.randn(5, 8), {part}, 'silu', False"
     assert_cpu_takes_the_reference("gated_lora_", f"({made})", ["LowRank"])
 
 
@@ -138,12 +175,18 @@ def test_what_does_not_fit_is_refused_in_one_line(changes, message):
         "activation": "silu",
         "of_gate": LowRank(torch.ones(5, 2), torch.ones(8, 2)),
         "of_up": LowRank(torch.ones(5, 3), torch.ones(8, 3)),
-        "keep": True,
+        "store": True,
     }
     with pytest.raises(ValueError, match=message) as error:
         gated_lora_(**(good | changes))
     assert "\n" not in str(error.value)
     gated_lora_(**good)
+
+
+def test_gradients_are_not_written_over_each_other():
+    x = torch.ones(5, 8)
+    with pytest.raises(ValueError, match=r"g_up is \[5, 8\] with strides \[0, 1\]"):
+        gated_lora_backward_(x, None, x, None, x, None, "silu", x.clone(), torch.ones(1, 8).expand(5, 8))
 
 
 @pytest.mark.gpu
@@ -152,5 +195,5 @@ def test_rows_past_two_to_the_31():
     gate = torch.randn(n, f, dtype=BF16, device=DEVICE)
     of = LowRank(rand(n, 16, dtype=BF16), rand(f, 16, dtype=BF16, scale=0.25))
     tail = LowRank(of.left[-64:], of.right)
-    expected = gated_lora_(gate[-64:], gate[-64:], "silu", tail, tail, keep=False)
-    assert torch.equal(gated_lora_(gate, gate, "silu", of, of, keep=False)[-64:], expected)
+    expected = gated_lora_(gate[-64:], tail, gate[-64:], tail, "silu", store=False)
+    assert torch.equal(gated_lora_(gate, of, gate, of, "silu", store=False)[-64:], expected)

@@ -111,6 +111,12 @@ PRIVATE_NAMES = (
         for name in ("_cuda_clearCublasWorkspaces", "_cuda_endAllocateToPool", "_cuda_releasePool")
     ),
     PrivateName(
+        "torch._C._autograd",
+        "_get_current_graph_task_keep_graph",
+        "gradients take the place of what no later backward pass reads",
+        ("kernels/backward.py",),
+    ),
+    PrivateName(
         "torch.optim.adam",
         "_step_supports_amp_scaling",
         "to leave out an update that is not finite, on the device",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unsloth_pack.kernels import gated, gated_lora_backward_
+from unsloth_pack.kernels.backward import is_last_pass
 from unsloth_pack.kernels.products import multiply
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.gated_mlp import Start, gate_and_up
@@ -100,10 +101,11 @@ class _TrainedGatedMLP(torch.autograd.Function):
         x, *kept = (ctx if plan.start is None else plan.start).saved_tensors
         x_NI, g_NO = x.reshape(-1, ctx.shape[-1]), grad.reshape(-1, grad.shape[-1])
         outputs = kept or _inner(x_NI, held, plan.dtype)
-        # What is kept may be read again; what was made here makes room for its gradient
-        grads = [torch.empty_like(y_NO) for y_NO in kept] or outputs
+        # What may be read again stays; anything else makes room for its gradient
+        grads = [torch.empty_like(y_NO) for y_NO in kept] if kept and not is_last_pass() else outputs
         product_NF = g_NO @ held[-2].to(plan.dtype)  # its gradient, until the kernel has run
-        gated_lora_backward_(product_NF, None, *gate_and_up(outputs), plan.activation, *gate_and_up(grads))
+        gate, up = gate_and_up(outputs)
+        gated_lora_backward_(product_NF, None, gate, None, up, None, plan.activation, *gate_and_up(grads))
         of_down = _gradients(g_NO, product_NF, held[-2:], needed[-2:])
         del product_NF
         of_inner = [

@@ -1,4 +1,4 @@
-"""The backward pass of a fused operation, which can be differentiated once."""
+"""The backward pass of a fused operation: it can be differentiated once, and may be the last one."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *grads)
 
     return run
+
+
+def is_last_pass() -> bool:
+    """Whether the backward pass that runs now frees what its nodes have saved: it may be overwritten.
+
+    Not so with retain_graph=True.
+    """
+    return not torch._C._autograd._get_current_graph_task_keep_graph()

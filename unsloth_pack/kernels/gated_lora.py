@@ -3,8 +3,10 @@
     product = act(gate + s_g L_g R_gᵀ) * (up + s_u L_u R_uᵀ)
 
 A GEMM that adds the adapter's part to `gate` would read and write all of it once more. A kernel that reads
-`gate` anyway adds the part to a tile in registers, where it costs the reading of two narrow matrices. The
-backward kernel likewise adds the adapter's part of down to the gradient that it reads.
+`gate` anyway adds the part to a tile in registers, where it costs the reading of two narrow matrices. So the
+sums need not be stored: the backward kernel makes them again, and likewise adds the adapter's part of down to
+the gradient that it reads. Of small ranks it also sums, while it has them, the products with the narrow
+matrices that the gradients of the factors are. Only of large ranks is reading the sums quicker.
 
 N rows of F features, r of a part's rank, in tiles of `[ROWS, COLUMNS]`. A program goes down TILES of them and
 loads the next ones while it computes, so that both kernels run at the speed of the device's memory.
@@ -19,10 +21,14 @@ from torch import Tensor
 
 from . import reference
 from .gated import check_gated, check_written, product_and_gradients
-from .launch import as_rows, jit, takes_fused_path, tl, triton
+from .launch import as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
+from .products import multiply
 from .reference import LowRank
 
 _MOST_RANKS = 64  # of a part that are multiplied at a time
+_MOST_SUMMED_RANKS = 32  # of a part whose products a program sums in registers
+_LEAST_PROGRAMS = 1000  # that a GPU is kept busy with
+_WARPS = 4
 _MOST_LOADED_AHEAD = 92 * 2**10  # bytes: an Ada GPU has 99 KiB of shared memory for a program
 
 
@@ -49,14 +55,20 @@ class _Blocks(NamedTuple):
     ranks: int
 
     @classmethod
-    def of(cls, x: Tensor, *parts: LowRank) -> _Blocks:
-        """For tensors like x, with at most two parts."""
-        most = max((part.left.shape[1] for part in parts), default=1)
+    def of(cls, x: Tensor, n_tensors: int, parts: list[_Part]) -> _Blocks:
+        """For so many tensors like x that are read, and the parts that are added to them."""
+        ranks_of = [part.rank for part in parts if part.rank] or [1]
+        most = max(ranks_of)
         ranks = min(_MOST_RANKS, max(16, triton.next_power_of_2(most)))  # `tl.dot` takes 16 and more
-        rows, columns = (16, 128) if ranks <= 32 else (32, 64)
-        of_parts = 2 * triton.cdiv(most, ranks) * ranks * (rows + columns)
-        stage = x.element_size() * (2 * rows * columns + of_parts)  # bytes that are loaded ahead for a tile
+        rows, columns = (16 if ranks <= 32 or len(ranks_of) == 3 else 32), 64
+        of_parts = sum(triton.cdiv(rank, ranks) for rank in ranks_of) * ranks * (rows + columns)
+        stage = x.element_size() * (n_tensors * rows * columns + of_parts)  # bytes loaded ahead for a tile
         return cls(rows, columns, 8, 1 + min(2, _MOST_LOADED_AHEAD // stage), ranks)
+
+    def summing(self, x: Tensor) -> _Blocks:
+        """With more tiles for each program, which are fewer sums to write."""
+        most = x.numel() // (self.rows * self.columns * _LEAST_PROGRAMS)
+        return self._replace(tiles=min(32, max(8, floor_power_of_2(most))))
 
     def grid(self, x: Tensor) -> tuple[int]:
         N, F = x.shape
@@ -64,39 +76,40 @@ class _Blocks(NamedTuple):
 
 
 def gated_lora_(
-    gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_up: LowRank, keep: bool
+    gate: Tensor, of_gate: LowRank, up: Tensor, of_up: LowRank, activation: str, store: bool
 ) -> Tensor:
     """act(gate + of_gate) * (up + of_up), without autograd.
 
     Args:
-        gate, up: `[N, F]` of one dtype. With `keep` they become the sums: rows of one stride, each contiguous
-            and apart from the others.
-        activation: as for `gated`.
+        gate, up: `[N, F]` of one dtype. With `store` they become the sums: rows of one stride, each
+            contiguous and apart from the others.
         of_gate, of_up: what is added to them.
+        activation: as for `gated`.
 
     Returns:
         `[N, F]`, fresh and contiguous, computed in float32 from the rounded sums and rounded once.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together, the activation is unknown, or sums cannot
-            be written in place.
+            be stored.
 
     Source: Hu et al. 2021, "LoRA", section 4.1; Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
     """
     check_gated(gate, up, activation)
     _check(gate, of_gate, of_up)
-    if keep:
+    if store:
         check_written(gate.shape, gate=gate, up=up)
     if not takes_fused_path(gate, up):
-        return reference.gated_lora_(gate, up, activation, of_gate, of_up, keep)
+        return reference.gated_lora_(gate, of_gate, up, of_up, activation, store)
     (gate_rows, gate_sr), (up_rows, up_sr) = as_rows(gate), as_rows(up)
     out = gate.new_empty(gate.shape)
-    blocks = _Blocks.of(gate, of_gate, of_up)
+    parts = [_part(of_gate, gate), _part(of_up, up)]
+    blocks = _Blocks.of(gate, 2, parts)
     with torch.cuda.device_of(gate):
         _gated_lora_kernel[blocks.grid(gate)](
-            *(gate_rows, up_rows, out, *_part(of_gate), *_part(of_up), *gate.shape, gate_sr, up_sr),
-            *(keep, activation, *blocks),
-            num_warps=4,
+            *(gate_rows, up_rows, out, *parts[0], *parts[1], *gate.shape, gate_sr, up_sr),
+            *(store, activation, *blocks),
+            num_warps=_WARPS,
         )
     return out
 
@@ -105,18 +118,24 @@ def gated_lora_backward_(
     g_out: Tensor,
     of_g_out: LowRank | None,
     gate: Tensor,
+    of_gate: LowRank | None,
     up: Tensor,
+    of_up: LowRank | None,
     activation: str,
     g_gate: Tensor,
     g_up: Tensor,
-) -> None:
-    """The backward pass of act(gate) * up, which also makes the product again.
+) -> list[Tensor | None]:
+    """The backward pass of `gated_lora_`, which also makes the product again.
 
     Args:
         g_out: `[N, F]`; with `of_g_out` added, the gradient of the product. Overwritten by the product.
         of_g_out: what is added to g_out, or None.
-        gate, up, activation: as for `gated`, of the dtype of g_out.
-        g_gate, g_up: the gradients of gate and up are written there; may be gate and up themselves.
+        gate, of_gate, up, of_up, activation: as for `gated_lora_`, of the dtype of g_out; None adds nothing.
+        g_gate, g_up: the gradients of the sums are written there; may be gate and up themselves.
+
+    Returns:
+        productᵀ left of of_g_out, g_gateᵀ left of of_gate and g_upᵀ left of of_up, `[F, r]` each, without
+        the scales, in float32 (float64 for float64); None where that part is None.
 
     Raises:
         ValueError: as for `gated_lora_`; or a tensor that is written to has another shape, or is not rows of
@@ -124,22 +143,47 @@ def gated_lora_backward_(
     """
     check_gated(gate, up, activation)
     check_written(gate.shape, g_out=g_out, g_gate=g_gate, g_up=g_up)
-    parts = [] if of_g_out is None else [of_g_out]
-    _check(gate, *parts)
+    added = [of_g_out, of_gate, of_up]
+    _check(gate, *(part for part in added if part is not None))
     if not takes_fused_path(gate, up):
-        reference.gated_lora_backward_(g_out, of_g_out, gate, up, activation, g_gate, g_up)
-        return
+        return reference.gated_lora_backward_(
+            g_out, of_g_out, gate, of_gate, up, of_up, activation, g_gate, g_up
+        )
     tensors, strides = zip(*map(as_rows, (g_out, gate, up, g_gate, g_up)), strict=True)
-    # A part of rank 0 adds nothing, and its tensors are not read
-    part = _Part(gate, gate, 0.0, 0, 0, 0, 0) if of_g_out is None else _part(of_g_out)
-    blocks = _Blocks.of(gate, *parts)
+    parts = [_part(part, gate) for part in added]
+    blocks, sums = _Blocks.of(gate, 3, parts), None
+    if gate.element_size() == 2 and all(0 < part.rank <= _MOST_SUMMED_RANKS for part in parts):
+        blocks = blocks.summing(gate)
+        shape = (triton.cdiv(len(gate), blocks.rows * blocks.tiles), 3, gate.shape[1], blocks.ranks)
+        sums = torch.empty(shape, dtype=torch.float32, device=gate.device)
     with torch.cuda.device_of(gate):
         _gated_lora_backward_kernel[blocks.grid(gate)](
-            *(*tensors, *part, *gate.shape, *strides, activation, *blocks), num_warps=4
+            *(*tensors, sums, *parts[0], *parts[1], *parts[2], *gate.shape, *strides, activation, *blocks),
+            num_warps=_WARPS,
         )
+    if sums is not None:
+        return [total[:, : part.rank] for total, part in zip(sums.sum(0), parts, strict=True)]
+    return [_product(x, part) for x, part in zip((g_out, g_gate, g_up), added, strict=True)]
 
 
-def _part(of: LowRank) -> _Part:
+def _product(x: Tensor, part: LowRank | None) -> Tensor | None:
+    """xᵀ left in float32."""
+    if part is None:
+        return None
+    product = torch.empty((x.shape[1], part.left.shape[1]), dtype=torch.float32, device=x.device)
+    multiply(x.t(), part.left, product)
+    return product
+
+
+def best_stored(rank: int) -> bool:
+    """Whether parts of a rank are added once and the sums stored, where gate and up are kept."""
+    return rank > _MOST_SUMMED_RANKS
+
+
+def _part(of: LowRank | None, like: Tensor) -> _Part:
+    """For None a part of rank 0, which adds nothing and whose tensors are not read."""
+    if of is None:
+        return _Part(like, like, 0.0, 0, 0, 0, 0)
     left = of.left if of.left.stride(1) == 1 else of.left.contiguous()
     right_row, right_column = of.right.stride()
     return _Part(left, of.right, float(of.scale), left.stride(0), right_row, right_column, left.shape[1])
@@ -161,57 +205,86 @@ def _check(x: Tensor, *parts: LowRank) -> None:
             )
 
 
-# F is specialised: Triton must know that 16 divides it, and the strides, for 16-byte accesses.
+# F is specialised: Triton must know that 16 divides it, and the strides, for 16-byte accesses. Of a rank of 8
+# it is told the factors' strides themselves.
 
 
 @jit(do_not_specialize=["N"])
 def _gated_lora_kernel(
     gate, up, out,
-    gate_left, gate_right, gate_scale, gl_sr, gr_sf, gr_sr, GATE_RANK: tl.constexpr,
-    up_left, up_right, up_scale, ul_sr, ur_sf, ur_sr, UP_RANK: tl.constexpr,
+    gate_left, gate_right, gate_scale,
+    gl_sr: tl.constexpr, gr_sf: tl.constexpr, gr_sr: tl.constexpr, GATE_RANK: tl.constexpr,
+    up_left, up_right, up_scale,
+    ul_sr: tl.constexpr, ur_sf: tl.constexpr, ur_sr: tl.constexpr, UP_RANK: tl.constexpr,
     N, F, gate_sr, up_sr,
-    KEEP: tl.constexpr, ACTIVATION: tl.constexpr,
+    STORE: tl.constexpr, ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out `[N, F]`: the product; with KEEP gate and up become the sums. Grid: runs of tiles, row by row."""
+    """out `[N, F]`: the product; with STORE gate and up become the sums. Grid: runs of tiles, row by row."""
     for tile in tl.range(0, TILES, num_stages=STAGES):
         row, column, inside = _tile(tile, N, F, ROWS, COLUMNS, TILES)
-        x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + row * up_sr + column, mask=inside, other=0.0).to(tl.float32)
-        x += _low_rank(gate_left, gate_right, gate_scale, row, column, N, F, gl_sr, gr_sf, gr_sr,
-                       GATE_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
-        u += _low_rank(up_left, up_right, up_scale, row, column, N, F, ul_sr, ur_sf, ur_sr,
-                       UP_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
-        kept_x, kept_u = x.to(gate.dtype.element_ty), u.to(up.dtype.element_ty)
-        if KEEP:
-            tl.store(gate + row * gate_sr + column, kept_x, mask=inside)
-            tl.store(up + row * up_sr + column, kept_u, mask=inside)
-        x, u = kept_x.to(tl.float32), kept_u.to(tl.float32)
+        x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0)
+        u = tl.load(up + row * up_sr + column, mask=inside, other=0.0)
+        x = _rounded_sum(x, gate_left, gate_right, gate_scale, row, column, N, F, gl_sr, gr_sf, gr_sr,
+                         GATE_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+        u = _rounded_sum(u, up_left, up_right, up_scale, row, column, N, F, ul_sr, ur_sf, ur_sr,
+                         UP_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+        if STORE:
+            tl.store(gate + row * gate_sr + column, x.to(gate.dtype.element_ty), mask=inside)
+            tl.store(up + row * up_sr + column, u.to(up.dtype.element_ty), mask=inside)
         product, _gx, _gu = product_and_gradients(0.0, x, u, gate.dtype.element_ty, ACTIVATION)
         tl.store(out + row * F + column, product.to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["N"])
 def _gated_lora_backward_kernel(
-    g_out, gate, up, g_gate, g_up,
-    g_left, g_right, g_scale, left_sr, right_sf, right_sr, RANK: tl.constexpr,
+    g_out, gate, up, g_gate, g_up, sums,
+    g_left, g_right, g_scale,
+    left_sr: tl.constexpr, right_sf: tl.constexpr, right_sr: tl.constexpr, RANK: tl.constexpr,
+    gate_left, gate_right, gate_scale,
+    gl_sr: tl.constexpr, gr_sf: tl.constexpr, gr_sr: tl.constexpr, GATE_RANK: tl.constexpr,
+    up_left, up_right, up_scale,
+    ul_sr: tl.constexpr, ur_sf: tl.constexpr, ur_sr: tl.constexpr, UP_RANK: tl.constexpr,
     N, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """g_gate, g_up `[N, F]`: the gradients of gate and up; g_out becomes the product. Grid: as above."""
+    """g_gate, g_up `[N, F]`: the gradients of the sums; g_out becomes the product. Grid: as above.
+
+    sums: float32 `[runs of tiles, 3, F, RANKS]`, the products with the left factors, or None.
+    """
+    of_product_CR = tl.zeros([COLUMNS, RANKS], dtype=tl.float32)
+    of_gate_CR = tl.zeros([COLUMNS, RANKS], dtype=tl.float32)
+    of_up_CR = tl.zeros([COLUMNS, RANKS], dtype=tl.float32)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         row, column, inside = _tile(tile, N, F, ROWS, COLUMNS, TILES)
         g = tl.load(g_out + row * g_sr + column, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + row * up_sr + column, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(gate + row * gate_sr + column, mask=inside, other=0.0)
+        u = tl.load(up + row * up_sr + column, mask=inside, other=0.0)
         if RANK > 0:
             g += _low_rank(g_left, g_right, g_scale, row, column, N, F, left_sr, right_sf, right_sr,
                            RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+        x = _rounded_sum(x, gate_left, gate_right, gate_scale, row, column, N, F, gl_sr, gr_sf, gr_sr,
+                         GATE_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+        u = _rounded_sum(u, up_left, up_right, up_scale, row, column, N, F, ul_sr, ur_sf, ur_sr,
+                         UP_RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
         product, gx, gu = product_and_gradients(g, x, u, gate.dtype.element_ty, ACTIVATION)
-        tl.store(g_gate + row * g_gate_sr + column, gx.to(g_gate.dtype.element_ty), mask=inside)
-        tl.store(g_up + row * g_up_sr + column, gu.to(g_up.dtype.element_ty), mask=inside)
-        tl.store(g_out + row * g_sr + column, product.to(g_out.dtype.element_ty), mask=inside)
+        product = product.to(g_out.dtype.element_ty)
+        gx, gu = gx.to(g_gate.dtype.element_ty), gu.to(g_up.dtype.element_ty)
+        tl.store(g_gate + row * g_gate_sr + column, gx, mask=inside)
+        tl.store(g_up + row * g_up_sr + column, gu, mask=inside)
+        tl.store(g_out + row * g_sr + column, product, mask=inside)
+        if sums is not None:  # beyond the last row the left factors are 0
+            of_product_CR = tl.dot(product.T, _left(g_left, row, 0, N, left_sr, RANK, RANKS), of_product_CR)
+            of_gate_CR = tl.dot(gx.T, _left(gate_left, row, 0, N, gl_sr, GATE_RANK, RANKS), of_gate_CR)
+            of_up_CR = tl.dot(gu.T, _left(up_left, row, 0, N, ul_sr, UP_RANK, RANKS), of_up_CR)
+    if sums is not None:
+        run = (tl.program_id(0) // tl.cdiv(F, COLUMNS)).to(tl.int64)
+        column = tl.program_id(0) % tl.cdiv(F, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+        at = sums + (run * 3 * F + column) * RANKS + tl.arange(0, RANKS)[None, :]
+        tl.store(at, of_product_CR, mask=column < F)
+        tl.store(at + F * RANKS, of_gate_CR, mask=column < F)
+        tl.store(at + 2 * F * RANKS, of_up_CR, mask=column < F)
 
 
 @jit
@@ -226,6 +299,21 @@ def _tile(tile, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.const
 
 
 @jit
+def _rounded_sum(
+    x, left, right, scale, row, column, N, F, left_sr, right_sf, right_sr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """x + scale * left rightᵀ in float32, rounded to x's dtype: forward and backward see one sum."""
+    dtype: tl.constexpr = x.dtype
+    total = x.to(tl.float32)
+    if RANK > 0:
+        total += _low_rank(left, right, scale, row, column, N, F, left_sr, right_sf, right_sr,
+                           RANK, ROWS, COLUMNS, RANKS)  # fmt: skip
+        total = total.to(dtype).to(tl.float32)
+    return total
+
+
+@jit
 def _low_rank(
     left, right, scale, row, column, N, F, left_sr, right_sf, right_sr,
     RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
@@ -233,11 +321,17 @@ def _low_rank(
     """scale * left rightᵀ, a tile of it."""
     part = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in tl.static_range(0, RANK, RANKS):
-        rank_l = first + tl.arange(0, RANKS)[None, :]
         rank_r = first + tl.arange(0, RANKS)[:, None]
-        l_tile = tl.load(left + row * left_sr + rank_l, mask=(row < N) & (rank_l < RANK), other=0.0)
+        l_tile = _left(left, row, first, N, left_sr, RANK, RANKS)
         r_tile = tl.load(
             right + column * right_sf + rank_r * right_sr, mask=(column < F) & (rank_r < RANK), other=0.0
         )
         part = tl.dot(l_tile, r_tile, part, input_precision="ieee")
     return scale * part
+
+
+@jit
+def _left(left, row, first, N, left_sr, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Rows of a left factor, RANKS of its ranks from `first` on."""
+    rank = first + tl.arange(0, RANKS)[None, :]
+    return tl.load(left + row * left_sr + rank, mask=(row < N) & (rank < RANK), other=0.0)

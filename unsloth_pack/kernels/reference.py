@@ -185,14 +185,14 @@ class NestedScales(NamedTuple):
 
 
 def gated_lora_(
-    gate: Tensor, up: Tensor, activation: str, of_gate: LowRank, of_up: LowRank, keep: bool
+    gate: Tensor, of_gate: LowRank, up: Tensor, of_up: LowRank, activation: str, store: bool
 ) -> Tensor:
-    """act(gate + of_gate) * (up + of_up); with `keep` gate and up become the sums.
+    """act(gate + of_gate) * (up + of_up); with `store` gate and up become the sums.
 
     The contract is `unsloth_pack.kernels.gated_lora_`'s.
     """
     sums = _sum(gate, of_gate).to(gate.dtype), _sum(up, of_up).to(up.dtype)
-    if keep:
+    if store:
         gate.copy_(sums[0])
         up.copy_(sums[1])
     return gated(*sums, activation)
@@ -202,22 +202,29 @@ def gated_lora_backward_(
     g_out: Tensor,
     of_g_out: LowRank | None,
     gate: Tensor,
+    of_gate: LowRank | None,
     up: Tensor,
+    of_up: LowRank | None,
     activation: str,
     g_gate: Tensor,
     g_up: Tensor,
-) -> None:
-    """The gradients of gate and up into g_gate and g_up; g_out becomes the product.
+) -> list[Tensor | None]:
+    """The gradients of the sums into g_gate and g_up; g_out becomes the product. Returns products with lefts.
 
     The contract is `unsloth_pack.kernels.gated_lora_backward_`'s.
     """
-    leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
-    wide_dtype = torch.promote_types(gate.dtype, torch.float32)
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    x, u = (_sum(*pair).to(gate.dtype).to(wide).requires_grad_() for pair in ((gate, of_gate), (up, of_up)))
     with torch.enable_grad():
-        wide = gated(leaves[0].to(wide_dtype), leaves[1].to(wide_dtype), activation)
-    grads = torch.autograd.grad(wide, leaves, _sum(g_out, of_g_out))
-    for into, x in zip((g_gate, g_up, g_out), (*grads, wide), strict=True):
-        into.detach().copy_(x.detach())
+        product = gated(x, u, activation)
+    grads = torch.autograd.grad(product, (x, u), _sum(g_out, of_g_out))
+    products: list[Tensor | None] = []
+    for into, made, part in zip(
+        (g_out, g_gate, g_up), (product, *grads), (of_g_out, of_gate, of_up), strict=True
+    ):
+        into.detach().copy_(made.detach())
+        products.append(None if part is None else into.detach().t().to(wide) @ part.left.to(wide))
+    return products
 
 
 def _sum(x: Tensor, part: LowRank | None) -> Tensor:

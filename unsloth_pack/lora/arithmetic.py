@@ -236,21 +236,17 @@ def backward_to_input_apart(
     return _backward_through_weights([g_NO], layers, gx_NI, columns), LowRank(gh_NR, a_RI.t())
 
 
-def backward_to_factors(
-    g_NOs: Sequence[Tensor],
-    gh_NR: Tensor,
-    x_NI: Tensor,
-    h_NR: Tensor,
-    layers: Sequence[Layer],
-    first_row: int = 0,
-) -> list[Tensor]:
-    """The gradients of the stacked A, then of every B, in the dtype of x."""
-    if _any_drops(layers):
-        grads = [gh_NR[:, p.ranks].t() @ p.dropped(x_NI, first_row) for p in layers]
-        grad_a_RI = grads[0] if len(grads) == 1 else torch.cat(grads)
-    else:
-        grad_a_RI = gh_NR.t() @ x_NI
-    return [grad_a_RI] + [
+def backward_to_a(gh_NR: Tensor, x_NI: Tensor, layers: Sequence[Layer], first_row: int = 0) -> Tensor:
+    """The gradient of the stacked A, in the dtype of x."""
+    if not _any_drops(layers):
+        return gh_NR.t() @ x_NI
+    grads = [gh_NR[:, p.ranks].t() @ p.dropped(x_NI, first_row) for p in layers]
+    return grads[0] if len(grads) == 1 else torch.cat(grads)
+
+
+def backward_to_bs(g_NOs: Sequence[Tensor], h_NR: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
+    """The gradient of every B, in the dtype of x."""
+    return [
         torch.addmm(p.b_Or, g_NO.t(), h_NR[:, p.ranks], beta=0, alpha=p.scaling)
         for g_NO, p in zip(g_NOs, layers, strict=True)
     ]

@@ -32,6 +32,7 @@ from unsloth_pack.kernels import (
     routed_gate_backward_,
     sum_of_rows,
 )
+from unsloth_pack.kernels.backward import is_last_pass
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.gated_mlp import Start
 
@@ -258,7 +259,7 @@ class _RoutedExperts(torch.autograd.Function):
         weight_S = weights_Nk.reshape(-1)[routing.slot_S]
         if kept:
             total, h_inner = InnerSum(kept[0]), kept[1]
-            g_inner = torch.empty_like(kept[0])  # what is kept may be read again
+            g_inner = kept[0] if is_last_pass() else torch.empty_like(kept[0])
         else:
             base, low_rank, h_inner = inner.forward(x_NC.index_select(0, routing.token_S))
             total, g_inner = _inner_sum(base, low_rank, call), base

@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.kernels import Fp8Columns, LowRank, gated_lora_, gated_lora_backward_
-from unsloth_pack.kernels.backward import once_differentiable
+from unsloth_pack.kernels.backward import is_last_pass, once_differentiable
+from unsloth_pack.kernels.gated_lora import best_stored
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.layers import FastLoraLinear, prepared
 
-_TILE = 2**26  # elements of gate in a tile: GEMMs of 4,096 tokens at 14,336 features are still at full speed
+# Elements of gate in a tile: GEMMs of 4,096 tokens at 14,336 features lack a percent of full speed. Twice as
+# many where gate and up are kept: then only their product is made for a tile.
+_TILE = 2**26
 
 
 def gated_mlp(
@@ -41,7 +44,8 @@ def gated_mlp(
     """
     x, recipe = prepared(x)
     layers = [*inner, down]
-    plan = _Plan(activation, [layer.frozen() for layer in layers], recipe.compute, len(recipe.inputs), keep)
+    frozen = [layer.frozen() for layer in layers]
+    plan = _Plan(activation, frozen, recipe.compute, recipe.makes_anew, len(recipe.inputs), keep)
     if torch.is_grad_enabled() and x.requires_grad and not keep:
         x = Start.apply(x, recipe.inputs)
         plan.start = x.grad_fn
@@ -62,12 +66,14 @@ class _Plan:
 
     Args:
         compute: makes x of the first `n_inputs` saved tensors.
+        makes_anew: whether that x may be overwritten.
         start: the autograd node of `Start`, where that saved them.
     """
 
     activation: str
     frozen: list[arithmetic.Frozen]
     compute: Callable[..., Tensor]
+    makes_anew: bool
     n_inputs: int
     keep: bool
     start: Any = None
@@ -106,16 +112,16 @@ class _GatedMLP(torch.autograd.Function):
         ctx.stacks = plan.stacks(x.dtype, held)
         inner, down = _dequantised(ctx.stacks, x.dtype)
         ctx.h_of_down = []  # `[t, r]` of each tile
+        ctx.stored = plan.keep and best_stored(max(p.b_Or.shape[1] for p in inner.layers))
         x_NI = x.reshape(-1, x.shape[-1])
-        kept = _Inside.apart(x_NI, inner) if plan.keep else None
+        kept = _Inside.of(x_NI, inner) if plan.keep else None
         y_NO = x_NI.new_empty(len(x_NI), down.layers[0].b_Or.shape[0])
-        for tile in _tiles(len(x_NI), down.a.shape[1]):
-            inside = _Inside.apart(x_NI[tile], inner, tile.start) if kept is None else kept.tile(tile)
-            of_gate, of_up = inside.adapted(inner.layers)
-            product_tF = gated_lora_(*inside.gate_and_up, plan.activation, of_gate, of_up, plan.keep)
+        for tile in _tiles(len(x_NI), down.a.shape[1], plan.keep):
+            inside = _Inside.of(x_NI[tile], inner, tile.start) if kept is None else kept.tile(tile)
+            product_tF = gated_lora_(*inside.gate_and_up, plan.activation, ctx.stored)
             _, h_tr = arithmetic.forward(product_tF, *down, tile.start, into=[y_NO[tile]])
             ctx.h_of_down.append(h_tr)
-            del inside, of_gate, of_up, product_tF  # or they would stand beside those of the next tile
+            del inside, product_tF  # or they would stand beside those of the next tile
         if plan.start is None:
             ctx.save_for_backward(*inputs, *([] if kept is None else [kept.h, *kept.outputs]))
         ctx.plan, ctx.shape = plan, x.shape
@@ -131,24 +137,29 @@ class _GatedMLP(torch.autograd.Function):
         saved = (ctx if plan.start is None else plan.start).saved_tensors
         x_NI = plan.compute(*saved[: plan.n_inputs]).reshape(-1, ctx.shape[-1])
         rest = saved[plan.n_inputs :]
-        kept = _Inside(rest[0], list(rest[1:])) if rest else None
         g_NO = grad.reshape(-1, grad.shape[-1])
         inner, down = _dequantised(ctx.stacks, x_NI.dtype)
+        kept = _Inside(rest[0], rest[1:], inner.layers, ctx.stored) if rest else None
         trains_bias = ctx.needs_input_grad[3::3]
-        grad_x_NI = x_NI.new_empty(x_NI.shape) if ctx.needs_input_grad[0] else None
+        grad_x_NI = None
+        if ctx.needs_input_grad[0]:  # a tile of x is not read any more once its gradient is made
+            grad_x_NI = x_NI if plan.makes_anew else torch.empty_like(x_NI)
         inner_columns = None if grad_x_NI is None else arithmetic.fp8_columns(inner.layers)
         down_columns = arithmetic.fp8_columns(down.layers)
+        # What may be read again stays; anything else makes room for its gradient
+        stays = kept is not None and not is_last_pass()
         sums: list[Tensor] = []
-        for tile, h_tr in zip(_tiles(len(x_NI), down.a.shape[1]), ctx.h_of_down, strict=True):
+        for tile, h_tr in zip(_tiles(len(x_NI), down.a.shape[1], plan.keep), ctx.h_of_down, strict=True):
             x_tI, g_tO, row = x_NI[tile], g_NO[tile], tile.start
-            inside = _Inside.again(x_tI, inner, row) if kept is None else kept.tile(tile)
-            # What is kept may be read again; what was made here makes room for its gradient
-            grads = inside.outputs if kept is None else [torch.empty_like(y) for y in inside.outputs]
-            of_down = _through_down(g_tO, h_tr, inside, grads, plan.activation, down, row, down_columns)
+            inside = _Inside.of(x_tI, inner, row) if kept is None else kept.tile(tile)
+            grads = [torch.empty_like(y) for y in inside.outputs] if stays else inside.outputs
+            of_down, of_inner_bs = _through_down(
+                g_tO, h_tr, inside, grads, plan.activation, down, row, down_columns
+            )
             gh_tR = arithmetic.backward_to_ranks(grads, *inner)
-            of_inner = arithmetic.backward_to_factors(grads, gh_tR, x_tI, inside.h, inner.layers, row)
+            of_inner_a = arithmetic.backward_to_a(gh_tR, x_tI, inner.layers, row)
             of_biases = _bias_grads([*grads, g_tO], trains_bias)
-            sums = _added(sums, [*of_inner, *of_down, *of_biases])
+            sums = _added(sums, [of_inner_a, *of_inner_bs, *of_down, *of_biases])
             if grad_x_NI is not None:
                 arithmetic.backward_to_input(grads, gh_tR, *inner, row, grad_x_NI[tile], inner_columns)
             del inside, grads  # as above
@@ -168,38 +179,32 @@ class _Inside(NamedTuple):
 
     Args:
         h: `[t, R]`, from which the adapters' part is made.
-        outputs: `[t, O]` of each layer.
+        outputs: `[t, O]` of each layer, without the adapters' part, which the kernels of the activation add.
+        stored: whether the kernel of the forward pass has stored the sums there.
     """
 
     h: Tensor
     outputs: Sequence[Tensor]
+    layers: Sequence[arithmetic.Layer]
+    stored: bool = False
 
     @classmethod
-    def apart(cls, x_tI: Tensor, inner: _Stack, first_row: int = 0) -> "_Inside":
-        """Outputs without the adapters' part, which the kernel of the activation adds."""
+    def of(cls, x_tI: Tensor, inner: _Stack, first_row: int = 0) -> "_Inside":
         outputs, h_tR = arithmetic.forward_apart(x_tI, *inner, first_row)
-        return cls(h_tR, outputs)
-
-    @classmethod
-    def again(cls, x_tI: Tensor, inner: _Stack, first_row: int) -> "_Inside":
-        """Whole outputs, for a backward pass that finds none."""
-        outputs, h_tR = arithmetic.forward(x_tI, *inner, first_row)
-        return cls(h_tR, outputs)
+        return cls(h_tR, outputs, inner.layers)
 
     def tile(self, rows: slice) -> "_Inside":
-        return _Inside(self.h[rows], [y[rows] for y in self.outputs])
+        return self._replace(h=self.h[rows], outputs=[y[rows] for y in self.outputs])
 
     @property
-    def gate_and_up(self) -> tuple[Tensor, Tensor]:
-        return gate_and_up(self.outputs)
-
-    def adapted(self, layers: Sequence[arithmetic.Layer]) -> list[LowRank]:
-        """The adapters' part of gate and of up."""
-        parts = [arithmetic.low_rank(self.h, p) for p in layers]
-        if len(parts) == 2:
-            return parts
-        ((h_tr, b_Or, scaling),) = parts
-        return [LowRank(h_tr, b_Fr, scaling) for b_Fr in b_Or.chunk(2)]
+    def gate_and_up(self) -> tuple[Tensor, LowRank, Tensor, LowRank]:
+        """Each followed by the adapter's part of it."""
+        gate, up = gate_and_up(self.outputs)
+        parts = [arithmetic.low_rank(self.h, p) for p in self.layers]
+        if len(parts) == 1:
+            ((h_tr, b_Or, scaling),) = parts
+            parts = [LowRank(h_tr, b_Fr, scaling) for b_Fr in b_Or.chunk(2)]
+        return gate, parts[0], up, parts[1]
 
 
 def _through_down(
@@ -211,13 +216,30 @@ def _through_down(
     down: _Stack,
     first_row: int,
     columns: Fp8Columns | None,
-) -> list[Tensor]:
-    """Write the gradients of gate and up into `grads`; return those of the factors of down."""
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Write the gradients of gate and up into `grads`.
+
+    Returns:
+        The gradients of A and B of down, and those of every B inside.
+    """
     gh_tr = arithmetic.backward_to_ranks([g_tO], *down)
     # The gradient of the product, until the kernel has turned it into the product
     product_tF, rest = arithmetic.backward_to_input_apart(g_tO, gh_tr, *down, first_row, columns)
-    gated_lora_backward_(product_tF, rest, *inside.gate_and_up, activation, *gate_and_up(grads))
-    return arithmetic.backward_to_factors([g_tO], gh_tr, product_tF, h_tr, down.layers, first_row)
+    gate, of_gate, up, of_up = inside.gate_and_up
+    added = (None, None) if inside.stored else (of_gate, of_up)
+    of_a_Fr, *of_inner = gated_lora_backward_(
+        product_tF, rest, gate, added[0], up, added[1], activation, *gate_and_up(grads)
+    )
+    if of_a_Fr is None:
+        of_a_rF = arithmetic.backward_to_a(gh_tr, product_tF, down.layers, first_row)
+    else:
+        of_a_rF = of_a_Fr.t()
+    of_down = [of_a_rF, *arithmetic.backward_to_bs([g_tO], h_tr, down.layers)]
+    if inside.stored:
+        return of_down, arithmetic.backward_to_bs(grads, inside.h, inside.layers)
+    of_bs = [of_b_Or for of_b_Or in of_inner if of_b_Or is not None]
+    of_bs = [torch.cat(of_bs)] if len(inside.layers) == 1 else of_bs
+    return of_down, [of_b_Or * p.scaling for of_b_Or, p in zip(of_bs, inside.layers, strict=True)]
 
 
 def _bias_grads(grads: Sequence[Tensor], trains_bias: Sequence[bool]) -> list[Tensor]:
@@ -225,8 +247,9 @@ def _bias_grads(grads: Sequence[Tensor], trains_bias: Sequence[bool]) -> list[Te
     return [g.sum(0, dtype=_wide(g.dtype)) for g, trained in zip(grads, trains_bias, strict=True) if trained]
 
 
-def _tiles(n_tokens: int, n_features: int) -> list[slice]:
-    n_tiles = max(1, -(-n_tokens * n_features // _TILE))
+def _tiles(n_tokens: int, n_features: int, keep: bool) -> list[slice]:
+    most = 2 * _TILE if keep else _TILE
+    n_tiles = max(1, -(-n_tokens * n_features // most))
     length = max(1, -(-n_tokens // n_tiles))
     if n_tiles > 1:
         length = -(-length // 128) * 128

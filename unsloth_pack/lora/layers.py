@@ -31,6 +31,11 @@ class Recipe(NamedTuple):
     compute: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
 
+    @property
+    def makes_anew(self) -> bool:
+        """Whether the result may be overwritten: it is not what is kept."""
+        return self.compute is not _itself
+
 
 class PeftLinear(nn.Module):
     """LoRA on a linear layer, by PEFT: the types of its attributes, which PEFT leaves open."""
@@ -212,7 +217,8 @@ class _LoraLinears(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = arithmetic.backward_to_input(g_NOs, gh_NR, a_RI, layers).view(ctx.shape)
-        factors = arithmetic.backward_to_factors(g_NOs, gh_NR, x_NI, h_NR, layers)
+        grad_bs = arithmetic.backward_to_bs(g_NOs, h_NR, layers)
+        factors = [arithmetic.backward_to_a(gh_NR, x_NI, layers), *grad_bs]
         trains_bias = ctx.needs_input_grad[3::3]
         biases = [g.sum(0) if trained else None for g, trained in zip(g_NOs, trains_bias, strict=True)]
         of_tensors = arithmetic.by_layer(factors, biases, layers)
