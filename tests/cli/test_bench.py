@@ -210,6 +210,8 @@ def test_what_fails_there_is_one_line(case, tmp_path, monkeypatch):
         ("turn_kernel", "fused kernels"),
         ("_gated_lora_backward_kernel", "fused kernels"),
         ("_forward_kernel", "loss"),
+        ("score_kernel", "loss"),
+        ("score_gradient_kernel", "loss"),
         ("void cunn_SoftMaxForward<8, c10::BFloat16, LogSoftMaxForwardEpilogue>", "loss"),
         ("multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>", "optimizer"),
         ("multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<bfloat16, float>>", "other"),

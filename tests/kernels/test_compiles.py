@@ -15,12 +15,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-scores = import_module("unsloth_pack.kernels.token_scores")
+scores = import_module("unsloth_pack.kernels.token_scores_kernels")
 loss = import_module("unsloth_pack.kernels.linear_cross_entropy")
 POINTERS = ("log_probs", "entropies", "tops", "means", "squares", "losses", "g_log_probs", "g_entropies")
 TYPES = {"logits": "*bf16", "labels": "*i64", "scale": "fp32", "softcap": "fp32", "V": "i32"}
 TYPES |= dict.fromkeys(POINTERS, "*fp32")
-for kernel in (scores._score_kernel, scores._gradient_kernel, loss._cross_entropy_kernel):
+for kernel in (scores.score_kernel, scores.score_gradient_kernel, loss._cross_entropy_kernel):
     flags = [name for name in kernel.arg_names if name.isupper() and name not in ("V", "BLOCK")]
     signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
     for values in itertools.product([False, True], repeat=len(flags)):

@@ -32,7 +32,7 @@ _OF_OPERATOR = (
 _OF_KERNEL = (
     ("attention", re.compile(r"flash|fmha|sdpa|attention|^(forward|q_gradient|kv_gradient)_kernel", re.I)),
     ("loss", re.compile(r"cross_entropy|nll_loss|log_?softmax|logprob", re.I)),
-    ("loss", re.compile(r"^_(forward|backward|score|gradient)_kernel")),  # TRL's, and those of `token_scores`
+    ("loss", re.compile(r"^(_forward|_backward|score|score_gradient)_kernel")),  # TRL's, and ours
     ("optimizer", re.compile(r"adam|lamb|lion|sgd|LpNorm", re.I)),
     ("GEMMs", re.compile(r"gemm|gemv|cutlass|nvjet|cublas|xmma|splitk", re.I)),
 )
@@ -105,9 +105,9 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 
 def _fused_kernels() -> Iterator[str]:
-    """The names of this package's Triton kernels, as the profiler shows them, but for those of attention."""
+    """The names of this package's Triton kernels, as the profiler shows them, but for those sorted by name."""
     for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        if not module.name.endswith(".varlen_attention_kernels"):
+        if not module.name.endswith((".varlen_attention_kernels", ".token_scores_kernels")):
             yield from (name for name in vars(import_module(module.name)) if name.endswith("_kernel"))
 
 

@@ -16,8 +16,9 @@ from .gated_lora import gated_lora_, gated_lora_backward_
 from .grouped import grouped_mm, grouped_outer
 from .linear_cross_entropy import linear_cross_entropy
 from .norm import add_rms_norm, rms_norm
-from .reference import LowRank, NestedScales, QKNorm
+from .reference import NestedScales, QKNorm
 from .reference_experts import Gate, InnerSum, Scaled
+from .reference_gated import LowRank
 from .rope import rope_qk
 from .routed import routed_gate_, routed_gate_backward_, sum_of_rows
 from .token_scores import TokenScores, token_scores
