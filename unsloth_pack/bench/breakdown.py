@@ -105,7 +105,7 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 
 def _fused_kernels() -> Iterator[str]:
-    """The names of this package's Triton kernels, as the profiler shows them, but for those of `_OF_KERNEL`."""
+    """This package's Triton kernels by the profiler's names, but for those that `_OF_KERNEL` sorts."""
     for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
         if not module.name.endswith((".varlen_attention_kernels", ".token_scores_kernels")):
             yield from (name for name in vars(import_module(module.name)) if name.endswith("_kernel"))
