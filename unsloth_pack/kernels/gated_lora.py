@@ -152,7 +152,7 @@ def gated_lora_backward_(
     tensors, strides = zip(*map(as_rows, (g_out, gate, up, g_gate, g_up)), strict=True)
     parts = [_part(part, gate) for part in added]
     blocks, sums = _Blocks.of(gate, 3, parts), None
-    if gate.element_size() == 2 and all(0 < part.rank <= _MOST_SUMMED_RANKS for part in parts):
+    if gate.element_size() == 2 and 0 < max(part.rank for part in parts) <= _MOST_SUMMED_RANKS:
         blocks = blocks.summing(gate)
         shape = (triton.cdiv(len(gate), blocks.rows * blocks.tiles), 3, gate.shape[1], blocks.ranks)
         sums = torch.empty(shape, dtype=torch.float32, device=gate.device)
@@ -162,7 +162,8 @@ def gated_lora_backward_(
             num_warps=_WARPS,
         )
     if sums is not None:
-        return [total[:, : part.rank] for total, part in zip(sums.sum(0), parts, strict=True)]
+        totals = zip(sums.sum(0), parts, strict=True)
+        return [total[:, : part.rank] if part.rank else None for total, part in totals]
     return [_product(x, part) for x, part in zip((g_out, g_gate, g_up), added, strict=True)]
 
 
@@ -251,7 +252,8 @@ def _gated_lora_backward_kernel(
 ):  # fmt: skip
     """g_gate, g_up `[N, F]`: the gradients of the sums; g_out becomes the product. Grid: as above.
 
-    sums: float32 `[runs of tiles, 3, F, RANKS]`, the products with the left factors, or None.
+    sums: float32 `[runs of tiles, 3, F, RANKS]`, the products with the left factors, 0 of a part of rank 0; or
+        None.
     """
     of_product_CR = tl.zeros([COLUMNS, RANKS], dtype=tl.float32)
     of_gate_CR = tl.zeros([COLUMNS, RANKS], dtype=tl.float32)
@@ -275,9 +277,15 @@ def _gated_lora_backward_kernel(
         tl.store(g_up + row * g_up_sr + column, gu, mask=inside)
         tl.store(g_out + row * g_sr + column, product, mask=inside)
         if sums is not None:  # beyond the last row the left factors are 0
-            of_product_CR = tl.dot(product.T, _left(g_left, row, 0, N, left_sr, RANK, RANKS), of_product_CR)
-            of_gate_CR = tl.dot(gx.T, _left(gate_left, row, 0, N, gl_sr, GATE_RANK, RANKS), of_gate_CR)
-            of_up_CR = tl.dot(gu.T, _left(up_left, row, 0, N, ul_sr, UP_RANK, RANKS), of_up_CR)
+            if RANK > 0:
+                left = _left(g_left, row, 0, N, left_sr, RANK, RANKS)
+                of_product_CR = tl.dot(product.T, left, of_product_CR)
+            if GATE_RANK > 0:
+                left = _left(gate_left, row, 0, N, gl_sr, GATE_RANK, RANKS)
+                of_gate_CR = tl.dot(gx.T, left, of_gate_CR)
+            if UP_RANK > 0:
+                left = _left(up_left, row, 0, N, ul_sr, UP_RANK, RANKS)
+                of_up_CR = tl.dot(gu.T, left, of_up_CR)
     if sums is not None:
         run = (tl.program_id(0) // tl.cdiv(F, COLUMNS)).to(tl.int64)
         column = tl.program_id(0) % tl.cdiv(F, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
