@@ -111,7 +111,7 @@ def test_against_float64(monkeypatch, dtype, joined, bias, keep, tile):
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])
 def test_sums_that_are_stored(monkeypatch, dtype, joined, tile):
-    monkeypatch.setattr(module, "best_stored", lambda rank: True)  # as it is for large ranks
+    monkeypatch.setattr(module, "should_store", lambda rank: True)  # as it is for large ranks
     monkeypatch.setattr(module, "_TILE", tile)
     judge(lambda dtype: adapted(dtype, joined), dtype, lambda model: fused(model, True), again=True)
 

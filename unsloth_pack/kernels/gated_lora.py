@@ -176,7 +176,7 @@ def _product(x: Tensor, part: LowRank | None) -> Tensor | None:
     return product
 
 
-def best_stored(rank: int) -> bool:
+def should_store(rank: int) -> bool:
     """Whether parts of a rank are added once and the sums stored, where gate and up are kept."""
     return rank > _MOST_SUMMED_RANKS
 
@@ -206,8 +206,8 @@ def _check(x: Tensor, *parts: LowRank) -> None:
             )
 
 
-# F is specialised: Triton must know that 16 divides it, and the strides, for 16-byte accesses. Of a rank of 8
-# it is told the factors' strides themselves.
+# F is specialised: Triton must know that 16 divides it, and the strides, for 16-byte accesses. The strides of
+# narrow factors are constants, because 16 does not divide a rank of 8.
 
 
 @jit(do_not_specialize=["N"])
@@ -252,8 +252,8 @@ def _gated_lora_backward_kernel(
 ):  # fmt: skip
     """g_gate, g_up `[N, F]`: the gradients of the sums; g_out becomes the product. Grid: as above.
 
-    sums: float32 `[runs of tiles, 3, F, RANKS]`, the products with the left factors, 0 of a part of rank 0; or
-        None.
+    sums: None, or float32 `[runs of tiles, 3, F, RANKS]`: the products with the left factors, 0 of an absent
+        part.
     """
     of_product_CR = tl.zeros([COLUMNS, RANKS], dtype=tl.float32)
     of_gate_CR = tl.zeros([COLUMNS, RANKS], dtype=tl.float32)

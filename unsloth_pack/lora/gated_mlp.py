@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unsloth_pack.kernels import Fp8Columns, LowRank, gated_lora_, gated_lora_backward_
 from unsloth_pack.kernels.backward import is_last_pass, once_differentiable
-from unsloth_pack.kernels.gated_lora import best_stored
+from unsloth_pack.kernels.gated_lora import should_store
 from unsloth_pack.lora import arithmetic
 from unsloth_pack.lora.layers import FastLoraLinear, prepared
 
@@ -112,7 +112,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.stacks = plan.stacks(x.dtype, held)
         inner, down = _dequantised(ctx.stacks, x.dtype)
         ctx.h_of_down = []  # `[t, r]` of each tile
-        ctx.stored = plan.keep and best_stored(max(p.b_Or.shape[1] for p in inner.layers))
+        ctx.stored = plan.keep and should_store(max(p.b_Or.shape[1] for p in inner.layers))
         x_NI = x.reshape(-1, x.shape[-1])
         kept = _Inside.of(x_NI, inner) if plan.keep else None
         y_NO = x_NI.new_empty(len(x_NI), down.layers[0].b_Or.shape[0])
