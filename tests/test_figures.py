@@ -119,6 +119,15 @@ def test_captures_are_told_as_measured():
         assert cells[3] == ", ".join(f"{one['median_ms']:.0f}" for one in measured)
 
 
+def test_the_kernels_of_mlps_are_told_as_measured():
+    measured = json.loads((NEWEST.parent / "mlp-kernels-h200-2026-11-25.json").read_text())["mlp"]
+    names = {f"{one['tokens']:,} x {one['features']:,}, rank {one['rank']}": one for one in measured}
+    told = _table(SPEED, "| tokens x features, rank | before | after |")
+    assert len(told) == 4
+    for name, cells in told.items():
+        assert cells == [f"{names[name][when][0]}, {names[name][when][1]}" for when in ("before", "after")]
+
+
 def test_the_ranges_of_small_models_hold_every_round():
     section = PERFORMANCE.read_text().split("## Small models depend on the host")[1]
     published = re.findall(r"([\d.]+) to (\d+\.\d+) times", section.split("\n\n")[1])
