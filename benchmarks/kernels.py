@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -181,6 +181,7 @@ def unit_of(ceiling: str) -> str:
 def subjects(shape: Shape) -> Iterator[Subject]:
     yield from rotary(shape)
     yield from elementwise(shape)
+    yield from gated_loras(shape)
     yield from experts(shape)
     yield from fp8(shape)
     yield from four_bits(shape)
@@ -228,15 +229,7 @@ def rotary(shape: Shape) -> Iterator[Subject]:
 
 
 def elementwise(shape: Shape) -> Iterator[Subject]:
-    from unsloth_pack.kernels import (
-        LowRank,
-        dropout,
-        gated,
-        gated_lora_,
-        gated_lora_backward_,
-        reference,
-        rms_norm,
-    )
+    from unsloth_pack.kernels import dropout, gated, reference, rms_norm
 
     T = shape.tokens
     hidden, inner = 2.0 * T * shape.hidden, 2.0 * T * shape.intermediate
@@ -260,25 +253,6 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
         ours=lambda gate, up: gated(gate, up, "silu"),
         plain=lambda gate, up: F.silu(gate) * up,
     )
-    part = LowRank(randn(T, 16, grad=False), randn(shape.intermediate, 16, grad=False))
-    yield Subject(
-        name="gated_lora_",
-        ceiling="copy",
-        work=(3 * inner, None),
-        inputs=lambda: (tuple(randn(T, shape.intermediate, grad=False) for _ in range(2)), ()),
-        ours=lambda gate, up: gated_lora_(gate, part, up, part, "silu", False),
-        plain=lambda gate, up: reference.gated_lora_(gate, part, up, part, "silu", False),
-    )
-    yield Subject(
-        name="gated_lora_backward_",
-        ceiling="copy",
-        work=(6 * inner, None),
-        inputs=lambda: (tuple(randn(T, shape.intermediate, grad=False) for _ in range(3)), ()),
-        ours=lambda g, gate, up: gated_lora_backward_(g, part, gate, part, up, part, "silu", gate, up),
-        plain=lambda g, gate, up: reference.gated_lora_backward_(
-            g, part, gate, part, up, part, "silu", gate, up
-        ),
-    )
     seed = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     yield Subject(
         name="dropout",
@@ -288,6 +262,41 @@ def elementwise(shape: Shape) -> Iterator[Subject]:
         ours=lambda x: dropout(x, seed, 0.1),
         plain=lambda x: F.dropout(x, 0.1),
     )
+
+
+def gated_loras(shape: Shape) -> Iterator[Subject]:
+    """The activation in an MLP of LoRA layers, as its node calls it for each rank."""
+    from unsloth_pack.kernels import LowRank, gated_lora_, gated_lora_backward_, reference
+    from unsloth_pack.kernels.gated_lora import should_store
+
+    T, width = shape.tokens, shape.intermediate
+    values = 2.0 * T * width
+    for rank in (8, 16, 64, 128):
+        store = should_store(rank)
+        part = LowRank(randn(T, 2 * rank, grad=False)[:, :rank], randn(width, rank, grad=False))
+        of_down = LowRank(randn(T, rank, grad=False), randn(rank, width, grad=False).t())
+        yield Subject(
+            name=f"gated_lora_, rank {rank}",
+            ceiling="copy",
+            work=((5 if store else 3) * values, None),
+            inputs=lambda: (tuple(randn(T, width, grad=False) for _ in range(2)), ()),
+            ours=lambda x, u, part=part, store=store: gated_lora_(x, part, u, part, "silu", store),
+            plain=lambda x, u, part=part: reference.gated_lora_(x, part, u, part, "silu", False),
+        )
+        added = (of_down, None, None) if store else (of_down, part, part)
+        yield Subject(
+            name=f"gated_lora_backward_, rank {rank}",
+            ceiling="copy",
+            work=(6 * values, None),
+            inputs=lambda: (tuple(randn(T, width, grad=False) for _ in range(3)), ()),
+            ours=partial(_gated_backward, gated_lora_backward_, added),
+            plain=partial(_gated_backward, reference.gated_lora_backward_, added),
+        )
+
+
+def _gated_backward(run: Run, added: Sequence[Any], g: Tensor, gate: Tensor, up: Tensor) -> Any:
+    of_g, of_gate, of_up = added
+    return run(g, of_g, gate, of_gate, up, of_up, "silu", gate, up)
 
 
 def experts(shape: Shape) -> Iterator[Subject]:
