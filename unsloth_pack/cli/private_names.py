@@ -261,7 +261,7 @@ PRIVATE_NAMES = (
             "peft.tuners.tuners_utils",
             name,
             "a captured step takes the adapters for granted",
-            ("graphs/decoder_state.py",),
+            ("graphs/module_state.py",),
         )
         for name in ("_active_adapter", "_disable_adapters")
     ),
