@@ -46,7 +46,7 @@ PRIVATE_NAMES = (
         "torch.nn.modules.module",
         "_apply",
         "to let go of CUDA graphs over weights that move",
-        ("forwards/decoder.py",),
+        ("forwards/decoder.py", "forwards/tower.py"),
     ),
     PrivateName(
         "torch.nn.modules.module",
@@ -55,7 +55,7 @@ PRIVATE_NAMES = (
         (
             "files/row_blocks.py",
             "forwards/mlp.py",
-            "graphs/decoder_state.py",
+            "graphs/module_state.py",
             "modules/sharding.py",
             "modules/walk.py",
         ),
@@ -64,7 +64,7 @@ PRIVATE_NAMES = (
         "torch.nn.modules.module",
         "_parameters",
         "to see whether a parameter was replaced, and to put a stand-in into its place",
-        ("forwards/mixers/attention.py", "graphs/decoder_state.py", "graphs/stand_ins.py", "modules/walk.py"),
+        ("forwards/mixers/attention.py", "graphs/module_state.py", "graphs/stand_ins.py", "modules/walk.py"),
     ),
     PrivateName(
         "torch.nn.modules.dropout",

@@ -5,7 +5,7 @@ Shapes: P patches of all images, H heads, D head size.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,15 @@ from torch.nn import functional as F
 from transformers import vision_utils
 
 from unsloth_pack.attention import AttentionOptions, attend
+from unsloth_pack.graphs.tower_graphs import Patches, TowerGraphs
 from unsloth_pack.kernels import rope_qk
 from unsloth_pack.models.vision_spec import VisionSpec
 from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.row.packed_row import PackedRow
 
-_MADE_ON_HOST = ("cu_seqlens", "position_ids", "window_index", "interp_indices")
+_PLACES = "window_index"  # to which place each run of patches goes that becomes one token
+_MADE_ON_HOST = ("cu_seqlens", "position_ids", _PLACES, "interp_indices")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class TowerRows:
     """
 
     images: PackedRow
-    windows: PackedRow | None
+    windows: PackedRow | None = None
 
     def of(self, cu_seqlens: Tensor) -> PackedRow:
         """Those that a layer is given by their `cu_seqlens`."""
@@ -49,6 +51,7 @@ class FastTower(nn.Module):
     """
 
     vision_spec: VisionSpec
+    tower_graphs: TowerGraphs
     config: Any
     patch_embed: "FastPatchEmbed"
     num_grid_per_side: int
@@ -57,20 +60,33 @@ class FastTower(nn.Module):
 
     @runs_eagerly
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        """transformers' own, with one attention call a layer.
+        """transformers' own, with one attention call a layer; replayed from CUDA graphs where all of it is
+        frozen and launching it holds the GPU up.
 
         Args:
             hidden_states: `[P, pixels of a patch]`.
             grid_thw: `[images, 3]`, the patches of every image in time, height and width; on the host it
                 spares a wait for the device.
         """
-        forward = partial(super().forward, hidden_states, grid_thw, **kwargs)
+        of_transformers = super().forward
         trains = torch.is_grad_enabled() and (hidden_states.requires_grad or self._layers_train())
         self.patch_embed.is_frozen = not trains
         if any(name in kwargs for name in _MADE_ON_HOST):  # a caller who has made them knows the segments
-            return forward()
-        grids = grid_thw.to("cpu", torch.int64)
-        return forward(**self._shared(grids, hidden_states.device))
+            return of_transformers(hidden_states, grid_thw, **kwargs)
+
+        def run(patches: Patches) -> Any:
+            return of_transformers(patches.pixels, grid_thw, **_shared(patches), **kwargs)
+
+        patches = self._described(hidden_states, grid_thw.to("cpu", torch.int64))
+        if torch.is_grad_enabled() or kwargs.keys() - {"return_dict"}:
+            return run(patches)
+        return self.tower_graphs.output(self, run, patches)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
+        moved = super()._apply(fn, *args, **kwargs)
+        self.tower_graphs.let_go(self)
+        return moved
 
     def _layers_train(self) -> bool:
         """Whether anything before the aligner does."""
@@ -79,14 +95,13 @@ class FastTower(nn.Module):
             weight.requires_grad for name, weight in self.named_parameters() if not name.startswith(aligner)
         )
 
-    def _shared(self, grids: Tensor, device: torch.device) -> Mapping[str, Any]:
-        """What transformers' forward would make on the device, under the names by which it takes it."""
+    def _described(self, pixels: Tensor, grids: Tensor) -> Patches:
+        """The patches, with what transformers' forward would make of the grids on the device."""
         spec, merge = self.vision_spec, getattr(self.config, self.vision_spec.merge)
         frames = np.repeat((grids[:, 1] * grids[:, 2]).numpy(), grids[:, 0].numpy())
-        images = PackedRow.of_lengths(tuple(frames.tolist()), device)
+        rows = [PackedRow.of_lengths(tuple(frames.tolist()), pixels.device)]
         sizes = tuple(map(tuple, grids.tolist()))
         made = {"position_ids": np.concatenate([_positions(size, merge) for size in sizes])}
-        windows = None
         if spec.windows:
             index, ends = vision_utils.get_vision_window_index(
                 grids,
@@ -94,17 +109,23 @@ class FastTower(nn.Module):
                 window_size=self.config.window_size,
                 patch_size=self.config.patch_size,
             )
-            windows = PackedRow.of_lengths(tuple(ends.diff().tolist()), device)
-            made["window_index"] = index.numpy()
+            rows.append(PackedRow.of_lengths(tuple(ends.diff().tolist()), pixels.device))
+            made[_PLACES] = index.numpy()
         if spec.interpolates:
             table = (self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners)
             indices, weights = zip(*(_interpolation(size, merge, *table) for size in sizes), strict=True)
             made |= {"interp_indices": np.concatenate(indices), "interp_weights": np.concatenate(weights)}
-        shared: dict[str, Any] = {name: images.upload(value) for name, value in made.items()}
-        shared |= {"cu_seqlens": images.cu_seqlens, "max_seqlen": images.longest}
-        if windows is not None:
-            shared |= {"cu_window_seqlens": windows.cu_seqlens, "max_window_seqlen": windows.longest}
-        return shared | {"tower_rows": TowerRows(images, windows)}
+        by_patch = {name: rows[0].upload(value) for name, value in made.items()}
+        return Patches(pixels, by_patch, _PLACES if spec.windows else None, rows)
+
+
+def _shared(patches: Patches) -> Mapping[str, Any]:
+    """What all layers read, under the names by which transformers' forward takes it."""
+    images, *windows = patches.rows
+    shared: dict[str, Any] = {"cu_seqlens": images.cu_seqlens, "max_seqlen": images.longest}
+    for row in windows:
+        shared |= {"cu_window_seqlens": row.cu_seqlens, "max_window_seqlen": row.longest}
+    return {**patches.by_patch, **shared, "tower_rows": TowerRows(images, *windows)}
 
 
 @lru_cache(maxsize=256)

@@ -37,8 +37,8 @@ class DecoderState(ModuleState):
             return why
         return "modules have hooks" if self.has_hooks else None
 
-    def _look(self) -> list[list[object]]:
-        return [*super()._look(), [layer.get(name) for layer in self._layers for name in _CHECKPOINTING]]
+    def look(self) -> list[list[object]]:
+        return [*super().look(), [layer.get(name) for layer in self._layers for name in _CHECKPOINTING]]
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:
         return [(held[name], held["training"]) for held, name in self._dropouts]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from unsloth_pack.errors import first_line
+
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
@@ -154,6 +156,13 @@ class GraphMemory:
             torch._C._cuda_releasePool(stream.device_index, pool.id)
             torch.cuda.empty_cache()
 
+    def after_broken_capture(self, device: torch.device) -> "GraphMemory":
+        """A new one in place of this, which is freed. Nobody replays its graphs any more."""
+        self.give_back()
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())  # the broken capture left it capturing
+        return GraphMemory()
+
     def _end_shares_of_whole_graphs(self) -> None:
         """Reset every graph whose capture did not break, even where a loss of the step before still holds it.
 
@@ -200,3 +209,10 @@ def _has_share_left(pool: _Pool) -> bool:
     """Whether a segment of the pool has outlived `empty_cache` though nothing lies in it."""
     segments = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == pool.id]
     return any(segment["active_size"] == 0 for segment in segments)
+
+
+def what_broke(error: BaseException) -> str:
+    """What went wrong first in a capture: torch raises once more as it ends it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -1,4 +1,4 @@
-"""What a graph takes for granted of any module: where its parameters lie and which of them its adapters use."""
+"""What a graph takes for granted of any module: where its parameters lie, and what its adapters do."""
 
 from itertools import chain
 from operator import attrgetter
@@ -27,7 +27,7 @@ class ModuleState:
         self._adapted = [m for m in modules if isinstance(m, BaseTunerLayer)]
         scalings = (getattr(m, "scaling", None) for m in self._adapted)  # IA³ has none
         self._scalings: list[dict[str, float]] = [scaling for scaling in scalings if scaling is not None]
-        self._seen = self._look()
+        self._seen = self.look()
 
     def keep_memory(self) -> None:
         """Keep the memory of the parameters while this lives, even where they get other memory.
@@ -38,9 +38,7 @@ class ModuleState:
 
     def matches(self, module: Walkable) -> bool:
         """Whether nothing has changed. Called every step, so it compares little of a module."""
-        return (
-            self._module is module and self._children == self._children_seen and self._look() == self._seen
-        )
+        return self._module is module and self._children == self._children_seen and self.look() == self._seen
 
     @property
     def has_hooks(self) -> bool:
@@ -51,7 +49,7 @@ class ModuleState:
         held = chain.from_iterable(map(dict.values, self._holders))
         return [p for p in held if p is not None]
 
-    def _look(self) -> list[list[object]]:
+    def look(self) -> list[list[object]]:
         """Of parameters and adapters, mostly in C: it reads thousands of objects."""
         parameters = self._parameters()
         adapters = [(m._disable_adapters, m._active_adapter, *m.merged_adapters) for m in self._adapted]

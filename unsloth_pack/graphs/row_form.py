@@ -8,6 +8,10 @@ import torch
 from unsloth_pack.graphs.inputs import EmbeddedForm
 from unsloth_pack.row.packed_row import PackedRow
 
+ROWS_BEFORE_CAPTURE = 2  # of a size: they compile the kernels, and what comes once costs nothing
+MOST_FORMS = 12
+WASTE_ALLOWED = 1.25  # tokens computed for each token of a common size, before it is captured too
+
 
 @dataclass(frozen=True)
 class RowForm:

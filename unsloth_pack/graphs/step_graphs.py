@@ -19,20 +19,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unsloth_pack.errors import first_line
 from unsloth_pack.graphs.capture import CapturedForm, StepOutput, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.gauge import Gauge
 from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm
-from unsloth_pack.graphs.memory import GraphMemory
+from unsloth_pack.graphs.memory import GraphMemory, what_broke
 from unsloth_pack.graphs.protocols import CapturableDecoder
-from unsloth_pack.graphs.row_form import RowForm
-from unsloth_pack.graphs.trials import Trials
+from unsloth_pack.graphs.row_form import MOST_FORMS, ROWS_BEFORE_CAPTURE, WASTE_ALLOWED, RowForm
+from unsloth_pack.graphs.trials import Trials, longer_than_launching
 from unsloth_pack.row.packed_row import PackedRow
 
-_ROWS_BEFORE_CAPTURE = 2  # of as many tokens: they compile the kernels, and what comes once costs nothing
-_MOST_FORMS = 12
-_WASTE_ALLOWED = 1.25  # tokens computed for each token of a common size, before it is captured too
 _ROOM = 2  # times what the rows so far need, where a wider form costs next to nothing
 
 logger = logging.getLogger("unsloth_pack")
@@ -99,7 +95,7 @@ class StepGraphs:
         embedded = EmbeddedForm.of(inputs)
         form = RowForm.of(row, router_logits, embedded)
         nearest = self._nearest(row, router_logits, embedded)
-        if nearest is None or nearest.tokens > _WASTE_ALLOWED * form.tokens:
+        if nearest is None or nearest.tokens > WASTE_ALLOWED * form.tokens:
             return None
         if len(row.blocks) or self._memory.is_awaited:
             return None
@@ -202,13 +198,13 @@ class StepGraphs:
         self._forms_seen.add(form)
         self._rows_seen[form.tokens, form.kind] += 1
         nearest = self._nearest(row, router_logits, embedded)
-        is_common = self._rows_seen[form.tokens, form.kind] > _ROWS_BEFORE_CAPTURE
+        is_common = self._rows_seen[form.tokens, form.kind] > ROWS_BEFORE_CAPTURE
         if nearest is None:
             self._on_trial = form
             wanted = is_common or bool(self._graphs)  # once anything is captured, all kernels are compiled
         else:
-            wanted = is_common and nearest.tokens > _WASTE_ALLOWED * form.tokens
-        wanted = wanted and len(self._graphs) < _MOST_FORMS
+            wanted = is_common and nearest.tokens > WASTE_ALLOWED * form.tokens
+        wanted = wanted and len(self._graphs) < MOST_FORMS
         is_worth_it = self._is_worth_it(form, row.device) if wanted or nearest is None else False
         if wanted and is_worth_it:
             self._on_trial = None
@@ -242,7 +238,7 @@ class StepGraphs:
         times = trials.times(form.tokens)
         if times is None or trials.is_held_up(form.tokens) is not False:
             return False
-        self.why_not = f"the GPU computes longer than Python launches: {times.device} against {times.host}"
+        self.why_not = longer_than_launching(times)
         return True
 
     def _capture(self, decoder: CapturableDecoder, form: RowForm, device: torch.device) -> bool:
@@ -250,23 +246,17 @@ class StepGraphs:
         try:
             captured = capture_form(decoder, form, device, self._memory)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            cause = _first_cause(error)
+            cause = what_broke(error)
         else:
             self._graphs[form] = captured
             if self._state is not None:
                 self._state.keep_memory()
             return True
-        self._recover_from_broken_capture(device)  # only now: the error held what was computed until then
+        self._graphs.clear()  # only now: the error held what was computed until then
+        self._memory = self._memory.after_broken_capture(device)
         self._why_never = self.why_not = f"capture failed ({cause})"
         logger.warning("the step is not captured in CUDA graphs: %s", self._why_never)
         return False
-
-    def _recover_from_broken_capture(self, device: torch.device) -> None:
-        self._graphs.clear()
-        self._memory.give_back()
-        self._memory = GraphMemory()
-        generator = torch.cuda.default_generators[device.index or 0]
-        generator.graphsafe_set_state(generator.clone_state())  # the broken capture left it capturing
 
 
 def _device_of(inputs: Tensor | Embedded) -> torch.cuda.device_of:
@@ -280,10 +270,3 @@ def _why_not(row: PackedRow, embedded: EmbeddedForm | None, state: DecoderState)
     if not state.bytes_of_gradients and (embedded is None or not embedded.trains):
         return "no weight of the decoder is trained, nor what comes in"
     return None
-
-
-def _first_cause(error: BaseException) -> str:
-    """What went wrong first: torch raises once more as it ends the broken capture."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {first_line(error)}"

@@ -36,6 +36,11 @@ class Times(NamedTuple):
     host: str
 
 
+def longer_than_launching(times: Times) -> str:
+    """Why rows that took these times need no graphs."""
+    return f"the GPU computes longer than Python launches: {times.device} against {times.host}"
+
+
 @dataclass
 class _Lap:
     """A forward pass that the device may not have done yet.

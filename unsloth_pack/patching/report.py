@@ -13,6 +13,7 @@ from unsloth_pack.forwards.rotary import rotary_module
 from unsloth_pack.forwards.trained_tokens import trains_tokens
 from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.step_graphs import StepGraphs
+from unsloth_pack.graphs.tower_graphs import TowerGraphs
 from unsloth_pack.lora.fp8 import Fp8Linear
 from unsloth_pack.lora.layers import is_lora_linear, why_not_fused
 from unsloth_pack.lora.nf4 import is_linear_4bit
@@ -178,14 +179,19 @@ def say_step(report: PatchReport, graphs: StepGraphs) -> None:
         say(report, "step", None, f"not captured in CUDA graphs: {graphs.why_not}")
 
 
-def say_tower(report: PatchReport, n_layers: int, backend: str | None, why: str) -> None:
-    """How the tower of a model of vision and language attends.
+def say_tower(
+    report: PatchReport, n_layers: int, backend: str | None, why: str, graphs: TowerGraphs | None = None
+) -> None:
+    """How the tower of a model of vision and language attends, and whether it is captured.
 
     Args:
         backend: through which its layers attend; None where their attention stays transformers' own.
         why: why it is this backend, or why it is none.
+        graphs: of the tower; None where no graph holds any.
     """
     how = f"all images of a row in one call a layer, {n_layers} layers, through {backend} ({why})"
+    if graphs is not None and graphs.why_not is None:
+        how += "; where all of it is frozen, captured in CUDA graphs while it waits for Python"
     not_fused = f"{n_layers} layers attend as transformers does: {why}"
     say(report, "tower", how if backend else None, None if backend else not_fused)
 

@@ -1,0 +1,305 @@
+"""Captured towers: a replay gives what the frozen tower gives without, of whatever images.
+
+Without a GPU, graphs are recorded and computed again, in float64.
+"""
+
+import copy
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+import vision_models
+from peft import LoraConfig, get_peft_model
+from recorded_graphs import record_graphs
+from tiny import DEVICE, error
+from torch import nn
+from vision_models import labels_of
+
+from unsloth_pack import patch_model
+from unsloth_pack.forwards import tower as tower_forward
+from unsloth_pack.graphs import tower_graphs
+from unsloth_pack.graphs.memory import GraphMemory
+from unsloth_pack.graphs.step_graphs import StepGraphs
+from unsloth_pack.graphs.tower_graphs import TowerGraphs
+from unsloth_pack.graphs.trials import Trials
+from unsloth_pack.row.packed_row import PackedRow
+
+ON_GPU = DEVICE != "cpu"
+DTYPE, BOUND = (torch.float32, 1e-4) if ON_GPU else (torch.float64, 1e-9)
+NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+# The patches of images in height and width, row by row: forms of 64 and of 128 patches, one of them full
+ROWS = [
+    [(4, 6)],
+    [(2, 2), (4, 6)],
+    [(4, 4), (2, 8), (2, 2)],
+    [(8, 8)],
+    [(2, 2)],
+    [(10, 8), (2, 2), (4, 4)],
+    [(4, 6), (2, 2), (8, 8)],
+    [(6, 4)],
+    [(16, 8)],
+]
+ATTEND = tower_forward.attend
+
+
+def by_ends(q_NHD, k_NHD, v_NHD, row, options, backend):
+    """Attention that reads of a static row what kernels read on the device."""
+    if "static" not in row._built:
+        return ATTEND(q_NHD, k_NHD, v_NHD, row, options, backend)
+    image = torch.searchsorted(row.cu_seqlens, torch.arange(len(q_NHD)), right=True)
+    heads = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
+    seen = image[:, None] == image
+    out = nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=options.scale)
+    return out[0].transpose(0, 1)
+
+
+@pytest.fixture(autouse=True)
+def held_up(monkeypatch):
+    """Towers are known to wait for Python. Without a GPU, graphs are recorded."""
+    monkeypatch.setattr(Trials, "is_held_up", lambda *_: True)
+    if not ON_GPU:
+        record_graphs(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+        monkeypatch.setattr(tower_forward, "attend", by_ends)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """The patches of rows that were replayed. Before each, what graphs read is poisoned."""
+    replayed = []
+    replay = tower_graphs._CapturedTower.replay
+
+    def noted(captured, patches):
+        replayed.append(len(patches.pixels))
+        for static in captured._static.tensors:
+            static.fill_(float("nan") if static.is_floating_point() else 2**40)
+        for row in captured._rows:
+            row._built["static"].fill_(2**40)
+        return replay(captured, patches)
+
+    monkeypatch.setattr(tower_graphs._CapturedTower, "replay", noted)
+    return replayed
+
+
+def patched(name, trained="frozen tower", why_never=None, dtype=DTYPE):
+    model = vision_models.made(name, dtype, trained).train()
+    patch_model(model, "triton" if ON_GPU else "auto").skip_probe()
+    tower = tower_of(model)
+    assert not ON_GPU or tower.tower_graphs.why_not is None
+    tower.tower_graphs._why_never = why_never
+    return model
+
+
+def tower_of(model):
+    return model.get_base_model().base_model.visual
+
+
+def pair(*given, **more):
+    """The same patched model twice: one may capture its tower, the other may not."""
+    return [patched(*given, why_never=why, **more) for why in (None, "for comparison")]
+
+
+def images(grids, seed, dtype=DTYPE):
+    grids = torch.tensor([[1, *grid] for grid in grids])
+    draw = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(int(grids.prod(-1).sum()), vision_models.PIXELS, generator=draw)
+    return pixels.to(DEVICE, dtype), grids
+
+
+def seen(model, grids, seed, **asked):
+    """All tensors that a tower makes of images, without gradients."""
+    with torch.no_grad():
+        out = tower_of(model)(*images(grids, seed), **asked)
+    return flat(out)
+
+
+def flat(output):
+    values = [value for value in output.values() if value is not None]
+    return [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def assert_alike(ours, theirs, bound=BOUND):
+    assert len(ours) == len(theirs) > 1
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape
+        assert error(one.double(), other.double()) < bound
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replayed_tower_is_the_uncaptured_one(name, replays):
+    """What a replay has made outlives the next."""
+    models = pair(name)
+    found = [[seen(model, grids, seed) for model in models] for seed, grids in enumerate(ROWS)]
+    for ours, theirs in found:
+        assert_alike(ours, theirs)
+    n_patches = [sum(height * width for height, width in grids) for grids in ROWS]
+    assert replays == n_patches[2:]  # two rows compile the kernels
+    assert str(tower_of(models[0]).tower_graphs) == "captured for 2 forms of rows, of 64, 128 patches"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_over_a_replayed_tower_is_one_over_the_uncaptured_tower(name, replays, monkeypatch):
+    """The loss and the gradients; the decoder itself is not captured."""
+    monkeypatch.setattr(StepGraphs, "run", lambda *_: None)
+    models = pair(name)
+    for seed in range(5):
+        docs = vision_models.documents(seed=seed)
+        found = []
+        for model in models:
+            model.zero_grad()
+            out = model(
+                **vision_models.images_of(model, docs),
+                input_ids=torch.cat([doc.ids for doc in docs])[None].to(DEVICE),
+                labels=labels_of(docs)[None].to(DEVICE),
+                packed_seq_lengths=[len(doc.ids) for doc in docs],
+                use_cache=False,
+            )
+            out.loss.backward()
+            found.append([out.loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        assert_alike(*found)
+    assert len(replays) == 3
+
+
+@pytest.mark.skipif(not ON_GPU, reason="autocast is CUDA's")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_under_autocast_a_replayed_tower_is_the_uncaptured_one(name, replays):
+    models = pair(name, dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        for seed, grids in enumerate(ROWS):
+            assert_alike(*(seen(model, grids, seed) for model in models), bound=0.03)
+    assert len(replays) == len(ROWS) - 2
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda tower: tower.eval(), "the model is not training"),
+        (lambda tower: tower.blocks[0].register_forward_hook(lambda *_: None), "modules have hooks"),
+        (lambda tower: setattr(tower.blocks[0], "extra", nn.Dropout(0.1)), "the tower drops at random"),
+    ],
+)
+def test_what_is_not_captured_says_why(change, why, replays):
+    model = patched("qwen3_vl")
+    change(tower_of(model))
+    for seed in range(4):
+        seen(model, ROWS[0], seed)
+    assert tower_of(model).tower_graphs.why_not == why
+    assert str(tower_of(model).tower_graphs) == f"not captured: {why}"
+    assert not replays
+
+
+def test_a_tower_through_which_gradients_go_is_not_captured(replays):
+    model = patched("qwen3_vl", "aligner")
+    docs = vision_models.documents()
+    for _ in range(4):
+        model(
+            **vision_models.images_of(model, docs),
+            input_ids=torch.cat([doc.ids for doc in docs])[None].to(DEVICE),
+            packed_seq_lengths=[len(doc.ids) for doc in docs],
+        )
+    assert not replays
+
+
+def test_more_than_graphs_give_is_computed_without(replays):
+    model = patched("qwen3_vl")
+    for seed in range(4):
+        seen(model, ROWS[0], seed)
+    assert len(replays) == 2
+    with torch.no_grad():
+        out = tower_of(model)(*images(ROWS[0], 0), output_hidden_states=True)
+    assert len(out.hidden_states) >= 3
+    assert len(replays) == 2
+
+
+def test_weights_that_changed_are_read_and_other_weights_make_other_graphs(replays):
+    models = pair("qwen2_5_vl")
+    for seed in range(4):
+        assert_alike(*(seen(model, ROWS[0], seed) for model in models))
+    for model in models:
+        with torch.no_grad():
+            tower_of(model).blocks[1].mlp.down_proj.weight.mul_(1.5)
+    assert_alike(*(seen(model, ROWS[0], 4) for model in models))
+    assert len(replays) == 3
+    for model in models:
+        norm = tower_of(model).blocks[0].norm1
+        norm.weight = nn.Parameter(norm.weight.detach() * 2, requires_grad=False)
+    assert_alike(*(seen(model, ROWS[0], 5) for model in models))
+    assert len(replays) == 4  # captured anew at once: all kernels are compiled
+
+
+def test_a_tower_under_checkpointing_is_captured_without_it(replays):
+    """A checkpoint reads the generator of random numbers, which a capture forbids."""
+    models = pair("qwen3_vl")
+    for model in models:
+        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    assert tower_of(models[0]).blocks[0].gradient_checkpointing
+    for seed in range(4):
+        assert_alike(*(seen(model, ROWS[0], seed) for model in models))
+    assert len(replays) == 2
+    assert tower_of(models[0]).blocks[0].gradient_checkpointing
+
+
+def test_a_capture_that_breaks_leaves_the_tower_as_it_is(replays, monkeypatch, caplog):
+    models = pair("qwen2_vl")
+    monkeypatch.setattr(GraphMemory, "after_broken_capture", lambda *_: GraphMemory())
+
+    def broken(*_):
+        raise RuntimeError("no memory\nand more")
+
+    monkeypatch.setattr(GraphMemory, "capturing", broken)
+    with caplog.at_level(logging.WARNING, "unsloth_pack"):
+        for seed in range(4):
+            assert_alike(*(seen(model, ROWS[0], seed) for model in models))
+    assert not replays
+    why = "capture failed (RuntimeError: no memory)"
+    assert tower_of(models[0]).tower_graphs.why_not == why
+    assert caplog.messages == [f"the tower is not captured in CUDA graphs: {why}"]
+
+
+def test_copies_and_moved_towers_hold_no_graphs(replays):
+    model = patched("qwen3_vl")
+    tower = tower_of(model)
+    for seed in range(3):
+        seen(model, ROWS[0], seed)
+    assert tower.tower_graphs._graphs
+    assert not copy.deepcopy(tower.tower_graphs)._graphs
+    tower.to(torch.float16)
+    assert not tower.tower_graphs._graphs
+
+
+def test_adapters_that_are_switched_off_are_seen(replays):
+    """Frozen adapters in a tower: their output goes into the graph, and comes out of the next one."""
+    models = []
+    for why in (None, "for comparison"):
+        base = vision_models.made("qwen3_vl", DTYPE, "all")
+        torch.manual_seed(0)
+        config = LoraConfig(target_modules=r".*visual\.blocks.*\.qkv", init_lora_weights=False)
+        model = get_peft_model(base, config).to(DTYPE).train()
+        patch_model(model, "triton" if ON_GPU else "auto").skip_probe()
+        model.requires_grad_(False)
+        tower_of(model).tower_graphs._why_never = why
+        models.append(model)
+    for seed in range(4):
+        assert_alike(*(seen(model, ROWS[0], seed) for model in models))
+    for model in models:
+        model.base_model.disable_adapter_layers()
+    assert_alike(*(seen(model, ROWS[0], 4) for model in models))
+    assert len(replays) == 3
+
+
+def test_a_row_holds_only_in_a_form_of_its_dtype_and_segments():
+    pixels = torch.zeros(24, vision_models.PIXELS)
+    rows = [PackedRow.of_lengths((24,), torch.device("cpu"))]
+    patches = tower_graphs.Patches(pixels, {}, None, rows)
+    form = tower_graphs.PatchesForm.of(patches)
+    assert form.n_patches == 64
+    assert form.holds(patches)
+    assert not form.holds(tower_graphs.Patches(pixels.double(), {}, None, rows))
+    assert not form.holds(tower_graphs.Patches(pixels, {}, None, rows * 2))
+
+
+def test_a_tower_without_a_gpu_says_why_it_is_never_captured():
+    graphs = TowerGraphs("CUDA graphs need CUDA")
+    assert str(graphs) == "not captured: CUDA graphs need CUDA"
