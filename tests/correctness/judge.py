@@ -18,7 +18,7 @@ from tiny import Outcome, error, run_alone, run_packed
 from unsloth_pack.models import spec_of
 
 FACTOR = 1.5
-NUMBERS_OF_DRAWS = (1, 4, 16)  # the next where fewer are above
+NUMBERS_OF_DRAWS = (1, 4, 16, 64)  # the next where fewer are above
 QUANTITIES = ("logits", "loss", "gradient", "other_gradient")
 _SANE = 32  # units of rounding that plain's logits may be off: above, the truth is of another model
 

@@ -78,7 +78,7 @@ def _summary(result, rows):
     if lucky:
         yield (
             f"{len(lucky)} rows were above with the first documents, by up to {max(lucky):.2f}, and are not "
-            "over 4 draws of documents, or 16."
+            "over 4, 16 or 64 draws of documents."
         )
     for key, plain in (("of_alone", "each document alone"), ("of_same_row", "the same row")):
         above = sum(row[key] > FACTOR for row in rows if row.get(key) is not None)
