@@ -1,0 +1,71 @@
+"""The rulers for images: all peers train the same on the same pixels."""
+
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import shapes
+import vision
+from vision_batches import ReadyBatches, decoded_batches
+from vision_shapes import build, processor_in, updates
+
+from unsloth_pack.images.families import image_maker
+
+TINY = ("tiny", "tiny-2.5", "tiny-ov")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("vision")
+
+
+def run(peer, name, work, images="ready", tower="frozen"):
+    case = replace(vision.CASES[name], steps=3, warm=1)
+    args = Namespace(work=work, images=images, tower=tower, workers=0)
+    return vision.train(peer, case, build(case.shape, work), args)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("images", "tower"), [("ready", "frozen"), ("jpeg", "lora")])
+def test_peers_train_the_same_on_the_same_images(name, images, tower, work):
+    ours, trl = (run(peer, name, work, images, tower) for peer in ("ours", "trl"))
+    same = ("tokens", "trained", "tower", "images")
+    assert {key: ours[key] for key in same} == {key: trl[key] for key in same}
+    assert ours["losses"] == pytest.approx(trl["losses"], abs=1e-4)
+    assert ours["places"] == ours["tokens"] < trl["places"]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_pixels_made_beforehand_are_those_that_a_peer_decodes(name, work):
+    case = vision.CASES[name]
+    config, processor = processor_in(build(case.shape, work), case.shape)
+    make = image_maker(config, processor.image_processor)
+    rows = updates(case.sides, case.row_tokens, make, 2)
+    ready = ReadyBatches.of(rows, config, processor, packs=False)
+    decoded = decoded_batches("trl", rows, None, config, processor)
+    for number in range(2):
+        made, found = (batches([{"update": number}]) for batches in (ready, decoded))
+        for key in ("input_ids", "attention_mask", *make.described):
+            assert torch.equal(made[key], found[key]), key
+        assert torch.equal(made["labels"][:, 1:], found["labels"][:, 1:])
+        pixels = without_padding(found["pixel_values"], made["pixel_values"])
+        assert torch.equal(made["pixel_values"], pixels.bfloat16())
+
+
+def without_padding(values, like):
+    """Tiles one after another, of images that were padded to as many tiles as the largest has."""
+    if values.dim() == like.dim():
+        return values
+    every = values.flatten(0, 1)
+    return every[every.flatten(1).any(dim=1)]
+
+
+def test_models_of_text_and_of_images_have_folders_of_their_own(work):
+    folder = build("tiny", work)
+    assert shapes.build("tiny", work) != folder
+    assert processor_in(folder, "tiny")[0].model_type == "qwen3_vl"
