@@ -6,7 +6,8 @@
 An update of every peer holds the same documents: those that fill one packed row of ours. The peers, which
 cannot pack images, pad them to the longest. Texts are log-normal in length and images are noise. All train
 through TRL's SFTTrainer with LoRA of rank 16 on the language model; `--tower lora` adapts the tower, too. The
-aligner is frozen, so that all train the same.
+aligner is frozen, so that all train the same. Cases of 8B recompute layers in the backward pass, for every
+peer in its own way, because a padded batch does not fit otherwise; `--checkpointing` does so in other cases.
 
 `--images ready` (default) hands all peers the same pixels, made beforehand: losses have to agree, but for the
 order in which documents come. `--images jpeg` begins with files, and each peer decodes them by its own
@@ -42,6 +43,7 @@ class Case:
         row_tokens: of a packed row at most.
         steps: updates of a run.
         warm: of them, the first that do not count.
+        checkpointing: all peers recompute layers in the backward pass.
     """
 
     shape: str
@@ -49,10 +51,11 @@ class Case:
     row_tokens: int = 8192
     steps: int = 32
     warm: int = 12
+    checkpointing: bool = False
 
 
 CASES = {
-    f"{short}-{sides}": Case(shape, sides)
+    f"{short}-{sides}": Case(shape, sides, checkpointing=short == "8b")
     for short, shape in (
         ("2b", "qwen3-vl-2b"),
         ("8b", "qwen3-vl-8b"),
@@ -72,16 +75,19 @@ def main() -> int:
     add("--tower", choices=("frozen", "lora"), default="frozen", help="what of the tower trains")
     add("--images", choices=("ready", "jpeg"), default="ready", help="pixels or files (default: ready)")
     add("--workers", type=int, default=8, help="processes of the loader (default: 8)")
+    add("--checkpointing", action="store_true", help="recompute layers in every case")
     return run_peers(__file__, parser, CASES, PEERS, child, line_of)
 
 
 def line_of(run: dict[str, Any]) -> str:
+    how = "with" if run["checkpointing"] else "without"
     return (
         f"{run['ms']:.1f} ms an update, {run['tokens_s']:,.0f} tokens/s (mean {run['mean_tokens_s']:,.0f}), "
         f"{run['images_s']:,.1f} images/s, "
         f"{run['peak_GiB']:.2f} GiB, wait {run['wait']:.1%}, {run['tokens']:,.0f} of {run['places']:,.0f} "
         f"places hold a token, loss {run['losses'][-1]:.4f}\n"
-        f"    tower {run['tower']}, images {run['images']}, {run['trained']:,} weights train"
+        f"    tower {run['tower']}, images {run['images']}, {run['trained']:,} weights train {how} gradient "
+        f"checkpointing ({run['recomputing']} modules)"
     )
 
 
@@ -93,7 +99,7 @@ def child(what: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {} if what == "build" else train(what, CASES[name], folder, args)
 
 
-def load(peer: str, case: Case, folder: str, tower: str) -> tuple[Any, Any]:
+def load(peer: str, case: Case, folder: str, tower: str, checkpointing: bool) -> tuple[Any, Any]:
     """The model, and the configuration of an adapter that it has not got yet, or None."""
     import torch
 
@@ -109,11 +115,12 @@ def load(peer: str, case: Case, folder: str, tower: str) -> tuple[Any, Any]:
 
         model, _ = FastVisionModel.from_pretrained(folder, dtype=dtype, **options)
         parts["finetune_aligner"] = False
-        model = FastVisionModel.get_peft_model(model, use_gradient_checkpointing=False, **parts, **lora)
-        return model, None
+        return FastVisionModel.get_peft_model(
+            model, use_gradient_checkpointing=checkpointing, **parts, **lora
+        ), None
     from unsloth import FastVisionModel as Unsloth
 
-    how = {"use_gradient_checkpointing": False}
+    how = {"use_gradient_checkpointing": "unsloth" if checkpointing else False}
     model, _ = Unsloth.from_pretrained(folder, **options, **how)
     model = Unsloth.get_peft_model(model, **parts, **lora, **how)
     Unsloth.for_training(model)
@@ -149,7 +156,8 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
     from unsloth_pack.images.families import image_maker
 
     on_gpu = torch.cuda.is_available()
-    model, adapter = load(peer, case, folder, args.tower)
+    checkpointing = case.checkpointing or args.checkpointing
+    model, adapter = load(peer, case, folder, args.tower, checkpointing)
     config, processor = processor_in(folder, case.shape)
     make = image_maker(config, processor.image_processor)
     rows = updates(case.sides, case.row_tokens, make, case.steps)
@@ -167,7 +175,7 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
             learning_rate=2e-4,
             logging_steps=1,
             optim="adamw_torch_fused" if on_gpu else "adamw_torch",
-            gradient_checkpointing=False,
+            gradient_checkpointing=checkpointing and peer == "trl",
             bf16=on_gpu,
             use_cpu=not on_gpu,
             report_to="none",
@@ -190,12 +198,15 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
+    modules = list(trainer.model.modules())
     return {
         **asdict(case),
         **watch.figures(case.warm),
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "trained": sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad),
+        "checkpointing": checkpointing,
+        "recomputing": sum(bool(getattr(module, "gradient_checkpointing", False)) for module in modules),
         "tower": args.tower,
         "images": args.images,
     }

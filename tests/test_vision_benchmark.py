@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import shapes
 import vision
 from vision_batches import ReadyBatches, decoded_batches
-from vision_shapes import build, processor_in, updates
+from vision_shapes import SHAPES, build, processor_in, updates
 
 from unsloth_pack.images.families import image_maker
 
@@ -24,9 +24,9 @@ def work(tmp_path_factory):
     return tmp_path_factory.mktemp("vision")
 
 
-def run(peer, name, work, images="ready", tower="frozen"):
+def run(peer, name, work, images="ready", tower="frozen", checkpointing=False):
     case = replace(vision.CASES[name], steps=3, warm=1)
-    args = Namespace(work=work, images=images, tower=tower, workers=0)
+    args = Namespace(work=work, images=images, tower=tower, checkpointing=checkpointing, workers=0)
     return vision.train(peer, case, build(case.shape, work), args)
 
 
@@ -34,10 +34,25 @@ def run(peer, name, work, images="ready", tower="frozen"):
 @pytest.mark.parametrize(("images", "tower"), [("ready", "frozen"), ("jpeg", "lora")])
 def test_peers_train_the_same_on_the_same_images(name, images, tower, work):
     ours, trl = (run(peer, name, work, images, tower) for peer in ("ours", "trl"))
-    same = ("tokens", "trained", "tower", "images")
+    same = ("tokens", "trained", "tower", "images", "recomputing")
     assert {key: ours[key] for key in same} == {key: trl[key] for key in same}
     assert ours["losses"] == pytest.approx(trl["losses"], abs=1e-4)
     assert ours["places"] == ours["tokens"] < trl["places"]
+
+
+def test_all_peers_recompute_layers_where_a_case_asks_for_it(work):
+    plain = run("ours", "tiny", work)
+    assert "weights train without gradient checkpointing (0 modules)" in vision.line_of(plain)
+    for peer in ("ours", "trl"):
+        one = run(peer, "tiny", work, checkpointing=True)
+        assert one["recomputing"] >= SHAPES["tiny"].text["num_hidden_layers"]
+        assert one["losses"] == pytest.approx(plain["losses"], abs=1e-4)
+        assert "weights train with gradient checkpointing" in vision.line_of(one)
+
+
+def test_cases_of_8b_recompute_layers():
+    recomputing = {name for name, case in vision.CASES.items() if case.checkpointing}
+    assert recomputing == {"8b-448", "8b-1024", "8b-mixed"}
 
 
 @pytest.mark.parametrize("name", TINY)
