@@ -14,6 +14,9 @@ order in which documents come. `--images jpeg` begins with files, and each peer 
 collator in `--workers` processes. Tokens are real tokens, padding not counted. Seconds and tokens a second
 are medians of the updates after the warm-up. `mean` is all of their tokens by all of their time, in which
 ours still captures forms of rows; `wait` is the share of it that the trainer waited for its loader.
+
+Every run tells on its standard error when the model was loaded, the trainer made and each update done, with
+the graphs that torch has compiled by then. A run that takes too long is printed with the last of these lines.
 """
 
 import argparse
@@ -31,6 +34,7 @@ from vision_batches import ReadyBatches, decoded_batches
 from vision_shapes import build, processor_in, updates
 
 PEERS = ("ours", "trl", "unsloth")
+_BEGAN = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,23 @@ def line_of(run: dict[str, Any]) -> str:
         f"{run['peak_GiB']:.2f} GiB, wait {run['wait']:.1%}, {run['tokens']:,.0f} of {run['places']:,.0f} "
         f"places hold a token, loss {run['losses'][-1]:.4f}\n"
         f"    tower {run['tower']}, images {run['images']}, {run['trained']:,} weights train {how} gradient "
-        f"checkpointing ({run['recomputing']} modules)"
+        f"checkpointing ({run['recomputing']} modules)\n"
+        f"    loaded in {run['load_s']:.0f} s, trained in {run['train_s']:.0f} s, {run['compiled']} graphs "
+        "compiled after the warm-up"
     )
 
 
 # In a process of its own
 
 
+def say(what: str) -> None:
+    """Tell how far this process has come, and after how many seconds."""
+    print(f"{time.perf_counter() - _BEGAN:7.1f} s: {what}", file=sys.stderr, flush=True)
+
+
 def child(what: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    if what == "unsloth":  # it has to come before transformers
+        import unsloth  # noqa: F401
     folder = build(CASES[name].shape, args.work)
     return {} if what == "build" else train(what, CASES[name], folder, args)
 
@@ -147,17 +160,17 @@ def plain_model(folder: str, dtype: Any, lora: dict[str, Any], tower: str) -> tu
 
 def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run."""
-    if peer == "unsloth":  # before TRL is imported
-        import unsloth  # noqa: F401
     import torch
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     from unsloth_pack.images.families import image_maker
 
+    say("libraries imported")
     on_gpu = torch.cuda.is_available()
     checkpointing = case.checkpointing or args.checkpointing
     model, adapter = load(peer, case, folder, args.tower, checkpointing)
+    say("model loaded")
     config, processor = processor_in(folder, case.shape)
     make = image_maker(config, processor.image_processor)
     rows = updates(case.sides, case.row_tokens, make, case.steps)
@@ -165,6 +178,7 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
         collate: Any = ReadyBatches.of(rows, config, processor, packs=peer == "ours")
     else:
         collate = decoded_batches(peer, rows, model, config, processor)
+    say("images made")
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
@@ -181,6 +195,7 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
             report_to="none",
             save_strategy="no",
             seed=3407,
+            disable_tqdm=True,
             max_length=None,
             remove_unused_columns=False,
             dataset_text_field="",
@@ -193,8 +208,10 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
         data_collator=collate,
         peft_config=adapter,
     )
+    say("trainer made")
     watch = Watch(make.described[0])
     watch.follow(trainer)
+    loaded = time.perf_counter()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
@@ -209,6 +226,8 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
         "recomputing": sum(bool(getattr(module, "gradient_checkpointing", False)) for module in modules),
         "tower": args.tower,
         "images": args.images,
+        "load_s": loaded - _BEGAN,
+        "train_s": time.perf_counter() - loaded,
     }
 
 
@@ -221,12 +240,14 @@ class Watch:
         batches: tokens, places and images of each update.
         waits: seconds for each batch.
         ends: when each update was done.
+        graphs: how many torch had compiled by then.
     """
 
     of_images: str
     batches: list[tuple[int, int, int]] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
 
     def follow(self, trainer: Any) -> None:
         """Look at a trainer from now on."""
@@ -259,6 +280,13 @@ class Watch:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        self.graphs.append(dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
+        tokens, places, images = self.batches[-1]
+        say(
+            f"update {len(self.ends)} of {tokens:,} tokens in {places:,} places and {images} images done, "
+            f"{self.graphs[-1]} graphs compiled"
+        )
 
     def figures(self, warm: int) -> dict[str, Any]:
         """Of all updates but the first ones."""
@@ -272,6 +300,7 @@ class Watch:
             "tokens": statistics.mean(tokens for tokens, _, _ in self.batches),
             "places": statistics.mean(places for _, places, _ in self.batches),
             "wait": sum(self.waits[warm : len(self.ends)]) / sum(seconds),
+            "compiled": self.graphs[-1] - self.graphs[warm - 1],
             "seconds": seconds,
         }
 

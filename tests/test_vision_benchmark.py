@@ -1,4 +1,4 @@
-"""The rulers for images: all peers train the same on the same pixels."""
+"""The rulers for images: all peers train the same on the same pixels, and every update is told."""
 
 import sys
 from argparse import Namespace
@@ -84,3 +84,10 @@ def test_models_of_text_and_of_images_have_folders_of_their_own(work):
     folder = build("tiny", work)
     assert shapes.build("tiny", work) != folder
     assert processor_in(folder, "tiny")[0].model_type == "qwen3_vl"
+
+
+def test_every_update_is_told(work, capsys):
+    run("ours", "tiny", work)
+    said = capsys.readouterr().err
+    for stage in ("libraries imported", "model loaded", "images made", "trainer made", "update 3 of"):
+        assert stage in said
