@@ -1,5 +1,6 @@
 """The rulers for images: all peers train the same on the same pixels, and every update is told."""
 
+import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import shapes
 import vision
+import vision_tower
 from vision_batches import ReadyBatches, decoded_batches
 from vision_shapes import SHAPES, build, processor_in, updates
 
@@ -91,3 +93,27 @@ def test_every_update_is_told(work, capsys):
     said = capsys.readouterr().err
     for stage in ("libraries imported", "model loaded", "images made", "trainer made", "update 3 of"):
         assert stage in said
+
+
+def towers(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["vision_tower.py", "--sides=tiny", "--row_tokens=512", *arguments])
+    return vision_tower.main()
+
+
+def test_towers_agree(monkeypatch, tmp_path):
+    path = tmp_path / "a.json"
+    assert towers(monkeypatch, "--shapes=tiny,tiny-2.5", "--rows=2", "--repeats=3", f"--json={path}") == 0
+    found = json.loads(path.read_text())["towers"]
+    assert [one["tower"] for one in found] == ["tiny", "tiny-2.5"]
+    for one in found:
+        for peer in ("ours", "sdpa"):
+            assert 0 < one[peer]["error"] < 1e-5
+            assert len(one[peer]["seconds"]) == 6
+
+
+def test_a_tower_that_is_wrong_is_told(monkeypatch):
+    def patched_wrongly(model):
+        model.model.visual.blocks[0].mlp.linear_fc1.weight.data.mul_(2)
+
+    monkeypatch.setattr(vision_tower, "patch_model", patched_wrongly)
+    assert towers(monkeypatch, "--shapes=tiny", "--rows=1", "--repeats=1") == 1
