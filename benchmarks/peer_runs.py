@@ -67,14 +67,15 @@ def run_peers(
     for name in args.case.split(","):
         built = in_a_process(file, "build", name, args)
         if "failed" in built:
-            print(f"{name}: cannot build the model: {built['failed']}", flush=True)
+            print(f"{name}: cannot build the model: {failure_of(built)}", flush=True)
             runs[name] = {"build": [built]}
             continue
         runs[name] = {peer: [] for peer in asked}
         for _ in range(args.rounds):
             for peer in asked:
                 run = in_a_process(file, peer, name, args)
-                print(f"{name} {peer}: {run.get('failed') or line_of(run)}", flush=True)
+                told = failure_of(run) if "failed" in run else line_of(run)
+                print(f"{name} {peer}: {told}", flush=True)
                 runs[name][peer].append(run)
         print(table(name, runs[name]), flush=True)
     return finished(runs, args.json, **published)
@@ -140,6 +141,11 @@ def in_a_process(
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
         return {"failed": f"exit code {done.returncode}: {said[-1][:300]}", "said": "\n".join(said)[-4000:]}
     return json.loads(told[-1].removeprefix(_RESULT))
+
+
+def failure_of(run: dict[str, Any]) -> str:
+    """Why a run failed, and the last that it said."""
+    return run["failed"] + "".join(f"\n    {line}" for line in run["said"].splitlines())
 
 
 def table(case: str, by_peer: dict[str, list[dict[str, Any]]]) -> str:

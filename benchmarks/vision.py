@@ -1,41 +1,40 @@
 """Rows with images: updates a second of this package, plain TRL and Unsloth on the same documents.
 
     python benchmarks/vision.py [--case 2b-448,8b-448] [--peers ours,trl,unsloth] [--tower lora] [--json PATH]
-    python benchmarks/vision.py --case tiny --peers ours,trl         on a CPU
+    python benchmarks/vision.py --case tiny,tiny-ov --peers ours,trl         on a CPU
 
 An update of every peer holds the same documents: those that fill one packed row of ours. The peers, which
 cannot pack images, pad them to the longest. Texts are log-normal in length and images are noise. All train
 through TRL's SFTTrainer with LoRA of rank 16 on the language model; `--tower lora` adapts the tower, too. The
-aligner is frozen, so that all train the same.
+aligner is frozen, so that all train the same. Cases of 8B recompute layers in the backward pass, for every
+peer in its own way, because a padded batch does not fit otherwise; `--checkpointing` does so in other cases.
 
 `--images ready` (default) hands all peers the same pixels, made beforehand: losses have to agree, but for the
 order in which documents come. `--images jpeg` begins with files, and each peer decodes them by its own
 collator in `--workers` processes. Tokens are real tokens, padding not counted. Seconds and tokens a second
 are medians of the updates after the warm-up. `mean` is all of their tokens by all of their time, in which
 ours still captures forms of rows; `wait` is the share of it that the trainer waited for its loader.
+
+Every run tells on its standard error when the model was loaded, the trainer made and each update done, with
+the graphs that torch has compiled by then. A run that takes too long is printed with the last of these lines.
 """
 
 import argparse
 import importlib.util
-import io
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from peer_runs import parser_of, run_peers
-from vision_shapes import SHAPES, Document, build, updates
+from vision_batches import ReadyBatches, decoded_batches
+from vision_shapes import build, processor_in, updates
 
 PEERS = ("ours", "trl", "unsloth")
-PROJECTIONS = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
-OF_TEXT = rf".*language_model.*\.({PROJECTIONS})"
-OF_TOWER = r".*visual\.blocks.*\.(qkv|proj|linear_fc1|linear_fc2|gate_proj|up_proj|down_proj)"
+_BEGAN = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Case:
         row_tokens: of a packed row at most.
         steps: updates of a run.
         warm: of them, the first that do not count.
+        checkpointing: all peers recompute layers in the backward pass.
     """
 
     shape: str
@@ -55,13 +55,22 @@ class Case:
     row_tokens: int = 8192
     steps: int = 32
     warm: int = 12
+    checkpointing: bool = False
 
 
 CASES = {
-    f"{short}-{sides}": Case(shape, sides)
-    for short, shape in (("2b", "qwen3-vl-2b"), ("8b", "qwen3-vl-8b"), ("2.5-3b", "qwen2.5-vl-3b"))
+    f"{short}-{sides}": Case(shape, sides, checkpointing=short == "8b")
+    for short, shape in (
+        ("2b", "qwen3-vl-2b"),
+        ("8b", "qwen3-vl-8b"),
+        ("2.5-3b", "qwen2.5-vl-3b"),
+        ("ov-4b", "onevision-4b"),
+    )
     for sides in ("448", "1024", "mixed")
-} | {"tiny": Case("tiny", "448", row_tokens=1024, steps=6, warm=2)}
+} | {
+    short: Case(shape, "tiny", row_tokens=1024, steps=6, warm=2)
+    for short, shape in (("tiny", "tiny"), ("tiny-2.5", "tiny-2.5"), ("tiny-ov", "tiny-onevision"))
+}
 
 
 def main() -> int:
@@ -70,285 +79,230 @@ def main() -> int:
     add("--tower", choices=("frozen", "lora"), default="frozen", help="what of the tower trains")
     add("--images", choices=("ready", "jpeg"), default="ready", help="pixels or files (default: ready)")
     add("--workers", type=int, default=8, help="processes of the loader (default: 8)")
+    add("--checkpointing", action="store_true", help="recompute layers in every case")
     return run_peers(__file__, parser, CASES, PEERS, child, line_of)
 
 
 def line_of(run: dict[str, Any]) -> str:
+    how = "with" if run["checkpointing"] else "without"
     return (
         f"{run['ms']:.1f} ms an update, {run['tokens_s']:,.0f} tokens/s (mean {run['mean_tokens_s']:,.0f}), "
         f"{run['images_s']:,.1f} images/s, "
         f"{run['peak_GiB']:.2f} GiB, wait {run['wait']:.1%}, {run['tokens']:,.0f} of {run['places']:,.0f} "
-        f"places hold a token, loss {run['losses'][-1]:.4f}"
+        f"places hold a token, loss {run['losses'][-1]:.4f}\n"
+        f"    tower {run['tower']}, images {run['images']}, {run['trained']:,} weights train {how} gradient "
+        f"checkpointing ({run['recomputing']} modules)\n"
+        f"    loaded in {run['load_s']:.0f} s, trained in {run['train_s']:.0f} s, {run['compiled']} graphs "
+        "compiled after the warm-up"
     )
 
 
 # In a process of its own
 
 
+def say(what: str) -> None:
+    """Tell how far this process has come, and after how many seconds."""
+    print(f"{time.perf_counter() - _BEGAN:7.1f} s: {what}", file=sys.stderr, flush=True)
+
+
 def child(what: str, name: str, args: argparse.Namespace) -> dict[str, Any]:
+    if what == "unsloth":  # it has to come before transformers
+        import unsloth  # noqa: F401
     folder = build(CASES[name].shape, args.work)
     return {} if what == "build" else train(what, CASES[name], folder, args)
 
 
-@dataclass(frozen=True, eq=False)
-class ReadyBatches:
-    """Batches with pixels made beforehand, from the numbers of updates.
-
-    Args:
-        packs: one row of all documents, else each padded to the longest.
-        tokenizer: of single bytes.
-    """
-
-    documents: Sequence[Sequence[Document]]
-    shape: str
-    tokenizer: Any
-    packs: bool
-
-    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        import torch
-
-        (example,) = examples
-        patch = SHAPES[self.shape].patch
-        documents = self.documents[example["update"]]
-        grids = [grid for document in documents for grid in document.grids(patch)]
-        encoded = [self._encoded(document, patch) for document in documents]
-        labels = [np.where(self._is_of_images(ids), -100, ids) for ids in encoded]
-        for one in labels:
-            one[0] = -100
-        batch: dict[str, Any] = {}
-        if grids:
-            batch["image_grid_thw"] = torch.tensor(grids)
-            n_patches = sum(rows * columns for _, rows, columns in grids)
-            batch["pixel_values"] = _pixels(3 * 2 * patch * patch)[example["update"] :][:n_patches]
-        if self.packs:
-            batch["input_ids"] = torch.from_numpy(np.concatenate(encoded))[None]
-            batch["labels"] = torch.from_numpy(np.concatenate(labels))[None]
-            lengths = [len(ids) for ids in encoded]
-            of_tokens = np.array(grids).reshape(-1, 3) // [1, 2, 2]
-            positions = self._positions(batch["input_ids"][0].numpy(), lengths, of_tokens)
-            return batch | {"packed_seq_lengths": lengths, "position_ids": positions}
-        pad = self.tokenizer.pad_token_id
-        batch["input_ids"] = _padded(encoded, pad)
-        batch["labels"] = _padded(labels, -100)
-        batch["attention_mask"] = _padded([np.ones_like(ids) for ids in encoded], 0)
-        image = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        return batch | {"mm_token_type_ids": (batch["input_ids"] == image).long()}
-
-    def _positions(self, ids: np.ndarray, lengths: list[int], of_tokens: np.ndarray) -> Any:
-        """`[4, 1, T]`, as `VisionDataCollator` makes them."""
-        import torch
-
-        from unsloth_pack.row.images import RowImages
-        from unsloth_pack.row.packed_row import PackedRow
-
-        row = PackedRow.of_lengths(tuple(lengths), torch.device("cpu"))
-        is_placeholder = ids == self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        axes = RowImages.of(is_placeholder, of_tokens.prod(axis=1), row).axes(row, of_tokens)
-        return torch.from_numpy(np.stack([row.positions, *axes]))[:, None]
-
-    def _encoded(self, document: Document, patch: int) -> np.ndarray:
-        """`[L]` int64."""
-        grids = document.grids(patch)
-        text = self.tokenizer.apply_chat_template(document.messages([None] * len(grids)), tokenize=False)
-        for _, rows, columns in grids:
-            text = text.replace("<|image_pad|>", "<|image|>" * (rows * columns // 4), 1)
-        text = text.replace("<|image|>", "<|image_pad|>")
-        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _is_of_images(self, ids: np.ndarray) -> np.ndarray:
-        names = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
-        return np.isin(ids, self.tokenizer.convert_tokens_to_ids(names))
-
-
-@cache
-def _pixels(numbers: int) -> Any:
-    """`[40,000, numbers]` bfloat16: noise, of which every batch takes a part."""
+def load(peer: str, case: Case, folder: str, tower: str, checkpointing: bool) -> tuple[Any, Any]:
+    """The model, and the configuration of an adapter that it has not got yet, or None."""
     import torch
-
-    return torch.randn(40_000, numbers, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-
-def _padded(rows: Sequence[np.ndarray], value: int) -> Any:
-    import torch
-
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.from_numpy(row) for row in rows], batch_first=True, padding_value=value
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class DecodedBatches:
-    """Batches from image files, by a peer's own collator."""
-
-    files: Sequence[Sequence[tuple[Document, list[bytes]]]]
-    collate: Any
-    peer: str
-
-    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        (example,) = examples
-        return self.collate([self._row(*each) for each in self.files[example["update"]]])
-
-    def _row(self, document: Document, files: list[bytes]) -> dict[str, Any]:
-        """In the form that the collator takes: ours takes bytes, TRL's a column of images."""
-        from PIL import Image
-
-        if self.peer == "ours":
-            return {"messages": document.messages(files)}
-        images = [Image.open(io.BytesIO(file)) for file in files]
-        if self.peer == "unsloth":
-            return {"messages": document.messages(images)}
-        return {"messages": document.messages([None] * len(images)), "images": images}
-
-
-def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run."""
-    if peer == "unsloth":  # before TRL is imported
-        from unsloth import FastVisionModel
-    elif peer == "ours":
-        from unsloth_pack import FastVisionModel
-    import torch
-    from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
 
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     lora: dict[str, Any] = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0}
-    more: dict[str, Any] = {}
     if peer == "trl":
-        model, more["peft_config"] = plain_model(folder, dtype, lora, args.tower)
-    else:
-        options: dict[str, Any] = {"load_in_4bit": False}
-        options |= {"dtype": dtype} if peer == "ours" else {}
-        model, _ = FastVisionModel.from_pretrained(folder, max_seq_length=case.row_tokens, **options)
-        no_checkpoints = {"use_gradient_checkpointing": False, "finetune_language_layers": True}
-        aligner = {"finetune_aligner": False} if peer == "ours" else {}
-        with_tower = args.tower == "lora"
-        model = FastVisionModel.get_peft_model(
-            model, finetune_vision_layers=with_tower, **lora, **no_checkpoints, **aligner
-        )
-        if peer == "unsloth":
-            FastVisionModel.for_training(model)
-    documents = updates(case.sides, case.row_tokens, SHAPES[case.shape].patch, case.steps)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if args.images == "ready":
-        collate: Any = ReadyBatches(documents, case.shape, tokenizer, packs=peer == "ours")
-    else:
-        files = [[(document, document.jpegs()) for document in row] for row in documents]
-        collate = DecodedBatches(files, own_collator(peer, model, folder), peer)
-    config = SFTConfig(
-        output_dir=str(Path(args.work) / f"vision-{peer}"),
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        max_steps=case.steps,
-        learning_rate=2e-4,
-        logging_steps=1,
-        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
-        gradient_checkpointing=False,
-        bf16=on_gpu,
-        use_cpu=not on_gpu,
-        report_to="none",
-        save_strategy="no",
-        seed=3407,
-        max_length=None,
-        remove_unused_columns=False,
-        dataset_text_field="",
-        dataset_kwargs={"skip_prepare_dataset": True},
-        dataloader_num_workers=args.workers,
-        dataloader_pin_memory=on_gpu,
-    )
-    ends: list[float] = []
+        return plain_model(folder, dtype, lora, tower)
+    options: dict[str, Any] = {"max_seq_length": case.row_tokens, "load_in_4bit": False}
+    parts = {"finetune_vision_layers": tower == "lora", "finetune_language_layers": True}
+    if peer == "ours":
+        from unsloth_pack import FastVisionModel
 
-    class Clock(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
+        model, _ = FastVisionModel.from_pretrained(folder, dtype=dtype, **options)
+        parts["finetune_aligner"] = False
+        return FastVisionModel.get_peft_model(
+            model, use_gradient_checkpointing=checkpointing, **parts, **lora
+        ), None
+    from unsloth import FastVisionModel as Unsloth
 
-    trainer = SFTTrainer(
-        model=model,
-        args=config,
-        train_dataset=Dataset.from_dict({"update": range(case.steps)}),
-        processing_class=tokenizer,
-        data_collator=collate,
-        callbacks=[Clock()],
-        **more,
-    )
-    batches: list[tuple[int, int, int]] = []
-    waits: list[float] = []
-    step, fetch = trainer.training_step, trainer.get_batch_samples
-
-    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        mask, ids, grids = (inputs.get(n) for n in ("attention_mask", "input_ids", "image_grid_thw"))
-        tokens = ids.numel() if mask is None else int(mask.sum())
-        batches.append((tokens, ids.numel(), 0 if grids is None else len(grids)))
-        return step(model, inputs, *args, **kwargs)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        fetched = fetch(*args, **kwargs)
-        waits.append(time.perf_counter() - began)
-        return fetched
-
-    trainer.training_step, trainer.get_batch_samples = counted, timed
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    trainer.train()
-    seconds = [after - before for before, after in pairwise(ends)][case.warm - 1 :]
-    warm = batches[case.warm :]
-    return {
-        "ms": 1000 * statistics.median(seconds),
-        "tokens_s": statistics.median(tokens / s for (tokens, _, _), s in zip(warm, seconds, strict=True)),
-        "mean_tokens_s": sum(tokens for tokens, _, _ in warm) / sum(seconds),
-        "images_s": sum(images for _, _, images in warm) / sum(seconds),
-        "tokens": statistics.mean(tokens for tokens, _, _ in batches),
-        "places": statistics.mean(places for _, places, _ in batches),
-        "wait": sum(waits[case.warm : case.steps]) / sum(seconds),
-        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
-        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
-    }
+    how = {"use_gradient_checkpointing": "unsloth" if checkpointing else False}
+    model, _ = Unsloth.from_pretrained(folder, **options, **how)
+    model = Unsloth.get_peft_model(model, **parts, **lora, **how)
+    Unsloth.for_training(model)
+    return model, None
 
 
 def plain_model(folder: str, dtype: Any, lora: dict[str, Any], tower: str) -> tuple[Any, Any]:
-    """transformers' own model, and PEFT's configuration of the same adapter."""
+    """transformers' own model, and PEFT's configuration of the same adapter as ours."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForImageTextToText
+
+    from unsloth_pack.lora.vision_parts import TrainedParts, vision_targets
 
     on_gpu = torch.cuda.is_available()
     has_flash = on_gpu and importlib.util.find_spec("flash_attn") is not None
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=dtype, attn_implementation="flash_attention_2" if has_flash else "sdpa"
     )
-    targets = f"({OF_TEXT})|({OF_TOWER})" if tower == "lora" else OF_TEXT
+    targets, _ = vision_targets(model, TrainedParts(vision_layers=tower == "lora", aligner=False))
     config = LoraConfig(**lora, target_modules=targets, task_type="CAUSAL_LM")
     return model.to("cuda" if on_gpu else "cpu"), config
 
 
-def own_collator(peer: str, model: Any, folder: str) -> Any:
-    """What the peer's users make batches of conversations with."""
-    from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run."""
+    import torch
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
 
-    from unsloth_pack.images.processor import VisionProcessor
-    from unsloth_pack.images.tokens import IMAGE_TOKENS
+    from unsloth_pack.images.families import image_maker
 
-    tokenizer, images = (
-        AutoTokenizer.from_pretrained(folder),
-        Qwen2VLImageProcessorPil.from_pretrained(folder),
+    say("libraries imported")
+    on_gpu = torch.cuda.is_available()
+    checkpointing = case.checkpointing or args.checkpointing
+    model, adapter = load(peer, case, folder, args.tower, checkpointing)
+    say("model loaded")
+    config, processor = processor_in(folder, case.shape)
+    make = image_maker(config, processor.image_processor)
+    rows = updates(case.sides, case.row_tokens, make, case.steps)
+    if args.images == "ready":
+        collate: Any = ReadyBatches.of(rows, config, processor, packs=peer == "ours")
+    else:
+        collate = decoded_batches(peer, rows, model, config, processor)
+    say("images made")
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir=str(Path(args.work) / f"vision-{peer}"),
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=1,
+            max_steps=case.steps,
+            learning_rate=2e-4,
+            logging_steps=1,
+            optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+            gradient_checkpointing=checkpointing and peer == "trl",
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            report_to="none",
+            save_strategy="no",
+            seed=3407,
+            disable_tqdm=True,
+            max_length=None,
+            remove_unused_columns=False,
+            dataset_text_field="",
+            dataset_kwargs={"skip_prepare_dataset": True},
+            dataloader_num_workers=args.workers,
+            dataloader_pin_memory=on_gpu,
+        ),
+        train_dataset=Dataset.from_dict({"update": range(case.steps)}),
+        processing_class=processor.tokenizer,
+        data_collator=collate,
+        peft_config=adapter,
     )
-    tokens = IMAGE_TOKENS[model.config.model_type]
-    processor = VisionProcessor(images, tokenizer, tokenizer.chat_template, tokens)
-    if peer == "ours":
-        from unsloth_pack import VisionDataCollator
+    say("trainer made")
+    watch = Watch(make.described[0])
+    watch.follow(trainer)
+    loaded = time.perf_counter()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    modules = list(trainer.model.modules())
+    return {
+        **asdict(case),
+        **watch.figures(case.warm),
+        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
+        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+        "trained": sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad),
+        "checkpointing": checkpointing,
+        "recomputing": sum(bool(getattr(module, "gradient_checkpointing", False)) for module in modules),
+        "tower": args.tower,
+        "images": args.images,
+        "load_s": loaded - _BEGAN,
+        "train_s": time.perf_counter() - loaded,
+    }
 
-        return VisionDataCollator(model, processor)
-    if peer == "unsloth":
-        from unsloth.trainer import UnslothVisionDataCollator
 
-        return UnslothVisionDataCollator(model, processor, resize="max")
-    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+@dataclass
+class Watch:
+    """What a trainer does.
 
-    return DataCollatorForVisionLanguageModeling(processor)
+    Args:
+        of_images: the argument of a call with an entry for each image.
+        batches: tokens, places and images of each update.
+        waits: seconds for each batch.
+        ends: when each update was done.
+        graphs: how many torch had compiled by then.
+    """
+
+    of_images: str
+    batches: list[tuple[int, int, int]] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
+
+    def follow(self, trainer: Any) -> None:
+        """Look at a trainer from now on."""
+        from transformers import TrainerCallback
+
+        class Clock(TrainerCallback):
+            def on_step_end(_, *args: Any, **kwargs: Any) -> None:
+                self._step_done()
+
+        trainer.add_callback(Clock())
+        step, fetch = trainer.training_step, trainer.get_batch_samples
+
+        def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            mask, ids = inputs.get("attention_mask"), inputs["input_ids"]
+            tokens = ids.numel() if mask is None else int(mask.sum())
+            self.batches.append((tokens, ids.numel(), len(inputs.get(self.of_images, ()))))
+            return step(model, inputs, *args, **kwargs)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            fetched = fetch(*args, **kwargs)
+            self.waits.append(time.perf_counter() - began)
+            return fetched
+
+        trainer.training_step, trainer.get_batch_samples = counted, timed
+
+    def _step_done(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        self.graphs.append(dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
+        tokens, places, images = self.batches[-1]
+        say(
+            f"update {len(self.ends)} of {tokens:,} tokens in {places:,} places and {images} images done, "
+            f"{self.graphs[-1]} graphs compiled"
+        )
+
+    def figures(self, warm: int) -> dict[str, Any]:
+        """Of all updates but the first ones."""
+        every = [after - before for before, after in pairwise(self.ends)]
+        seconds, batches = every[warm - 1 :], self.batches[warm:]
+        return {
+            "ms": 1000 * statistics.median(seconds),
+            "tokens_s": statistics.median(n / s for (n, _, _), s in zip(batches, seconds, strict=True)),
+            "mean_tokens_s": sum(tokens for tokens, _, _ in batches) / sum(seconds),
+            "images_s": sum(images for _, _, images in batches) / sum(seconds),
+            "tokens": statistics.mean(tokens for tokens, _, _ in self.batches),
+            "places": statistics.mean(places for _, places, _ in self.batches),
+            "wait": sum(self.waits[warm : len(self.ends)]) / sum(seconds),
+            "compiled": self.graphs[-1] - self.graphs[warm - 1],
+            "seconds": seconds,
+        }
 
 
 if __name__ == "__main__":

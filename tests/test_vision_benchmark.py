@@ -1,0 +1,119 @@
+"""The rulers for images: all peers train the same on the same pixels, and every update is told."""
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import shapes
+import vision
+import vision_tower
+from vision_batches import ReadyBatches, decoded_batches
+from vision_shapes import SHAPES, build, processor_in, updates
+
+from unsloth_pack.images.families import image_maker
+
+TINY = ("tiny", "tiny-2.5", "tiny-ov")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    return tmp_path_factory.mktemp("vision")
+
+
+def run(peer, name, work, images="ready", tower="frozen", checkpointing=False):
+    case = replace(vision.CASES[name], steps=3, warm=1)
+    args = Namespace(work=work, images=images, tower=tower, checkpointing=checkpointing, workers=0)
+    return vision.train(peer, case, build(case.shape, work), args)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("images", "tower"), [("ready", "frozen"), ("jpeg", "lora")])
+def test_peers_train_the_same_on_the_same_images(name, images, tower, work):
+    ours, trl = (run(peer, name, work, images, tower) for peer in ("ours", "trl"))
+    same = ("tokens", "trained", "tower", "images", "recomputing")
+    assert {key: ours[key] for key in same} == {key: trl[key] for key in same}
+    assert ours["losses"] == pytest.approx(trl["losses"], abs=1e-4)
+    assert ours["places"] == ours["tokens"] < trl["places"]
+
+
+def test_all_peers_recompute_layers_where_a_case_asks_for_it(work):
+    plain = run("ours", "tiny", work)
+    assert "weights train without gradient checkpointing (0 modules)" in vision.line_of(plain)
+    for peer in ("ours", "trl"):
+        one = run(peer, "tiny", work, checkpointing=True)
+        assert one["recomputing"] >= SHAPES["tiny"].text["num_hidden_layers"]
+        assert one["losses"] == pytest.approx(plain["losses"], abs=1e-4)
+        assert "weights train with gradient checkpointing" in vision.line_of(one)
+
+
+def test_cases_of_8b_recompute_layers():
+    recomputing = {name for name, case in vision.CASES.items() if case.checkpointing}
+    assert recomputing == {"8b-448", "8b-1024", "8b-mixed"}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_pixels_made_beforehand_are_those_that_a_peer_decodes(name, work):
+    case = vision.CASES[name]
+    config, processor = processor_in(build(case.shape, work), case.shape)
+    make = image_maker(config, processor.image_processor)
+    rows = updates(case.sides, case.row_tokens, make, 2)
+    ready = ReadyBatches.of(rows, config, processor, packs=False)
+    decoded = decoded_batches("trl", rows, None, config, processor)
+    for number in range(2):
+        made, found = (batches([{"update": number}]) for batches in (ready, decoded))
+        for key in ("input_ids", "attention_mask", *make.described):
+            assert torch.equal(made[key], found[key]), key
+        assert torch.equal(made["labels"][:, 1:], found["labels"][:, 1:])
+        pixels = without_padding(found["pixel_values"], made["pixel_values"])
+        assert torch.equal(made["pixel_values"], pixels.bfloat16())
+
+
+def without_padding(values, like):
+    """Tiles one after another, of images that were padded to as many tiles as the largest has."""
+    if values.dim() == like.dim():
+        return values
+    every = values.flatten(0, 1)
+    return every[every.flatten(1).any(dim=1)]
+
+
+def test_models_of_text_and_of_images_have_folders_of_their_own(work):
+    folder = build("tiny", work)
+    assert shapes.build("tiny", work) != folder
+    assert processor_in(folder, "tiny")[0].model_type == "qwen3_vl"
+
+
+def test_every_update_is_told(work, capsys):
+    run("ours", "tiny", work)
+    said = capsys.readouterr().err
+    for stage in ("libraries imported", "model loaded", "images made", "trainer made", "update 3 of"):
+        assert stage in said
+
+
+def towers(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["vision_tower.py", "--sides=tiny", "--row_tokens=512", *arguments])
+    return vision_tower.main()
+
+
+def test_towers_agree(monkeypatch, tmp_path):
+    path = tmp_path / "a.json"
+    assert towers(monkeypatch, "--shapes=tiny,tiny-2.5", "--rows=2", "--repeats=3", f"--json={path}") == 0
+    found = json.loads(path.read_text())["towers"]
+    assert [one["tower"] for one in found] == ["tiny", "tiny-2.5"]
+    for one in found:
+        for peer in ("ours", "sdpa"):
+            assert 0 < one[peer]["error"] < 1e-5
+            assert len(one[peer]["seconds"]) == 6
+
+
+def test_a_tower_that_is_wrong_is_told(monkeypatch):
+    def patched_wrongly(model):
+        model.model.visual.blocks[0].mlp.linear_fc1.weight.data.mul_(2)
+
+    monkeypatch.setattr(vision_tower, "patch_model", patched_wrongly)
+    assert towers(monkeypatch, "--shapes=tiny", "--rows=1", "--repeats=1") == 1
