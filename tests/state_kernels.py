@@ -28,8 +28,12 @@ class Kernels:
         self.carrying = set()
         self.calls = []
 
-    def install(self, monkeypatch, arch):
-        """As if the packages had been installed before transformers was imported."""
+    def install(self, monkeypatch, arch, only=("fla", "causal_conv1d", "mamba_ssm")):
+        """As if the packages had been installed before transformers was imported.
+
+        Args:
+            only: these packages; another one stays as it is.
+        """
         config = supported_architectures()[arch].tiny_config()
         # Imported before the packages are there: what it finds then, it keeps
         modeling = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
@@ -39,18 +43,19 @@ class Kernels:
             ("mamba_ssm", self.mamba_chunk_scan_combined),
             ("mamba_ssm", self.mamba_split_conv1d_scan_combined),
         ]
-        packages = {name: ModuleType(name) for name, _ in functions}
+        packages = {name: ModuleType(name) for name in only}
         for name, package in packages.items():
             package.__spec__ = ModuleSpec(name, None)
             monkeypatch.setitem(sys.modules, name, package)
-        for name, function in functions:
-            setattr(packages[name], function.__name__, function)
         for theirs, (package, function) in {
             "torch_chunk_gated_delta_rule": functions[0],
             "causal_conv1d_fn": functions[1],
             "mamba2_chunk_scan": functions[2],
             "mamba2_split_conv1d_scan_combined": functions[3],
         }.items():
+            if package not in only:
+                continue
+            setattr(packages[package], function.__name__, function)
             if (original := getattr(modeling, theirs, None)) is not None:
                 found = use_kernel_func_from_hub_with_fallback(function.__name__, package)
                 monkeypatch.setattr(modeling, theirs, found(inspect.unwrap(original)))

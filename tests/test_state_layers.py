@@ -1,13 +1,16 @@
 """Layers that carry a state: their two ways through a packed row, and what is planted in each is found.
 
-The kernels are stand-ins: those that people install need a GPU, on which none of this has run.
+The kernels are stand-ins, but for flash-linear-attention's where it and a GPU are there.
 """
 
+import inspect
 import logging
+import sys
 from importlib.metadata import version
 
 import pytest
 import torch
+from correctness.judge import Draw, holds, judge_as_few
 from state_kernels import Kernels
 from tiny import error, random_documents, run_alone, run_packed, tiny_model
 from transformers import AutoConfig
@@ -29,6 +32,7 @@ from unsloth_pack.patching.decoder_parts import mixers_by_layer
 HYBRIDS = {name: spec for name, spec in supported_architectures().items() if spec.mixers}
 SMALL = [name for name, spec in HYBRIDS.items() if not any("experts" in field for field in spec.tiny)]
 RECURRENT = [name for name in SMALL if name != "lfm2"]
+DELTA_NETS = [name for name in RECURRENT if "gated_delta_net" in HYBRIDS[name].mixers.values()]
 LENGTHS = [9, 1, 24, 2, 13]
 LEAKS = {"leak into logits", "leak into gradients", "leak into trained gradients"}
 
@@ -84,6 +88,32 @@ def test_both_ways_give_the_same(arch, kernels):
         assert name.startswith(IN_ONE_ROW if installed else BY_DOCUMENT)
         outcomes.append(run_packed(model, documents))
     assert error(outcomes[0].logits, outcomes[1].logits) < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", DELTA_NETS)
+def test_flash_linear_attention_is_as_right_on_a_row_as_on_each_document_alone(arch, kernels, monkeypatch):
+    """Its own kernels, behind a stand-in for causal-conv1d. The truth is the recurrence in torch."""
+    pytest.importorskip("fla")
+    dtype = torch.bfloat16
+    modeling = sys.modules[type(tiny_model(arch, dtype).get_base_model()).__module__]
+
+    def drawn(seed):
+        documents = random_documents(LENGTHS, seed)
+        with monkeypatch.context() as without_kernels:
+            of_torch = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+            without_kernels.setattr(modeling, "torch_chunk_gated_delta_rule", of_torch)
+            truth = run_alone(tiny_model(arch, torch.float64), documents)
+        alone = run_alone(tiny_model(arch, dtype), documents)
+        return run_packed(model, documents), Draw(truth, alone, alone)
+
+    kernels.install(monkeypatch, arch, only=("causal_conv1d",))
+    model = tiny_model(arch, dtype)
+    report = patch_model(model).report
+    assert report.attn_backend.startswith(IN_ONE_ROW), report.attn_reason
+    row = judge_as_few(drawn, dtype)
+    assert holds(row), row["failed"]
+    assert verify(model).passed
 
 
 def test_mamba_reads_an_adapted_projection_through_its_adapter(kernels):
