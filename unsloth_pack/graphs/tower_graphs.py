@@ -22,6 +22,8 @@ from unsloth_pack.graphs.row_form import MOST_FORMS, ROWS_BEFORE_CAPTURE, WASTE_
 from unsloth_pack.graphs.trials import Trials, longer_than_launching
 from unsloth_pack.row.packed_row import PackedRow
 
+_WRONG_FROM = 1 / 16  # relative error of features; other sizes of GEMMs round otherwise, by 0.01 in bfloat16
+
 logger = logging.getLogger("unsloth_pack")
 
 Output = Any  # a ModelOutput of transformers: tensors and lists of tensors by name
@@ -175,6 +177,7 @@ class TowerGraphs:
     ) -> "_CapturedTower | None":
         try:
             captured = _CapturedTower(tower, run, patches, form, self._memory)
+            captured.check(patches, run(patches))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             cause = what_broke(error)
         else:
@@ -219,6 +222,16 @@ class _CapturedTower:
         n, P = len(patches.pixels), len(self._static.pixels)
         return _each(lambda x: x[: len(x) * n // P].clone(), self._output)
 
+    def check(self, patches: Patches, expected: Output) -> None:
+        """Compare a replay with what the tower itself makes of the same patches.
+
+        Raises:
+            RuntimeError: they differ by more than rounding explains.
+        """
+        for made, wanted in zip(_flat(self.replay(patches)), _flat(expected), strict=True):
+            if not (made - wanted).norm() <= _WRONG_FROM * wanted.norm() and bool(wanted.isfinite().all()):
+                raise RuntimeError("a replay makes other features than the tower itself")
+
     def _fill(self, patches: Patches) -> None:
         for static, given in zip(self._static.tensors, patches.tensors, strict=True):
             static[: len(given)].copy_(given)
@@ -239,6 +252,18 @@ def _each(change: Callable[[Tensor], Tensor], output: Output) -> Output:
     if isinstance(output, (list, tuple)):
         return type(output)(_each(change, value) for value in output)
     return output
+
+
+def _flat(output: Output) -> list[Tensor]:
+    """All tensors of an output."""
+    found: list[Tensor] = []
+
+    def noted(x: Tensor) -> Tensor:
+        found.append(x.float())
+        return x
+
+    _each(noted, output)
+    return found
 
 
 @contextmanager
