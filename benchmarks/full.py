@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -296,14 +296,18 @@ def moment_dtypes(optimizer: Any) -> dict[str, int]:
 def count_replays(model: Any) -> list[bool]:
     """For each row from now on whether it was replayed from a CUDA graph."""
     graphs, replayed = model.get_decoder().step_graphs, []
-    run = graphs.run
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        output = run(*args, **kwargs)
-        replayed.append(output is not None)
-        return output
+    def counted(make: Callable[..., Any], decides: bool) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            output = make(*args, **kwargs)
+            if decides or output is not None:
+                replayed.append(output is not None)
+            return output
 
-    graphs.run = counted
+        return made
+
+    # Where the first one gives nothing, the second one is asked
+    graphs.replay, graphs.run = counted(graphs.replay, False), counted(graphs.run, True)
     return replayed
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,15 @@ def test_gradients_that_are_freed_and_masters_are_told(folder):
     said = full.line_of(found)
     assert "gradients none, moments 1,640,704 in float32" in said
     assert "0 of 6 rows replayed; step not captured: a graph makes all gradients at once" in said
+
+
+def test_rows_are_counted_that_are_replayed_in_either_way():
+    at_once, in_the_end = iter([None, "replayed", None]), iter(["captured", None])
+    graphs = SimpleNamespace(replay=lambda: next(at_once), run=lambda: next(in_the_end))
+    replayed = full.count_replays(SimpleNamespace(get_decoder=lambda: SimpleNamespace(step_graphs=graphs)))
+    for _ in range(3):
+        graphs.replay() or graphs.run()
+    assert replayed == [True, True, False]
 
 
 def test_frozen_and_recomputing_parts_are_told():
