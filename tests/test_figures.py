@@ -168,13 +168,69 @@ def test_the_grid_is_told_as_measured():
         )
         above, worst = re.search(r"(\d+) rows were above .* by up to ([\d.]+),", table).groups()
         assert (rows, failed) == (measured + refused + not_captured, 0)
-        (told,) = [line for line in trust.splitlines() if f"(../benchmarks/results/grid-{device}-" in line]
+        file = f"(../benchmarks/results/grid-{device}-2026-11-{day}.md"
+        (told,) = [line for line in trust.splitlines() if file in line]
         assert f"| {rows:,} cases | {measured:,} measured, none above 1.5 ({above} were above" in told
         assert f"at up to {worst}," in told
         if device == "h200":
             assert f"{refused:,} refused and {not_captured:,} not captured" in told
             assert f"{rows:,} combinations" in README.read_text()
             assert f"{measured:,} were measured" in README.read_text()
+
+
+def _measured(name):
+    return json.loads((NEWEST.parent / f"{name}-h200-2026-11-25.json").read_text())
+
+
+def test_the_part_of_the_grid_is_told_as_measured():
+    rows = _measured("grid")["rows"]
+    measured = [row for row in rows if not row.get("failed")]
+    (told,) = [
+        line
+        for line in (ROOT / "docs" / "trust.md").read_text().splitlines()
+        if "grid-h200-2026-11-25.md" in line
+    ]
+    archs, captured = len({row["arch"] for row in measured}), sum(row["captured"] for row in measured)
+    assert f"{len(measured):,} measured on {archs} architectures, {captured} of them captured" in told
+    assert {row["arch"] for row in rows if row.get("failed")} == {"glm4_moe_lite"}
+    assert f"{len(rows) - len(measured)} of `glm4_moe_lite`" in told
+    lucky = [row["first_draw"] for row in measured if "first_draw" in row]
+    assert f"({len(lucky)} were above with the first documents, at up to {max(lucky):.2f}," in told
+
+
+def test_full_fine_tuning_is_told_as_measured():
+    told = PERFORMANCE.read_text().split("\n## Full fine-tuning", 1)[1].split("\n## ")[0]
+    for by_peer in _measured("full")["runs"].values():
+        ours = by_peer["ours"][0]
+        for peer, (run,) in by_peer.items():
+            name = {"unsloth": "Unsloth", "trl": "TRL"}.get(peer, peer)
+            ratio = "" if peer == "ours" else f"{ours['tokens_s'] / run['tokens_s']:.2f} "
+            figures = f"{run['ms']:.1f} | {run['tokens_s']:,.0f} | {ratio}| {run['peak_GiB']:.2f}"
+            assert f"| {name} | {figures} | {run['losses'][-1]:.4f} |" in told.replace("| | |", "| |")
+
+
+def test_padded_batches_of_dpo_are_told_as_measured():
+    told = PERFORMANCE.read_text()
+    for by_peer in _measured("dpo")["runs"].values():
+        ours, trl = by_peer["ours"], by_peer["trl"]
+        ratio = f"{ours['tokens_s'] / trl['tokens_s']:.2f}"
+        peaks = f"{ours['peak_GiB']:.2f} / {trl['peak_GiB']:.2f}"
+        assert f"| {ours['ms']:,.1f} | {trl['ms']:,.1f} | {ratio} | {peaks} |" in told
+        assert f"{ours['tokens']:,.0f} of {ours['places']:,.0f}" in told
+
+
+def test_start_up_is_told_as_measured():
+    told = PERFORMANCE.read_text()
+    for rounds in _measured("start-up")["runs"].values():
+        for seconds in rounds:
+            assert f"| {' | '.join(map(str, seconds.values()))} |" in told
+
+
+def test_what_gate_and_up_cost_is_told_as_measured():
+    told = PERFORMANCE.read_text()
+    for run in _measured("gate-and-up")["runs"]:
+        is_told = f"| {run['ms']} | {run['peak_GiB']} |" in told
+        assert is_told or (run["case"], run["recomputed"]) == ("pr-16k", 1)
 
 
 def test_experts_are_told_as_measured():
