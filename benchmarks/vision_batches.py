@@ -135,14 +135,12 @@ class DecodedBatches:
 
     Args:
         token_ids: the `ImageTokenIds` of the model.
-        make: its `ImageMaker`.
     """
 
     updates: Sequence[Sequence[Document]]
     collate: Any
     peer: str
     token_ids: Any
-    make: Any
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         import torch
@@ -154,8 +152,7 @@ class DecodedBatches:
         # TRL's collator leaves the tokens of images in the labels
         of_images = torch.tensor(sorted(self.token_ids.of_images))
         batch["labels"][torch.isin(batch["input_ids"], of_images)] = IGNORED
-        # transformers 5.17 makes them only in its own processors, which need torchvision
-        return {**batch, **token_types(batch["input_ids"], self.token_ids.placeholder, self.make)}
+        return batch
 
     def _row(self, document: Document) -> dict[str, Any]:
         """In the form that the collator takes: ours takes files, the others a column of images.
@@ -175,7 +172,6 @@ def decoded_batches(
     peer: str, updates: Sequence[Sequence[Document]], model: Any, config: Any, processor: Any
 ) -> DecodedBatches:
     """Batches by what the peer's users make them of conversations with."""
-    from unsloth_pack.images.families import image_maker
     from unsloth_pack.images.tokens import ImageTokenIds, image_tokens_of
 
     if peer == "ours":
@@ -193,5 +189,4 @@ def decoded_batches(
     for documents in updates:  # the files are written now, not by the processes of the loader
         for document in documents:
             document.jpegs()
-    token_ids = ImageTokenIds(image_tokens_of(config), processor.tokenizer)
-    return DecodedBatches(updates, collate, peer, token_ids, image_maker(config, processor.image_processor))
+    return DecodedBatches(updates, collate, peer, ImageTokenIds(image_tokens_of(config), processor.tokenizer))

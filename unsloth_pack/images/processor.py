@@ -24,6 +24,7 @@ from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, image_tokens_o
 from unsloth_pack.models.vision_spec import MODALITIES, TOKEN_TYPES
 
 _SAVED = ("processor_config.json", "tokenizer_config.json")
+_WITH_MODALITIES = f"return_{MODALITIES}"
 
 
 class VisionProcessor(ProcessorMixin):
@@ -34,8 +35,6 @@ class VisionProcessor(ProcessorMixin):
     transformers and servers load it.
     """
 
-    # As in transformers' classes: which tokens are images, by which a model finds their positions
-    return_mm_token_type_ids = True
     text_kwargs = {"return_token_type_ids": False}  # noqa: RUF012
 
     def __init__(
@@ -84,6 +83,9 @@ class VisionProcessor(ProcessorMixin):
         options = {name: value for name, value in own.items() if name not in kwargs}
         if images is not None and options:
             kwargs["images_kwargs"] = options | kwargs.get("images_kwargs", {})
+        # Which tokens are images, by which a model finds their positions; an argument in every version
+        if _WITH_MODALITIES not in kwargs.get("text_kwargs", {}):
+            kwargs.setdefault(_WITH_MODALITIES, True)
         made = super().__call__(images=images, text=text, **kwargs)
         if self._maker is not None and self._maker.both_ways and MODALITIES in made:
             made[TOKEN_TYPES] = made.pop(MODALITIES)
