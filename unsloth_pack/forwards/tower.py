@@ -85,7 +85,8 @@ class FastTower(nn.Module):
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
         moved = super()._apply(fn, *args, **kwargs)
-        self.tower_graphs.let_go(self)
+        if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT makes modules anew from this class
+            graphs.let_go(self)
         return moved
 
     def _layers_train(self) -> bool:

@@ -1,4 +1,4 @@
-"""The memory that all graphs of a decoder share.
+"""The memory that all graphs of a decoder share, or of a tower.
 
 Warm-ups and captures allocate from one pool, and every graph writes where another graph's tensors lay: what
 one row computes is used up before the next row is replayed. So tensors that later replays read again, such as

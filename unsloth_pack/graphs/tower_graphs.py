@@ -235,7 +235,7 @@ class _CapturedTower:
     def _fill(self, patches: Patches) -> None:
         for static, given in zip(self._static.tensors, patches.tensors, strict=True):
             static[: len(given)].copy_(given)
-            static[len(given) :].zero_()  # not of a row before: a NaN there would reach no image, but sums
+            static[len(given) :].zero_()  # a NaN of a row before must not stay: kernels multiply it by 0
         if patches.places is not None and self._own_places is not None:
             n_given = len(patches.by_patch[patches.places])
             self._static.by_patch[patches.places][n_given:].copy_(self._own_places[n_given:])
