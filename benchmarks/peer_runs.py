@@ -59,7 +59,7 @@ def run_peers(
         line_of: what is printed of them.
         published: what else stands in the file of results.
     """
-    args = parsed(file, parser, cases, peers, child)
+    args = parsed(parser, cases, peers, child)
     if args is None:
         return 0
     asked = args.peers.split(",")
@@ -82,7 +82,6 @@ def run_peers(
 
 
 def parsed(
-    file: str,
     parser: argparse.ArgumentParser,
     cases: Mapping[str, Any],
     peers: tuple[str, ...],
@@ -91,7 +90,7 @@ def parsed(
     """The flags, whose names are known; None in the process of a run, which is over.
 
     Args:
-        file, cases, peers, child: as `run_peers` takes them.
+        cases, peers, child: as `run_peers` takes them.
     """
     args = parser.parse_args()
     for given, known, flag in ((args.case, cases, "--case"), (args.peers, peers, "--peers")):
@@ -99,7 +98,6 @@ def parsed(
             parser.error(f"{flag} is {', '.join(sorted(unknown))}; choose of {', '.join(known)}")
     if args.child is None:
         return args
-    sys.path.remove(str(Path(file).resolve().parent))  # transformers would import kernels.py from here
     print(_RESULT + json.dumps(child(args.child, args.case, args)), flush=True)
     return None
 

@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument(
         "--flash", type=Path, help="a folder with the package flash_attn, for trl and unsloth"
     )
-    args = parsed(__file__, parser, CASES, PEERS, child)
+    args = parsed(parser, CASES, PEERS, child)
     if args is None:
         return 0
     runs = {name: measured(name, args) for name in args.case.split(",")}

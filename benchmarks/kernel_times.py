@@ -1,6 +1,6 @@
 """The speed of every kernel, compared with the limits of the device and with torch.
 
-    python benchmarks/kernels.py [--shape qwen0.5b,llama8b] [--compiled] [--json PATH]
+    python benchmarks/kernel_times.py [--shape qwen0.5b,llama8b] [--compiled] [--json PATH]
 
 The table has one row for each kernel and direction, in bfloat16, on the inputs that a layer of the shape has
 for a packed row. Times are of calls replayed from a CUDA graph, which rotate through so many inputs that the
@@ -83,7 +83,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in SHAPES]:
         parser.error(f"--shape: {unknown[0]!r} is none of {', '.join(SHAPES)}")
     if not torch.cuda.is_available():
-        print("benchmarks/kernels.py measures a CUDA device and this machine has none", file=sys.stderr)
+        print("benchmarks/kernel_times.py measures a CUDA device and this machine has none", file=sys.stderr)
         return 2
 
     ceilings = {"copy": copy_bandwidth(), "bf16": bf16_tflops()}
