@@ -123,6 +123,11 @@ def why_unavailable(name: str, need: AttentionNeed) -> str | None:
     )
 
 
+def why_not_captured(name: str) -> str | None:
+    """Why CUDA graphs cannot hold the backend, or None."""
+    return None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
+
+
 def why_passed_over(name: str, need: AttentionNeed) -> str | None:
     """Why `auto` does not take the backend for `need`, or None. What it never takes is not tried."""
     return BACKENDS[name].why_not_by_default(need) or why_unavailable(name, need)

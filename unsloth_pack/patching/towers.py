@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from unsloth_pack.attention import BACKENDS, AttentionNeed, AttentionOptions, choose_backend, why_unavailable
-from unsloth_pack.attention.backends import backend_of_other_keys
+from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
+from unsloth_pack.attention.backends import backend_of_other_keys, why_not_captured
 from unsloth_pack.forwards.frozen_tower import FrozenTower
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mixers.attention import attention_options
@@ -61,19 +59,12 @@ def _swap_for_grids(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpe
     attentions = [block.attn for block in tower.blocks]
     weight = tower.patch_embed.proj.weight
     chosen, why = _backend(attentions[0], weight, backend)
-    graphs = TowerGraphs(_why_never_captured(chosen, weight.device))
+    graphs = TowerGraphs(why_not_captured(chosen) if weight.is_cuda else "CUDA graphs need CUDA")
     swap(tower, FastTower, vision_spec=spec, tower_graphs=graphs)
     swap(tower.patch_embed, FastPatchEmbed, is_frozen=False)
     for attention in attentions:
         swap(attention, FastTowerAttention, attn_backend=chosen)
     say_tower(report, len(attentions), chosen, why, graphs)
-
-
-def _why_never_captured(backend: str, device: torch.device) -> str | None:
-    """Why no row of a frozen tower can be replayed from CUDA graphs, or None."""
-    if device.type != "cuda":
-        return "CUDA graphs need CUDA"
-    return None if BACKENDS[backend].can_be_captured else f"{backend} reads the row on the host"
 
 
 def _swap_for_sizes(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:

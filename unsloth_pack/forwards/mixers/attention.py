@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from unsloth_pack.attention import BACKENDS, AttentionOptions, attend, attend_dense, choose_backend
+from unsloth_pack.attention.backends import why_not_captured
 from unsloth_pack.attention.options import AttentionNeed
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.mixers.contract import Choice, Request
@@ -216,8 +217,7 @@ def choice_for(need: AttentionNeed, request: Request) -> Choice:
         BackendUnavailable: the one that is asked for cannot run.
     """
     name, reason = choose_backend(request.backend, need, request.source)
-    on_host = None if BACKENDS[name].can_be_captured else f"{name} reads the row on the host"
-    return Choice(name, reason, on_host, BACKENDS[name].room_is_free)
+    return Choice(name, reason, why_not_captured(name), BACKENDS[name].room_is_free)
 
 
 # Attributes of transformers' attention modules that the forward reads, or that change nothing
