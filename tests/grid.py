@@ -3,6 +3,7 @@
     python tests/grid.py --json                      to benchmarks/results/grid-<device>-<date>.json and .md
     python tests/grid.py --json PATH --minutes 9     to PATH; what is not reached in 9 minutes is left out
     python tests/grid.py --arch qwen3 --dtype nf4    a part, to look into a failure
+    python tests/grid.py --join PART... --json       parts that were measured before, as one
     python tests/grid.py --list                      how many cases there are
 
 A file with only a part of the cases says so, also during the run and after it was killed.
@@ -33,6 +34,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from correctness.cases import cases, values_of
 from correctness.judge import FACTOR, holds
+from correctness.parts import joined
 from correctness.report import about, default_path, table
 from correctness.workers import spread
 
@@ -46,6 +48,24 @@ def main():
     if args.list:
         return _list(chosen)
     path = None if args.json is None else Path(args.json or default_path())
+    result, rows = _joined(args, path) if args.join else _measured(args, chosen, wanted, path)
+    print(table(result, rows))
+    return int(not result["complete"] or not all(map(holds, rows)))
+
+
+def _joined(args, path):
+    try:
+        result, rows = joined(args.join, 2 * len(cases()))
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"--join: {error}")
+    rows.sort(key=_place)
+    if path:
+        _write(path, result, rows)
+    return result, rows
+
+
+def _measured(args, chosen, wanted, path):
+    """The head of the result and its rows. What there is so far is written now and then."""
     result = {
         **about(),
         "factor": FACTOR,
@@ -68,8 +88,7 @@ def main():
         rows.sort(key=_place)
         if path:
             _write(path, result, rows)
-    print(table(result, rows))
-    return int(not result["complete"] or not all(map(holds, rows)))
+    return result, rows
 
 
 def _arguments():
@@ -82,6 +101,7 @@ def _arguments():
         "--minutes", type=float, default=float("inf"), help="stop then, and say it is partial"
     )
     parser.add_argument("--list", action="store_true", help="count the cases and stop")
+    parser.add_argument("--join", nargs="+", metavar="PART", help="measure nothing: join these files")
     for name, values in values_of().items():
         parser.add_argument(f"--{name}", nargs="+", choices=values, help="only these")
     return parser.parse_args()

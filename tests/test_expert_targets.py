@@ -105,6 +105,43 @@ def shared():
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(shared_expert_intermediate_size=32, **sizes))
 
 
+def of_type(arch, **overrides):
+    config = supported_architectures()[arch].tiny_config(**overrides)
+    return AutoModelForCausalLM.from_config(config).requires_grad_(False)
+
+
+def test_all_linear_leaves_a_router_that_lies_one_module_deeper():
+    experts = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=48)
+    chosen = lora_targets(of_type("gemma4_text", **experts), "all-linear")
+    assert not [path for path in chosen.modules if "router" in path]
+    assert {path.rpartition(".")[2] for path in chosen.modules} >= {"q_proj", "o_proj"}
+    assert sum(path.endswith("experts.gate_up_proj") for path in chosen.parameters) == 4
+
+
+UNGATED = {"layers.3.mixer.experts", "layers.3.mixer.experts.base_layer"}
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [None, ["up_proj", "down_proj"], "all-linear", r".*(up|down)_proj", ["experts.up_proj"]],
+    ids=str,
+)
+def test_experts_without_a_gate_are_adapted_by_the_same_names(targets, caplog):
+    found = places(adapted(of_type("nemotron_h"), targets))
+    if targets == ["experts.up_proj"]:
+        assert found == {"layers.3.mixer.experts"}
+        return
+    assert found >= UNGATED | {"layers.1.mixer.up_proj", "layers.3.mixer.shared_experts.down_proj"}
+    assert not [path for path in found if "out_proj" in path or "gate" in path]
+    if targets == "all-linear":
+        assert "all-linear leaves out out_proj, which PEFT refuses to adapt" in caplog.text
+
+
+def test_target_parameters_go_before_the_names_for_experts_without_a_gate():
+    found = places(adapted(of_type("nemotron_h"), None, target_parameters=["experts.up_proj"]))
+    assert found & UNGATED == {"layers.3.mixer.experts"}
+
+
 def test_names_without_experts_are_peft_s_own():
     model = AutoModelForCausalLM.from_config(supported_architectures()["llama"].tiny_config())
     for targets in (["q_proj"], "all-linear", r".*q_proj"):

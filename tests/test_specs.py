@@ -17,7 +17,8 @@ from unsloth_pack.patching.patch import patch_of
 SPECS = supported_architectures()
 PLAIN = ArchSpec("plain")
 NO_DIFFERENCE = {"model_type", "tiny", "stands_alone", "only", "unread"}
-TESTED_ELSEWHERE = {"projections", "norm_keeps_dtype"}  # tests/test_api.py, tests/test_shared_kv.py
+# tests/test_api.py, tests/test_shared_kv.py, tests/test_expert_targets.py
+TESTED_ELSEWHERE = {"projections", "norm_keeps_dtype", "refused_by_peft"}
 OF_WRAPPERS = {"placeholders", "wrapper_has_softcap"}  # tests/test_wrappers.py
 DECLARED = [
     (arch, field.name)
@@ -89,15 +90,44 @@ def test_attention_sinks_under_the_spec_of_another_architecture_are_refused(monk
         patched_as(replace(SPECS["llama"], model_type="gpt_oss"), monkeypatch)
 
 
-def test_the_models_own_code_is_never_replaced():
-    model = tiny_model("llama", device="cpu")
-    attention = model.get_base_model().model.layers[1].self_attn
-    names = {"__module__": "transformers_modules.some_model.modeling", "__qualname__": "OwnAttention"}
-    attention.__class__ = type("OwnAttention", (type(attention),), names)
-    with pytest.raises(
-        InputError, match=r"OwnAttention is code of the model's own, .* without trust_remote_code"
-    ):
+OWN = {  # of a llama: what the patch would replace
+    "model": lambda model: model,
+    "decoder": lambda model: model.model,
+    "rotary embedding": lambda model: model.model.rotary_emb,
+    "attention": lambda model: model.model.layers[1].self_attn,
+    "MLP": lambda model: model.model.layers[1].mlp,
+    "norm": lambda model: model.model.layers[1].input_layernorm,
+}
+
+
+@pytest.mark.parametrize("part", OWN.values(), ids=OWN)
+def test_a_forward_of_the_models_own_is_never_replaced(part):
+    """By remote code or by a subclass."""
+    model = tiny_model("llama", device="cpu").get_base_model()
+    classes = [type(module) for module in model.modules()]
+    own = part(model)
+    kind = type(own)
+    alike = [module for module in model.modules() if type(module) is kind]
+
+    class Own(kind):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    for module in alike:
+        module.__class__ = Own
+    with pytest.raises(InputError, match=r"^Own has a forward of its own, .* without trust_remote_code$"):
         patch_model(model)
+    for module in alike:
+        module.__class__ = kind
+    assert [type(module) for module in model.modules()] == classes
+    patch_model(model)
+
+
+@pytest.mark.parametrize("arch", SPECS)
+def test_every_mlp_is_fused_or_its_activation_is(arch):
+    report = patch_model(tiny_model(arch, device="cpu")).report
+    without_a_gate = {"apertus", "arcee", "nemotron_h"}
+    assert ("MLP" in report.not_fused) is ("activation" in report.fused) is (arch in without_a_gate)
 
 
 def test_an_option_that_is_not_computed_is_refused():

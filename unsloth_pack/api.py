@@ -35,7 +35,7 @@ from unsloth_pack.files.loading import (
     take_file_options,
     weight_dtype,
 )
-from unsloth_pack.files.quantised import quantization
+from unsloth_pack.files.quantised import quantization, refuse_stored_quantised
 from unsloth_pack.files.saving import (
     remember_use_cache,
     remember_vocabulary,
@@ -127,6 +127,7 @@ class FastLanguageModel:
         config, for_weights = split_config(source, **hub, **hf_kwargs)
         text_config = config.get_text_config()
         spec_of(text_config.model_type)
+        refuse_stored_quantised(source, config, load_in_4bit, load_in_8bit, load_in_fp8)
         check_positions(max_seq_length, model_name, text_config)
         has_own_tokenizer = adapter is not None and _has_tokenizer(adapter)
         tokenizer = load_tokenizer(adapter if adapter and has_own_tokenizer else source, **hub)

@@ -16,7 +16,16 @@ NIGHTLY = {  # half a minute each under the interpreter, through the kernels of 
 }
 CASES = [
     pytest.param(arch, dtype, marks=[pytest.mark.nightly] if (arch, dtype) in NIGHTLY else [])
-    for arch in ("qwen3", "gemma3_text", "olmo2", "phi3", "qwen3_moe", "deepseek_v3", "gemma4_text")
+    for arch in (
+        "qwen3",
+        "gemma3_text",
+        "olmo2",
+        "phi3",
+        "apertus",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gemma4_text",
+    )
     for dtype in (torch.float32, torch.bfloat16)
 ]
 
@@ -26,7 +35,7 @@ def test_kernels_and_references_make_the_same_model(arch, dtype, monkeypatch):
     documents = random_documents(LENGTHS)
     truth = _packed(arch, torch.float64, documents)
     fused = _packed(arch, dtype, documents, truth.routes)
-    for name in ("norm", "gated", "rope"):
+    for name in ("norm", "gated", "ungated", "rope"):
         module = sys.modules[f"unsloth_pack.kernels.{name}"]
         monkeypatch.setattr(module, "takes_fused_path", lambda *_: False)
     plain = _packed(arch, dtype, documents, truth.routes)

@@ -11,10 +11,12 @@ from unsloth_pack.kernels import (
     gated,
     linear_cross_entropy,
     reference,
+    relu2,
     rms_norm,
     rope_qk,
     token_scores,
     varlen_attention,
+    xielu,
 )
 
 
@@ -37,6 +39,8 @@ CALLS = {
     "gated": lambda x: gated(x, x, "silu"),
     "rope_qk": lambda x: rope_qk(x, x, *tables())[0],
     "rope_qk with a norm": lambda x: rope_qk(x, x, *tables(), qk_norm=qk_norm())[0],
+    "relu2": lambda x: relu2(x),
+    "xielu": lambda x: xielu(x, *map(torch.tensor, ([0.2], [-1.0], 0.5, -1e-6))),
     "linear_cross_entropy": lambda x: linear_cross_entropy(*head(x)),
     "token_scores": lambda x: token_scores(*head(x)).log_prob,
     "varlen_attention": lambda x: varlen_attention(x, x, x, torch.tensor([0, 3]).int(), scale=0.3),

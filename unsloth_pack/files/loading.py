@@ -4,6 +4,7 @@ import math
 import os
 import pickle
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -333,8 +334,8 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
         InputError: it cannot be found or read, or an option is unknown.
     """
     try:
-        with _without_reports():
-            return auto_class.from_pretrained(source, **options)
+        with _without_reports():  # without an answer about code, transformers asks at the terminal
+            return auto_class.from_pretrained(source, **{"trust_remote_code": False, **options})
     except (*_UNREADABLE, AssertionError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and type(error) is not RuntimeError:  # of the device
             raise
@@ -344,6 +345,11 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
             raise InputError(
                 f"from_pretrained does not know {given}; correct the name, or leave it out"
             ) from error
+        if "trust_remote_code=True" in str(error):
+            raise InputError(
+                f"cannot load {source}: it comes with code of its own, which is not run; if you trust that, "
+                "load it in Python with FastLanguageModel.from_pretrained(..., trust_remote_code=True)"
+            ) from error
         remedy = "correct its files, or download it again"
         if not os.path.isdir(source):
             remedy = "check the name and the network, or give a folder"
@@ -351,7 +357,7 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    said = " ".join(str(error).split())[:300].rstrip(".")
+    said = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
     tells_enough = isinstance(error, OSError | ValueError | RuntimeError) and said
     return said if tells_enough else f"{type(error).__name__} {said}".strip()
 

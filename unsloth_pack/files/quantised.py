@@ -1,7 +1,31 @@
 """How bitsandbytes quantises the weights of a model that is loaded."""
 
+from typing import Any
+
 import torch
 from transformers import BitsAndBytesConfig
+
+from unsloth_pack.errors import InputError
+
+
+def refuse_stored_quantised(source: str, config: Any, in_4bit: bool, in_8bit: bool, in_fp8: bool) -> None:
+    """Refuse to quantise weights that are stored in another quantised form.
+
+    Raises:
+        InputError: names the form and what to do.
+    """
+    stored = getattr(config, "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    asked = [name for name, given in (("4bit", in_4bit), ("8bit", in_8bit), ("fp8", in_fp8)) if given]
+    if not asked or method is None or (method == "bitsandbytes" and not in_fp8):
+        return
+    remedy = "leave that out"
+    if method == "mxfp4":
+        remedy += (
+            ": its weights are dequantised to 16 bits then; to train them in fewer, load what "
+            "save_pretrained_merged makes of them"
+        )
+    raise InputError(f"load_in_{asked[0]}=True, but {source} is stored in {method} already; {remedy}")
 
 
 def quantization(

@@ -19,7 +19,7 @@ from unsloth_pack.modules.names import own_names
 # Attributes of transformers' modules that the forward reads, or that change nothing
 _KNOWN = frozenset({
     "config", "hidden_size", "intermediate_size", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
-    "act_fn", "activation_fn", "residual_dropout",
+    "act_fn", "activation_fn", "residual_dropout", "input_size", "layer_idx",
 })  # fmt: skip
 ACTIVATIONS = {  # class of the activation module -> its name in `kernels.gated`
     nn.SiLU: "silu",

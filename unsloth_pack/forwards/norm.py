@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unsloth_pack.kernels import add_rms_norm, rms_norm
-from unsloth_pack.lora.layers import Recipe
+from unsloth_pack.lora.layers import with_recipe
 from unsloth_pack.modules.eager import runs_eagerly
 
 
@@ -26,7 +26,7 @@ class FastRMSNorm(nn.Module):
         On a GPU it carries a `recipe`, so that a projection need not keep it beside the norm's input.
         """
         compute = self._compute
-        return _with_recipe(compute(hidden_states, self.weight), compute, (hidden_states, self.weight))
+        return with_recipe(compute(hidden_states, self.weight), compute, (hidden_states, self.weight))
 
     def of_sum(self, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """`[..., C]` both: residual + added, and what `forward` makes of it, in one launch.
@@ -37,7 +37,7 @@ class FastRMSNorm(nn.Module):
         """
         total, normed = add_rms_norm(residual, added, self.weight, norm_eps(self), self.norm_offset)
         normed = normed.to(total.dtype) if self.norm_keeps_dtype else normed
-        return total, _with_recipe(normed, self._compute, (total, self.weight))
+        return total, with_recipe(normed, self._compute, (total, self.weight))
 
     @property
     def _compute(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -49,12 +49,6 @@ class FastRMSNorm(nn.Module):
             return normed.to(x.dtype) if keeps_dtype else normed
 
         return compute
-
-
-def _with_recipe(normed: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-    if normed.is_cuda and normed.requires_grad:
-        vars(normed)["recipe"] = Recipe(compute, inputs)
-    return normed
 
 
 class FastLayerNorm(nn.Module):

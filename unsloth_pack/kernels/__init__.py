@@ -22,6 +22,7 @@ from .reference_gated import LowRank
 from .rope import rope_qk
 from .routed import routed_gate_, routed_gate_backward_, sum_of_rows
 from .token_scores import TokenScores, token_scores
+from .ungated import relu2, xielu
 from .varlen_attention import varlen_attention
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "grouped_outer",
     "linear_cross_entropy",
     "quantize_rows",
+    "relu2",
     "rms_norm",
     "rope_qk",
     "routed_gate_",
@@ -56,4 +58,5 @@ __all__ = [
     "sum_of_rows",
     "token_scores",
     "varlen_attention",
+    "xielu",
 ]

@@ -21,6 +21,8 @@ from .reference_experts import sum_of_rows as sum_of_rows
 from .reference_gated import gated as gated
 from .reference_gated import gated_lora_ as gated_lora_
 from .reference_gated import gated_lora_backward_ as gated_lora_backward_
+from .reference_gated import relu2 as relu2
+from .reference_gated import xielu as xielu
 
 Field = Literal["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]  # of TokenScores, beside log_prob
 

@@ -1,4 +1,4 @@
-"""What the kernels of gated MLPs compute, in plain torch: their oracles, and what runs on a CPU."""
+"""What the kernels of MLPs compute, in plain torch: their oracles, and what runs on a CPU."""
 
 from __future__ import annotations
 
@@ -35,6 +35,20 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     x = gate.to(wide)
     acted = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
     return (acted * up.to(wide)).to(promoted)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)². The contract is `unsloth_pack.kernels.relu2`'s."""
+    return F.relu(x.to(torch.promote_types(x.dtype, torch.float32))).square().to(x.dtype)
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU. The contract is `unsloth_pack.kernels.xielu`'s."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    beta, eps = beta.detach().to(wide.dtype), eps.detach().to(wide.dtype)
+    above = F.softplus(alpha_p.to(wide.dtype)) * wide.square()
+    below = (beta + F.softplus(alpha_n.to(wide.dtype))) * (torch.minimum(wide, eps).expm1() - wide)
+    return (torch.where(wide >= 0, above, below) + beta * wide).to(x.dtype)
 
 
 def gated_lora_(

@@ -37,6 +37,13 @@ class Recipe(NamedTuple):
         return self.compute is not _itself
 
 
+def with_recipe(result: Tensor, compute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+    """`result` of `compute(*inputs)`, which on a GPU carries a recipe of it."""
+    if result.is_cuda and result.requires_grad:
+        vars(result)["recipe"] = Recipe(compute, inputs)
+    return result
+
+
 class PeftLinear(nn.Module):
     """LoRA on a linear layer, by PEFT: the types of its attributes, which PEFT leaves open."""
 

@@ -15,6 +15,8 @@ from unsloth_pack.lora.quantised_stacks import STACKS, quantise_stacks, stored_s
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import is_gathered_as_group
 
+UNGATED_STACKS = ("up_proj", "down_proj")
+
 
 class ExpertsModule(nn.Module):
     """A transformers module of stacked experts: the attributes that its decorator gives it.
@@ -70,6 +72,14 @@ def is_experts(module: Any) -> bool:
         return False
     held = [stored_stack(module, name) for name in STACKS]
     return all(stack is not None and len(stack.shape) == 3 for stack in held)
+
+
+def is_ungated_experts(module: Any) -> bool:
+    """Whether a module holds stacked experts in the way of transformers, without a gate: no kernel's."""
+    stacks = [getattr(module, name, None) for name in UNGATED_STACKS]
+    return getattr(module, "has_gate", True) is False and all(
+        isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks
+    )
 
 
 def quantise_experts(model: Any, kind: str) -> int:

@@ -17,7 +17,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
 from torch import nn
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.lora.stacks import is_experts
+from unsloth_pack.lora.stacks import UNGATED_STACKS, is_experts, is_ungated_experts
 from unsloth_pack.models import spec_of
 
 PROJECTIONS = (
@@ -93,6 +93,12 @@ def expert_layers(model: Any) -> list[str]:
     return [f"{path}.{name}" for path in stacks for name in _OF_EXPERTS]
 
 
+def ungated_stacks(model: nn.Module) -> list[str]:
+    """The paths of stacked parameters of experts without a gate."""
+    found = [path for path, module in model.named_modules() if is_ungated_experts(module)]
+    return [f"{path}.{stack}" for path in found for stack in UNGATED_STACKS]
+
+
 def lora_targets(
     model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any] | None = None
 ) -> Targets:
@@ -114,7 +120,10 @@ def lora_targets(
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
     _check_targets(model, names, experts)
     if not experts:
-        return Targets(of_text_model(model, names if isinstance(names, str) else list(names)))
+        ungated = [] if given.get("target_parameters") else ungated_stacks(model)
+        is_wanted = _matcher(names)
+        parameters = tuple(path for path in ungated if is_wanted(path))
+        return Targets(of_text_model(model, names if isinstance(names, str) else list(names)), parameters)
     if target_modules is None and given.get("target_parameters"):
         experts = {}
     return _Choice(model, names, experts, given).targets()
@@ -230,9 +239,14 @@ def of_text_model(model: Any, targets: str | list[str]) -> str | list[str]:
     taken as it is.
     """
     decoder = model.get_decoder()
-    if model.base_model is decoder or (isinstance(targets, str) and targets != "all-linear"):
+    refused = spec_of(decoder.config.model_type).refused_by_peft if targets == "all-linear" else ()
+    is_whole = model.base_model is decoder and not refused
+    if is_whole or (isinstance(targets, str) and targets != "all-linear"):
         return targets
     linear = [path for path, module in _inside(model, decoder) if isinstance(module, nn.Linear)]
+    if refused:
+        logger.warning("all-linear leaves out %s, which PEFT refuses to adapt", ", ".join(refused))
+        return [path for path in linear if _leaf(path) not in refused]
     return [path for path in linear if targets == "all-linear" or _leaf(path) in targets]
 
 
@@ -258,7 +272,7 @@ def _check_targets(
     model: nn.Module, target_modules: str | Collection[str], experts: Mapping[str, nn.Module]
 ) -> None:
     """Refuse targets that the model does not have."""
-    of_experts = [f"{path}.{name}" for path in experts for name in _STACK_OF]
+    of_experts = [f"{path}.{name}" for path in experts for name in _STACK_OF] + ungated_stacks(model)
     if isinstance(target_modules, str):
         paths = [*(path for path, _ in model.named_modules()), *of_experts]
         try:
@@ -301,9 +315,16 @@ def _inside(model: nn.Module, decoder: nn.Module) -> list[tuple[str, nn.Module]]
 
 
 def _is_router(model: nn.Module, path: str) -> bool:
-    """Whether a linear layer decides about experts: it stands beside them, and makes one number for each of
-    them, or one for the shared expert."""
+    """Whether a linear layer decides about experts: it stands beside them, itself or as all that a module
+    holds, and makes one number for each of them, or one for the shared expert."""
     beside = model.get_submodule(path.rpartition(".")[0])
-    experts: list[Any] = [module for module in beside.children() if is_experts(module)]
     linear: Any = model.get_submodule(path)
+    if not any(map(is_experts, beside.children())) and _only_linear(beside) is linear:
+        beside = model.get_submodule(path.rpartition(".")[0].rpartition(".")[0])
+    experts: list[Any] = [module for module in beside.children() if is_experts(module)]
     return any(linear.out_features in (1, len(module.down_proj)) for module in experts)
+
+
+def _only_linear(module: nn.Module) -> nn.Module | None:
+    found = [one for one in module.modules() if isinstance(one, nn.Linear)]
+    return found[0] if len(found) == 1 else None

@@ -145,7 +145,7 @@ def spec_of(model_type: str) -> ArchSpec:
             "transformers"
         )
     if model_type not in _SPECS:
-        near = nearest(model_type, _SPECS.keys())
+        near = nearest(model_type, supported_architectures().keys())
         raise UnsupportedArchitecture(
             f"model type {model_type!r} has no patch; {near + '; ' if near else ''}add a file to "
             f"unsloth_pack/models, see CONTRIBUTING.md; supported are {', '.join(sorted(_SPECS))}"

@@ -5,7 +5,8 @@ SPEC = ArchSpec(
     "nemotron_h",
     mixers={"linear_attention": "mamba2", "mlp": "", "moe": ""},
     names={"norm": "norm_f", "rotary_emb": "", "self_attn": "mixer", "mamba": "mixer", "mlp": "mixer"},
-    projections=("in_proj",),  # PEFT refuses `out_proj`, which mamba_ssm reads past an adapter
+    projections=("in_proj",),
+    refused_by_peft=("out_proj",),  # which mamba_ssm reads past an adapter
     tiny=dict(
         num_hidden_layers=4,
         layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],

@@ -23,6 +23,7 @@ class ArchSpec:
             `q_norm`) and the MLP (`gate_proj`). Also mixers, by the `attribute` that they have elsewhere, and
             the argument by which a layer hands on the packed row (`packed_row`).
         projections: linear layers that an adapter goes on by default, beside those of `api.PROJECTIONS`.
+        refused_by_peft: linear layers that PEFT does not adapt here; "all-linear" leaves them out.
         window: where a layer's sliding window stands: nowhere, in the config, on the attention module, or in
             the config for those modules whose `is_sliding` is true.
         fused_qkv: one `qkv_proj` holds q, k and v.
@@ -69,6 +70,7 @@ class ArchSpec:
     mixers: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     projections: tuple[str, ...] = ()
+    refused_by_peft: tuple[str, ...] = ()
     window: Literal["none", "config", "layer", "is_sliding"] = "none"
     fused_qkv: bool = False
     output_gate: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from unsloth_pack.forwards.activations import FAST_ACTIVATIONS
 from unsloth_pack.forwards.experts import features_of, gate_of, why_experts_not_fused, why_reads_host
 from unsloth_pack.forwards.mixers import MIXERS, Choice, Mixer
 from unsloth_pack.forwards.mlp import GatedProjections, gated_projections
@@ -26,6 +27,7 @@ class DecoderParts:
         norms: those with a weight.
         mlps: each with the number of its layer, and the names of its projections where it can be fused. Those
             of shared experts are among them.
+        activations: those of MLPs without a gate that have a kernel.
         experts: stacked experts, each with its layer's number and its gate, None where it cannot be fused.
         loras: LoRA layers on linear layers.
         expert_loras: LoRA layers on stacked experts.
@@ -35,6 +37,7 @@ class DecoderParts:
     mixers: list[tuple[Mixer, Any, Choice]]
     norms: list[nn.Module]
     mlps: list[tuple[int, Any, GatedProjections | None]]
+    activations: list[nn.Module]
     experts: list[tuple[int, Any, Gate | None]]
     loras: list[Any]
     expert_loras: list[Any]
@@ -49,6 +52,7 @@ class DecoderParts:
         """
         by_layer = mixers_by_layer(decoder, spec)
         modules: list[Any] = list(decoder.modules())
+        mlps = _mlps_by_layer(decoder, spec, {id(one) for _, one in by_layer})
         return cls(
             mixers=[
                 (mixer, module, choice)
@@ -60,7 +64,14 @@ class DecoderParts:
                 for norm in _alike(decoder, getattr(decoder, spec.name("norm")))
                 if hasattr(norm, "weight")
             ],
-            mlps=_mlps_by_layer(decoder, spec, {id(one) for _, one in by_layer}),
+            mlps=mlps,
+            activations=[
+                module
+                for _, mlp, projections in mlps
+                if projections is None
+                for module in mlp.modules()
+                if type(module) in FAST_ACTIVATIONS
+            ],
             experts=[
                 (number, module, gate_of(module))
                 for number, layer in enumerate(decoder.layers)
@@ -75,6 +86,12 @@ class DecoderParts:
                 if not (is_lora_linear(module) or is_expert_adapter(module)) and isinstance(module, LoraLayer)
             ],
         )
+
+    def replaced(self) -> list[Any]:
+        """Those whose forward is replaced by one that computes the same, attention and adapters aside."""
+        mlps = [mlp for _, mlp, projections in self.mlps if projections is not None]
+        experts = [experts for _, experts, gate in self.experts if gate is not None]
+        return [*self.norms, *mlps, *experts]
 
     def why_experts_not_captured(self) -> str | None:
         """Why no step can be captured, so far as routed experts decide it, or None."""

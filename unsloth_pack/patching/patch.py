@@ -25,6 +25,7 @@ from transformers.modeling_layers import (
 
 from unsloth_pack.attention.backends import requested_backend
 from unsloth_pack.errors import InputError
+from unsloth_pack.forwards.activations import FAST_ACTIVATIONS
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, forget, let_in, set_forwards
@@ -35,7 +36,7 @@ from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mlp import FastMLP
 from unsloth_pack.forwards.norm import NORMS
-from unsloth_pack.forwards.rotary import RotaryTables, rotary_tables
+from unsloth_pack.forwards.rotary import RotaryTables, rotary_module, rotary_tables
 from unsloth_pack.forwards.row_answers import FastRowAnswers
 from unsloth_pack.forwards.trained_tokens import FastTrainedTokens, trains_tokens
 from unsloth_pack.forwards.unpadding import Unpadding
@@ -49,7 +50,7 @@ from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.models.vision_spec import VisionSpec
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
-from unsloth_pack.patching.refusals import refuse_unknown_parts, refuse_what_would_leak
+from unsloth_pack.patching.refusals import refuse_own_code, refuse_unknown_parts, refuse_what_would_leak
 from unsloth_pack.patching.report import (
     PatchReport,
     report_of,
@@ -95,7 +96,8 @@ class Patch:
     def report(self) -> PatchReport:
         """What is fused in the model as it is now: adapters may have come or gone since the patch."""
         if self._swapped:
-            modules = list(self._decoder.modules())
+            # Of what `modules_to_save` has copied, the copy computes
+            modules = [one for path, one in self._decoder.named_modules() if ".original_module" not in path]
             say_experts(self._report, [(m, isinstance(m, FastExperts)) for m in modules if is_experts(m)])
             loras = [module for module in modules if isinstance(module, LoraLayer)]
             say_loras(
@@ -226,11 +228,13 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     embedding = decoder.get_input_embeddings().weight
     request = Request(embedding.device.type, embedding.dtype, backend, source, decoder.config)
     choices = [mixer.choose(one, spec, request) for mixer, one in mixers_by_layer(decoder, spec)]
+    refuse_own_code([base, decoder, *filter(None, [rotary_module(decoder, spec)])])
     set_before = set_forwards(base)
     if earlier is not None:  # only now, so that a refusal above leaves the earlier patch in place
         earlier.undo()
     _warn_of_slow_layers(spec, choices)
     parts = DecoderParts.of(decoder, spec, choices)
+    refuse_own_code(parts.replaced())
     patch = Patch(base, attn_backend, unpad, report_of(spec, base, parts, choices))
     gate_and_up_plan = GateAndUpPlan(parts.gate_features(decoder.config))
     _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
@@ -284,6 +288,8 @@ def _swap_inside_layers(
                 number=number,
                 gate_and_up_plan=gate_and_up_plan,
             )
+    for activation in parts.activations:
+        patch.swap(activation, FAST_ACTIVATIONS[type(activation)])
     for number, experts, gate in parts.experts:
         if gate is not None:
             patch.swap(

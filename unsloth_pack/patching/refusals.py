@@ -1,5 +1,6 @@
 """Models that are refused before anything of them is patched."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,8 @@ from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.names import own_names
 from unsloth_pack.patching.decoder_parts import itself_and_copies
 
-_REMOTE_CODE = "transformers_modules."  # where transformers imports the code that comes with a model
+# Whose forwards the patch knows. Code that comes with a model is imported as `transformers_modules`
+_KNOWN_CODE = ("transformers.", "peft.", "torch.", "bitsandbytes.", "unsloth_pack.")
 
 
 def refuse_what_would_leak(model: Any, decoder: Any) -> None:
@@ -39,15 +41,21 @@ def refuse_what_would_leak(model: Any, decoder: Any) -> None:
         raise InputError(f"the model lies on {', '.join(sorted(devices))}; load it on one device")
 
 
+def refuse_own_code(modules: Iterable[nn.Module]) -> None:
+    """Refuse a module whose forward the patch would replace without knowing what it computes."""
+    for module in modules:
+        if not (type(module).forward.__module__ or "").startswith(_KNOWN_CODE):
+            raise InputError(
+                f"{type(module).__name__} has a forward of its own, which the patch would replace; use "
+                "transformers' class, and load the model without trust_remote_code"
+            )
+
+
 def refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
     """Refuse a module that may compute what the shared forward does not."""
     ours = mixer.attributes(spec, "", Choice("", "", None))
+    refuse_own_code(itself_and_copies(one))
     for module in itself_and_copies(one):
-        if type(module).__module__.startswith(_REMOTE_CODE):
-            raise InputError(
-                f"{type(module).__name__} is code of the model's own, which the patch would replace; load "
-                "the model without trust_remote_code"
-            )
         if unknown := own_names(module) - mixer.known(spec) - ours.keys():
             raise InputError(
                 f"{type(module).__name__} has {', '.join(sorted(unknown))}, of which the ArchSpec of "

@@ -84,6 +84,9 @@ def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[
     if len(gated_mlps) < len(parts.mlps):
         kinds = {type(mlp).__name__ for _, mlp, projections in parts.mlps if projections is None}
         not_fused["MLP"] = f"{', '.join(sorted(kinds))} of {len(parts.mlps) - len(gated_mlps)} layers"
+    if parts.activations:
+        kinds = {type(activation).__name__ for activation in parts.activations}
+        fused["activation"] = f"{len(parts.activations)} of {', '.join(sorted(kinds))}, each {how}"
     if n_fp8 := sum(isinstance(module, Fp8Linear) for module in decoder.modules()):
         fused["base"] = f"{n_fp8} frozen linear layers in fp8"
     if n_nf4 := sum(is_linear_4bit(lora.get_base_layer()) for lora in parts.loras):

@@ -178,6 +178,8 @@ def why_not_in_one_row(
                     return "the installed kernels give nothing"
                 if (after - before).abs().max() > (again - before).abs().max():
                     return "the installed kernels do not keep documents apart"
+            with torch.enable_grad():  # some refuse to, on some GPUs
+                module.train()(given.requires_grad_(), **boundaries(row)).sum().backward()
     except Exception as error:  # of Triton, of a missing operator, of an argument that nothing takes
         return f"the installed kernels do not run ({type(error).__name__}: {first_line(error)})"
     return None
