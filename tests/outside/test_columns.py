@@ -468,6 +468,17 @@ def test_tools_that_a_template_does_not_show(refusal, trained, tmp_path, row):
     assert len(trained([row, row | {"tools": []}], f"--model_name={deaf}")) == 2
 
 
+def test_calls_that_a_template_does_not_show(refusal, trained, tmp_path):
+    """The model would learn an empty answer in their place."""
+    deaf = save_model(tmp_path / "deaf", max_position_embeddings=4096)
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+    row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER, REPLY]}
+    line = refusal([CHAT, row], f"--model_name={deaf}")
+    assert "row 1, column 'tool_calls': the chat template does not show them" in line
+    assert line.endswith("use a model whose template does, or remove the row")
+    assert len(trained([row])) == 1
+
+
 @pytest.mark.parametrize("name", ["system", "tools", "chat_template_kwargs"])
 def test_what_a_template_would_read_beside_text(refusal, name):
     value = {"system": "S", "tools": [TOOL], "chat_template_kwargs": {"x": 1}}[name]

@@ -142,6 +142,25 @@ def test_a_config_file_and_the_command_line_say_the_same(tmp_path):
         ],
     )
     assert {name: of_file[name] for name in of_flags} == of_flags
+    assert of_flags["columns"] == {"question": "prompt", "id": None}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--columns=images="],
+        ['--columns={"images": null}'],
+        ["--config=c.yaml"],
+        ["--columns.images", "null"],
+    ],
+    ids=str,
+)
+def test_a_column_alone_is_left_out_everywhere(flags, tmp_path, monkeypatch):
+    """null restores the default of other mappings' parts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("columns: {images: text}\n")
+    (tmp_path / "c.yaml").write_text("base_config: base.yaml\ncolumns: {images: null}\n")
+    assert given_options(train_parser(), flags)["columns"] == {"images": None}
 
 
 def test_what_holds_for_all_data_sets():

@@ -184,8 +184,8 @@ class Encoder:
                 marked,
                 options | {"tools": json.loads(tools) if tools else None} | json.loads(kwargs),
             )
-            if tools and not options:  # a prompt alone is a part of what has been checked
-                self._check_tools(conversations, members, numbers, json.loads(tools), kwargs)
+            if not options:  # a prompt alone is a part of what has been checked
+                self._check_shown(conversations, members, numbers, tools and json.loads(tools), kwargs)
             for place, member in enumerate(members):
                 ids[member] = encoded["input_ids"][place]
                 marks[member] = encoded["assistant_masks"][place] if marked else None
@@ -208,33 +208,47 @@ class Encoder:
                 "use a model whose template does, or leave them out with --columns chat_template_kwargs=",
             )
 
-    def _check_tools(
+    def _check_shown(
         self, conversations: list[Any], members: list[int], numbers: range, tools: Any, kwargs: str
     ) -> None:
-        """Refuse tools that the template does not show: the model would learn calls of unknown tools."""
+        """Refuse what the template does not show: tools, as the model would learn calls of unknown ones, and
+        calls, in whose place it would learn an empty answer."""
 
         from jinja2 import TemplateError
 
-        def rendered(member: int, given: Any) -> Any:
+        def rendered(conversation: Any, given: Any) -> Any:
             try:
                 return self.tokenizer.apply_chat_template(
-                    conversations[member],
+                    conversation,
                     chat_template=self.chat_template,
                     tokenize=False,
                     tools=given,
                     **json.loads(kwargs),
                 )
             except (TemplateError, *TEMPLATE_REFUSALS):
-                return None  # of the row with its tools, the template has just made ids
+                return None  # of the row as it is, the template has just made ids
 
         for member in members:
-            if rendered(member, tools) == rendered(member, None):
+            conversation = conversations[member]
+            calls = [turn["tool_calls"] for turn in conversation if turn.get("tool_calls")]
+            if not tools and not calls:
+                continue
+            shown = rendered(conversation, tools)
+            if tools and shown == rendered(conversation, None):
                 fail(
                     numbers[member],
                     "tools",
                     "the chat template does not show them",
                     tools,
                     "use a model whose template does, or leave them out with --columns tools=",
+                )
+            if calls and shown == rendered([_without_calls(turn) for turn in conversation], tools):
+                fail(
+                    numbers[member],
+                    "tool_calls",
+                    "the chat template does not show them",
+                    calls[0],
+                    "use a model whose template does, or remove the row",
                 )
 
     def _apply_template(
@@ -270,6 +284,10 @@ class Encoder:
             **options,
         )
         return made
+
+
+def _without_calls(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in turn.items() if key != "tool_calls"}
 
 
 def marks_answers(chat_template: str) -> bool:

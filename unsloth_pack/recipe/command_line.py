@@ -78,9 +78,19 @@ def placed_options(parser: Parser, arguments: Sequence[str]) -> dict[str, Placed
         _refuse_two_configs(rest)
         values = read_config(Path(flags["config"]), TrainOptions, found)
     values = merged(merged(values, _from_command_line(flags)), set_inside)
+    values = {name: _with_nulls_that_mean_something(name, placed) for name, placed in values.items()}
     check_mappings(values, TrainOptions, found)
     found.check()
     return values
+
+
+def _with_nulls_that_mean_something(name: str, placed: Placed) -> Placed:
+    """A mapping in which null does not restore a default, with what it means in its place."""
+    meant = options_of(TrainOptions)[name].kind.null_inside
+    if meant is None or not isinstance(placed.value, dict):
+        return placed
+    inside = {part: Placed(meant, it.place) if it.value is None else it for part, it in placed.value.items()}
+    return Placed(inside, placed.place)
 
 
 def _from_command_line(flags: Mapping[str, Any]) -> dict[str, Placed]:

@@ -148,4 +148,6 @@ _DATA_SETS_SCHEMA = {
 
 data_sets = Kind(_data_sets, _DATA_SETS_SCHEMA)  # one or several data sets
 data_sets_read_whole = Kind(_data_sets_read_whole, _DATA_SETS_SCHEMA)  # those of an evaluation
-column_names = Kind(_column_names, {"anyOf": [_COLUMNS_SCHEMA, _PAIRS_SCHEMA]})  # columns -> ours
+column_names = Kind(  # columns -> ours
+    _column_names, {"anyOf": [_COLUMNS_SCHEMA, _PAIRS_SCHEMA]}, null_inside=""
+)

@@ -30,10 +30,12 @@ class Kind:
     Args:
         read: returns the value in its own type, or raises `Refused`.
         schema: the same as a JSON schema.
+        null_inside: what null means in a mapping of this kind; None where it restores a default.
     """
 
     read: Callable[[object], Any]
     schema: Mapping[str, Any]
+    null_inside: Any = None
 
     def __call__(self, value: object) -> Any:
         return self.read(value)
