@@ -113,13 +113,16 @@ class FakeOnHost:
     """A tensor that is held in host memory, without a device."""
 
     def __init__(self, x, host, stream):
-        self.x, self.is_let_go, self.is_fetched = x, False, False
+        self.x, self.is_let_go, self.is_fetched, self.is_forgotten = x, False, False, False
 
     def let_go(self):
         self.is_let_go = True
 
     def fetch(self):
         self.is_fetched = True
+
+    def forget(self):
+        self.is_forgotten = True
 
     def on_device(self):
         self.fetch()
@@ -141,6 +144,19 @@ def test_the_next_input_is_fetched_while_one_is_used(monkeypatch):
     for number in (2, 0):
         assert store.take(held[number]) is inputs[number]
     assert store.take(inputs[0]) is inputs[0]  # it never was on a device
+
+
+def test_an_input_that_is_fetched_and_never_taken_is_waited_for(monkeypatch):
+    """That of a frozen layer, below which nothing trains. A graph may not end before its copy does."""
+    monkeypatch.setattr(host_store, "_OnHost", FakeOnHost)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    store = HostStore(lambda number, x: None)
+    held = [store.put(SimpleNamespace(is_cuda=True, device=None, nbytes=8)) for _ in range(3)]
+    for number in (2, 1):
+        store.take(held[number])
+    assert held[0].is_fetched
+    store.end()
+    assert [h.is_forgotten for h in held] == [True, False, False]
 
 
 def test_the_mode_of_the_last_call_counts():

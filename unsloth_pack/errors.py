@@ -5,7 +5,7 @@ import numbers
 import re
 import reprlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 LAST_SEED = 2**32 - 1  # the largest that numpy takes
@@ -28,15 +28,38 @@ class InputError(ValueError):
 
 
 class Mistakes(InputError):
-    """All mistakes of config files at once. The command line prints each as a line of its own.
+    """All mistakes of a run's options at once. The command line prints each as a line of its own.
 
     Args:
-        lines: `file:line: what; remedy`.
+        lines: `what; remedy`, behind `file:line: ` where a file made the mistake.
     """
 
     def __init__(self, lines: Sequence[str]):
         super().__init__("\n".join(lines))
         self.lines = tuple(lines)
+
+
+def at_once(checks: Iterable[Callable[[], object]]) -> None:
+    """Run all checks, and raise what they found.
+
+    Raises:
+        InputError: one mistake as it is, several as `Mistakes`.
+    """
+    found: list[InputError] = []
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise Mistakes([line for error in found for line in lines_of(error)])
+
+
+def lines_of(error: InputError) -> Sequence[str]:
+    """The mistakes that an error tells."""
+    return error.lines if isinstance(error, Mistakes) else [str(error)]
 
 
 class UnsupportedArchitecture(InputError):

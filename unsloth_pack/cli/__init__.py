@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -29,6 +30,8 @@ from unsloth_pack.errors import (
 SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor", "config", "recipe")
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
 _ENDS = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}  # signals that end a command
+_SPEAKER = "unsloth-pack: "
+_PLACE = re.compile(r".+?:\d+: ")  # a line of a config file
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun gives each process the name of one
 
 
@@ -59,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if "--debug" in arguments:
                 traceback.print_exc()
             with suppress(OSError):  # the terminal may be gone
-                speaker = "" if isinstance(error, Mistakes) else "unsloth-pack: "  # editors find `file:line:`
-                sys.stderr.write(f"{speaker}{line}\n")  # in one piece: processes may share the terminal
+                said = line if isinstance(error, Mistakes) else f"{_SPEAKER}{line}"
+                sys.stderr.write(f"{said}\n")  # in one piece: processes may share the terminal
         if code and (path := os.environ.get(_ERROR_FILE)):
             _leave_error(path, code, line)
         return code
@@ -122,9 +125,14 @@ def _ignore_termination() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def _spoken(line: str) -> str:
+    """A mistake with who tells it, unless it is one of a file: editors look for `file:line:`."""
+    return line if _PLACE.match(line) else f"{_SPEAKER}{line}"
+
+
 def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, Mistakes):
-        return 2, "\n".join(map(_one_line, error.lines))
+        return 2, "\n".join(_spoken(_one_line(line)) for line in error.lines)
     if isinstance(error, InputError):
         return 2, _one_line(error)
     if isinstance(error, LeakFound):

@@ -1,17 +1,18 @@
 """`unsloth-pack config`: what a config file comes to, whether it is right, and a schema for editors."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from unsloth_pack.errors import InputError, printable
-from unsloth_pack.recipe.checks import check_together
-from unsloth_pack.recipe.command_line import placed_options, values_of
+from unsloth_pack.errors import InputError, at_once, printable
+from unsloth_pack.recipe.checks import check_names, check_together
+from unsloth_pack.recipe.command_line import placed_options, telling_places, values_of
 from unsloth_pack.recipe.flags import add_flags
 from unsloth_pack.recipe.json_schema import json_schema
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.origins import lines_with_origins
 from unsloth_pack.recipe.other_trainers import REMEDIES
 from unsloth_pack.recipe.parser import Parser
-from unsloth_pack.recipe.resolve import resolve
+from unsloth_pack.recipe.resolve import check_given, filled_in
 
 ACTIONS = {
     "show": "print every value of the run, with the file and line that it comes from",
@@ -45,7 +46,10 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if "config" not in given:
         raise InputError("config check is given no file; name one")
-    check_together(resolve(given, may_lack_adapter=True))
+    with telling_places(placed):
+        options = filled_in(given, may_lack_adapter=True)
+        of_options = [partial(check, options) for check in (check_together, check_names)]
+        at_once([partial(check_given, options, given), *of_options])
     print(printable(f"{given['config']}: no mistakes"))
     return 0
 

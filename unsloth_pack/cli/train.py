@@ -50,8 +50,8 @@ def run(arguments: Sequence[str]) -> int:
         InputError: something is missing, contradictory or cannot work here; nothing has been written then.
     """
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
-    options = read_options(arguments, f"Other subcommands: {others}. Each has its own --help.")
-    check_options(options)
+    epilog = f"Other subcommands: {others}. Each has its own --help."
+    options = read_options(arguments, epilog, check_options)
     check_launcher()
     with claimed(options.folder) if is_main_process() else nullcontext():
         run_folder.check_folders(options)  # again: another run may have ended there just before

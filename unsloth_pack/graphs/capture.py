@@ -189,7 +189,9 @@ class _StaticStep:
         reached = [(x, grad) for x, grad in zip(output.tensors, grads, strict=True) if grad is not None]
         outputs, their_grads = zip(*reached, strict=True)
         with self.stand_ins:  # for layers that are computed again
-            return list(torch.autograd.grad(outputs, self._leaves, their_grads, allow_unused=True))
+            found = torch.autograd.grad(outputs, self._leaves, their_grads, allow_unused=True)
+        self.recomputed.end_backward()
+        return list(found)
 
 
 def _make_rotary_tables(decoder: CapturableDecoder, row: PackedRow) -> list[tuple[Tensor, Tensor] | None]:

@@ -69,6 +69,16 @@ class HostStore:
             before.fetch()
         return x
 
+    def end(self) -> None:
+        """Work on the current stream waits for all copies that were started; nothing more is taken.
+
+        A layer through which no gradient goes is never computed again, and yet its input was on its way.
+        """
+        self.settle()
+        while self._stack:
+            if (held := self._stack.pop()()) is not None:
+                held.forget()
+
     def _drop_untaken(self) -> None:
         while self._stack and self._stack[-1]() is None:
             self._stack.pop()
@@ -126,9 +136,14 @@ class _OnHost:
         torch.cuda.current_stream(self._device).wait_event(self._copied)
         return x
 
-    def __del__(self) -> None:
-        if self._source is not None or self._fetched is not None:  # dropped before its copy was waited for
+    def forget(self) -> None:
+        """Work on the current stream waits for a copy that nothing else has waited for."""
+        if self._source is not None or self._fetched is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._source = self._fetched = None
+
+    def __del__(self) -> None:
+        self.forget()
 
     def _copy(self, into: Tensor, x: Tensor) -> torch.cuda.Event:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -74,6 +74,10 @@ class RecomputedLayers:
         for layer, function in self._replaced:
             layer._gradient_checkpointing_func = function
 
+    def end_backward(self) -> None:
+        """End a backward pass within its capture: a graph holds no copy that nothing waits for."""
+        self._store.end()
+
     def _offloaded(self, function: Callable[..., Any], *args: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(self._store.put, self._store.take):
             return _recomputed(function, *args)

@@ -1,9 +1,10 @@
 """What can be refused about the options of a run before its model is loaded."""
 
 import json
+from functools import partial
 from typing import Any
 
-from unsloth_pack.errors import InputError, first_line
+from unsloth_pack.errors import InputError, at_once, first_line
 from unsloth_pack.recipe.hub import check_hub
 from unsloth_pack.recipe.image_checks import check_images_together
 from unsloth_pack.recipe.named_data import name_of
@@ -28,12 +29,30 @@ def check_options(options: TrainOptions) -> None:
 
 
 def check_together(options: TrainOptions) -> None:
-    """Refuse options that contradict each other on any machine.
+    """Refuse options that contradict each other on any machine, all at once.
 
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    model, adapter, data, output = options.model, options.adapter, options.data, options.output
+    checks = [_check_weights, _check_held_out, _check_packing, _check_saving, check_tuning]
+    checks += [check_updates, check_images_together, _check_evaluations]
+    at_once(partial(check, options) for check in checks)
+
+
+def check_names(options: TrainOptions) -> None:
+    """Refuse an optimizer or a schedule that is unknown, and settings that it does not take, all at once.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    checks: list[Any] = [partial(_check_schedule, options.training, evaluates=options.data.evaluates)]
+    if options.training.optim is not None:
+        checks.append(partial(check_settings, options.training))
+    at_once(checks)
+
+
+def _check_weights(options: TrainOptions) -> None:
+    model, adapter = options.model, options.adapter
     loaded_in = [name for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(model, name)]
     if len(loaded_in) > 1:
         raise InputError(f"{' and '.join(loaded_in)} are set together; choose one")
@@ -41,6 +60,10 @@ def check_together(options: TrainOptions) -> None:
         raise InputError(f"loftq_config starts from 16-bit weights; drop {loaded_in[0]}")
     if adapter.use_dora and model.load_in_fp8:
         raise InputError("use_dora needs the exact base weights; drop load_in_fp8")
+
+
+def _check_held_out(options: TrainOptions) -> None:
+    data = options.data
     if data.eval_fraction is not None and data.eval_dataset is not None:
         raise InputError(
             f"eval_fraction is {data.eval_fraction:g} and eval_dataset is {name_of(data.eval_dataset)}; give "
@@ -51,20 +74,24 @@ def check_together(options: TrainOptions) -> None:
             f"eval_fraction is {data.eval_fraction:g} and streaming is set, but nobody knows which documents "
             "of a stream are equal; give --eval_dataset"
         )
+
+
+def _check_packing(options: TrainOptions) -> None:
+    data = options.data
     if data.eval_packing is not None and not data.evaluates:
         raise InputError(f"eval_packing is {data.eval_packing} without data to evaluate; give --eval_dataset")
     if data.eval_packing and not data.sample_packing:
         raise InputError("eval_packing is set without sample_packing; give --sample_packing too")
     if data.keep_examples_per_update and not data.sample_packing:
         raise InputError("keep_examples_per_update is set without sample_packing; give --sample_packing too")
+
+
+def _check_saving(options: TrainOptions) -> None:
+    output = options.output
     if output.save_path is not None and not output.save_model:
         raise InputError(
             f"save_path is {output.save_path!r} but nothing is saved there; give --save_model too"
         )
-    check_tuning(options)
-    check_updates(options)
-    check_images_together(options)
-    _check_evaluations(options)
 
 
 def _check_evaluations(options: TrainOptions) -> None:

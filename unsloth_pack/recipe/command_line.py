@@ -1,14 +1,16 @@
 """From the command line of `train` to the options of a run."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import DEMO_DEFAULTS
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, Mistakes, lines_of
 from unsloth_pack.recipe.config_file import BASE, check_mappings, merged, read_config
 from unsloth_pack.recipe.flags import add_flags, options_of
-from unsloth_pack.recipe.mistakes import Found
+from unsloth_pack.recipe.mistakes import Found, Place
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.other_trainers import REMEDIES
 from unsloth_pack.recipe.overrides import split_overrides
@@ -17,7 +19,9 @@ from unsloth_pack.recipe.resolve import resolve
 from unsloth_pack.recipe.yaml_file import Placed
 
 
-def read_options(arguments: Sequence[str], epilog: str = "") -> TrainOptions:
+def read_options(
+    arguments: Sequence[str], epilog: str = "", check: Callable[[TrainOptions], None] | None = None
+) -> TrainOptions:
     """The options of a run, with all defaults filled in but those that depend on the device.
 
     A value comes from the command line, else from the config file, else from the run that is resumed or from
@@ -26,12 +30,40 @@ def read_options(arguments: Sequence[str], epilog: str = "") -> TrainOptions:
     Args:
         arguments: of the command line.
         epilog: ends the help.
+        check: raises InputError of options that cannot be.
 
     Raises:
         InputError: an unknown option, a value out of range, a config file that cannot be read, a resumed run
             that is not there or was started otherwise, or packed rows that an option contradicts.
     """
-    return resolve(given_options(train_parser(epilog), arguments))
+    placed = placed_options(train_parser(epilog), arguments)
+    with telling_places(placed):
+        options = resolve(values_of(placed))
+        if check is not None:
+            check(options)
+    return options
+
+
+@contextmanager
+def telling_places(placed: Mapping[str, Placed]) -> Iterator[None]:
+    """Of mistakes that are found meanwhile, tell the line of the config file that gave an option they name.
+
+    Raises:
+        Mistakes: in place of an InputError about an option of a file.
+    """
+    try:
+        yield
+    except InputError as error:
+        found = [(_place_of(line, placed), line) for line in lines_of(error)]
+        if not any(place for place, _ in found):
+            raise
+        found.sort(key=lambda each: (each[0] is None, each[0] or Place("", 0)))
+        raise Mistakes([f"{place}: {line}" if place else line for place, line in found]) from None
+
+
+def _place_of(line: str, placed: Mapping[str, Placed]) -> Place | None:
+    places = (placed[word].place for word in re.findall(r"\w+", line) if word in placed)
+    return next(filter(None, places), None)
 
 
 def train_parser(epilog: str = "") -> Parser:

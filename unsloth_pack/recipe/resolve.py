@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, at_once
 from unsloth_pack.packing import find_packs, read_manifest
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import build, changed, flat, read_values
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.named_data import Named, paths_of, with_paths
-from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
 from unsloth_pack.recipe.second_stage import with_init_adapter
 from unsloth_pack.recipe.what_trains import refuse_of_an_adapter
 
@@ -40,6 +40,29 @@ def resolve(given: Mapping[str, Any], *, may_lack_adapter: bool = False) -> Trai
             has yet to make it; then nothing comes from it.
 
     Raises:
+        InputError: as `filled_in`, or what was asked for contradicts itself.
+    """
+    options = filled_in(given, may_lack_adapter=may_lack_adapter)
+    check_given(options, given)
+    return options
+
+
+def check_given(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    """Refuse values that somebody asked for and that contradict each other, all at once.
+
+    Raises:
+        InputError: names the options, their values and the remedy.
+    """
+    checks: list[Any] = [_check_warmup, _check_accumulation]
+    if options.adapter.tuning == "full":
+        checks.append(refuse_of_an_adapter)
+    at_once(partial(check, options, given) for check in checks)
+
+
+def filled_in(given: Mapping[str, Any], *, may_lack_adapter: bool = False) -> TrainOptions:
+    """As `resolve`, with less checked.
+
+    Raises:
         InputError: the resumed run is missing or was started otherwise, or an option contradicts packed rows.
     """
     resumed = _resumed_run(given) if given.get("resume") else {}
@@ -48,12 +71,10 @@ def resolve(given: Mapping[str, Any], *, may_lack_adapter: bool = False) -> Trai
     adapter = options.adapter.init_adapter
     if not (may_lack_adapter and adapter is not None and not os.path.exists(adapter)):
         options = with_init_adapter(options, given)
-    if options.adapter.tuning == "full":
-        refuse_of_an_adapter(options, given)
     if options.data.streaming:
         options = _with_stream(options, asked)
     options = _with_packs(options, asked)
-    return _with_accumulation(_with_dependent_defaults(options, given), given)
+    return _with_accumulation(_with_dependent_defaults(options))
 
 
 def with_optimizer(options: TrainOptions, device_type: str) -> TrainOptions:
@@ -238,7 +259,7 @@ def _check_capacity(folder: Path, capacity: int, max_seq_length: int) -> None:
         )
 
 
-def _with_dependent_defaults(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
+def _with_dependent_defaults(options: TrainOptions) -> TrainOptions:
     """The options with those defaults that depend on other options."""
     training, output = options.training, options.output
     found: dict[str, Any] = {}
@@ -249,25 +270,38 @@ def _with_dependent_defaults(options: TrainOptions, given: Mapping[str, Any]) ->
         found["max_steps"] = 400
     folder = _default_folder(options) if output.output_dir is None else output.output_dir
     found["output_dir"] = folder
-    if training.warmup_ratio is not None and "warmup_steps" in given:
-        raise InputError(
-            f"warmup_ratio is {training.warmup_ratio:g} and warmup_steps is {given['warmup_steps']}; give "
-            "one of them"
-        )
     if output.save_path is None and output.save_model:
         found["save_path"] = str(Path(folder) / "merged")
     return changed(options, found)
 
 
-def _with_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
-    """The options with as many steps an update as `effective_batch_size` asks for.
+def _with_accumulation(options: TrainOptions) -> TrainOptions:
+    """The options with as many steps an update as `effective_batch_size` asks for."""
+    if options.training.effective_batch_size is None:
+        return options
+    steps, _ = _steps_of_an_update(options.training)
+    return changed(options, {"gradient_accumulation_steps": max(1, steps)})
 
-    Raises:
-        InputError: it does not divide, or something else decides the steps.
-    """
+
+def _steps_of_an_update(training: TrainingOptions) -> tuple[int, int]:
+    """How many `effective_batch_size` asks for, and the rows that remain."""
+    rows = (training.per_device_train_batch_size or 1) * count_processes()
+    return divmod(training.effective_batch_size or 0, rows)
+
+
+def _check_warmup(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    ratio = options.training.warmup_ratio
+    if ratio is not None and "warmup_steps" in given:
+        raise InputError(
+            f"warmup_ratio is {ratio:g} and warmup_steps is {given['warmup_steps']}; give one of them"
+        )
+
+
+def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    """Refuse an `effective_batch_size` that does not divide, or is not alone in deciding the steps."""
     training = options.training
     if training.effective_batch_size is None:
-        return options
+        return
     others = {
         "gradient_accumulation_steps": given.get("gradient_accumulation_steps"),
         "keep_examples_per_update": given.get("keep_examples_per_update"),
@@ -278,15 +312,14 @@ def _with_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> Train
                 f"effective_batch_size is {training.effective_batch_size} and {name} is {value}, but either "
                 f"decides the steps of an update; leave out --{name}"
             )
-    at_once = (training.per_device_train_batch_size or 1) * count_processes()
-    steps, rest = divmod(training.effective_batch_size, at_once)
+    steps, rest = _steps_of_an_update(training)
     if rest or not steps:
+        rows = (training.per_device_train_batch_size or 1) * count_processes()
         raise InputError(
-            f"effective_batch_size is {training.effective_batch_size}, which {at_once} rows a step "
+            f"effective_batch_size is {training.effective_batch_size}, which {rows} rows a step "
             f"(per_device_train_batch_size times {count_processes()} processes) do not divide; give a "
-            f"multiple of {at_once}"
+            f"multiple of {rows}"
         )
-    return changed(options, {"gradient_accumulation_steps": steps})
 
 
 def _default_folder(options: TrainOptions) -> str:

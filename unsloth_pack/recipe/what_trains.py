@@ -39,6 +39,10 @@ def check_tuning(options: TrainOptions) -> None:
                     f"tuning is 'full' and {name} is set, but only adapters train on sharded weights; drop "
                     "one of them"
                 )
+        if (ratio := options.training.lora_plus_ratio) is not None:
+            raise InputError(
+                f"tuning is 'full' and lora_plus_ratio is {ratio:g}, but there is no LoRA; drop one of them"
+            )
         if options.output.save_method == "lora":
             raise InputError("tuning is 'full' and save_method is 'lora', but there is no adapter; drop one")
 
