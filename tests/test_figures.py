@@ -1,5 +1,6 @@
 """The comparison with other libraries is fair, and the documents say what its results file says."""
 
+import gzip
 import json
 import re
 import sys
@@ -196,6 +197,41 @@ def test_the_part_of_the_grid_is_told_as_measured():
     assert f"{len(rows) - len(measured)} of `glm4_moe_lite`" in told
     lucky = [row["first_draw"] for row in measured if "first_draw" in row]
     assert f"({len(lucky)} were above with the first documents, at up to {max(lucky):.2f}," in told
+
+
+def test_the_other_part_of_the_grid_is_told_as_measured():
+    with gzip.open(NEWEST.parent / "grid-h100-2026-11-25.json.gz") as file:
+        rows = json.load(file)["rows"]
+    trust = (ROOT / "docs" / "trust.md").read_text()
+    (told,) = [line for line in trust.splitlines() if "grid-h100-2026-11-25.md" in line]
+    measured, failed = ([row for row in rows if row.get(key)] for key in ("logits", "failed"))
+    n_captured, archs = sum(row["captured"] for row in measured), {row["arch"] for row in measured}
+    assert (
+        f"{len(measured):,} measured on {len(archs)} architectures, {n_captured:,} of them captured" in told
+    )
+    assert f"{len(failed)} above 1.5" in told
+    assert f"{len(failed)} of {len(measured):,} are above 1.5, all in float32" in " ".join(
+        README.read_text().split()
+    )
+    assert {(row["arch"], row["dtype"], row["backend"]) for row in failed} == {
+        ("gpt_oss", "float32", "triton"),
+        ("apertus", "float32", "triton"),
+    }
+    refused, not_captured = (sum(key in row for row in rows) for key in ("refused", "uncaptured"))
+    assert f"{refused:,} refused and {not_captured:,} not captured" in told
+    unjoined = [row for row in rows if "unjoined work" in row.get("uncaptured", "")]
+    assert f"ran uncaptured in {len(unjoined)} cases of that run" in trust
+
+
+def test_a_cold_start_is_told_as_measured():
+    profile = json.loads((NEWEST.parent / "cold-start-h100-2026-11-25.json").read_text())
+    told, stages = " ".join(PERFORMANCE.read_text().split()), profile["sum"]
+    of_gcc = stages["launcher"] + profile["driver"]
+    compiler = sum(stages[name] for name in ("make_ttir", "make_ttgir", "make_llir", "make_ptx"))
+    assert len(profile["kernels"]) == 11
+    assert f"{profile['first_step_seconds']:.1f} s under the profiler) has {of_gcc:.1f} s of gcc" in told
+    assert f"{stages['launcher'] / 11:.2f} s each" in told
+    assert f"Triton's compiler takes {compiler:.1f} s, and `ptxas` {stages['make_cubin']:.1f} s" in told
 
 
 def test_full_fine_tuning_is_told_as_measured():

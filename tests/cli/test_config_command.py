@@ -172,6 +172,26 @@ def test_copy_replaces_nothing(capsys):
     assert not Path("gone").exists()
 
 
+def test_contradictions_come_at_once_with_their_lines(capsys):
+    Path("run.yaml").write_text(
+        "warmup_steps: 3\nwarmup_ratio: 0.1\neffective_batch_size: 7\nper_device_train_batch_size: 2\n"
+        "save_path: x\nlr_scheduler_type: nope\noptim: nope\nearly_stopping_patience: 2\n"
+    )
+    assert main(["config", "check", "run.yaml"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    lines = [re.match(r"run\.yaml:(\d+): (\w+) is ", line).groups() for line in said]
+    assert lines == [
+        ("2", "warmup_ratio"),
+        ("3", "effective_batch_size"),
+        ("5", "save_path"),
+        ("6", "lr_scheduler_type"),
+        ("7", "optim"),
+        ("8", "early_stopping_patience"),
+    ]
+    assert main(["--load_in_4bit", "--load_in_8bit", "--save_path=x"]) == 2
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["unsloth-pack:"] * 2
+
+
 @pytest.mark.parametrize(
     "command", [["config", "check", "run.yaml"], ["config", "schema"], ["recipe", "list"]]
 )

@@ -103,7 +103,7 @@ def test_groups_of_other_rates_are_adamw_s(fused):
         ({"learning_rates": '{"(": 1}'}, "give a JSON object of a rate for each regular expression"),
         ({"embedding_learning_rate": 1e-4}, "embedding_learning_rate is 0.0001, and neither embeddings nor"),
         ({"lora_plus_ratio": 0.5}, "argument --lora_plus_ratio: got '0.5'; give a number of at least 1"),
-        ({"tuning": "full", "lora_plus_ratio": 4}, "lora_plus_ratio is 4, and the model has no LoRA"),
+        ({"tuning": "full", "lora_plus_ratio": 4}, "lora_plus_ratio is 4, but there is no LoRA"),
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio is 0.1 and warmup_steps is 3; give one"),
         ({"effective_batch_size": 7, "per_device_train_batch_size": 2}, "which 2 rows a step"),
         ({"effective_batch_size": 8, "gradient_accumulation_steps": 2}, "either decides the steps of an up"),

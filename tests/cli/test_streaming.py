@@ -122,6 +122,30 @@ def test_a_row_that_cannot_be_trained_on_stops_it_with_a_checkpoint(
     assert adapter_bytes(cut) == adapter_bytes(whole)
 
 
+ENDING = """
+import sys
+from unsloth_pack import cli
+from unsloth_pack.data import raw_blocks, streamed
+
+raw_blocks._BYTES, streamed._FIRST_ROWS = 300, 5
+kept, exit_of = [], cli._exit_of
+cli._exit_of = lambda error: kept.append(error) or exit_of(error)  # as a notebook keeps the last error
+print(cli.main(sys.argv[1:]), bool(kept), flush=True)
+"""
+
+
+def test_python_ends_though_an_error_holds_on_to_the_stream(rows, model, tmp_path):
+    path, good = tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(good + '{"instruction": "a", "output": 5}\n')
+    flags = {"model_name": model, "dataset": path, "output_dir": tmp_path / "out", "max_steps": 5000}
+    flags |= {"num_proc": 2, "max_seq_length": 256, "gradient_accumulation_steps": 1}
+    arguments = ["--streaming", *(f"--{name}={value}" for name, value in flags.items())]
+    command = [sys.executable, "-c", ENDING, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert "column 'output': expected a string, got 5" in done.stderr
+    assert done.stdout.splitlines()[-1].endswith("True")
+
+
 @pytest.mark.parametrize("change", ["data", "length"])
 def test_a_checkpoint_of_other_data_is_refused(change, train, lines, rows, terminated_at, capsys, tmp_path):
     terminated_at(2)

@@ -48,8 +48,13 @@ def run(arguments: Sequence[str]) -> int:
         raise InputError("config check is given no file; name one")
     with telling_places(placed):
         options = filled_in(given, may_lack_adapter=True)
-        of_options = [partial(check, options) for check in (check_together, check_names)]
-        at_once([partial(check_given, options, given), *of_options])
+        at_once(
+            [
+                partial(check_given, options, given),
+                partial(check_together, options),
+                partial(check_names, options, given),
+            ]
+        )
     print(printable(f"{given['config']}: no mistakes"))
     return 0
 

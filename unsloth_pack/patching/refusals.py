@@ -11,8 +11,8 @@ from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.names import own_names
 from unsloth_pack.patching.decoder_parts import itself_and_copies
 
-# Whose forwards the patch knows. Code that comes with a model is imported as `transformers_modules`
 _KNOWN_CODE = ("transformers.", "peft.", "torch.", "bitsandbytes.", "unsloth_pack.")
+_OF_MODELS = ("transformers.", "transformers_modules.")  # the latter holds code that comes with a model
 
 
 def refuse_what_would_leak(model: Any, decoder: Any) -> None:
@@ -42,9 +42,11 @@ def refuse_what_would_leak(model: Any, decoder: Any) -> None:
 
 
 def refuse_own_code(modules: Iterable[nn.Module]) -> None:
-    """Refuse a module whose forward the patch would replace without knowing what it computes."""
+    """Refuse a module of a model whose forward the patch would replace without knowing what it computes."""
     for module in modules:
-        if not (type(module).forward.__module__ or "").startswith(_KNOWN_CODE):
+        where = type(module).forward.__module__ or ""
+        kinds = [kind.__module__ for kind in type(module).__mro__]
+        if not where.startswith(_KNOWN_CODE) and any(kind.startswith(_OF_MODELS) for kind in kinds):
             raise InputError(
                 f"{type(module).__name__} has a forward of its own, which the patch would replace; use "
                 "transformers' class, and load the model without trust_remote_code"

@@ -1,6 +1,7 @@
 """What can be refused about the options of a run before its model is loaded."""
 
 import json
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -39,14 +40,20 @@ def check_together(options: TrainOptions) -> None:
     at_once(partial(check, options) for check in checks)
 
 
-def check_names(options: TrainOptions) -> None:
+def check_names(options: TrainOptions, given: Collection[str]) -> None:
     """Refuse an optimizer or a schedule that is unknown, and settings that it does not take, all at once.
+
+    Args:
+        given: the names of options that somebody gave; only where these are among them, transformers is
+            imported.
 
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    checks: list[Any] = [partial(_check_schedule, options.training, evaluates=options.data.evaluates)]
-    if options.training.optim is not None:
+    checks: list[Any] = []
+    if not {"lr_scheduler_type", "lr_scheduler_kwargs"}.isdisjoint(given):
+        checks.append(partial(_check_schedule, options.training, evaluates=options.data.evaluates))
+    if "optim" in given:
         checks.append(partial(check_settings, options.training))
     at_once(checks)
 

@@ -7,6 +7,7 @@ A row that is given out is not trained on yet: loaders read ahead. A checkpoint 
 row that was trained on, with the documents that waited there. So a resumed run sees the rows that follow.
 """
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
         self._packer = PackingStream(
             capacity, _BUFFER, seed=seed, buffer_tokens=max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity)
         )
+        self._reading: Iterator[DocumentBlock] = iter(())
         self._last = self._stand(0, Place(), Tally())
         self._stands: deque[Stand] = deque([self._last], maxlen=ahead + 2)
 
@@ -196,15 +199,26 @@ class RowStream(IterableDataset[dict[str, Any]]):
             generator=torch.Generator(),  # the run's own random numbers are not drawn from
             **options,
         )
+        self._reading = iter(loader)
+        # Python waits for worker processes at its end, and these wait for work for as long as this is held
+        atexit.register(self._stop_reading)
         try:
-            yield from loader
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            while (block := next(self._reading, None)) is not None:
+                yield block
+        except Exception as error:
+            clear_frames(error.__traceback__)  # whoever keeps the error would keep the loader's processes
+            if not isinstance(error, RuntimeError) or "DataLoader worker" not in str(error):
                 raise
             raise RunStopped(
                 "a process that reads and tokenises the data was killed, perhaps because memory ran out; "
                 "give a smaller --num_proc"
             ) from error
+        finally:
+            atexit.unregister(self._stop_reading)
+            self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        self._reading = iter(())
 
 
 class EpochOfStream(TrainerCallback):
