@@ -219,6 +219,7 @@ def test_resuming_a_run_of_an_earlier_version_leaves_a_config_of_the_user(projec
 DATA = str(Path(unsloth_pack.__file__).parent / "demo" / "data" / "train.jsonl")  # unscored, unlike `demo`
 DEMO_WEIGHTS = Path(unsloth_pack.__file__).parent / "demo" / "model" / "model.safetensors"
 QUICK = ["--max_steps=2", "--gradient_accumulation_steps=1", "--training.warmup_steps=0", "--logging_steps=1"]
+QUICK_STAGE = ["--max_steps=2", "--effective_batch_size=1", "--logging_steps=1"]
 
 
 def test_a_recipe_runs_as_it_is():
@@ -230,10 +231,10 @@ def test_a_recipe_runs_as_it_is():
     assert losses("again") == losses("outputs/sft-packed")
 
 
-@pytest.mark.parametrize("name", ["qlora", "stages"])
-def test_a_recipe_runs_on_the_demo(name):
+@pytest.mark.parametrize(("name", "quick"), [("qlora", QUICK), ("stages", QUICK_STAGE)])
+def test_a_recipe_runs_on_the_demo(name, quick):
     assert main(["recipe", "copy", name, "recipes"]) == 0
-    assert main([f"--config=recipes/{name}.yaml", "--output_dir=out", f"--dataset={DATA}", *QUICK]) == 0
+    assert main([f"--config=recipes/{name}.yaml", "--output_dir=out", f"--dataset={DATA}", *quick]) == 0
     assert len(losses("out")) == 2
     assert Path("out/adapter_model.safetensors").is_file()
     assert options("out")["load_in_4bit"] is (name == "qlora")
@@ -242,7 +243,7 @@ def test_a_recipe_runs_on_the_demo(name):
 def test_two_stages_run_one_after_the_other_on_the_demo():
     for stage in ("stage1", "stage2"):
         assert main(["recipe", "copy", stage]) == 0
-        assert main([f"--config={stage}.yaml", f"--dataset={DATA}", *QUICK]) == 0
+        assert main([f"--config={stage}.yaml", f"--dataset={DATA}", *QUICK_STAGE]) == 0
     first, second = options("outputs/stage1"), options("outputs/stage2")
     assert (first["r"], second["r"]) == (16, 32)
     assert second["init_adapter"] == "outputs/stage1"
@@ -251,11 +252,15 @@ def test_two_stages_run_one_after_the_other_on_the_demo():
     assert Path(base).resolve() == Path("outputs/stage2/base").resolve()
     merged = load_file("outputs/stage2/base/model.safetensors")
     assert any(not torch.equal(weight, merged[name]) for name, weight in load_file(DEMO_WEIGHTS).items())
+    trained = load_file("outputs/stage2/adapter_model.safetensors")
+    assert "base_model.model.model.norm.weight" in trained
+    assert not any(".layers.0." in name for name in trained)
+    assert any(".layers.1." in name for name in trained)
 
 
 def test_the_second_stage_is_refused_without_the_first(refused):
     assert main(["recipe", "copy", "stage2"]) == 0
-    error = refused(["--config=stage2.yaml", *QUICK])
+    error = refused(["--config=stage2.yaml", *QUICK_STAGE])
     assert "init_adapter 'outputs/stage1' holds no adapter_config.json; name a folder" in error
 
 

@@ -337,7 +337,7 @@ def test_a_mapping_that_the_command_line_spoils_is_its_mistake():
 class Icing:
     """On top."""
 
-    colours: Mapping[str, Any] | None = option(None, json_object, "its colours")
+    colours: Mapping[str, Any] | None = option(None, json_object("{}"), "its colours")
 
 
 @dataclass(frozen=True)

@@ -201,8 +201,8 @@ def test_every_default_is_of_its_kind(name):
         (switch_or("often"), "often", "often"),
         (switch_or("often"), True, True),
         (switch_or("often"), "False", False),
-        (json_object, '{"a": 1}', {"a": 1}),
-        (json_object, {1: None}, {"1": None}),
+        (json_object("{}"), '{"a": 1}', {"a": 1}),
+        (json_object("{}"), {1: None}, {"1": None}),
         (real(), "-1e3", -1000.0),
         (real(), 3, 3.0),
         (whole(-5), " -5 ", -5),
@@ -215,4 +215,4 @@ def test_kinds_read_text_and_typed_values(kind, given, value):
 @pytest.mark.parametrize("given", ['{"a": [1]}', {"a": {}}, "[1]", "{", "[" * 100_000, 4])
 def test_an_object_of_anything_else_is_refused(given):
     with pytest.raises(Exception, match="give a JSON object of single values"):
-        json_object(given)
+        json_object("{}")(given)

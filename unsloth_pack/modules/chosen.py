@@ -33,8 +33,8 @@ def check_matches(option: str, patterns: Sequence[str], paths: Iterable[str]) ->
         if not any(map(matcher([pattern]), known)):
             some = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
             raise InputError(
-                f"{option} holds {pattern!r}, which matches no module that has weights; correct it (the "
-                f"model has {some}, ...)"
+                f"{option} holds {pattern!r}, which matches no module that has weights; give a regular "
+                f"expression, or a JSON list of several (the model has {some}, ...)"
             )
 
 

@@ -187,7 +187,8 @@ def switch_or(*words: str) -> Kind:
     return Kind(read, {"enum": [True, False, *words]})
 
 
-def _json_object(value: object) -> dict[str, Any]:
+def single_values(value: object) -> dict[str, Any] | None:
+    """A JSON object of single values, or its text; None for anything else."""
     found = value
     if isinstance(value, str):
         try:
@@ -197,14 +198,23 @@ def _json_object(value: object) -> dict[str, Any]:
     if not isinstance(found, Mapping) or not all(
         isinstance(part, str | int | float | None) for part in found.values()
     ):
-        raise Refused(value, """a JSON object of single values, such as '{"loftq_bits": 4}'""")
+        return None
     return {str(name): part for name, part in found.items()}
 
 
-json_object = Kind(  # a JSON object of single values
-    _json_object,
-    {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}},
-)
+_SINGLE_VALUES = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
+
+
+def json_object(example: str) -> Kind:
+    """A JSON object of single values, such as `example`."""
+
+    def read(value: object) -> dict[str, Any]:
+        found = single_values(value)
+        if found is None:
+            raise Refused(value, f"a JSON object of single values, such as '{example}'")
+        return found
+
+    return Kind(read, _SINGLE_VALUES)
 
 
 def _settings(value: object) -> dict[str, Any]:
@@ -218,14 +228,14 @@ def _settings(value: object) -> dict[str, Any]:
         ):
             raise Refused(value, wanted)
         return {name: scalar(text.strip()) for name, (*_, text) in zip(names, pairs, strict=True)}
-    try:
-        return dict(json_object(value))
-    except Refused:
-        raise Refused(value, wanted) from None
+    found = single_values(value)
+    if found is None:
+        raise Refused(value, wanted)
+    return found
 
 
 settings = Kind(  # names with single values
-    _settings, {"anyOf": [json_object.schema, {"type": "string", "pattern": "="}]}
+    _settings, {"anyOf": [_SINGLE_VALUES, {"type": "string", "pattern": "="}]}
 )
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from unsloth_pack.recipe.kinds import Kind, Refused, json_object, real, whole
+from unsloth_pack.recipe.kinds import Kind, Refused, real, shown, single_values, whole
 
 _OF_A_PATTERN = frozenset("\\*+?()[]{}|^$")  # characters that no name of a module has
 
@@ -52,11 +52,15 @@ def whole_numbers(least: int) -> Kind:
 def _rates(value: object) -> dict[str, float]:
     """Learning rates by regular expression."""
     wanted = """a JSON object of a rate for each regular expression, such as '{"lm_head": 1e-5}'"""
-    try:
-        found, rate = json_object(value), real(above=0)
-        return {_pattern(pattern): rate(each) for pattern, each in found.items()}
-    except Refused:
-        raise Refused(value, wanted) from None
+    found, rate = single_values(value), real(above=0)
+    if found is None:
+        raise Refused(value, wanted)
+    for pattern, each in found.items():
+        try:
+            found[_pattern(pattern)] = rate(each)
+        except Refused as error:
+            raise Refused(value, f"for {pattern!r} {error.wanted}, not {shown(each)}; {wanted}") from None
+    return found
 
 
 def _pattern(value: str) -> str:

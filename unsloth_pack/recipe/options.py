@@ -73,7 +73,7 @@ class AdapterOptions:
     )
     loftq_config: Mapping[str, Any] | None = option(
         None,
-        json_object,
+        json_object('{"loftq_bits": 4}'),
         "start the adapter with LoftQ: the arguments of PEFT's LoftQConfig",
         "JSON",
         unset="no LoftQ",
@@ -201,7 +201,10 @@ class TrainingOptions:
         "NAME",
     )
     lr_scheduler_kwargs: Mapping[str, Any] | None = option(
-        None, json_object, """settings of that course, such as '{"min_lr": 1e-6}'""", "JSON"
+        None,
+        json_object('{"min_lr": 1e-6}'),
+        """settings of that course, such as '{"min_lr": 1e-6}'""",
+        "JSON",
     )
     lora_plus_ratio: float | None = option(
         None,
