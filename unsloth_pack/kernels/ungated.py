@@ -30,7 +30,7 @@ def relu2(x: Tensor) -> Tensor:
     Returns:
         A fresh contiguous tensor of its shape and dtype, computed in float32 and rounded once.
 
-    Source: So et al. 2021, "Primer", section 4.1.
+    Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
     """
     return _Ungated.apply(x, None, None, None, None) if takes_fused_path(x, x) else reference.relu2(x)
 
@@ -46,7 +46,7 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
     Returns:
         As `relu2`.
 
-    Source: Huang & Schlag 2024, "Deriving Activation Functions Using Integration" (arXiv 2411.13010), eq. 9.
+    Source: Huang & Schlag 2024, "Deriving Activation Functions Using Integration" (arXiv 2411.13010).
     """
     if not takes_fused_path(x, x):
         return reference.xielu(x, alpha_p, alpha_n, beta, eps)
