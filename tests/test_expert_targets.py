@@ -137,6 +137,19 @@ def test_experts_without_a_gate_are_adapted_by_the_same_names(targets, caplog):
         assert "all-linear leaves out out_proj, which PEFT refuses to adapt" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("arch", "joined"), [("phi3", {"qkv_proj", "gate_up_proj"}), ("glm4", {"gate_up_proj"})]
+)
+def test_the_seven_names_mean_a_layer_that_joins_some(arch, joined, caplog):
+    """Plain PEFT adapts what is left of the seven, without a word."""
+    found = {place.rpartition(".")[2] for place in places(adapted(of_type(arch), SEVEN))}
+    assert found == joined | {"o_proj", "down_proj"} | (set(SEVEN[:3]) if arch == "glm4" else set())
+    for name in joined:
+        assert f"are one layer here, {name}, which is adapted in their place" in caplog.text
+    with pytest.raises(InputError, match="target_modules names 'gate_proj'; the model has"):
+        lora_targets(of_type(arch), ["gate_proj"])
+
+
 def test_target_parameters_go_before_the_names_for_experts_without_a_gate():
     found = places(adapted(of_type("nemotron_h"), None, target_parameters=["experts.up_proj"]))
     assert found & UNGATED == {"layers.3.mixer.experts"}

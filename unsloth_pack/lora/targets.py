@@ -40,6 +40,10 @@ _STACK_OF = {  # the name of an expert's layer -> the stack that holds it
     "w3": "gate_up_proj",
     "w2": "down_proj",
 }
+_JOINED = {  # layers of Llama -> the one that holds them all in some models
+    ("q_proj", "k_proj", "v_proj"): "qkv_proj",
+    ("gate_proj", "up_proj"): "gate_up_proj",
+}
 _HALVES = ({"gate_proj", "up_proj"}, {"w1", "w3"})  # of gate_up_proj
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # what None and "all-linear" mean of an expert
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
@@ -93,6 +97,21 @@ def expert_layers(model: Any) -> list[str]:
     return [f"{path}.{name}" for path in stacks for name in _OF_EXPERTS]
 
 
+def _as_joined(model: nn.Module, names: str | Collection[str]) -> str | Collection[str]:
+    """The names, with that of a joined layer in place of all those that it holds."""
+    if isinstance(names, str) or not isinstance(names, Collection):
+        return names
+    has = {_leaf(path) for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = list(names)
+    for parts, joined in _JOINED.items():
+        if joined in has and has.isdisjoint(parts) and set(parts) <= {*found}:
+            logger.warning(
+                "%s are one layer here, %s, which is adapted in their place", ", ".join(parts), joined
+            )
+            found = [name for name in found if name not in (*parts, joined)] + [joined]
+    return found
+
+
 def ungated_stacks(model: nn.Module) -> list[str]:
     """The paths of stacked parameters of experts without a gate."""
     found = [path for path, module in model.named_modules() if is_ungated_experts(module)]
@@ -116,7 +135,7 @@ def lora_targets(
     given = given or {}
     if target_modules == NO_LAYERS:
         return Targets(target_modules)
-    names = default_names(model) if target_modules is None else target_modules
+    names = default_names(model) if target_modules is None else _as_joined(model, target_modules)
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
     _check_targets(model, names, experts)
     if not experts:
