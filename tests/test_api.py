@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from unsloth_pack import (
     supported_architectures,
 )
 from unsloth_pack.files import loading
+from unsloth_pack.files.quantised import refuse_stored_quantised
 from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
@@ -516,3 +518,32 @@ def test_one_adapter_at_a_time(folder, tmp_path):
             FastLanguageModel.get_peft_model(adapted)
     with pytest.raises(InputError, match="trains every weight; leave out get_peft_model"):
         FastLanguageModel.get_peft_model(load(folder, full_finetuning=True)[0])
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "says"),
+    [
+        (
+            {"quant_method": "mxfp4"},
+            "4bit",
+            "stored in mxfp4 already; leave that out, and its weights are dequantised",
+        ),
+        (
+            {"quant_method": "gptq"},
+            "8bit",
+            "stored in gptq already; leave that out, or load weights in 16 bits",
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "4bit", "stored in bitsandbytes already"),
+        ({"load_in_4bit": True}, "fp8", "stored in 4bit already"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "4bit", None),
+        ({"quant_method": "mxfp4"}, None, None),
+        (None, "4bit", None),
+    ],
+)
+def test_weights_that_are_stored_quantised_are_not_quantised_again(stored, asked, says):
+    config = SimpleNamespace(quantization_config=stored)
+    given = [asked == kind for kind in ("4bit", "8bit", "fp8")]
+    if says is None:
+        return refuse_stored_quantised("folder", config, *given)
+    with pytest.raises(InputError, match=f"^load_in_{asked}=True, but folder is {says}"):
+        refuse_stored_quantised("folder", config, *given)

@@ -150,6 +150,21 @@ def test_the_seven_names_mean_a_layer_that_joins_some(arch, joined, caplog):
         lora_targets(of_type(arch), ["gate_proj"])
 
 
+@pytest.mark.parametrize("targets", [None, "all-linear"], ids=str)
+def test_layers_and_exclusions_hold_for_experts_without_a_gate(targets):
+    one = places(adapted(of_type("nemotron_h"), targets, layers_to_transform=[1]))
+    assert one == {"layers.1.mixer.up_proj", "layers.1.mixer.down_proj"}
+    assert not UNGATED & places(adapted(of_type("nemotron_h"), targets, exclude_modules=["experts"]))
+
+
+@pytest.mark.parametrize("option", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+def test_what_peft_lacks_for_stacks_leaves_them_out_and_says_so(option, caplog):
+    found = places(adapted(of_type("nemotron_h"), None, **option))
+    assert found & UNGATED == set()
+    assert "layers.3.mixer.shared_experts.up_proj" in found
+    assert f"experts are not adapted: PEFT has no {next(iter(option))} for them" in caplog.text
+
+
 def test_target_parameters_go_before_the_names_for_experts_without_a_gate():
     found = places(adapted(of_type("nemotron_h"), None, target_parameters=["experts.up_proj"]))
     assert found & UNGATED == {"layers.3.mixer.experts"}

@@ -115,7 +115,9 @@ def test_a_forward_of_the_models_own_is_never_replaced(part):
 
     for module in alike:
         module.__class__ = Own
-    with pytest.raises(InputError, match=r"^Own has a forward of its own, .* without trust_remote_code$"):
+    with pytest.raises(
+        InputError, match=r"^Own has a forward from test_specs, which the patch would replace"
+    ):
         patch_model(model)
     for module in alike:
         module.__class__ = kind
@@ -128,6 +130,23 @@ def test_every_mlp_is_fused_or_its_activation_is(arch):
     report = patch_model(tiny_model(arch, device="cpu")).report
     without_a_gate = {"apertus", "arcee", "nemotron_h"}
     assert ("MLP" in report.not_fused) is ("activation" in report.fused) is (arch in without_a_gate)
+
+
+def test_attention_of_remote_code_is_refused_even_with_an_inherited_forward():
+    model = tiny_model("llama", device="cpu")
+    attention = model.get_base_model().model.layers[1].self_attn
+    names = {"__module__": "transformers_modules.some_model.modeling", "__qualname__": "OwnAttention"}
+    attention.__class__ = type("OwnAttention", (type(attention),), names)
+    with pytest.raises(InputError, match=r"OwnAttention is code of the model's own, .* without trust_remote"):
+        patch_model(model)
+
+
+def test_layers_may_share_an_mlp_without_a_gate():
+    model = tiny_model("arcee", device="cpu").get_base_model()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    patch = patch_model(model)
+    assert patch.report.fused["activation"].startswith("1 of ReLUSquaredActivation")
+    patch.undo()
 
 
 def test_an_option_that_is_not_computed_is_refused():

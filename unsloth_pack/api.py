@@ -231,7 +231,8 @@ class FastLanguageModel:
         if not lora_kwargs.pop("adapter_on_head", False):
             target_modules, modules_to_save = take_trained_ends(model, target_modules, modules_to_save)
         given = {"layers_to_transform": layers_to_transform, **lora_kwargs}
-        targets = lora_targets(model, target_modules, given)
+        of_peft = {"lora_dropout": lora_dropout, "use_dora": use_dora}
+        targets = lora_targets(model, target_modules, given | of_peft)
         check_parts(model, bias, modules_to_save, given)
         set_seed(random_state)
         patch = patch_of(model)

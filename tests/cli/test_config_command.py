@@ -188,6 +188,9 @@ def test_contradictions_come_at_once_with_their_lines(capsys):
         ("7", "optim"),
         ("8", "early_stopping_patience"),
     ]
+    Path("seed.yaml").write_text("seed: 4\nr: 8\n")
+    assert main(["--config=seed.yaml", "--resume", "--output_dir=seed/r"]) == 2
+    assert capsys.readouterr().err.startswith("unsloth-pack: ")  # no line of the file is about it
     assert main(["--load_in_4bit", "--load_in_8bit", "--save_path=x"]) == 2
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["unsloth-pack:"] * 2
 

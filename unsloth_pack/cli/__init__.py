@@ -30,7 +30,7 @@ from unsloth_pack.errors import (
 SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor", "config", "recipe")
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
 _ENDS = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}  # signals that end a command
-_SPEAKER = "unsloth-pack: "
+_PREFIX = "unsloth-pack: "
 _PLACE = re.compile(r".+?:\d+: ")  # a line of a config file
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun gives each process the name of one
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if "--debug" in arguments:
                 traceback.print_exc()
             with suppress(OSError):  # the terminal may be gone
-                said = line if isinstance(error, Mistakes) else f"{_SPEAKER}{line}"
+                said = line if isinstance(error, Mistakes) else f"{_PREFIX}{line}"
                 sys.stderr.write(f"{said}\n")  # in one piece: processes may share the terminal
         if code and (path := os.environ.get(_ERROR_FILE)):
             _leave_error(path, code, line)
@@ -125,14 +125,14 @@ def _ignore_termination() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _spoken(line: str) -> str:
+def _with_prefix(line: str) -> str:
     """A mistake with who tells it, unless it is one of a file: editors look for `file:line:`."""
-    return line if _PLACE.match(line) else f"{_SPEAKER}{line}"
+    return line if _PLACE.match(line) else f"{_PREFIX}{line}"
 
 
 def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, Mistakes):
-        return 2, "\n".join(_spoken(_one_line(line)) for line in error.lines)
+        return 2, "\n".join(_with_prefix(_one_line(line)) for line in error.lines)
     if isinstance(error, InputError):
         return 2, _one_line(error)
     if isinstance(error, LeakFound):

@@ -4,7 +4,6 @@ import math
 import os
 import pickle
 import re
-import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -346,9 +345,14 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
                 f"from_pretrained does not know {given}; correct the name, or leave it out"
             ) from error
         if "trust_remote_code=True" in str(error):
+            remedy = "its architecture is none of transformers', so choose another model"
+            if "Tokenizer" in auto_class.__name__ or "Processor" in auto_class.__name__:
+                remedy = (
+                    "if you trust that, load it in Python with FastLanguageModel.from_pretrained(..., "
+                    "trust_remote_code=True)"
+                )
             raise InputError(
-                f"cannot load {source}: it comes with code of its own, which is not run; if you trust that, "
-                "load it in Python with FastLanguageModel.from_pretrained(..., trust_remote_code=True)"
+                f"cannot load {source}: it comes with code of its own, which is not run; {remedy}"
             ) from error
         remedy = "correct its files, or download it again"
         if not os.path.isdir(source):
@@ -357,7 +361,9 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    said = textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
+    said = " ".join(str(error).split()).rstrip(".")
+    if len(said) > 300:
+        said = f"{said[:300].rpartition(' ')[0] or said[:300]} ..."
     tells_enough = isinstance(error, OSError | ValueError | RuntimeError) and said
     return said if tells_enough else f"{type(error).__name__} {said}".strip()
 

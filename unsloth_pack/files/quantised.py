@@ -14,15 +14,17 @@ def refuse_stored_quantised(source: str, config: Any, in_4bit: bool, in_8bit: bo
     Raises:
         InputError: names the form and what to do.
     """
-    stored = getattr(config, "quantization_config", None)
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    stored = getattr(config, "quantization_config", None) or {}
+    stored = stored if isinstance(stored, dict) else stored.to_dict()
     asked = [name for name, given in (("4bit", in_4bit), ("8bit", in_8bit), ("fp8", in_fp8)) if given]
-    if not asked or method is None or (method == "bitsandbytes" and not in_fp8):
+    held = [name for name in ("4bit", "8bit") if stored.get(f"load_in_{name}")]  # by bitsandbytes
+    method = stored.get("quant_method") or "".join(held)
+    if not asked or not method or asked == held:
         return
-    remedy = "leave that out"
+    remedy = "leave that out, or load weights in 16 bits"
     if method == "mxfp4":
-        remedy += (
-            ": its weights are dequantised to 16 bits then; to train them in fewer, load what "
+        remedy = (
+            "leave that out, and its weights are dequantised to 16 bits; to train them in fewer, load what "
             "save_pretrained_merged makes of them"
         )
     raise InputError(f"load_in_{asked[0]}=True, but {source} is stored in {method} already; {remedy}")

@@ -3,8 +3,8 @@
     relu2   max(x, 0)²
     xielu   α_p x² + β x  for x ≥ 0,    α_n (exp(min(x, ε)) - 1 - x) + β x  below
 
-All is as in transformers, but for the slope of xIELU at 0. Here it is β, the limit from above and that of the
-formula without ε. That of transformers is β - α_n. In bfloat16 an x that is exactly 0 is not rare.
+All is as in transformers, but for the slope of xIELU at 0. Here it is β, as the formula gives without ε, and
+transformers gives β - α_n. In bfloat16 an x that is exactly 0 is not rare.
 """
 
 from __future__ import annotations

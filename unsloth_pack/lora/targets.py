@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
@@ -97,12 +98,12 @@ def expert_layers(model: Any) -> list[str]:
     return [f"{path}.{name}" for path in stacks for name in _OF_EXPERTS]
 
 
-def _as_joined(model: nn.Module, names: str | Collection[str]) -> str | Collection[str]:
+def _as_joined(model: Any, names: str | Collection[str]) -> str | Collection[str]:
     """The names, with that of a joined layer in place of all those that it holds."""
     if isinstance(names, str) or not isinstance(names, Collection):
         return names
-    has = {_leaf(path) for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = list(names)
+    inside = _inside(model, model.get_decoder())
+    has, found = {_leaf(path) for path, module in inside if isinstance(module, nn.Linear)}, list(names)
     for parts, joined in _JOINED.items():
         if joined in has and has.isdisjoint(parts) and set(parts) <= {*found}:
             logger.warning(
@@ -110,6 +111,23 @@ def _as_joined(model: nn.Module, names: str | Collection[str]) -> str | Collecti
             )
             found = [name for name in found if name not in (*parts, joined)] + [joined]
     return found
+
+
+def _wanted_stacks(
+    model: nn.Module, names: str | Collection[str], given: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """`target_parameters` for experts without a gate."""
+    if given.get("target_parameters"):
+        return ()
+    is_wanted = _matcher(names)
+    found = [path for path in filter(is_wanted, ungated_stacks(model)) if _is_kept(given, *_split(path))]
+    refused = [name for name in ("lora_dropout", "use_dora") if given.get(name)]
+    if found and refused:
+        logger.warning(
+            "%s and the other experts are not adapted: PEFT has no %s for them", found[0], refused[0]
+        )
+        return ()
+    return tuple(found)
 
 
 def ungated_stacks(model: nn.Module) -> list[str]:
@@ -139,10 +157,8 @@ def lora_targets(
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
     _check_targets(model, names, experts)
     if not experts:
-        ungated = [] if given.get("target_parameters") else ungated_stacks(model)
-        is_wanted = _matcher(names)
-        parameters = tuple(path for path in ungated if is_wanted(path))
-        return Targets(of_text_model(model, names if isinstance(names, str) else list(names)), parameters)
+        modules = of_text_model(model, names if isinstance(names, str) else list(names), given)
+        return Targets(modules, _wanted_stacks(model, names, given))
     if target_modules is None and given.get("target_parameters"):
         experts = {}
     return _Choice(model, names, experts, given).targets()
@@ -171,10 +187,11 @@ class _Choice:
             for path, module in (model.named_modules() if is_pattern else _inside(model, decoder))
             if isinstance(module, nn.Linear) and not (names == "all-linear" and _is_router(model, path))
         }
-        self._layers, self._excluded = given.get("layers_to_transform"), given.get("exclude_modules")
+        self._is_kept = partial(_is_kept, given)
         self._is_wanted = _matcher(names)
         # Names choose as PEFT does, by the ends of paths; anything else is spelt out
-        is_whole = self._layers is None and not self._excluded and model.base_model is decoder
+        chooses_layers = given.get("layers_to_transform") is not None or given.get("exclude_modules")
+        is_whole = not chooses_layers and model.base_model is decoder
         self._by_name = is_whole and not isinstance(names, str)
 
     def targets(self) -> Targets:
@@ -236,26 +253,31 @@ class _Choice:
     def _expert_names(self) -> Iterable[str]:
         return _OF_EXPERTS if self._names == "all-linear" else _STACK_OF
 
-    def _is_kept(self, *parts: str) -> bool:
-        """Whether `layers_to_transform` and `exclude_modules` let a path be adapted."""
-        path = ".".join(parts)
-        if self._layers is not None:
-            layers = [self._layers] if isinstance(self._layers, int) else self._layers
-            number = _LAYER_NUMBER.search(f".{path}")
-            if number is None or int(number[1]) not in layers:
-                return False
-        if not self._excluded:
-            return True
-        is_excluded = _matcher(self._excluded)
-        others = [f"{parts[0]}.{name}" for name, stack in _STACK_OF.items() if stack == parts[-1]]
-        return not any(map(is_excluded, [path, parts[0], *others]))
+
+def _is_kept(given: Mapping[str, Any], *parts: str) -> bool:
+    """Whether `layers_to_transform` and `exclude_modules` let a path be adapted."""
+    path, layers, excluded = ".".join(parts), given.get("layers_to_transform"), given.get("exclude_modules")
+    if layers is not None:
+        number = _LAYER_NUMBER.search(f".{path}")
+        if number is None or int(number[1]) not in ([layers] if isinstance(layers, int) else layers):
+            return False
+    if not excluded:
+        return True
+    is_excluded = _matcher(excluded)
+    others = [f"{parts[0]}.{name}" for name, stack in _STACK_OF.items() if stack == parts[-1]]
+    return not any(map(is_excluded, [path, parts[0], *others]))
 
 
-def of_text_model(model: Any, targets: str | list[str]) -> str | list[str]:
+def of_text_model(
+    model: Any, targets: str | list[str], given: Mapping[str, Any] | None = None
+) -> str | list[str]:
     """Targets of the text model alone, where it is inside a model of vision and language.
 
     A vision tower has projections of the same names, which rows of text never reach. A regular expression is
     taken as it is.
+
+    Args:
+        given: further fields of the `LoraConfig`.
     """
     decoder = model.get_decoder()
     refused = spec_of(decoder.config.model_type).refused_by_peft if targets == "all-linear" else ()
@@ -265,7 +287,7 @@ def of_text_model(model: Any, targets: str | list[str]) -> str | list[str]:
     linear = [path for path, module in _inside(model, decoder) if isinstance(module, nn.Linear)]
     if refused:
         logger.warning("all-linear leaves out %s, which PEFT refuses to adapt", ", ".join(refused))
-        return [path for path in linear if _leaf(path) not in refused]
+        return [path for path in linear if _leaf(path) not in refused and _is_kept(given or {}, path)]
     return [path for path in linear if targets == "all-linear" or _leaf(path) in targets]
 
 
@@ -325,6 +347,11 @@ def _ends_with(path: str, name: str) -> bool:
 
 def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
+
+
+def _split(path: str) -> tuple[str, str]:
+    parent, _, leaf = path.rpartition(".")
+    return parent, leaf
 
 
 def _inside(model: nn.Module, decoder: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -65,13 +65,15 @@ class DecoderParts:
                 if hasattr(norm, "weight")
             ],
             mlps=mlps,
-            activations=[
-                module
-                for _, mlp, projections in mlps
-                if projections is None
-                for module in mlp.modules()
-                if type(module) in FAST_ACTIVATIONS
-            ],
+            activations=list(
+                dict.fromkeys(  # layers may share one
+                    module
+                    for _, mlp, projections in mlps
+                    if projections is None
+                    for module in mlp.modules()
+                    if type(module) in FAST_ACTIVATIONS
+                )
+            ),
             experts=[
                 (number, module, gate_of(module))
                 for number, layer in enumerate(decoder.layers)

@@ -48,8 +48,8 @@ def refuse_own_code(modules: Iterable[nn.Module]) -> None:
         kinds = [kind.__module__ for kind in type(module).__mro__]
         if not where.startswith(_KNOWN_CODE) and any(kind.startswith(_OF_MODELS) for kind in kinds):
             raise InputError(
-                f"{type(module).__name__} has a forward of its own, which the patch would replace; use "
-                "transformers' class, and load the model without trust_remote_code"
+                f"{type(module).__name__} has a forward from {where or 'elsewhere'}, which the patch would "
+                "replace; use transformers' own, without trust_remote_code or another library's patch"
             )
 
 
@@ -58,6 +58,11 @@ def refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
     ours = mixer.attributes(spec, "", Choice("", "", None))
     refuse_own_code(itself_and_copies(one))
     for module in itself_and_copies(one):
+        if type(module).__module__.startswith("transformers_modules."):  # its helpers may be its own
+            raise InputError(
+                f"{type(module).__name__} is code of the model's own, which the patch would replace; load "
+                "the model without trust_remote_code"
+            )
         if unknown := own_names(module) - mixer.known(spec) - ours.keys():
             raise InputError(
                 f"{type(module).__name__} has {', '.join(sorted(unknown))}, of which the ArchSpec of "

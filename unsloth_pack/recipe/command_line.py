@@ -58,12 +58,13 @@ def telling_places(placed: Mapping[str, Placed]) -> Iterator[None]:
         if not any(place for place, _ in found):
             raise
         found.sort(key=lambda each: (each[0] is None, each[0] or Place("", 0)))
-        raise Mistakes([f"{place}: {line}" if place else line for place, line in found]) from None
+        raise Mistakes([f"{place}: {line}" if place else line for place, line in found]) from error
 
 
 def _place_of(line: str, placed: Mapping[str, Placed]) -> Place | None:
-    places = (placed[word].place for word in re.findall(r"\w+", line) if word in placed)
-    return next(filter(None, places), None)
+    """Of the first option that the line says something of; a value in quotes may hold the name of another."""
+    words = re.findall(r"(\w+) (?:is|are|and|has|holds|needs)\b", re.sub(r"'[^']*'", "''", line))
+    return next((placed[word].place for word in words if word in placed), None)
 
 
 def train_parser(epilog: str = "") -> Parser:

@@ -96,7 +96,6 @@ class RowStream(IterableDataset[dict[str, Any]]):
         self._packer = PackingStream(
             capacity, _BUFFER, seed=seed, buffer_tokens=max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity)
         )
-        self._reading: Iterator[DocumentBlock] = iter(())
         self._last = self._stand(0, Place(), Tally())
         self._stands: deque[Stand] = deque([self._last], maxlen=ahead + 2)
 
@@ -199,11 +198,11 @@ class RowStream(IterableDataset[dict[str, Any]]):
             generator=torch.Generator(),  # the run's own random numbers are not drawn from
             **options,
         )
-        self._reading = iter(loader)
         # Python waits for worker processes at its end, and these wait for work for as long as this is held
-        atexit.register(self._stop_reading)
+        held = [iter(loader)]
+        atexit.register(stop := held.clear)
         try:
-            while (block := next(self._reading, None)) is not None:
+            while (block := next(held[0], None)) is not None:
                 yield block
         except Exception as error:
             clear_frames(error.__traceback__)  # whoever keeps the error would keep the loader's processes
@@ -214,11 +213,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
                 "give a smaller --num_proc"
             ) from error
         finally:
-            atexit.unregister(self._stop_reading)
-            self._stop_reading()
-
-    def _stop_reading(self) -> None:
-        self._reading = iter(())
+            atexit.unregister(stop)
+            stop()
 
 
 class EpochOfStream(TrainerCallback):
