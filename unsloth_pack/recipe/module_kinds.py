@@ -59,7 +59,7 @@ def _rates(value: object) -> dict[str, float]:
         try:
             found[_pattern(pattern)] = rate(each)
         except Refused as error:
-            raise Refused(value, f"for {pattern!r} {error.wanted}, not {shown(each)}; {wanted}") from None
+            raise Refused(value, f"{wanted}, and for {pattern!r} {error.wanted}, not {shown(each)}") from None
     return found
 
 
