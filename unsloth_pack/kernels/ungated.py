@@ -4,7 +4,7 @@
     xielu   α_p x² + β x  for x ≥ 0,    α_n (exp(min(x, ε)) - 1 - x) + β x  below
 
 All is as in transformers, but for the slope of xIELU at 0. Here it is β, as the formula gives without ε, and
-transformers gives β - α_n. In bfloat16 an x that is exactly 0 is not rare.
+transformers gives β - α_n. In bfloat16 an x can be exactly 0.
 """
 
 from __future__ import annotations
