@@ -13,6 +13,7 @@ from correctness import models
 from correctness.cases import CHECKPOINTING, VARIANTS, Case, cases
 from correctness.judge import Draw, holds, judge
 from correctness.measure import measure
+from correctness.parts import joined
 from correctness.workers import _Worker
 from peft.tuners.lora import LoraLayer
 from tiny import Outcome
@@ -68,6 +69,27 @@ def test_the_part_holds_every_value_and_the_whole_every_combination():
     assert {case.checkpointing for case in PART} == set(CHECKPOINTING)
     archs = {(case.arch, case.window) for case in PART}
     assert len(cases()) == len(set(cases())) == len(archs) * len(VARIANTS) * 4 * 4 * 4
+
+
+def part_file(path, rows, **head):
+    about = {"versions": {"torch": "1"}, "python": "3", "document_lengths": [1], "factor": 1.5, "device": "a"}
+    path.write_text(json.dumps({**about, "seconds": 1.5, **head, "rows": rows}))
+    return path
+
+
+def test_parts_become_one_result_in_which_the_last_word_counts(tmp_path):
+    first, second = ({**vars(case), "captured": False, "loss": 2.0} for case in cases(arch=["llama"])[:2])
+    paths = [
+        part_file(tmp_path / "1.json", [first, second]),
+        part_file(tmp_path / "2.json", [first | {"loss": 1.0}], device="b"),
+    ]
+    head, rows = joined(paths, 3)
+    assert sorted(row["loss"] for row in rows) == [1.0, 2.0]
+    assert (head["device"], head["seconds"], head["complete"]) == ("a, b", 3.0, False)
+    assert joined(paths, 2)[0]["complete"]
+    other = part_file(tmp_path / "3.json", [], versions={"torch": "2"})
+    with pytest.raises(ValueError, match=r"3.json differs from .*1.json in versions; join parts of one grid"):
+        joined([*paths, other], 2)
 
 
 # What is planted

@@ -120,7 +120,11 @@ def _wanted_stacks(
     if given.get("target_parameters"):
         return ()
     is_wanted = _matcher(names)
-    found = [path for path in filter(is_wanted, ungated_stacks(model)) if _is_kept(given, *_split(path))]
+    found = [
+        path
+        for path in filter(is_wanted, ungated_stacks(model))
+        if _is_kept(given, *path.rpartition(".")[::2])
+    ]
     refused = [name for name in ("lora_dropout", "use_dora") if given.get(name)]
     if found and refused:
         logger.warning(
@@ -347,11 +351,6 @@ def _ends_with(path: str, name: str) -> bool:
 
 def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
-
-
-def _split(path: str) -> tuple[str, str]:
-    parent, _, leaf = path.rpartition(".")
-    return parent, leaf
 
 
 def _inside(model: nn.Module, decoder: nn.Module) -> list[tuple[str, nn.Module]]:
