@@ -25,7 +25,7 @@ def poisoned(model, tmp_path, rows, monkeypatch):
     from pathlib import Path
     from shutil import copytree
 
-    monkeypatch.setattr("unsloth_pack.files.loading._refuse_not_finite", lambda *_: None)
+    monkeypatch.setattr("unsloth_pack.files.loading.refuse_not_finite", lambda *_: None)
     folder = Path(copytree(model, tmp_path / "poisoned"))
     weights = load_file(folder / "model.safetensors")
     token = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"][POISON]

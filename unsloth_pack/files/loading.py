@@ -15,7 +15,6 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -30,6 +29,7 @@ from transformers import (
 from unsloth_pack.data.sources import HUB_NAME
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
+from unsloth_pack.files.checked_weights import check_files, refuse_not_finite
 from unsloth_pack.lora.quantised_stacks import stand_ins
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -229,7 +229,7 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
         InputError: it cannot be found or read; weights are missing, not finite or of another shape.
     """
     if os.path.isdir(source):
-        _check_files(source, "model", use_safetensors)
+        check_files(source, "model", use_safetensors)
     model, found = load_with(
         auto_class(options.get("config")),
         source,
@@ -248,7 +248,7 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
             f"cannot load {source}: its files lack {len(missing)} weights, {', '.join(missing[:3])}"
             f"{', ...' * (len(missing) > 3)}; correct config.json, or download the model again"
         )
-    _refuse_not_finite(model, f"cannot load {source}")
+    refuse_not_finite(model, f"cannot load {source}")
     return model
 
 
@@ -266,7 +266,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
         InputError: the adapter is cut, of another base model, not finite, or pickled.
     """
     complaint = f"cannot load the adapter {adapter} onto its base model"
-    _check_files(adapter, "adapter", use_safetensors)
+    check_files(adapter, "adapter", use_safetensors)
     try:
         with _without_reports(), stand_ins(model):
             adapted = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -296,7 +296,7 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
                 f"{complaint}: it {fault.format(len(keys))}, the first is {min(keys)}; give the base model "
                 "that it was trained on, or save it anew"
             )
-    _refuse_not_finite(adapted, complaint)
+    refuse_not_finite(adapted, complaint)
     return adapted
 
 
@@ -366,43 +366,6 @@ def _reason(error: BaseException) -> str:
         said = f"{said[:300].rpartition(' ')[0] or said[:300]} ..."
     tells_enough = isinstance(error, OSError | ValueError | RuntimeError) and said
     return said if tells_enough else f"{type(error).__name__} {said}".strip()
-
-
-def _check_files(folder: str, what: str, use_safetensors: bool) -> None:
-    """Refuse weights in files that are cut, or that can run code when they are read."""
-    if not use_safetensors:
-        return
-    names = sorted(os.listdir(folder))
-    weights = [os.path.join(folder, name) for name in names if name.endswith(".safetensors")]
-    for path in weights:
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: not whole safetensors ({error}); download or save it again") from None
-    if not weights and any(name.endswith(".bin") for name in names):
-        raise InputError(
-            f"{folder} holds only pickled weights, which can run code when loaded; save the {what} as "
-            "safetensors, or pass use_safetensors=False if you trust it"
-        )
-    if not weights:
-        raise InputError(f"{folder} holds no safetensors; download or save the {what} again")
-
-
-def _refuse_not_finite(model: nn.Module, complaint: str) -> None:
-    for name, weight in model.named_parameters():
-        if (
-            not weight.is_floating_point()
-            or weight.element_size() == 1
-            or weight.is_meta
-            or not weight.numel()
-        ):
-            continue
-        if not torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all():
-            raise InputError(
-                f"{complaint}: weight {name} is not finite as {weight.dtype}; choose another dtype, or "
-                "download the weights again"
-            )
 
 
 @contextmanager
