@@ -2,8 +2,8 @@
 
 Plain is run with each document alone and on the same row with position_ids, because the rounding of a GEMM
 depends on its rows, and that of attention on its mask: the greater error of the two is the yardstick. Where
-plain's documents leak into each other on a row, as gpt-oss's do, it is the error of documents alone. A
-relative error can be 0 by luck where a scalar is compared, so the loss is granted one unit of rounding.
+plain's documents leak into each other on a row, it is the error of documents alone. A relative error can
+be 0 by luck where a scalar is compared, so the loss is granted one unit of rounding.
 
 Errors of rounding are random, and the worst of tens of gradients in thousands of cases is judged. So a case
 above its bound is judged again over several draws of documents: luck averages out, a fault stays.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from tiny import Outcome, error, run_alone, run_packed
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from unsloth_pack.models import spec_of
 
@@ -60,12 +61,26 @@ def judge_as_few(run, dtype):
 def on_the_same_row(model, documents, routes=None):
     """Plain transformers on the packed row: position_ids keep documents apart, without a cache or a mask.
 
-    Where layers carry a state they do not: there all documents of one length are a batch.
+    Where layers carry a state they do not: there all documents of one length are a batch. gpt_oss makes its
+    masks without position_ids: there it is given masks of transformers' own that are made with them.
     """
-    if spec_of(model.config.get_text_config().model_type).mixers:
+    config = model.config.get_text_config()
+    if spec_of(config.model_type).mixers:
         return _by_length(model, documents, routes)
-    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
-    return run_packed(model, documents, routes, position_ids=positions.to(model.device), use_cache=False)
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None].to(model.device)
+    masks = {"attention_mask": _masks(model, config, positions)} if config.model_type == "gpt_oss" else {}
+    return run_packed(model, documents, routes, position_ids=positions, use_cache=False, **masks)
+
+
+def _masks(model, config, positions):
+    """By kind of layer, so that a model takes them as they are."""
+    embeddings = torch.empty(*positions.shape, 0, dtype=model.dtype, device=positions.device)
+    made = {"inputs_embeds": embeddings, "attention_mask": None, "past_key_values": None}
+    kinds = {
+        "full_attention": create_causal_mask,
+        "sliding_attention": create_sliding_window_causal_mask,
+    }
+    return {kind: make(config, position_ids=positions, **made) for kind, make in kinds.items()}
 
 
 def _by_length(model, documents, routes):

@@ -59,7 +59,7 @@ kernels = host.kernels
 HOPPER = sys.argv[1] == "Hopper"
 NO_POINTERS = dict.fromkeys(("n_segments", "window"), "i32") | dict.fromkeys(("scale", "softcap"), "fp32")
 NO_POINTERS["part_elements"] = "i64"
-EXACT = {"lse": "*fp32", "delta": "*fp32", "cu_seqlens": "*i32"}
+EXACT = {"shift": "*fp32", "norm": "*fp32", "delta": "*fp32", "cu_seqlens": "*i32"}
 
 
 def compile(kernel, tile, size, head_dim, memory, flags, none=()):
@@ -71,6 +71,8 @@ def compile(kernel, tile, size, head_dim, memory, flags, none=()):
     capped, windowed, group, members, *sinks = flags
     if "sinks" in kernel.arg_names and not sinks:
         none = (*none, "sinks")
+    if size == 2:
+        none = (*none, "norm")
     constants = dict(K=2, G=group, D=head_dim, CAPPED=capped, WINDOWED=windowed, BLOCK_D=head_dim)
     constants |= dict(BLOCK_Q=tile.queries, BLOCK_J=tile.keys) | dict.fromkeys(none)
     if "MEMBERS" in kernel.arg_names:

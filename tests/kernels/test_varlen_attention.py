@@ -1,9 +1,9 @@
 """varlen_attention against float64 truth, under Triton's interpreter without a GPU and on the GPU with one.
 
 The yardstick is every document alone, as transformers computes it eagerly in the inputs' dtype. In 16 bits
-the norm of the kernel's error may not exceed that of eager attention. In float32 it may be twice as large:
-the kernel rounds logits once more, into units of ln 2. In any dtype it may differ by what float32 loses in
-out · g_out - g_out · v, where eager attention loses nothing if a query sees one key.
+the norm of the kernel's error may not exceed that of eager attention. In float32 it may be half as large
+again: the kernel rounds logits once more, into units of ln 2. In any dtype it may differ by what float32
+loses in out · g_out - g_out · v, where eager attention loses nothing if a query sees one key.
 """
 
 import math
@@ -94,7 +94,7 @@ def assert_no_worse_than_eager(inputs: Inputs, lost: float = 0.0) -> None:
     assert [x.dtype for x in ours] == [inputs.q.dtype] * len(ours)
     truth, theirs = run(inputs, eager, torch.float64), run(inputs, eager)
     assert [x.shape for x in ours] == [x.shape for x in truth]
-    slack = 2.0 if inputs.q.dtype == torch.float32 else 1.0
+    slack = 1.5 if inputs.q.dtype == torch.float32 else 1.0
     of_g_product = 2 * torch.finfo(torch.float32).eps * size_of_g_product(inputs)
     names = ("out", "gq", "gk", "gv", "g_sinks")
     for name, x, y, t in zip(names, ours, theirs, truth, strict=False):
@@ -299,7 +299,7 @@ def test_what_is_saved():
     saved = saved_by(lambda: outs.append(varlen_attention(*leaves, cu_seqlens, **inputs.options)))
     known = {x.data_ptr() for x in (*leaves, cu_seqlens, outs[0])}
     assert known < saved
-    assert len(saved - known) == 1  # the log-sum-exps
+    assert len(saved - known) == 2  # the greatest logits, and 1 by the sums of exponentials
 
 
 def test_only_v_is_trained(small_tiles):

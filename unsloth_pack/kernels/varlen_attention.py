@@ -8,10 +8,10 @@ its own segment that it sees:
     g_z = p (g_out·v - out·g_out)     g(q·k) = scale * (1 - (z / softcap)²) g_z     gv = Σ p g_out
 
 A sink is one more logit of every query of a head. It has no value, so the weights of the others sum to less
-than 1. Once the forward pass has added it to the log-sum-exp, all of the above holds. Its own gradient is
--Σ exp(sink - lse) out·g_out over the queries of its head.
+than 1. Once the forward pass has added it to the sum of exponentials, all of the above holds. Its own
+gradient is -Σ p out·g_out over the queries of its head, p being the sink's own weight.
 
-The forward pass keeps the log-sum-exp of z. The backward pass computes p again from it: once for the gradient
+The forward pass keeps what turns z into p. The backward pass computes p again from it: once for the gradient
 of q, a sum over keys, and once for those of k and v, sums over queries. Where there are few tiles of keys,
 the heads of a group are shared out among several programs, and their sums are added afterwards. No sum
 depends on the order in which programs run, so the same inputs give the same bits.
@@ -25,6 +25,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,8 +127,8 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, sinks, options):
         q, k, v = _laid_out(q), _laid_out(k), _laid_out(v)
-        out, lse = _forward(q, k, v, cu_seqlens, sinks, options)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, sinks)
+        out, shift, norm = _forward(q, k, v, cu_seqlens, sinks, options)
+        ctx.save_for_backward(q, k, v, out, shift, norm, cu_seqlens, sinks)
         ctx.options = options
         return out
 
@@ -138,27 +139,29 @@ class _VarlenAttention(torch.autograd.Function):
         gq, gk, gv, delta = _backward(saved, _laid_out(g_out), ctx.options)
         g_sinks = None
         if ctx.needs_input_grad[4]:
-            g_sinks = _sinks_gradient(sinks, saved[4], delta)
+            _, _, _, _, shift, norm, _ = saved
+            g_sinks = _sinks_gradient(sinks, shift, norm, delta)
         return gq, gk, gv, None, g_sinks, None
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor | None, options
-) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exps `[N, H]`."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The output, and shift and norm `[N, H]`, of which norm is None but in float32."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    shift = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    norm = torch.empty_like(shift) if q.dtype == torch.float32 else None
     tile = _tiles(q).forward
     with torch.cuda.device_of(q):
-        tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, lse)
+        tensors = (q, k, v, None if sinks is None else sinks.contiguous(), out, shift, norm)
         _launch(kernels.forward_kernel, tile, True, tensors, (q, k, v), cu_seqlens, options)
-    return out, lse
+    return out, shift, norm
 
 
-def _backward(saved: Sequence[Tensor], g_out: Tensor, options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(saved: Sequence[Any], g_out: Tensor, options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, given what `forward` saved; and out · g_out of every query, `[N, H]`."""
-    q, k, v, out, lse, cu_seqlens = saved
-    gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    q, k, v, out, shift, norm, cu_seqlens = saved
+    gq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(shift)
     tiles, strided = _tiles(q), (q, k, v, g_out)
     members = _members(q, k, tiles.kv_gradient)
     parts = q.shape[1] // k.shape[1] // members
@@ -166,22 +169,24 @@ def _backward(saved: Sequence[Tensor], g_out: Tensor, options) -> tuple[Tensor, 
     gk_and_gv = torch.empty((2, parts, *k.shape), dtype=wide, device=q.device)
     gk, gv = gk_and_gv.unbind()
     with torch.cuda.device_of(q):
-        tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, g_out, gq, delta)
+        tensors: tuple[Tensor | None, ...] = (q, k, v, out, shift, norm, g_out, gq, delta)
         _launch(kernels.q_gradient_kernel, tiles.q_gradient, True, tensors, strided, cu_seqlens, options)
         launches: list[tuple[Tile, Tensor | None, Tensor | None]] = [(tiles.kv_gradient, gk, gv)]
         if tiles.v_gradient is not None:
             launches = [(tiles.kv_gradient, gk, None), (tiles.v_gradient, None, gv)]
         for tile, into_gk, into_gv in launches:
-            arguments = (q, k, v, lse, g_out, delta, into_gk, into_gv, k.numel())
+            arguments = (q, k, v, shift, norm, g_out, delta, into_gk, into_gv, k.numel())
             kernel = kernels.kv_gradient_kernel
             _launch(kernel, tile, False, arguments, strided, cu_seqlens, options, members=members)
     gk, gv = (gk_and_gv[:, 0] if parts == 1 else gk_and_gv.sum(1).to(q.dtype)).unbind()
     return gq, gk, gv, delta
 
 
-def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """`[H]`; lse is in units of ln 2."""
-    weight = torch.exp2(sinks.float() / math.log(2) - lse)
+def _sinks_gradient(sinks: Tensor, shift: Tensor, norm: Tensor | None, delta: Tensor) -> Tensor:
+    """`[H]`; shift is in units of ln 2."""
+    weight = torch.exp2(sinks.float() / math.log(2) - shift)
+    if norm is not None:
+        weight = weight * norm
     return -(weight * delta).sum(0).to(sinks.dtype)
 
 

@@ -9,6 +9,10 @@ A loop over tiles passes over the tiles of which nothing is seen. Nothing of ano
 masks every tile: of a second one, without masks, ptxas serialises the matrix products (triton 3.6, sm_90).
 
 Logits are in units of ln 2, so that `exp2` is the exponential.
+
+The weights of a query are exp2(z - shift), where shift is its log-sum-exp. In float32 they are
+norm * exp2(z - shift), where shift is its greatest logit and norm 1 by the sum of the exponentials: what a
+rounded log-sum-exp is off by, all weights of the query are off by, and it adds up in sums over queries.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ _jit = jit(do_not_specialize=["n_segments", "window", "part_elements"])
 
 @_jit
 def forward_kernel(
-    q, k, v, sinks, out, lse, cu_seqlens, n_segments, scale, softcap, window,
+    q, k, v, sinks, out, shift, norm, cu_seqlens, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out `[N, K * G, D]`, and lse `[N, K * G]`: the log-sum-exp of every query's logits, in units of ln 2.
+    """out `[N, K * G, D]`, and shift and norm `[N, K * G]` of every query. norm is None but in float32.
 
     sinks: `[K * G]`, one more logit of every query, without a value; or None.
     Grid: tiles of queries, each for every key head. The last tiles, which see most keys, come first.
@@ -71,13 +75,17 @@ def forward_kernel(
         max_Q = new_max_Q
     place = (start + first) * (K * G) + head * G
     place_Q = token_Q * (K * G) + member_Q
-    tl.store(lse + place + place_Q, max_Q + tl.log2(sum_Q), mask=is_query_Q)
+    if norm is None:
+        tl.store(shift + place + place_Q, max_Q + tl.log2(sum_Q), mask=is_query_Q)
+    else:
+        tl.store(shift + place + place_Q, max_Q, mask=is_query_Q)
+        tl.store(norm + place + place_Q, 1.0 / sum_Q, mask=is_query_Q)
     _store(out + place * D, place_Q * D, out_QD / sum_Q[:, None], is_query_Q, D, BLOCK_D)
 
 
 @_jit
 def q_gradient_kernel(
-    q, k, v, out, lse, g_out, gq, delta, cu_seqlens, n_segments, scale, softcap, window,
+    q, k, v, out, shift, norm, g_out, gq, delta, cu_seqlens, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -98,7 +106,7 @@ def q_gradient_kernel(
     out_QD = _load(out + place * D, place_Q * D, is_query_Q, D, BLOCK_D)
     delta_Q = tl.sum(out_QD.to(tl.float32) * g_QD.to(tl.float32), 1)
     tl.store(delta + place + place_Q, delta_Q, mask=is_query_Q)
-    lse_Q = tl.load(lse + place + place_Q, mask=is_query_Q, other=0.0)
+    shift_Q, norm_Q = _shift_and_norm(shift, norm, place + place_Q, is_query_Q)
     q += (start + first) * q_sn + head * G * q_sh
     q_QD = _load(q, token_Q * q_sn + member_Q * q_sh, is_query_Q, D, BLOCK_D)
     k += head * k_sh
@@ -110,7 +118,9 @@ def q_gradient_kernel(
         k_JD = _load_run(k, start + key, length - key, k_sn, D, BLOCK_J, BLOCK_D)
         v_JD = _load_run(v, start + key, length - key, v_sn, D, BLOCK_J, BLOCK_D)
         z_QJ, slope_QJ = _logit_and_slope(_dot(q_QD, k_JD.T), scale, softcap, CAPPED, k_JD.dtype)
-        weight_QJ = tl.exp2(z_QJ - lse_Q[:, None])
+        weight_QJ = tl.exp2(z_QJ - shift_Q[:, None])
+        if norm is not None:
+            weight_QJ *= norm_Q[:, None]
         key_J = key + tl.arange(0, BLOCK_J)
         weight_QJ = _hide(weight_QJ, 0.0, first + token_Q[:, None], key_J[None, :], window, WINDOWED)
         g_product_QJ = weight_QJ * (_dot(g_QD, v_JD.T) - delta_Q[:, None]) * slope_QJ
@@ -120,7 +130,7 @@ def q_gradient_kernel(
 
 @_jit
 def kv_gradient_kernel(
-    q, k, v, lse, g_out, delta, gk, gv, part_elements, cu_seqlens, n_segments, scale, softcap, window,
+    q, k, v, shift, norm, g_out, delta, gk, gv, part_elements, cu_seqlens, n_segments, scale, softcap, window,
     q_sn, q_sh, k_sn, k_sh, v_sn, v_sh, g_sn, g_sh,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, MEMBERS: tl.constexpr,
@@ -153,9 +163,11 @@ def kv_gradient_kernel(
         q_QD = _load(q + here * q_sn, token_Q * q_sn + member_Q * q_sh, is_query_Q, D, BLOCK_D)
         g_QD = _load(g_out + here * g_sn, token_Q * g_sn + member_Q * g_sh, is_query_Q, D, BLOCK_D)
         place_Q = here * (K * G) + first_head + token_Q * (K * G) + member_Q
-        lse_Q = tl.load(lse + place_Q, mask=is_query_Q, other=0.0)
+        shift_Q, norm_Q = _shift_and_norm(shift, norm, place_Q, is_query_Q)
         z_JQ, slope_JQ = _logit_and_slope(_dot(k_JD, q_QD.T), scale, softcap, CAPPED, k_JD.dtype)
-        weight_JQ = tl.exp2(z_JQ - lse_Q[None, :])
+        weight_JQ = tl.exp2(z_JQ - shift_Q[None, :])
+        if norm is not None:
+            weight_JQ *= norm_Q[None, :]
         weight_JQ = _hide(weight_JQ, 0.0, token + token_Q[None, :], first + key_J[:, None], window, WINDOWED)
         if gv is not None:
             gv_JD = _dot(weight_JQ.to(g_QD.dtype), g_QD, gv_JD)
@@ -219,6 +231,15 @@ def _keys_of_queries(
     if WINDOWED:
         begin = tl.maximum(first - window + 1, 0) // BLOCK_J * BLOCK_J
     return begin, tl.minimum(first + TOKENS, length)
+
+
+@_jit
+def _shift_and_norm(shift, norm, place_Q, is_query_Q):
+    shift_Q = tl.load(shift + place_Q, mask=is_query_Q, other=0.0)
+    norm_Q = 1.0
+    if norm is not None:
+        norm_Q = tl.load(norm + place_Q, mask=is_query_Q, other=0.0)
+    return shift_Q, norm_Q
 
 
 @_jit
