@@ -69,12 +69,7 @@ def assert_same(ours, theirs):
         assert torch.equal(weight, expected), name
     found, right = optimizer.state_dict(), reference.state_dict()
     assert found["param_groups"] == right["param_groups"]
-    assert found["state"].keys() == right["state"].keys()
-    for key, state in right["state"].items():
-        assert found["state"][key].keys() == state.keys()
-        for name, value in state.items():
-            same = torch.equal if isinstance(value, torch.Tensor) else type(value).__eq__
-            assert same(found["state"][key][name], value), name
+    torch.testing.assert_close(found["state"], right["state"], rtol=0, atol=0)
 
 
 def falling(optimizer):
@@ -92,6 +87,30 @@ def test_updates_in_the_backward_pass_are_those_after_it(optimizer, tied, device
     ]
     torch.testing.assert_close(*norms)
     assert_same(*models)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_moments_in_8_bits_are_those_of_updates_after_the_backward_pass(device):
+    """bitsandbytes keeps 32 bits for embeddings, as trainers ask it to. That weight is the first of all, and
+    every weight comes first where it is updated alone."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    models = []
+    for _ in range(2):
+        model, optimizer = made(device=device)
+        manager.register_module_override(model.get_input_embeddings(), "weight", {"optim_bits": 32})
+        models.append((model, bitsandbytes.optim.AdamW8bit(optimizer.param_groups, lr=0.01)))
+    try:
+        for each, within in zip(models, (True, False), strict=True):
+            train(*each, updates=3, in_backward=within)
+    finally:
+        manager.module_weight_config_triple.clear()
+        manager.index2config.clear()
+    assert_same(*models)
+    (model, optimizer), embedding = models[0], models[0][0].get_input_embeddings().weight
+    moments = {weight: optimizer.state[weight]["state1"].dtype for weight in model.parameters()}
+    assert moments[embedding] == torch.float32
+    assert torch.uint8 in moments.values()
 
 
 class LiveBytes(TorchDispatchMode):

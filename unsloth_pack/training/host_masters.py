@@ -71,6 +71,7 @@ class HostMasters(Optimizer):
         self._staged: dict[Tensor, Tensor] = {}
         self._sent: list[_Sent] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._wide = torch.empty(0)
         for group in optimizer.param_groups:
             group["params"] = [self._master_of(parameter) for parameter in group["params"]]
         self._on_host = optimizer
@@ -132,7 +133,7 @@ class HostMasters(Optimizer):
         if sent.is_bad is not None and bool(sent.is_bad):
             return
         master, staged = self._masters[sent.parameter], self._staged[sent.parameter]
-        master.grad = staged.float()
+        master.grad = self._widened(staged)
         step_one(self._on_host, master, sent.settings)
         master.grad = None
         staged.copy_(master)
@@ -141,6 +142,12 @@ class HostMasters(Optimizer):
             return
         with torch.cuda.stream(self._stream_of(sent.parameter.device)):
             sent.parameter.copy_(staged, non_blocking=True)
+
+    def _widened(self, gradient: Tensor) -> Tensor:
+        """In float32, where the next one will lie too: fresh pages of memory cost more than their numbers."""
+        if gradient.numel() > self._wide.numel():
+            self._wide = torch.empty(gradient.numel(), dtype=torch.float32)
+        return self._wide[: gradient.numel()].view_as(gradient).copy_(gradient)
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

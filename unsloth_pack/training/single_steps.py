@@ -1,6 +1,7 @@
 """An optimizer that steps one parameter, or leaves some out, as the device decides."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -17,9 +18,26 @@ def step_one(optimizer: Optimizer, parameter: Tensor, settings: Mapping[str, Any
     groups = optimizer.param_groups
     optimizer.param_groups = [{**settings, "params": [parameter]}]
     try:
-        type(optimizer).step(optimizer)  # the instance's own is counted by schedules
+        with _own_settings_of(optimizer, parameter):
+            type(optimizer).step(optimizer)  # the instance's own is counted by schedules
     finally:
         optimizer.param_groups = groups
+
+
+@contextmanager
+def _own_settings_of(optimizer: Any, parameter: Tensor) -> Iterator[None]:
+    """bitsandbytes keeps settings of single weights, as 32 bits for embeddings, by their place in the groups.
+    Meanwhile it has those of the weight that stands at the first place alone."""
+    manager = getattr(optimizer, "mng", None)
+    if manager is None:
+        yield
+        return
+    by_place, own = manager.index2config, manager.pid2config.get(id(parameter))
+    manager.index2config = {} if own is None else {(0, 0): own}
+    try:
+        yield
+    finally:
+        manager.index2config = by_place
 
 
 def leave_out(optimizer: Any, parameters: Iterable[Tensor], is_bad: Tensor) -> None:
