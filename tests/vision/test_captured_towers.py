@@ -5,28 +5,24 @@ Without a GPU, graphs are recorded and computed again, in float64.
 
 import copy
 import logging
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import vision_models
+from captured_towers import ON_GPU, hold_up, note_replays
 from peft import LoraConfig, get_peft_model
-from recorded_graphs import record_graphs
 from tiny import DEVICE, error
 from torch import nn
 from vision_models import labels_of
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards import tower as tower_forward
 from unsloth_pack.graphs import tower_graphs
 from unsloth_pack.graphs.memory import GraphMemory
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.graphs.tower_graphs import TowerGraphs
-from unsloth_pack.graphs.trials import Trials
 from unsloth_pack.row.packed_row import PackedRow
 
-ON_GPU = DEVICE != "cpu"
 DTYPE, BOUND = (torch.bfloat16, 0.02) if ON_GPU else (torch.float64, 1e-9)
 BACKEND = "flash" if ON_GPU else "auto"  # the fastest of those that a graph holds
 NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
@@ -42,54 +38,16 @@ ROWS = [
     [(6, 4)],
     [(16, 8)],
 ]
-ATTEND = tower_forward.attend
-
-
-def by_ends(q_NHD, k_NHD, v_NHD, row, options, backend):
-    """Attention that reads of a static row what kernels read on the device."""
-    if "static" not in row._built:
-        return ATTEND(q_NHD, k_NHD, v_NHD, row, options, backend)
-    image = torch.searchsorted(row.cu_seqlens, torch.arange(len(q_NHD)), right=True)
-    heads = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
-    seen = image[:, None] == image
-    out = nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=options.scale)
-    return out[0].transpose(0, 1)
 
 
 @pytest.fixture(autouse=True)
 def held_up(monkeypatch):
-    """Towers are known to wait for Python. Without a GPU, graphs are recorded."""
-    monkeypatch.setattr(Trials, "is_held_up", lambda *_: True)
-    if not ON_GPU:
-        record_graphs(monkeypatch)
-        monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
-        monkeypatch.setattr(tower_forward, "attend", by_ends)
+    hold_up(monkeypatch)
 
 
 @pytest.fixture
 def replays(monkeypatch):
-    """The patches of rows that were replayed, without those by which a capture is checked.
-
-    Before each replay, what graphs read is poisoned.
-    """
-    replayed = []
-    replay, check = tower_graphs._CapturedTower.replay, tower_graphs._CapturedTower.check
-
-    def noted(captured, patches):
-        replayed.append(len(patches.pixels))
-        for static in captured._static.tensors:
-            static.fill_(float("nan") if static.is_floating_point() else 2**40)
-        for row in captured._rows:
-            row._built["static"].fill_(2**40)
-        return replay(captured, patches)
-
-    def checked(captured, patches, expected):
-        check(captured, patches, expected)
-        replayed.pop()
-
-    monkeypatch.setattr(tower_graphs._CapturedTower, "replay", noted)
-    monkeypatch.setattr(tower_graphs._CapturedTower, "check", checked)
-    return replayed
+    return note_replays(monkeypatch)
 
 
 def patched(name, trained="frozen tower", why_never=None):
@@ -264,7 +222,8 @@ def test_a_capture_that_breaks_leaves_the_tower_as_it_is(replays, monkeypatch, c
     assert not replays
     why = "capture failed (RuntimeError: no memory)"
     assert tower_of(models[0]).tower_graphs.why_not == why
-    assert caplog.messages == [f"the tower is not captured in CUDA graphs: {why}"]
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("unsloth_pack")]
+    assert told == [f"the tower is not captured in CUDA graphs: {why}"]
 
 
 def test_a_graph_that_gives_other_features_is_refused(replays, monkeypatch, caplog):

@@ -1,10 +1,13 @@
-"""A tower that keeps nothing for a backward pass where it is frozen."""
+"""A tower that keeps nothing for a backward pass where it is frozen, and may be replayed from CUDA graphs."""
 
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from unsloth_pack.graphs.tower_graphs import Patches, TowerGraphs
+from unsloth_pack.modules.eager import runs_eagerly
 
 
 def gradients_of(tower: nn.Module, pixels: Tensor) -> AbstractContextManager[Any]:
@@ -13,14 +16,44 @@ def gradients_of(tower: nn.Module, pixels: Tensor) -> AbstractContextManager[Any
     return torch.set_grad_enabled(torch.is_grad_enabled() and trains)
 
 
-class FrozenTower(nn.Module):
-    """Takes the place of a tower's class, for what it does about gradients.
+class CapturedTower(nn.Module):
+    """A tower with graphs of its forward pass."""
+
+    tower_graphs: TowerGraphs
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
+        moved = super()._apply(fn, *args, **kwargs)
+        if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT makes modules anew from this class
+            graphs.let_go(self)
+        return moved
+
+
+class FrozenTower(CapturedTower):
+    """Takes the place of the class of a tower whose images are a batch, for what it does about gradients.
 
     Trainers that checkpoint make the output of a tower's embedding require a gradient by a hook; a frozen
     tower would then run its whole backward pass for nothing.
     """
 
+    @runs_eagerly
     def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The tower's own, without gradients where it is frozen."""
+        """The tower's own, without gradients where it is frozen; then replayed from CUDA graphs where
+        launching it holds the GPU up."""
+        of_transformers = super().forward
         with gradients_of(self, pixel_values):
-            return super().forward(pixel_values, *args, **kwargs)
+            if torch.is_grad_enabled():
+                return of_transformers(pixel_values, *args, **kwargs)
+            if args or not asks_only(kwargs):
+                self.tower_graphs.leave_out("what comes beside the pixels is read on the host")
+                return of_transformers(pixel_values, *args, **kwargs)
+
+            def run(patches: Patches) -> Any:
+                return of_transformers(patches.pixels, **kwargs)
+
+            return self.tower_graphs.output(self, run, Patches(pixel_values, asked=kwargs))
+
+
+def asks_only(arguments: dict[str, Any]) -> bool:
+    """Whether arguments of a call only say what it is to return: yes, no, or of which layer."""
+    return all(value is None or isinstance(value, int) for value in arguments.values())

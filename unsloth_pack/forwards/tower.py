@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from transformers import vision_utils
 
 from unsloth_pack.attention import AttentionOptions, attend
-from unsloth_pack.graphs.tower_graphs import Patches, TowerGraphs
+from unsloth_pack.forwards.frozen_tower import CapturedTower
+from unsloth_pack.graphs.tower_graphs import Patches
 from unsloth_pack.kernels import rope_qk
 from unsloth_pack.models.vision_spec import VisionSpec
 from unsloth_pack.modules.eager import runs_eagerly
@@ -44,14 +45,13 @@ class TowerRows:
         return self.windows if is_of_windows and self.windows is not None else self.images
 
 
-class FastTower(nn.Module):
+class FastTower(CapturedTower):
     """Takes the place of a tower's class: makes what its layers share from the grids, once and on the host.
 
     What is frozen keeps nothing for a backward pass, whatever hooks a trainer has set on its embedding.
     """
 
     vision_spec: VisionSpec
-    tower_graphs: TowerGraphs
     config: Any
     patch_embed: "FastPatchEmbed"
     num_grid_per_side: int
@@ -81,13 +81,6 @@ class FastTower(nn.Module):
         if torch.is_grad_enabled() or kwargs.keys() - {"return_dict"}:
             return run(patches)
         return self.tower_graphs.output(self, run, patches)
-
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
-        moved = super()._apply(fn, *args, **kwargs)
-        if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT makes modules anew from this class
-            graphs.let_go(self)
-        return moved
 
     def _layers_train(self) -> bool:
         """Whether anything before the aligner does."""

@@ -5,6 +5,7 @@ transformers keeps images apart by a mask of all patches by all patches.
 Shapes: P patches of all images, H heads, D head size, C features.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,19 @@ from transformers.utils.output_capturing import capture_outputs
 
 from unsloth_pack.attention import AttentionOptions, attend
 from unsloth_pack.errors import InputError
-from unsloth_pack.forwards.frozen_tower import gradients_of
+from unsloth_pack.forwards.frozen_tower import CapturedTower, asks_only, gradients_of
+from unsloth_pack.graphs.tower_graphs import Patches
 from unsloth_pack.kernels import rope_qk
 from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.row.packed_row import PackedRow
 
 
-class FastTowerOfSizes(nn.Module):
-    """Takes the place of the class of a tower: cuts images into patches, without a mask over all of them."""
+class FastTowerOfSizes(CapturedTower):
+    """Takes the place of the class of a tower: cuts images into patches, without a mask over all of them.
+
+    What is frozen keeps nothing for a backward pass. Behind the patches it is replayed from CUDA graphs then,
+    where launching it holds the GPU up.
+    """
 
     patch_size: int
     patch_conv: nn.Conv2d
@@ -31,8 +37,6 @@ class FastTowerOfSizes(nn.Module):
     transformer: nn.Module
 
     @runs_eagerly
-    @merge_with_config_defaults
-    @capture_outputs
     def forward(self, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any) -> Any:
         """The features of all patches, `[1, P, C]`.
 
@@ -45,9 +49,26 @@ class FastTowerOfSizes(nn.Module):
             InputError: an image is larger than its pixels.
         """
         with gradients_of(self, pixel_values):
-            return self._seen(pixel_values, image_sizes, **kwargs)
+            patches = self._patches(pixel_values, image_sizes)
+            if torch.is_grad_enabled() or not asks_only(kwargs):
+                return self._seen(patches, **kwargs)
 
-    def _seen(self, pixel_values: Tensor, image_sizes: Any, **kwargs: Any) -> Any:
+            def run(patches: Patches) -> Any:
+                return self._seen(patches, **kwargs)
+
+            return self.tower_graphs.output(self, run, replace(patches, asked=kwargs))
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def _seen(self, patches: Patches, **kwargs: Any) -> Any:
+        hidden_1PC, (row,) = self.ln_pre(patches.pixels[None]), patches.rows
+        angles = self.patch_positional_embedding(hidden_1PC, patches.by_patch["places"])
+        return self.transformer(
+            hidden_1PC, attention_mask=None, position_embeddings=angles, tower_rows=row, **kwargs
+        )
+
+    def _patches(self, pixel_values: Tensor, image_sizes: Any) -> Patches:
+        """Features and places of all patches, `[P, C]` and `[P, 2]`."""
         side, shape = self.patch_size, tuple(pixel_values.shape[-2:])
         given = [shape] * len(pixel_values) if image_sizes is None else image_sizes
         sizes = np.array(given.tolist() if isinstance(given, Tensor) else given)
@@ -62,13 +83,9 @@ class FastTowerOfSizes(nn.Module):
         images = [
             one[:, :height, :width].flatten(1) for one, (height, width) in zip(patches, grids, strict=True)
         ]
-        hidden_1PC = self.ln_pre(torch.cat(images, dim=1).T[None])
-        rows = PackedRow.of_lengths(tuple(grids.prod(axis=1).tolist()), hidden_1PC.device)
+        row = PackedRow.of_lengths(tuple(grids.prod(axis=1).tolist()), patches.device)
         places = np.concatenate([np.indices(grid).reshape(2, -1) for grid in grids], axis=1)
-        angles = self.patch_positional_embedding(hidden_1PC, rows.upload(places.T))
-        return self.transformer(
-            hidden_1PC, attention_mask=None, position_embeddings=angles, tower_rows=rows, **kwargs
-        )
+        return Patches(torch.cat(images, dim=1).T, {"places": row.upload(places.T)}, rows=[row], axis=1)
 
 
 class FastAttentionOfSizes(nn.Module):

@@ -40,10 +40,10 @@ class RowForm:
         cls, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
     ) -> "RowForm":
         """The form of a row: tokens in steps of a sixteenth of the power of 2 above, the rest powers of 2."""
-        tokens = _round_up(row.n_tokens, max(64, _power_of_2(row.n_tokens) // 16))
+        tokens = rounded_up(row.n_tokens, 64)
         longest = _power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, _power_of_2(_segments(row, tokens, longest)))
-        return cls(tokens, segments, longest, _autocast(), router_logits, embedded, row.has_own_axes)
+        return cls(tokens, segments, longest, autocast_dtype(), router_logits, embedded, row.has_own_axes)
 
     def widened(self, others: Iterable["RowForm"], room: int) -> "RowForm":
         """This form with as many segments, and as long ones, as the widest of others like it.
@@ -73,7 +73,7 @@ class RowForm:
             row.n_tokens <= self.tokens
             and _longest(row) <= self.longest
             and _segments(row, self.tokens, self.longest) <= self.segments
-            and _autocast() == self.autocast
+            and autocast_dtype() == self.autocast
             and router_logits == self.router_logits
             and embedded == self.embedded
             and (self.axes or not row.has_own_axes)
@@ -90,11 +90,14 @@ def _segments(row: PackedRow, tokens: int, longest: int) -> int:
     return len(row.lengths) + -(-(tokens - row.n_tokens) // longest)
 
 
-def _autocast() -> torch.dtype | None:
+def autocast_dtype() -> torch.dtype | None:
+    """The dtype that autocast computes in; None without autocast."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
-def _round_up(n: int, step: int) -> int:
+def rounded_up(n: int, least: int = 1) -> int:
+    """n in steps of a sixteenth of the power of 2 above, or of `least` where that is more."""
+    step = max(least, _power_of_2(n) // 16)
     return -(-n // step) * step
 
 

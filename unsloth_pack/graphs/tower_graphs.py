@@ -3,14 +3,15 @@
 A tower that trains nothing makes features and no gradients. Where its images are few or small, launching its
 layers takes longer than computing them. So the first rows of a size run as usual and are timed. Where
 launching holds the GPU up, the next one is captured, and later rows are copied into static buffers and
-replayed. A row is padded with patches that stand in segments of their own, which no image sees.
+replayed. A row is padded with patches that stand in segments of their own, which no image sees; a batch of
+images of one size with images of zeros.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 
 from unsloth_pack.graphs.memory import GraphMemory, borrowed, what_broke
 from unsloth_pack.graphs.module_state import ModuleState
-from unsloth_pack.graphs.row_form import MOST_FORMS, ROWS_BEFORE_CAPTURE, WASTE_ALLOWED, RowForm
+from unsloth_pack.graphs.row_form import (
+    MOST_FORMS,
+    ROWS_BEFORE_CAPTURE,
+    WASTE_ALLOWED,
+    RowForm,
+    autocast_dtype,
+    rounded_up,
+)
 from unsloth_pack.graphs.trials import Trials, longer_than_launching
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -31,25 +39,36 @@ Output = Any  # a ModelOutput of transformers: tensors and lists of tensors by n
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """What a tower is given of the images of a row, P patches of all of them.
+    """What a tower is given of the images of a row: P patches of all of them, or a batch of P images.
 
     Args:
-        pixels: `[P, pixels of a patch]`.
+        pixels: `[P, pixels of a patch]`, or `[P, channels, height, width]`.
         by_patch: `[P / n, ..]` each, a row for each run of n patches, by the names under which the tower
             takes them.
         places: of these, the name of the one that says to which place each run goes; None where all stay.
         rows: the segments within which layers attend: the images, and their windows where there are any.
+            None in a batch, whose images see nothing else.
+        axis: along which patches lie in what the tower makes.
+        asked: what else the call asks for, by name.
     """
 
     pixels: Tensor
-    by_patch: Mapping[str, Tensor]
-    places: str | None
-    rows: Sequence[PackedRow]
+    by_patch: Mapping[str, Tensor] = field(default_factory=dict)
+    places: str | None = None
+    rows: Sequence[PackedRow] = ()
+    axis: int = 0
+    asked: Mapping[str, int | None] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[Tensor]:
         """`[P / n, ..]` each: all that graphs copy."""
         return [self.pixels, *self.by_patch.values()]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """All but the sizes that differ between rows."""
+        pixels = self.pixels.dtype, *self.pixels.shape[1:]
+        return autocast_dtype(), pixels, tuple(sorted(self.asked.items()))
 
 
 @dataclass(frozen=True)
@@ -57,30 +76,31 @@ class PatchesForm:
     """The sizes of a row's patches, rounded up. Rows of one form replay the same graph.
 
     Args:
+        n_patches: or images of a batch.
         rows: the forms of their segments.
-        dtype: of the pixels.
+        kind: all that has to be the same.
     """
 
+    n_patches: int
     rows: tuple[RowForm, ...]
-    dtype: torch.dtype
+    kind: tuple[object, ...]
 
     @classmethod
     def of(cls, patches: Patches) -> "PatchesForm":
-        return cls(tuple(map(RowForm.of, patches.rows)), patches.pixels.dtype)
-
-    @property
-    def n_patches(self) -> int:
-        return self.rows[0].tokens
+        rows = tuple(map(RowForm.of, patches.rows))
+        n_patches = rows[0].tokens if rows else rounded_up(len(patches.pixels))
+        return cls(n_patches, rows, patches.kind)
 
     def holds(self, patches: Patches) -> bool:
         """Whether the patches fit into the form, under the autocast that is on now."""
-        fits = len(self.rows) == len(patches.rows) and self.dtype == patches.pixels.dtype
+        fits = self.kind == patches.kind and len(patches.pixels) <= self.n_patches
+        fits = fits and len(self.rows) == len(patches.rows)
         return fits and all(form.holds(row) for form, row in zip(self.rows, patches.rows, strict=True))
 
     def widened(self, others: Sequence["PatchesForm"]) -> "PatchesForm":
         """This form with as many segments, and as long ones, as the widest of others."""
         forms = (form.widened((other.rows[n] for other in others), 1) for n, form in enumerate(self.rows))
-        return PatchesForm(tuple(forms), self.dtype)
+        return replace(self, rows=tuple(forms))
 
 
 Run = Callable[[Patches], Output]  # the tower's own forward pass
@@ -91,10 +111,12 @@ class TowerGraphs:
 
     Args:
         why_never: why no row is captured, known when the model is patched; None where some may be.
+        unit: what rows have, as the text of this says it.
     """
 
-    def __init__(self, why_never: str | None):
+    def __init__(self, why_never: str | None, unit: str = "patches"):
         self.why_not = why_never
+        self._unit = unit
         self._why_never = why_never
         self._graphs: dict[PatchesForm, _CapturedTower] = {}
         self._forms_seen: dict[PatchesForm, None] = {}
@@ -104,14 +126,14 @@ class TowerGraphs:
         self._memory = GraphMemory()
         self._trials = Trials()
 
-    def __reduce__(self) -> tuple[type["TowerGraphs"], tuple[str | None]]:
-        return TowerGraphs, (self._why_never,)
+    def __reduce__(self) -> tuple[type["TowerGraphs"], tuple[str | None, str]]:
+        return TowerGraphs, (self._why_never, self._unit)
 
     def __str__(self) -> str:
         if not self._graphs:
             return f"not captured: {self.why_not or 'no form of row has come often enough yet'}"
         sizes = ", ".join(map(str, sorted({form.n_patches for form in self._graphs})))
-        return f"captured for {len(self._graphs)} forms of rows, of {sizes} patches"
+        return f"captured for {len(self._graphs)} forms of rows, of {sizes} {self._unit}"
 
     def output(self, tower: nn.Module, run: Run, patches: Patches) -> Output:
         """What a tower makes of patches, without gradients: replayed where there is a graph that holds them.
@@ -129,6 +151,10 @@ class TowerGraphs:
                 return captured.replay(patches)
             with self._trials.trial(form.n_patches, patches.pixels.device):
                 return run(patches)
+
+    def leave_out(self, why: str) -> None:
+        """Note why the row that comes is not captured."""
+        self.why_not = self._why_never or why
 
     def let_go(self, tower: nn.Module) -> None:
         """Drop the graphs of a tower that has changed, with the memory that they hold."""
@@ -202,7 +228,7 @@ class _CapturedTower:
         ]
         static = [held.view(-1, *x.shape[1:]) for held, x in zip(static, patches.tensors, strict=True)]
         by_patch = dict(zip(patches.by_patch, static[1:], strict=True))
-        self._static = Patches(static[0], by_patch, patches.places, self._rows)
+        self._static = replace(patches, pixels=static[0], by_patch=by_patch, rows=self._rows)
         self._own_places = None
         if patches.places is not None:
             self._own_places = torch.arange(len(by_patch[patches.places]), device=device)
@@ -219,8 +245,8 @@ class _CapturedTower:
         """Copies of what the tower makes of patches that the form holds."""
         self._fill(patches)
         self._graph.replay()
-        n, P = len(patches.pixels), len(self._static.pixels)
-        return _each(lambda x: x[: len(x) * n // P].clone(), self._output)
+        n, P, axis = len(patches.pixels), len(self._static.pixels), patches.axis
+        return _each(lambda x: x.narrow(axis, 0, x.shape[axis] * n // P).clone(), self._output)
 
     def check(self, patches: Patches, expected: Output) -> None:
         """Compare a replay with what the tower itself makes of the same patches.

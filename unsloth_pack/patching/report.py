@@ -192,11 +192,13 @@ def say_tower(
         why: why it is this backend, or why it is none.
         graphs: of the tower; None where no graph holds any.
     """
-    how = f"all images of a row in one call a layer, {n_layers} layers, through {backend} ({why})"
+    how = [f"all images of a row in one call a layer, {n_layers} layers, through {backend} ({why})"]
+    not_fused = None
+    if backend is None:
+        how, not_fused = [], f"{n_layers} layers attend as transformers does: {why}"
     if graphs is not None and graphs.why_not is None:
-        how += "; where all of it is frozen, captured in CUDA graphs while it waits for Python"
-    not_fused = f"{n_layers} layers attend as transformers does: {why}"
-    say(report, "tower", how if backend else None, None if backend else not_fused)
+        how.append("where all of it is frozen, captured in CUDA graphs while it waits for Python")
+    say(report, "tower", "; ".join(how) or None, not_fused)
 
 
 def say_padding(report: PatchReport, unpadding: Unpadding) -> None:

@@ -69,20 +69,30 @@ def _swap_for_grids(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpe
 
 def _swap_for_sizes(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
     attentions = [layer.attention for layer in tower.transformer.layers]
-    if tower.config.attention_dropout:
-        swap(tower, FrozenTower)
-        say_tower(report, len(attentions), None, f"attention_dropout is {tower.config.attention_dropout}")
+    if drops := _dropout(tower):
+        swap(tower, FrozenTower, tower_graphs=TowerGraphs(drops))
+        say_tower(report, len(attentions), None, drops)
         return
-    chosen, why = _backend(attentions[0], tower.patch_conv.weight, backend)
-    swap(tower, FastTowerOfSizes)
+    weight = tower.patch_conv.weight
+    chosen, why = _backend(attentions[0], weight, backend)
+    graphs = TowerGraphs(why_not_captured(chosen) if weight.is_cuda else "CUDA graphs need CUDA")
+    swap(tower, FastTowerOfSizes, tower_graphs=graphs)
     for attention in attentions:
         swap(attention, FastAttentionOfSizes, attn_backend=chosen)
-    say_tower(report, len(attentions), chosen, why)
+    say_tower(report, len(attentions), chosen, why, graphs)
 
 
 def _swap_for_batch(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
-    swap(tower, FrozenTower)
-    say_tower(report, tower.config.num_hidden_layers, None, "images of one size are a batch")
+    is_on_cuda = next(tower.parameters()).is_cuda
+    graphs = TowerGraphs(_dropout(tower) if is_on_cuda else "CUDA graphs need CUDA", unit="images")
+    swap(tower, FrozenTower, tower_graphs=graphs)
+    say_tower(report, tower.config.num_hidden_layers, None, "images of one size are a batch", graphs)
+
+
+def _dropout(tower: Any) -> str | None:
+    """What attention drops at random, which it does without a module of its own; None for nothing."""
+    p = getattr(tower.config, "attention_dropout", 0)
+    return f"attention_dropout is {p}" if p else None
 
 
 def _backend(attention: Any, weight: Any, requested: str) -> tuple[str, str]:
