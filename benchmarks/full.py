@@ -205,6 +205,7 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
         check_host_memory(model)
     seen: dict[str, Any] = {}
     ends: list[float] = []
+    device_bytes = [0]  # taken of the device after each update, caches included
 
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -215,6 +216,9 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
             if on_gpu:
                 torch.cuda.synchronize()
             ends.append(time.perf_counter())
+            if on_gpu:
+                free, total = torch.cuda.mem_get_info()
+                device_bytes.append(total - free)
 
     trainer = kind(
         model=model,
@@ -243,14 +247,13 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
     loaded = time.perf_counter()
     trainer.train()
     seconds = [after - before for before, after in pairwise(ends)][case.warm - 1 :]
-    free, total = torch.cuda.mem_get_info() if on_gpu else (0, 0)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return {
         "ms": 1000 * statistics.median(seconds),
         "tokens_s": statistics.median(n / s for n, s in zip(tokens[case.warm :], seconds, strict=True)),
         "tokens": statistics.mean(tokens),
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
-        "device_GiB": (total - free) / 2**30,
+        "device_GiB": max(device_bytes) / 2**30,
         "losses": [float(loss) for loss in losses],
         **seen,
         "moment_dtypes": moment_dtypes(optimizer),

@@ -138,6 +138,34 @@ def test_experts_without_a_gate_are_adapted_by_the_same_names(targets, caplog):
 
 
 @pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ({"qkv_proj": 8, r"1\.mlp\.down_proj": 2}, None),
+        ({"q_proj": 8}, "has 'q_proj', which matches no layer; the model has down_proj, gate_up_proj, "),
+        (
+            {"o_proj": 8, "(": 2},
+            r"has '\(', which is no pattern: missing \), unterminated subpattern at position",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_matches_nothing_is_refused(field, pattern, message):
+    """PEFT passes over it. Phi-3 joins the projections of queries, keys and values."""
+    model = AutoModelForCausalLM.from_config(supported_architectures()["phi3"].tiny_config())
+    if message is None:
+        ranks = {module.r["default"] for module in lora_layers(adapted(model, SEVEN, **{field: pattern}))}
+        assert ranks == ({8, 3, 2} if field == "rank_pattern" else {3})
+        return
+    with pytest.raises(InputError, match=f"{field} {message}"):
+        adapted(model, SEVEN, **{field: pattern})
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+@pytest.mark.parametrize(
     ("arch", "joined"), [("phi3", {"qkv_proj", "gate_up_proj"}), ("glm4", {"gate_up_proj"})]
 )
 def test_the_seven_names_mean_a_layer_that_joins_some(arch, joined, caplog):

@@ -18,6 +18,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
 from torch import nn
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.lora.patterns import check_patterns
 from unsloth_pack.lora.stacks import UNGATED_STACKS, is_experts, is_ungated_experts
 from unsloth_pack.models import spec_of
 
@@ -152,9 +153,10 @@ def lora_targets(
         given: further fields of the `LoraConfig`. With `target_parameters`, None leaves the experts to it.
 
     Raises:
-        InputError: a target that the model does not have, or gate without up.
+        InputError: a target that the model does not have, a pattern that matches nothing, or gate without up.
     """
     given = given or {}
+    check_patterns(model, given)
     if target_modules == NO_LAYERS:
         return Targets(target_modules)
     names = default_names(model) if target_modules is None else _as_joined(model, target_modules)
