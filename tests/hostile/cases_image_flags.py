@@ -74,8 +74,8 @@ TOGETHER = [
     Case("images in no folder", "image_folder is 'no/such'", train(image_folder="no/such")),
     Case("images in a file", "image_folder is 'few.jsonl'", train(image_folder="few.jsonl")),
     Case(
-        "images of a stream",
-        "streaming is set, and rows that stream have no images|takes no images",
+        "images of a stream of text",
+        "the data has no images|takes no images",
         train(streaming=True, image_folder="."),
     ),
 ]

@@ -444,3 +444,32 @@ def test_buffer_tokens_are_for_streams_that_plan():
         PackingStream(10, atomic=True, buffer_tokens=5)
     with pytest.raises(ValueError, match="buffer_tokens is 0"):
         PackingStream(10, buffer_tokens=0)
+
+
+def test_what_belongs_to_a_document_goes_where_it_goes():
+    stream = PackingStream(10, 4, by_document=["images"])
+    given = [{"input_ids": [n] * (3 + n % 4), "images": [{"of": n}] * (n % 3)} for n in range(30)]
+    packs = list(stream.pack(given))
+    assert any(len(pack["seq_lengths"]) > 1 for pack in packs)
+    found = {}
+    for pack in packs:
+        assert len(pack["images"]) == len(pack["seq_lengths"])
+        starts = np.cumsum([0, *pack["seq_lengths"][:-1]])
+        found |= {
+            pack["input_ids"][start]: images for start, images in zip(starts, pack["images"], strict=True)
+        }
+    assert found == {n: example["images"] for n, example in enumerate(given)}
+    stream.push(given[0])
+    again = PackingStream(10, 4, by_document=["images"])
+    again.load_state_dict(stream.state_dict())
+    stream.finish()
+    again.finish()
+    assert stream.pop() == again.pop() == {"input_ids": [0, 0, 0], "images": [[]], "seq_lengths": [3]}
+
+
+def test_a_document_without_its_column_and_cut_documents_are_refused():
+    with pytest.raises(InputError, match="example 0 has no column 'images'; give it in every example"):
+        PackingStream(10, by_document=["images"]).push({"input_ids": [1]})
+    for overlong in ("split", "truncate"):
+        with pytest.raises(InputError, match=f"overlong is '{overlong}' and by_document names columns"):
+            PackingStream(10, by_document=["images"], overlong=overlong)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.data.formats import Conversion
+from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource, endless
 from unsloth_pack.data.readers import HalfCharacter
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.data.tokenize import (
     DocumentMaker,
     RowHashes,
+    SpanMaker,
     check_counted,
     document_schema,
 )
@@ -37,7 +39,7 @@ class DocumentBlock:
     """Documents that follow one another in a stream, without those in which no label counts.
 
     Args:
-        table: `input_ids` and `labels`.
+        table: `input_ids` and `labels`, and the images of each where the stream has some.
         tally: counts of the rows that they were made of.
         end: the place after these rows.
         ends_pass: whether the pass over the data is complete.
@@ -48,13 +50,41 @@ class DocumentBlock:
     end: Place
     ends_pass: bool
 
-    def documents(self) -> Iterator[dict[str, np.ndarray]]:
-        """Each as `[tokens]` int32 arrays of its ids and labels."""
+    def documents(self) -> Iterator[dict[str, Any]]:
+        """Each as `[tokens]` int32 arrays of its ids and labels, and a list of its images."""
         columns = {name: self.table[name].combine_chunks() for name in ("input_ids", "labels")}
         ends = np.cumsum(columns["labels"].value_lengths().to_numpy()).tolist()
         flat = {name: column.flatten().to_numpy() for name, column in columns.items()}
-        for start, end in zip([0, *ends], ends, strict=False):
-            yield {name: tokens[start:end] for name, tokens in flat.items()}
+        images = self.table[IMAGES].to_pylist() if IMAGES in self.table.column_names else None
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            document: dict[str, Any] = {name: tokens[start:end] for name, tokens in flat.items()}
+            yield document if images is None else document | {IMAGES: images[number]}
+
+
+class StreamedImages(Protocol):
+    """What makes documents of rows with images, in a stream of which some parts have such rows.
+
+    Attributes:
+        schema: the types of the documents, those without images included.
+    """
+
+    schema: pa.Schema
+
+    def are_in(self, rows: datasets.Dataset) -> bool:
+        """Whether rows may have images."""
+
+    def maker(self, rows: datasets.Dataset, numbers: range) -> SpanMaker:
+        """What makes documents of such rows, which have these numbers."""
+
+    def unused_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
+        """The columns of such rows that nothing is made of."""
+
+    def beside(self, table: pa.Table, numbers: range) -> pa.Table:
+        """Documents of rows without images, as those that stand beside documents with images.
+
+        Raises:
+            InputError: a text holds a token of images.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,6 +107,7 @@ class DocumentStream:
     Args:
         vocab_size: token ids are below it.
         max_length, responses_only, chat_template: as for `tokenize`.
+        images: makes documents of rows with images; None where no row has any.
 
     Attributes:
         first_ledger: the ledger of the first rows, of one block at least of each part.
@@ -96,7 +127,10 @@ class DocumentStream:
         max_length: int,
         responses_only: bool,
         chat_template: str | None,
+        images: StreamedImages | None = None,
     ):
+        self._images = images
+        self._has_images: dict[int, bool] = {}  # by part
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
         self._max_length, self._responses_only = max_length, responses_only
         self._chat_template = chat_template
@@ -109,6 +143,11 @@ class DocumentStream:
     def n_parts(self) -> int:
         """The sources that are mixed in the stream, 1 where none are."""
         return len(self._source.parts)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether documents have a list of images, which may be empty."""
+        return self._images is not None
 
     def blocks(
         self, place: Place, share: Share, worker: int = 0, workers: int = 1
@@ -144,7 +183,8 @@ class DocumentStream:
     def _made(self, block: RawBlock, share: Share) -> DocumentBlock:
         import pyarrow as pa
 
-        chosen, tally, tables = share.indices(block), Tally(), [document_schema().empty_table()]
+        schema = document_schema() if self._images is None else self._images.schema
+        chosen, tally, tables = share.indices(block), Tally(), [schema.empty_table()]
         if chosen:
             begin = block.begin.row
             numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
@@ -155,6 +195,8 @@ class DocumentStream:
             try:
                 for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
                     tally += of_batch
+                    if self._images is not None and IMAGES not in table.column_names:
+                        table = self._images.beside(table, numbers)
                     tables.append(table)
                 if tally.least_id < 0 or tally.last_id >= self._vocab_size:
                     self._refuse_ids(tally, numbers)
@@ -171,8 +213,15 @@ class DocumentStream:
             f"{self._vocab_size - 1}; tokenise with the tokenizer of this model, or resize its embeddings"
         )
 
-    def _maker(self, rows: datasets.Dataset, numbers: range, part: int) -> DocumentMaker:
+    def _maker(self, rows: datasets.Dataset, numbers: range, part: int) -> SpanMaker:
         """What makes documents of some rows, which have to be as the first rows of their part are."""
+        if self._images is not None:
+            if part not in self._has_images:
+                self._has_images[part] = self._images.are_in(rows)
+                if self._has_images[part]:
+                    self.unused_columns[part] = self._images.unused_columns(rows)
+            if self._has_images[part]:
+                return self._images.maker(rows, numbers)
         for name in self._columns.get(part, ()):
             if name not in rows.column_names:
                 rows = rows.add_column(name, [None] * len(rows))

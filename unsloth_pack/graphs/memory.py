@@ -41,9 +41,11 @@ def borrowed(x: torch.Tensor) -> torch.Tensor:
     if not x.is_cuda or not x.numel():
         return x
     x = x.detach()
-    array = {"data": (x.data_ptr(), False), "shape": (x.nbytes,), "typestr": "|u1", "version": 3}
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    length = span * x.element_size()
+    array = {"data": (x.data_ptr(), False), "shape": (length,), "typestr": "|u1", "version": 3}
     bytes_of_x = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=x.device)
-    return bytes_of_x.view(x.dtype).view(x.shape)
+    return bytes_of_x.view(x.dtype).as_strided(x.shape, x.stride())
 
 
 class GraphMemory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -183,16 +184,18 @@ class VisionEncoder:
                 self.counts.unlearnable += 1
         return found
 
-    def each(self, rows: Iterable[Any], first: int = 0) -> Iterator[VisionDocument | None]:
+    def each(
+        self, rows: Iterable[Any], numbers: Iterable[int] | None = None
+    ) -> Iterator[VisionDocument | None]:
         """The document of every row, also of those in which no token counts; None for a row left out.
 
         Args:
-            first: the number of the first row, by which errors name it.
+            numbers: of the rows, by which errors name them; None to count from 0.
 
         Raises:
             InputError: names the row, the column, the value and a remedy.
         """
-        return (self._document(index, row) for index, row in enumerate(rows, first))
+        return (self._document(index, row) for index, row in zip(numbers or count(), rows, strict=False))
 
     def files(self, index: int, row: Any) -> list[tuple[str, int, int]]:
         """Path, size and time of every file of an image of a row.

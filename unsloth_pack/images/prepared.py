@@ -85,6 +85,7 @@ class ImageDocumentMaker(SpanMaker):
         keep_bytes: documents hold the content of image files, instead of their paths.
         settings: all that the documents depend on beside the rows and the files of their images, as JSON has
             it; None where that cannot be told.
+        numbers: of the rows, by which errors name them; None to count from 0.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class ImageDocumentMaker(SpanMaker):
         folder: Path | None,
         keep_bytes: bool = False,
         settings: Sequence[Any] | None = None,
+        numbers: range | None = None,
     ):
         super().__init__(_not_decoding(dataset), max_length, image_document_schema())
         detect_format(dataset.column_names, [self.dataset[i] for i in range(min(8, len(dataset)))])
         self._encode, self._folder, self._keep_bytes = encode, folder, keep_bytes
         self._settings = settings
+        self._numbers = range(len(dataset)) if numbers is None else numbers
 
     def key(self, num_proc: int | None) -> list[Any] | None:
         """With size and time of every file of an image, so that none is read for those that stay the same.
@@ -125,10 +128,10 @@ class ImageDocumentMaker(SpanMaker):
     def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
         size = self.batch_size
         for start in range(first, end, size):
-            numbers = range(start, min(start + size, end))
-            rows = self.dataset.select(numbers)
+            rows = self.dataset.select(range(start, min(start + size, end)))
+            numbers = self._numbers[start : start + size]
             refuse_acting_columns(rows, numbers, are_text=False)
-            yield self._made([*self._encode.each(rows, start)])
+            yield self._made([*self._encode.each(rows, numbers)])
 
     def _made(self, documents: list[VisionDocument | None]) -> tuple[Tally, pa.Table]:
         import pyarrow as pa

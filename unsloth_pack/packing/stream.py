@@ -6,7 +6,7 @@ examples  -> buffer (at most buffer_size) -> plan -> packs that are full enough 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,10 +71,12 @@ class PackingStream:
         seed: of the order of packs within a buffer; None keeps the planner's order, longest documents first.
         overlong: "error", "truncate", "drop" or "split", as for `pack_sequences`.
         buffer_tokens: tokens that may wait; None for any number. Not in atomic mode.
+        by_document: columns that hold one thing a document, of any kind, as its images. A pack has the list
+            of them. No document is cut then.
 
     Raises:
         InputError: an argument is out of its range; atomic mode with `drop_last=False`, another strategy than
-            "next_fit", or another `overlong` than "error".
+            "next_fit", or another `overlong` than "error"; `by_document` where documents may be cut.
     """
 
     def __init__(
@@ -89,7 +91,13 @@ class PackingStream:
         overlong: str = "error",
         atomic: bool = False,
         buffer_tokens: int | None = None,
+        by_document: Collection[str] = (),
     ):
+        if by_document and overlong not in ("error", "drop"):
+            raise InputError(
+                f"overlong is {overlong!r} and by_document names columns, which have no parts for the pieces "
+                "of a document; choose one of error, drop"
+            )
         if not (is_number(min_fill_ratio) and 0 < min_fill_ratio <= 1):
             raise InputError(f"min_fill_ratio is {min_fill_ratio!r}; give a share above 0 and up to 1")
         if strategy not in (None, *STRATEGIES):
@@ -107,6 +115,7 @@ class PackingStream:
         self.seed = seed
         self.overlong = check_overlong(overlong)
         self.atomic = atomic
+        self._by_document = frozenset(by_document)
         self.counts = StreamCounts()
         self.consumed = 0
         self._kinds: dict[str, str] | None = None
@@ -147,6 +156,9 @@ class PackingStream:
                 lengths, holds a null, has ids or labels that are not whole numbers, is over-long, or, in
                 atomic mode, `buffer_size` segments wait already. The stream stays as it was.
         """
+        beside: Example = {}
+        if isinstance(example, Mapping) and self._by_document:
+            example, beside = self._parted(example)
         columns, kinds = self._checked(example)
         if self.atomic and self.waiting >= self.buffer_size:
             raise InputError(
@@ -159,7 +171,7 @@ class PackingStream:
         self.counts.examples += 1
         self.consumed += 1
         for start, end in pieces:
-            self._add({name: copy_of(value[start:end]) for name, value in columns.items()})
+            self._add({name: copy_of(value[start:end]) for name, value in columns.items()} | beside)
 
     def pop(self) -> dict[str, Any] | None:
         """The next pack, or None if it needs more examples."""
@@ -171,7 +183,7 @@ class PackingStream:
         self.counts.packs += 1
         self.counts.documents += len(documents)
         self.counts.tokens += sum(map(_length, documents))
-        return _packed(documents)
+        return _packed(documents, self._by_document)
 
     def finish(self) -> None:
         """End the input: packs of the waiting examples become ready, or are dropped and counted."""
@@ -225,6 +237,17 @@ class PackingStream:
     def _settings(self) -> dict[str, Any]:
         names = "capacity buffer_size min_fill_ratio drop_last strategy seed overlong atomic buffer_tokens"
         return {name: getattr(self, name) for name in names.split()}
+
+    def _parted(self, example: Mapping[str, Any]) -> tuple[Example, Example]:
+        """The example's columns of tokens, and those of the document."""
+        if missing := self._by_document - example.keys():
+            raise InputError(
+                f"example {self.consumed} has no column {min(missing)!r}; give it in every example"
+            )
+        return (
+            {name: value for name, value in example.items() if name not in self._by_document},
+            {name: example[name] for name in self._by_document},
+        )
 
     def _checked(self, example: Any) -> tuple[Example, dict[str, str]]:
         """The example's columns, and the kind of each."""
@@ -325,9 +348,11 @@ def _listing(kinds: dict[str, str]) -> str:
     return ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
 
 
-def _packed(documents: list[Example]) -> dict[str, Any]:
-    pack = {
+def _packed(documents: list[Example], by_document: Collection[str]) -> dict[str, Any]:
+    pack: dict[str, Any] = {name: [document[name] for document in documents] for name in by_document}
+    pack |= {
         name: joined(kind_of_one(name, value), [document[name] for document in documents])
         for name, value in documents[0].items()
+        if name not in by_document
     }
     return pack | {"seq_lengths": [_length(document) for document in documents]}

@@ -15,8 +15,8 @@ from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mixed_rows import MixedRows
 from unsloth_pack.data.mixture import Mixture, Source, mix
-from unsloth_pack.data.raw_blocks import RowSource, first_columns
-from unsloth_pack.data.streamed import DocumentStream
+from unsloth_pack.data.raw_blocks import Place, RowSource, first_columns
+from unsloth_pack.data.streamed import DocumentStream, StreamedImages
 from unsloth_pack.data.tokenize import Documents, documents_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.files import loading
@@ -187,10 +187,24 @@ def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
     return OpenedStream(tuple(data_sets), whole if most is None else ChosenRows(whole, {}, most))
 
 
+def first_of_stream(source: RowSource) -> list[Dataset]:
+    """The first rows of each part of a stream that has some."""
+    blocks = (next(part.one_pass(Place()), None) for part in source.parts)
+    return [block.read(range(block.n_rows)) for block in blocks if block is not None]
+
+
 def stream_documents(
-    source: RowSource, tokenizer: Any, vocab_size: int, max_length: int, train_on_responses_only: bool
+    source: RowSource,
+    tokenizer: Any,
+    vocab_size: int,
+    max_length: int,
+    train_on_responses_only: bool,
+    images: StreamedImages | None = None,
 ) -> DocumentStream:
     """The documents of a stream; its first rows are read now.
+
+    Args:
+        images: makes documents of rows with images; None where no row has any.
 
     Raises:
         InputError: they cannot be trained on.
@@ -202,6 +216,7 @@ def stream_documents(
         max_length=max_length,
         responses_only=train_on_responses_only,
         chat_template=training_template(tokenizer) if train_on_responses_only else None,
+        images=images,
     )
 
 

@@ -95,6 +95,20 @@ class ImagePreparation:
         Raises:
             InputError: a row cannot be trained on; images are to be shrunk, and the model's cannot.
         """
+        encode = self.encoder(max_length, responses_only)
+        settings = self._settings(max_length, responses_only)
+        maker = ImageDocumentMaker(rows, encode, max_length, self.folder, self.keep_bytes, settings)
+        made = made_by(maker, num_proc)
+        key = json.dumps([made.fingerprint, self.processor_hash])
+        fingerprint = hashlib.sha256(key.encode()).hexdigest()
+        return replace(made, fingerprint=fingerprint, unused_columns=unused_columns(rows))
+
+    def encoder(self, max_length: int, responses_only: bool) -> VisionEncoder:
+        """What makes documents of rows, as `documents` says.
+
+        Raises:
+            InputError: images are to be shrunk, and the model's cannot.
+        """
         if self.options.shrink_images and not self.make_images.shrinks:
             raise InputError(
                 f"shrink_images is true, and images of model type {self.config.model_type!r} have no size to "
@@ -102,7 +116,7 @@ class ImagePreparation:
             )
         tokenizer = self.processor.tokenizer
         relabel = answers_of(tokenizer) if responses_only else None
-        encode = VisionEncoder(
+        return VisionEncoder(
             tokenizer,
             self.tokens,
             self.make_images,
@@ -115,12 +129,6 @@ class ImagePreparation:
             skip_overlong=True,
             config=self.config,
         )
-        settings = self._settings(max_length, responses_only)
-        maker = ImageDocumentMaker(rows, encode, max_length, self.folder, self.keep_bytes, settings)
-        made = made_by(maker, num_proc)
-        key = json.dumps([made.fingerprint, self.processor_hash])
-        fingerprint = hashlib.sha256(key.encode()).hexdigest()
-        return replace(made, fingerprint=fingerprint, unused_columns=unused_columns(rows))
 
     def _settings(self, max_length: int, responses_only: bool) -> list[Any] | None:
         """All that documents depend on beside rows and files; None where that cannot be told."""

@@ -27,6 +27,7 @@ from unsloth_pack.recipe.documents import (
     OpenedStream,
     RowsOfSet,
     check_ids,
+    first_of_stream,
     load_all,
     load_tokenizer,
     load_training_data,
@@ -36,6 +37,7 @@ from unsloth_pack.recipe.documents import (
 )
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.image_data import ImagePreparation
+from unsloth_pack.recipe.image_stream import PreparedStream
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
 from unsloth_pack.recipe.optimizers import arguments_of, check_masters, check_optimizer, check_rounding
@@ -131,12 +133,13 @@ def prepare(options: TrainOptions) -> Prepared:
     tokenizer = _tokenizer(options)
     new_tokens = _add_tokens(options, tokenizer)
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
-    images = images_of_run(options, tokenizer, train_rows, eval_rows)
+    first = () if stream is None else first_of_stream(stream.source)
+    images = images_of_run(options, tokenizer, train_rows, eval_rows, first)
     if images is not None:
         options = with_images(options, config)
     evaluation = None
     if stream is not None:
-        train = _stream_of(stream, tokenizer, options, config, model_config)
+        train = _stream_of(stream, tokenizer, options, config, model_config, images)
     elif isinstance(train_rows, Path):
         name = name_of(data.dataset)
         train = _packed_rows_of(train_rows, name, tokenizer, options, model_config, images)
@@ -349,24 +352,30 @@ def _stream_of(
     options: TrainOptions,
     config: SFTConfig,
     model_config: Any,
+    images: ImagePreparation | None,
 ) -> PreparedRows:
     """The rows of a stream, of which the first documents have been checked."""
     data, capacity = options.data, options.model.max_seq_length
     vocab_size, n_positions = model_config.vocab_size, model_config.max_position_embeddings
     source = stream.source
-    documents = stream_documents(source, tokenizer, vocab_size, capacity, data.train_on_responses_only)
+    responses_only = bool(data.train_on_responses_only)
+    of_images = None if images is None else PreparedStream(images, capacity, responses_only)
+    documents = stream_documents(source, tokenizer, vocab_size, capacity, responses_only, of_images)
     for number, data_set in enumerate(stream.data_sets):
         unused = documents.unused_columns[number]
         check_used(data_set.columns, unused, are_shared=data_set.shares_columns)
     name = f"{source.name}, in its first {documents.first_ledger.rows_read:,} rows,"
     check_token_loss(name, documents.first_ledger, data.max_token_loss, capacity, n_positions)
+    decoders = 0 if images is None else max(1, config.dataloader_num_workers)
+    given_out_early = 1 if images is None else 2 + decoders
     rows = RowStream(
         documents,
         capacity,
         seed=options.training.seed,
         share=Share(config.process_index, config.world_size),
         n_workers=data.num_proc or 1,
-        ahead=2 * rows_of_an_update(config) + config.per_device_train_batch_size,
+        ahead=2 * rows_of_an_update(config) + config.per_device_train_batch_size * given_out_early,
+        decoders=decoders,
     )
     parts = tuple(
         Part(data_set.name, data_set.weight, documents.unused_columns[number])

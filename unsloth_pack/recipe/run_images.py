@@ -1,5 +1,6 @@
 """The images of a run: whether its data has some, how they are prepared, and what that decides."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,18 @@ def images_of_run(
     tokenizer: Any,
     train_rows: list[RowsOfSet] | Path | None,
     eval_rows: list[RowsOfSet] | Path | None,
+    first_of_stream: Sequence[Dataset] = (),
 ) -> ImagePreparation | None:
     """How the images of all data sets are prepared; None where there are none.
+
+    Args:
+        first_of_stream: the first rows of each data set that streams.
 
     Raises:
         InputError: they cannot be prepared; or options of images are given and there are none.
     """
     model_name, given = options.model.model_name, (train_rows, eval_rows)
-    sets = [each.rows for rows in given if isinstance(rows, list) for each in rows]
+    sets = [each.rows for rows in given if isinstance(rows, list) for each in rows] + [*first_of_stream]
     packs = {folder: read_manifest(folder) for folder in given if isinstance(folder, Path)}
     images = preparation_of_packs(model_name, tokenizer, options.images, packs)
     if images is None or any(map(holds_images, sets)):
@@ -47,8 +52,6 @@ def images_of_run(
         check_run_with_images(options)
         return images
     why = "the data has no images"
-    if options.data.streaming:
-        why = "streaming is set, and rows that stream have no images"
     if not takes_images(model_name):
         why = f"{model_name} takes no images"
     refuse_image_options(options.images, why)

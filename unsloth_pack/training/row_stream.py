@@ -14,12 +14,15 @@ import os
 import signal
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from traceback import clear_frames
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
@@ -28,6 +31,7 @@ from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from unsloth_pack.data.image_columns import DOCUMENT, IMAGES, image_field
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.raw_blocks import Place
 from unsloth_pack.data.streamed import DocumentBlock, DocumentStream, Share
@@ -35,6 +39,7 @@ from unsloth_pack.data.tally import Tally
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.packing import PackingStream, StreamCounts
 from unsloth_pack.training.checkpoints import STREAM_FILES
+from unsloth_pack.training.image_rows import COLUMN
 
 _COLUMNS = ("input_ids", "labels")
 _BUFFER = 2048  # documents that are planned together, unless they have more tokens than
@@ -75,7 +80,9 @@ class RowStream(IterableDataset[dict[str, Any]]):
         share: of the documents that this process takes.
         n_workers: processes that read and tokenise. Their number changes no row.
         ahead: rows that are ready before one is given out. If a document is refused, so many still come: the
-            training can stop at an update, on all processes at the same one.
+            training can stop at an update, on all processes at the same one. Of these, loaders of rows with
+            images have given out one batch more than there are decoders.
+        decoders: threads that decode images, each those of a batch; 0 where no row has any.
 
     Attributes:
         error: why no rows will come after those that are ready; None as long as they will.
@@ -90,11 +97,17 @@ class RowStream(IterableDataset[dict[str, Any]]):
         share: Share,
         n_workers: int,
         ahead: int,
+        decoders: int = 0,
     ):
         self.documents, self.share, self.n_workers, self.ahead = documents, share, n_workers, ahead
+        self.decoders = decoders
         self.error: InputError | None = None
         self._packer = PackingStream(
-            capacity, _BUFFER, seed=seed, buffer_tokens=max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity)
+            capacity,
+            _BUFFER,
+            seed=seed,
+            buffer_tokens=max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity),
+            by_document=[IMAGES] if documents.has_images else [],
         )
         self._last = self._stand(0, Place(), Tally())
         self._stands: deque[Stand] = deque([self._last], maxlen=ahead + 2)
@@ -130,7 +143,10 @@ class RowStream(IterableDataset[dict[str, Any]]):
             rows += 1
             self._last = self._stand(rows, place, tally)
             self._stands.append(self._last)
-            yield row | {name: row[name].astype(np.int64) for name in _COLUMNS}
+            row |= {name: row[name].astype(np.int64) for name in _COLUMNS}
+            if (images := row.pop(IMAGES, None)) is not None:
+                row[COLUMN] = [one | {DOCUMENT: n} for n, of_one in enumerate(images) for one in of_one]
+            yield row
 
     def after(self, rows: int) -> Stand:
         """Where the stream stood after so many rows of this process, which may not be long ago."""
@@ -145,6 +161,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
         tensors = {name: _joined([document[name] for document in documents]) for name in _COLUMNS}
         tensors["lengths"] = np.array([len(document["labels"]) for document in documents], np.int64)
         tensors["groups"] = np.array(list(map(len, groups)), np.int64)
+        if self.documents.has_images:
+            tensors[IMAGES] = _as_bytes([document[IMAGES] for document in documents])
         about = {
             "version": _VERSION,
             "rows": rows,
@@ -173,6 +191,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
             ) from None
         if about["version"] != _VERSION:
             raise InputError(f"{path}: of another release (version {about['version']}); start anew")
+        if self.documents.has_images != (IMAGES in tensors):
+            raise InputError(f"{path}: of a run with{'out' * (IMAGES not in tensors)} images; start anew")
         groups = _grouped(tensors)
         self._packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
         tally = Tally(Counter(about["tally"]["sums"]), Counter(dict(about["tally"]["lengths"])))
@@ -231,14 +251,44 @@ def state_file(process: int) -> str:
     return STREAM_FILES.replace("*", str(process))
 
 
+class _Decoded(IterableDataset[dict[str, Any]]):
+    """Batches of rows with images. So many more are decoded as there are threads while one is trained on."""
+
+    def __init__(self, stream: RowStream, batch_size: int, collate: Any):
+        self._stream, self._batch_size, self._collate = stream, batch_size, collate
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows, waiting, stopped = iter(self._stream), deque[Future[dict[str, Any]]](), None
+        pool = ThreadPoolExecutor(self._stream.decoders)
+        try:
+            while True:
+                while stopped is None and len(waiting) <= self._stream.decoders:
+                    try:
+                        batch = list(islice(rows, self._batch_size))
+                    except RunStopped as error:  # after the rows that are ready
+                        stopped = error
+                        break
+                    waiting.append(pool.submit(self._collate, batch))
+                if not waiting:
+                    raise stopped or RunStopped("the stream gives no rows")
+                try:
+                    made = waiting.popleft().result()
+                except InputError as error:
+                    raise RunStopped(str(error)) from error
+                yield made
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 def loader_of(
     stream: RowStream, batch_size: int, collate: Any, device: torch.device, pin_memory: bool
 ) -> Any:
     """The loader of a stream's rows, which no trainer deals out once more."""
+    rows = _Decoded(stream, batch_size, collate) if stream.decoders else stream
     loader = DataLoader(
-        stream,
-        batch_size=batch_size,
-        collate_fn=collate,
+        rows,
+        batch_size=None if stream.decoders else batch_size,
+        collate_fn=_as_it_is if stream.decoders else collate,
         pin_memory=pin_memory,
         generator=torch.Generator(),
     )
@@ -316,15 +366,33 @@ def _begin_worker(number: int) -> None:
         signal.signal(each, signal.SIG_IGN)
 
 
+def _as_bytes(images: list[list[dict[str, Any]]]) -> np.ndarray:
+    """The images of each document, as Arrow writes a stream of its own."""
+    table = pa.table([pa.array(images, image_field().type)], pa.schema([image_field()]))
+    held = pa.BufferOutputStream()
+    with pa.ipc.new_stream(held, table.schema) as writer:
+        writer.write_table(table)
+    return np.frombuffer(held.getvalue(), np.uint8)
+
+
+def _of_bytes(held: np.ndarray) -> list[list[dict[str, Any]]]:
+    with pa.ipc.open_stream(pa.py_buffer(held)) as reader:
+        found: list[list[dict[str, Any]]] = reader.read_all()[IMAGES].to_pylist()
+    return found
+
+
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
-def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, np.ndarray]]]:
+def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
     ends = np.cumsum(tensors["lengths"]).tolist()
-    documents = [
+    documents: list[dict[str, Any]] = [
         {name: tensors[name][start:end] for name in _COLUMNS}
         for start, end in zip([0, *ends], ends, strict=False)
     ]
+    if IMAGES in tensors:
+        for document, images in zip(documents, _of_bytes(tensors[IMAGES]), strict=True):
+            document[IMAGES] = images
     bounds = np.cumsum(tensors["groups"]).tolist()
     return [documents[start:end] for start, end in zip([0, *bounds], bounds, strict=False)]

@@ -360,8 +360,9 @@ def make_trainer(
 ) -> RunTrainer:
     """A `RunTrainer` over tokenised rows, which prints nothing by itself; `options` are its own."""
     stream = train_rows if isinstance(train_rows, RowStream) else None
-    dataset: Any = train_rows if stream is None else _with_columns_of_rows()
-    if options.get("image_rows") is not None:
+    has_images = options.get("image_rows") is not None
+    dataset: Any = train_rows if stream is None else _with_columns_of_rows(has_images)
+    if has_images:
         dataset, eval_rows = (rows and rows.rename_column(IMAGES, COLUMN) for rows in (dataset, eval_rows))
     is_packed = "seq_lengths" in dataset.column_names
     with without_untrue_warnings(is_packed), adapted_head_allowed(model), kept_in_own_dtype(model):
@@ -379,7 +380,8 @@ def make_trainer(
     return trainer
 
 
-def _with_columns_of_rows() -> IterableDataset:
+def _with_columns_of_rows(has_images: bool) -> IterableDataset:
     """One row of a stream's kind. TRL looks at the columns and at the first row of what it trains on."""
-    row = {"input_ids": [0], "labels": [0], "seq_lengths": [1]}
+    row: dict[str, list[int]] = {"input_ids": [0], "labels": [0], "seq_lengths": [1]}
+    row |= {IMAGES: []} if has_images else {}
     return Dataset.from_list([row]).to_iterable_dataset()
