@@ -390,3 +390,37 @@ def test_every_option_can_be_set_in_a_file_in_either_place():
         for content in (f"{name}: {spelt}\n", f"{section}:\n  {name}: {spelt}\n"):
             Path("run.yaml").write_text(content)
             assert given("--config=run.yaml")[name] == value
+
+
+def test_every_mistake_in_a_list_of_data_sets_has_the_line_of_its_key():
+    said = said_of("""\
+dataset:
+  - demo
+  - path: a.jsonl
+    weight: -3
+    limit: 0
+  - {path: b.jsonl, columns: {a: nonsense},
+     colums: {}}
+  - weight: 2
+  - [4]
+eval_dataset:
+  - &one {path: c.jsonl}
+  - <<: *one
+    weight: 3
+""")
+    lines = [(int(line.split(":")[1]), line.split("; give ", 1)[1]) for line in said]
+    assert [number for number, _ in lines] == [4, 5, 6, 7, 8, 9, 13]
+    for (_, told), wanted in zip(
+        lines,
+        [
+            "as weight of item 2 (a.jsonl) a number above 0 and below 1e+09, not -3",
+            "as limit of item 2 (a.jsonl) a whole number of at least 1, not 0",
+            "in the columns of item 3 (b.jsonl) 'a' one of the names",
+            "item 3 (b.jsonl) none but the keys path, weight, split, limit, columns, not 'colums'",
+            "item 4 a path",
+            "item 5 as a path, or an object with a path, not a list",
+            "item 2 (c.jsonl) no weight",
+        ],
+        strict=True,
+    ):
+        assert told.startswith(wanted)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.flags import Option, options_of, section_names
-from unsloth_pack.recipe.kinds import Refused, is_secret, shown
+from unsloth_pack.recipe.kinds import Refused, RefusedItems, is_secret, shown
 from unsloth_pack.recipe.mistakes import Found, Place
 from unsloth_pack.recipe.other_trainers import GROUPS, REMEDIES
 from unsloth_pack.recipe.remedies import remedy_for
@@ -79,6 +79,16 @@ def check_mappings(values: Mapping[str, Placed], kind: "type[DataclassInstance]"
             if placed.place is None:
                 raise InputError(f"{what}; give {error.wanted}") from None
             found.add(placed.place, what, f"give {error.wanted}")
+
+
+def _mistakes(error: Refused, placed: Placed, place: Place) -> Iterator[tuple[Place, str]]:
+    """Where each mistake of a value stands, and what to give instead."""
+    if not isinstance(error, RefusedItems) or not placed.items:
+        yield place, error.wanted
+        return
+    for number, key, wanted in error.mistakes:
+        places = placed.items[number]
+        yield places.get(key, places[""]), wanted
 
 
 def _why(error: OSError | ValueError) -> str:
@@ -177,7 +187,8 @@ class _Files:
         try:
             return Placed(option.kind(given), place)
         except Refused as error:
-            self.found.add(place, f"{name} is {shown(given)}", f"give {error.wanted}")
+            for at, wanted in _mistakes(error, placed, place):
+                self.found.add(at, f"{name} is {shown(given)}", f"give {wanted}")
             return Placed(None, place)
 
     def _note_unknown(self, name: str, placed: Placed, place: Place, section: tuple[str, ...]) -> None:

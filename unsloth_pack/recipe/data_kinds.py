@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unsloth_pack.data.columns import KNOWN_COLUMNS
-from unsloth_pack.recipe.kinds import Kind, Refused, path, real, shown, split, text, whole
+from unsloth_pack.recipe.kinds import Kind, Refused, RefusedItems, path, real, shown, split, text, whole
 
 _KEYS = ("path", "weight", "split", "limit", "columns")  # of a data set in a list
 
@@ -32,7 +32,10 @@ def _data_sets(value: object) -> str | list[dict[str, Any]]:
         return [{"path": name}] if "," in name else name
     if not found:
         raise Refused(value, "at least one data set")
-    items = [_data_set(value, f"item {number}", item) for number, item in enumerate(found, 1)]
+    mistakes: list[tuple[int, str, str]] = []
+    items = [_data_set(item, number, mistakes) for number, item in enumerate(found)]
+    if mistakes:
+        raise RefusedItems(value, mistakes)
     single = items[0]["path"]
     return single if items == [{"path": single}] and "," not in single else items
 
@@ -40,9 +43,13 @@ def _data_sets(value: object) -> str | list[dict[str, Any]]:
 def _data_sets_read_whole(value: object) -> str | list[dict[str, Any]]:
     """Data sets whose documents all count once, as in an evaluation."""
     found = _data_sets(value)
-    for number, item in enumerate(found if isinstance(found, list) else [], 1):
-        if "weight" in item:
-            raise Refused(value, f"item {number} ({item['path']}) no weight: it is evaluated on as a whole")
+    mistakes = [
+        (number, "weight", f"item {number + 1} ({item['path']}) no weight: it is evaluated on as a whole")
+        for number, item in enumerate(found if isinstance(found, list) else [])
+        if "weight" in item
+    ]
+    if mistakes:
+        raise RefusedItems(value, mistakes)
     return found
 
 
@@ -73,19 +80,27 @@ def _column_names(value: object) -> dict[str, str | None]:
     return columns
 
 
-def _data_set(value: object, place: str, item: object) -> dict[str, Any]:
-    """One item of a list of data sets, checked."""
+def _data_set(item: object, number: int, mistakes: list[tuple[int, str, str]]) -> dict[str, Any]:
+    """One item of a list of data sets.
+
+    Args:
+        number: of the item, from 0 on.
+        mistakes: gets those of the item, as `RefusedItems` takes them.
+    """
+    place = f"item {number + 1}"
     if not isinstance(item, Mapping):
         try:
             item = {"path": text(item)}
         except Refused:
-            raise Refused(value, f"{place} as a path, or an object with a path, not {shown(item)}") from None
+            mistakes.append((number, "", f"{place} as a path, or an object with a path, not {shown(item)}"))
+            return {}
     if not isinstance(item.get("path"), str) or not item["path"].strip():
-        raise Refused(value, f"{place} a path")
-    place = f"{place} ({item['path']})"
+        mistakes.append((number, "path", f"{place} a path"))
+    else:
+        place = f"{place} ({item['path']})"
     for key in item:
         if key not in _KEYS:
-            raise Refused(value, f"{place} none but the keys {', '.join(_KEYS)}, not {shown(key)}")
+            mistakes.append((number, key, f"{place} none but the keys {', '.join(_KEYS)}, not {shown(key)}"))
     kinds: dict[str, Kind] = {"path": path, "split": split, "columns": column_names}
     kinds |= {"weight": real(above=0), "limit": whole(1)}
     made: dict[str, Any] = {}
@@ -99,7 +114,7 @@ def _data_set(value: object, place: str, item: object) -> dict[str, Any]:
             of_item = f"in the columns of {place} {error.wanted}"
             if key != "columns":
                 of_item = f"as {key} of {place} {error.wanted}, not {shown(item[key])}"
-            raise Refused(value, of_item) from None
+            mistakes.append((number, key, of_item))
     return made
 
 

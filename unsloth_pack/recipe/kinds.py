@@ -10,7 +10,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, TypeVar
@@ -52,6 +52,19 @@ class Refused(argparse.ArgumentTypeError):
     def __init__(self, value: object, wanted: str):
         super().__init__(f"got {shown(value)}; give {wanted}")
         self.wanted = wanted
+
+
+class RefusedItems(Refused):
+    """A list, some items of which are not of their kind. As a `Refused`, it tells the first mistake.
+
+    Args:
+        value: what was given.
+        mistakes: of each the number of its item from 0 on, the item's key or "", and what to give instead.
+    """
+
+    def __init__(self, value: object, mistakes: Sequence[tuple[int, str, str]]):
+        super().__init__(value, mistakes[0][2])
+        self.mistakes = mistakes
 
 
 def shown(value: object) -> str:

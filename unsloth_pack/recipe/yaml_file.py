@@ -6,7 +6,7 @@ text of a file is in no message, because a line may hold a secret.
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,13 @@ class Placed:
         value: of a mapping, a dict of `Placed`; of all else, as YAML has it.
         place: None for a value of the command line.
         spelt: a number's own spelling, for whoever wants text; empty for all else.
+        items: of a list, where each item stands, under "", and where the keys of each do.
     """
 
     value: Any
     place: Place | None
     spelt: str = ""
+    items: tuple[Mapping[str, Place], ...] = ()
 
     @property
     def plain(self) -> Any:
@@ -232,10 +234,19 @@ class _Reader:
             self.found.add(self._place(key), *_why_not_yaml(error))
             value = None
         spelt = node.value if type(value) in (int, float) else ""
-        return Placed(value, self._place(key), spelt)
+        items = map(self._places, node.value) if isinstance(node, SequenceNode) else ()
+        return Placed(value, self._place(key), spelt, tuple(items))
+
+    def _places(self, node: Node) -> dict[str, Place]:
+        keys = [key for key, _ in node.value] if isinstance(node, MappingNode) else []
+        return {"": self._place(node)} | {key.value: self._place(key) for key in keys if _is_name(key)}
 
     def _place(self, key: Node) -> Place:
         return Place(self.file, key.start_mark.line + 1)
+
+
+def _is_name(node: Node) -> bool:
+    return isinstance(node, ScalarNode)
 
 
 def _parts(node: Node) -> Iterator[tuple[Node, ...]]:
