@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import datasets
@@ -62,8 +63,8 @@ def test_the_documents_of_a_pass_are_those_of_the_data_read_at_once(kind, place,
             row | {"images": [{"bytes": encoded(picture(40 + 8 * n, 60, n)), "path": None}]}
             for n, row in enumerate(rows_of(place)[1::4])
         ]
-        datasets.Dataset.from_list(rows).to_parquet(place / "rows.parquet")
-        more = ["--dataset", place / "rows.parquet"]
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+        more = ["--dataset", tmp_path / "rows.parquet"]
     if kind == "a mixture with text":
         sets = [{"path": str(place / name)} for name in ("rows.jsonl", "text.jsonl")]
         (tmp_path / "mixed.yaml").write_text(json.dumps({"dataset": sets}))
@@ -116,9 +117,10 @@ def test_a_run_that_was_stopped_sees_the_rows_of_one_that_never_was(
 
 def test_a_broken_image_stops_the_run_or_is_skipped(place, tmp_path, little_at_a_time, capsys, seen):
     rows = rows_of(place)
-    (place / "seen" / "9-0.png").write_bytes((place / "seen" / "9-0.png").read_bytes()[:60])
-    data = write(place / "last.jsonl", [*rows[:8] * 5, rows[9]])
-    more = [*STREAM, "--dataset", data, "--max_steps", 30, "--save_steps", 4]
+    seen_here = shutil.copytree(place / "seen", tmp_path / "seen")
+    (seen_here / "9-0.png").write_bytes((seen_here / "9-0.png").read_bytes()[:60])
+    data = write(tmp_path / "last.jsonl", [*rows[:8] * 5, rows[9]])
+    more = [*STREAM, "--image_folder", seen_here, "--dataset", data, "--max_steps", 30, "--save_steps", 4]
     assert main(flags(place, tmp_path / "out", *more)) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "row 40, column 'images': an image that cannot be read (image file is truncated)" in said
@@ -137,8 +139,8 @@ def test_a_broken_image_stops_the_run_or_is_skipped(place, tmp_path, little_at_a
     ids=["a token of images in a text", "a mark without an image"],
 )
 def test_what_cannot_be_trained_on_is_refused_at_once(rows, told, place, tmp_path, capsys):
-    write(place / "wrong.jsonl", rows)
-    sets = [{"path": str(place / name)} for name in ("rows.jsonl", "wrong.jsonl")]
+    wrong = write(tmp_path / "wrong.jsonl", rows)
+    sets = [{"path": str(path)} for path in (place / "rows.jsonl", wrong)]
     (tmp_path / "mixed.yaml").write_text(json.dumps({"dataset": sets}))
     given = flags(place, tmp_path / "out", *STREAM)
     place_of = given.index("--dataset")

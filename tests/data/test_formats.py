@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_pack.data import DataFormat, detect_format, load_rows, to_trl
+from unsloth_pack.data.formats import Conversion
 from unsloth_pack.errors import InputError
 
 USER = {"role": "user", "content": "hello"}
@@ -365,3 +366,28 @@ def test_conversations_need_a_chat_template(kind):
 def test_zero_rows():
     with pytest.raises(InputError, match="the dataset has 0 rows; give one with at least one"):
         to_trl(datasets.Dataset.from_list([GOOD["text"]]).select([]), chat_template=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ turn['content'] }}", ("id", "mood of the turns", "reasoning_content of the turns")),
+        ("{{ turn.reasoning_content }} {{ moody }}", ("id", "mood of the turns")),
+        (None, ("id",)),
+    ],
+)
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_keys_of_turns_that_the_template_does_not_read_are_told(column, template, told):
+    turns = [
+        {
+            "role": "user",
+            "content": "Hi.",
+            "mood": "sad",
+            "train": None,
+            "reasoning_content": None,
+            "name": "",
+        },
+        {"role": "assistant", "content": "Yes.", "mood": None, "reasoning_content": "Why?", "name": None},
+    ]
+    rows = datasets.Dataset.from_list([{column: turns, "id": 1}, {column: turns[:2], "id": 2}])
+    assert Conversion(rows, chat_template=True, template=template).unused_columns == told

@@ -22,6 +22,7 @@ from unsloth_pack.data.absent_keys import holds_objects, without_absent_keys
 from unsloth_pack.data.columns import KNOWN_COLUMNS, as_flag, suggested
 from unsloth_pack.data.fields import Row
 from unsloth_pack.data.other_columns import refuse_acting_columns, refuse_media, refuse_other_data
+from unsloth_pack.data.turn_keys import unread_keys
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 # Names that other tools give to the boundaries in packed rows
+_OF_TURNS = ("messages", "conversations", "prompt", "completion", "response")
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
 _WANTED = (
@@ -158,9 +160,10 @@ class Conversion:
 
     Args: as `to_trl`.
         numbers: of the rows, by which errors name them; None for 0, 1, 2, ...
+        template: the source of the chat template; None where there is none, or nobody asks what is unused.
 
     Attributes:
-        unused_columns: the columns that nothing is made of.
+        unused_columns: the columns that nothing is made of, and the keys of turns.
 
     Raises:
         InputError: the format is unknown, there is a row with an image, or conversations come without a chat
@@ -174,6 +177,7 @@ class Conversion:
         chat_template: bool,
         responses_only: bool | None = None,
         numbers: range | None = None,
+        template: str | None = None,
     ):
         from datasets import Features, Value
 
@@ -217,6 +221,9 @@ class Conversion:
                 used = {column, *beside}
                 features = _conversation_features(dataset, {"messages": column}, chat_template)
         self.unused_columns = tuple(name for name in dataset.column_names if name not in used)
+        if template and not self._are_text:
+            turns = [name for name in _OF_TURNS if name in used and name in dataset.column_names]
+            self.unused_columns += unread_keys(dataset, turns, template)
         if not self._unused:
             of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}
             features |= {name: kind for name, kind in of_template.items() if name in self._columns}

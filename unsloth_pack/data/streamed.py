@@ -230,6 +230,7 @@ class DocumentStream:
             chat_template=bool(self._tokenizer.chat_template),
             responses_only=self._responses_only,
             numbers=numbers,
+            template=None if part in self._formats else str(self._tokenizer.chat_template or ""),
         )
         if part not in self._formats:
             self._formats[part] = conversion.data_format

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.refusals import fail
+
+if TYPE_CHECKING:
+    import datasets
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # of axolotl, OpenAI and Mistral, ms-swift, others, LLaMA-Factory
@@ -18,6 +22,24 @@ _REFUSED = {
         "remove the row, or the key to train on it",
     ),
 }
+_READ = {"role", "content", "from", "value", "tool_calls", *_MARKS, *_REFUSED}  # by us, or checked
+_LOOKED_AT = 1000  # rows
+
+
+def unread_keys(rows: datasets.Dataset, columns: Iterable[str], template: str) -> tuple[str, ...]:
+    """Keys of the turns of the first rows that a chat template does not read, such as `reasoning_content`.
+
+    Args:
+        columns: that hold turns, or texts.
+        template: its source.
+    """
+    first, found = rows.select(range(min(_LOOKED_AT, len(rows)))), set[str]()
+    for conversation in (value for name in columns for value in first[name] if isinstance(value, list)):
+        for turn in (turn for turn in conversation if isinstance(turn, dict)):
+            found |= {key for key, value in turn.items() if value} - _READ
+    return tuple(
+        f"{key} of the turns" for key in sorted(found) if not re.search(rf"\b{re.escape(key)}\b", template)
+    )
 
 
 def check_keys(

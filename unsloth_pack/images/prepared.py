@@ -18,6 +18,7 @@ from unsloth_pack.data.other_columns import refuse_acting_columns
 from unsloth_pack.data.spans import in_order, spans_of
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.data.tokenize import SpanMaker, table_of
+from unsloth_pack.data.turn_keys import unread_keys
 from unsloth_pack.images.documents import VisionDocument, VisionEncoder
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.stored import image_document_schema, stored
@@ -71,9 +72,11 @@ def _holds_text_alone(feature: Any) -> bool:
     return all(isinstance(field, datasets.Value) for field in fields)
 
 
-def unused_columns(dataset: datasets.Dataset) -> tuple[str, ...]:
-    """The columns that nothing is made of."""
-    return tuple(name for name in dataset.column_names if name not in _USED)
+def unused_columns(dataset: datasets.Dataset, template: str) -> tuple[str, ...]:
+    """The columns that nothing is made of, and the keys of turns that a chat template does not read."""
+    unused = tuple(name for name in dataset.column_names if name not in _USED)
+    turns = [name for name in _CONVERSATIONS if name in dataset.column_names]
+    return unused + unread_keys(dataset, turns, template)
 
 
 class ImageDocumentMaker(SpanMaker):

@@ -141,7 +141,10 @@ def prepare_documents(
     if images is not None and holds_images(rows):
         return images.documents(rows, max_length, bool(train_on_responses_only), num_proc)
     conversion = Conversion(
-        rows, chat_template=bool(tokenizer.chat_template), responses_only=train_on_responses_only
+        rows,
+        chat_template=bool(tokenizer.chat_template),
+        responses_only=train_on_responses_only,
+        template=str(tokenizer.chat_template or ""),
     )
     documents = documents_of(
         rows,

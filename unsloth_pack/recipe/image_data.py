@@ -101,7 +101,11 @@ class ImagePreparation:
         made = made_by(maker, num_proc)
         key = json.dumps([made.fingerprint, self.processor_hash])
         fingerprint = hashlib.sha256(key.encode()).hexdigest()
-        return replace(made, fingerprint=fingerprint, unused_columns=unused_columns(rows))
+        return replace(made, fingerprint=fingerprint, unused_columns=self.unused_columns(rows))
+
+    def unused_columns(self, rows: Dataset) -> tuple[str, ...]:
+        """The columns of rows with images that nothing is made of, and such keys of turns."""
+        return unused_columns(rows, str(self.processor.tokenizer.chat_template))
 
     def encoder(self, max_length: int, responses_only: bool) -> VisionEncoder:
         """What makes documents of rows, as `documents` says.

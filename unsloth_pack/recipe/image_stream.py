@@ -4,7 +4,7 @@ from datasets import Dataset
 from pyarrow import Table
 
 from unsloth_pack.data.tokenize import SpanMaker
-from unsloth_pack.images.prepared import ImageDocumentMaker, holds_images, unused_columns, without_images
+from unsloth_pack.images.prepared import ImageDocumentMaker, holds_images, without_images
 from unsloth_pack.images.stored import image_document_schema
 from unsloth_pack.recipe.image_data import ImagePreparation, refuse_image_tokens
 
@@ -33,7 +33,7 @@ class PreparedStream:
         return ImageDocumentMaker(rows, self._encode, self._max_length, self._images.folder, numbers=numbers)
 
     def unused_columns(self, rows: Dataset) -> tuple[str, ...]:
-        return unused_columns(rows)
+        return self._images.unused_columns(rows)
 
     def beside(self, table: Table, numbers: range) -> Table:
         rows = Dataset(table)
