@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 from recorded_graphs import record_graphs
-from tiny import DEVICE
+from tiny import DEVICE, error
 from torch import nn
 
 from unsloth_pack.forwards import tower, tower_of_sizes
@@ -59,3 +59,11 @@ def note_replays(monkeypatch):
     monkeypatch.setattr(tower_graphs._CapturedTower, "replay", noted)
     monkeypatch.setattr(tower_graphs._CapturedTower, "check", checked)
     return replayed
+
+
+def assert_alike(ours, theirs, bound):
+    """Of lists of tensors, which have to have the same shapes."""
+    assert len(ours) == len(theirs) > 1
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape
+        assert error(one.double(), other.double()) < bound

@@ -7,12 +7,13 @@ import copy
 import logging
 from dataclasses import replace
 
+import captured_towers
 import pytest
 import torch
 import vision_models
 from captured_towers import ON_GPU, hold_up, note_replays
 from peft import LoraConfig, get_peft_model
-from tiny import DEVICE, error
+from tiny import DEVICE
 from torch import nn
 from vision_models import labels_of
 
@@ -87,11 +88,8 @@ def flat(output):
     return [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-def assert_alike(ours, theirs, bound=BOUND):
-    assert len(ours) == len(theirs) > 1
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.shape == other.shape
-        assert error(one.double(), other.double()) < bound
+def assert_alike(ours, theirs):
+    captured_towers.assert_alike(ours, theirs, BOUND)
 
 
 @pytest.mark.parametrize("name", NAMES)
