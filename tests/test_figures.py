@@ -245,10 +245,12 @@ def test_large_models_in_full_on_one_gpu_are_told_as_measured():
     for name in ("full-8b-h200", "full-one-gpu-h100"):
         measured = json.loads((NEWEST.parent / f"{name}-2026-11-25.json").read_text())
         gpu = measured["device"].split()[1]
-        for by_peer in measured["runs"].values():
-            for (run,) in by_peer.values():
+        shapes = {"8b": "Llama-3.1-8B shape, `adamw_8bit`", "3b": "Llama-3.2-3B shape, `--masters_on_host`"}
+        for case, by_peer in measured["runs"].items():
+            for peer, (run,) in by_peer.items():
+                how = " and `--optimizer_in_backward`" if peer.endswith("in-backward") else ""
                 figures = f"{run['ms']:,.1f} | {run['tokens_s']:,.0f} | {run['peak_GiB']:.2f} |"
-                assert f"| {gpu} | {figures}" in told
+                assert f"| {shapes[case]}{how} | {gpu} | {figures}" in told
                 eight_bits = run["moment_dtypes"].get("uint8", 0)
                 assert run["optimizer"].startswith("adamw_8bit") == (eight_bits > run["weights"])
 

@@ -329,10 +329,6 @@ def test_images_that_change_are_refused(place, tmp_path, capsys):
         (["--max_pixels=4096", "--min_pixels=8192"], "min_pixels is 8192 and max_pixels is 4096"),
         (["--dataset={place}/text.jsonl"], "image_folder is .*, and the data has no images; leave out"),
         (["--model_name=demo"], "image_folder is .*, and demo takes no images; leave out --image_folder"),
-        (
-            ["--streaming", "--dataset={place}/text.jsonl"],
-            "image_folder is .*, and the data has no images; leave out",
-        ),
     ],
 )
 def test_what_is_refused(place, tmp_path, capsys, more, says):

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import numpy as np
@@ -12,6 +14,11 @@ from image_runs import flags, prepared, refused, rows_of, write
 from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
+from unsloth_pack.errors import InputError, RunStopped
+from unsloth_pack.images.reading import size_of
+from unsloth_pack.images.sources import ImageSource
+from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.prepare import prepare
 from unsloth_pack.report.metrics import read_losses
 from unsloth_pack.training.trl import RunTrainer
 
@@ -45,7 +52,7 @@ def documents(rows, n):
     found = []
     for row in rows:
         ends = np.cumsum(row.get("seq_lengths") or [len(row["input_ids"])]).tolist()
-        images = row["packed_images"] if "packed_images" in row else row["images"]
+        images = row.get("packed_images", row.get("images", []))
         for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             mine = [one for one in images if (one.get("document") or 0) == number]
             told = [(one["path"], one["sha256"], one["tokens"], one["height"], one["row"]) for one in mine]
@@ -71,9 +78,6 @@ def test_the_documents_of_a_pass_are_those_of_the_data_read_at_once(kind, place,
         made = [*map(str, ["--config", tmp_path / "mixed.yaml"])]
         given = flags(place, tmp_path / "out")
         place_of = given.index("--dataset")
-        from unsloth_pack.recipe.command_line import read_options
-        from unsloth_pack.recipe.prepare import prepare
-
         given = given[:place_of] + given[place_of + 2 :] + made
         at_once = prepare(read_options([word for word in given if word != "--sample_packing"]))
         streamed = prepare(read_options([*given, *map(str, STREAM)]))
@@ -91,7 +95,8 @@ def test_a_run_that_was_stopped_sees_the_rows_of_one_that_never_was(
     place, tmp_path, little_at_a_time, seen, monkeypatch
 ):
     """To the bit, images that wait in the checkpoint included."""
-    more = [*STREAM, "--max_steps", 6, "--gradient_accumulation_steps", 2]
+    more = [*STREAM, "--max_steps", 6, "--gradient_accumulation_steps", 2, "--dataloader_num_workers", 3]
+    more += ["--eval_dataset", place / "rows.jsonl"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(flags(place, whole, *more)) == 0
     of_whole = seen[:]
@@ -106,7 +111,7 @@ def test_a_run_that_was_stopped_sees_the_rows_of_one_that_never_was(
     ended = []
     monkeypatch.setattr(RunTrainer, "training_step", ending)
     assert main(flags(place, cut, *more)) == 143
-    assert main(["--resume", f"--output_dir={cut}"]) == 0
+    assert main(["--resume", f"--output_dir={cut}", "--dataloader_num_workers=1"]) == 0
     assert seen == of_whole
     assert len(seen) == 12
     assert sum(pixels is not None for _, pixels in seen) > 3
@@ -146,3 +151,48 @@ def test_what_cannot_be_trained_on_is_refused_at_once(rows, told, place, tmp_pat
     place_of = given.index("--dataset")
     given = given[:place_of] + given[place_of + 2 :]
     assert told in refused(capsys, [*given, "--config", str(tmp_path / "mixed.yaml")])
+
+
+def without_folder(place, tmp_path, data):
+    """The words of a command line over data, which no image folder is given for."""
+    given = flags(place, tmp_path / "out", *STREAM)
+    given[given.index("--dataset") + 1] = str(data)
+    place_of = given.index("--image_folder")
+    return given[:place_of] + given[place_of + 2 :]
+
+
+def test_images_that_come_late_are_seen_where_a_folder_is_given(place, tmp_path, little_at_a_time):
+    answer = {"role": "assistant", "content": "No."}
+    text = [{"messages": [{"role": "user", "content": f"{n}?"}, answer]} for n in range(9)]
+    late = write(tmp_path / "late.jsonl", [*text, *rows_of(place)])
+    made = prepared(place, tmp_path, *STREAM, "--dataset", late)
+    found = documents(made.train.rows, 19)
+    assert sum(len(told) for *_, told in found) == sum(n % 4 for n in range(10))
+    rows = prepare(read_options(without_folder(place, tmp_path, late))).train.rows
+    with pytest.raises(RunStopped, match=r"row 10, column 'images'"):
+        documents(rows, 19)
+
+
+def test_text_that_holds_a_token_of_images_is_refused_in_a_stream_of_text(place, tmp_path, capsys):
+    rows = [{"prompt": "How?", "completion": "So."}] * 3 + [{"prompt": "A <|image_pad|>", "completion": "no"}]
+    given = without_folder(place, tmp_path, write(tmp_path / "text.jsonl", rows))
+    assert "rows 0 to 3: document 3 holds token" in refused(capsys, given)
+
+
+def test_a_checkpoint_of_a_run_without_images_is_refused(place, tmp_path):
+    text = without_folder(place, tmp_path, place / "text.jsonl")
+    streams = [prepared(place, tmp_path, *STREAM).train.rows, prepare(read_options(text)).train.rows]
+    for number, (stream, what) in enumerate(zip(streams, ("with", "without"), strict=True)):
+        (folder := tmp_path / what).mkdir()
+        next(iter(stream))
+        stream.save(folder, 1)
+        with pytest.raises(InputError, match=f"of a run {what} images, and this one is not"):
+            streams[1 - number].load(folder)
+
+
+def test_threads_that_decode_leave_warnings_as_they_are(place):
+    before = warnings.filters[:]
+    sources = [ImageSource(0, "images", place / "seen" / f"{n}-0.png") for n in (1, 2, 3, 5, 6, 7, 9)] * 20
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(size_of, sources))) > 1
+    assert warnings.filters == before

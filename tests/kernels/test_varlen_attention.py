@@ -2,8 +2,9 @@
 
 The yardstick is every document alone, as transformers computes it eagerly in the inputs' dtype. In 16 bits
 the norm of the kernel's error may not exceed that of eager attention. In float32 it may be half as large
-again: the kernel rounds logits once more, into units of ln 2. In any dtype it may differ by what float32
-loses in out · g_out - g_out · v, where eager attention loses nothing if a query sees one key.
+again: the kernel rounds logits once more, into units of ln 2. That holds for logits of a few units, as these
+are; of larger ones it loses more. In any dtype it may differ by what float32 loses in
+out · g_out - g_out · v, where eager attention loses nothing if a query sees one key.
 """
 
 import math

@@ -470,6 +470,18 @@ def test_what_belongs_to_a_document_goes_where_it_goes():
 def test_a_document_without_its_column_and_cut_documents_are_refused():
     with pytest.raises(InputError, match="example 0 has no column 'images'; give it in every example"):
         PackingStream(10, by_document=["images"]).push({"input_ids": [1]})
+    with pytest.raises(InputError, match="example 0 has no column 'images'; give it in every example"):
+        PackingStream(10, by_document=["images"]).push([1, 2])
     for overlong in ("split", "truncate"):
         with pytest.raises(InputError, match=f"overlong is '{overlong}' and by_document names columns"):
             PackingStream(10, by_document=["images"], overlong=overlong)
+    for wrong in ("images", ["seq_lengths"], ["a", "input_ids"]):
+        with pytest.raises(InputError, match=r"by_document is .*; give a list of names other than input_ids"):
+            PackingStream(10, by_document=wrong)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(["images"], []), ([], ["images"]), (["a", "b"], ["b", "a"])])
+def test_a_state_with_other_columns_of_documents_is_refused(saved, loaded):
+    stream = PackingStream(10, by_document=saved)
+    with pytest.raises(InputError, match="the stream was saved with by_document="):
+        PackingStream(10, by_document=loaded).load_state_dict(stream.state_dict())

@@ -18,7 +18,7 @@ from unsloth_pack.data.compressed import opened, plain_name, read_in_one_line, s
 from unsloth_pack.data.file_parts import FilePart, Row, check_ordinary
 from unsloth_pack.data.json_files import is_json_lines, line_in_file, rows_of_lines
 from unsloth_pack.data.parquet_files import parquet_schema, read_parquet
-from unsloth_pack.data.readers import exact_tables, exactly, kind_of
+from unsloth_pack.data.readers import HalfCharacter, exact_tables, exactly, kind_of
 from unsloth_pack.data.text_files import TEXT_READERS, read_txt
 from unsloth_pack.errors import InputError
 
@@ -75,6 +75,17 @@ class RawBlock:
     ends_pass: bool = False
     part: int = 0
 
+    def rows(self, chosen: range) -> datasets.Dataset:
+        """Those of a range of indices.
+
+        Raises:
+            InputError: one cannot be read; names it.
+        """
+        try:
+            return self.read(chosen)
+        except HalfCharacter as error:
+            raise error.refusal(Path(self.name), self.begin.row + chosen[error.index]) from None
+
 
 class RowSource(Protocol):
     """Where a stream's rows come from.
@@ -114,7 +125,7 @@ def endless(source: RowSource, place: Place) -> Iterator[RawBlock]:
 def first_columns(source: RowSource) -> list[str]:
     """The columns of the first rows of a source; none where it has no rows."""
     for block in source.one_pass(Place()):
-        return block.read(range(block.n_rows)).column_names
+        return block.rows(range(block.n_rows)).column_names
     return []
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -13,7 +12,6 @@ from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource, endless
-from unsloth_pack.data.readers import HalfCharacter
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.data.tokenize import (
     DocumentMaker,
@@ -79,12 +77,8 @@ class StreamedImages(Protocol):
     def unused_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
         """The columns of such rows that nothing is made of."""
 
-    def beside(self, table: pa.Table, numbers: range) -> pa.Table:
-        """Documents of rows without images, as those that stand beside documents with images.
-
-        Raises:
-            InputError: a text holds a token of images.
-        """
+    def beside(self, table: pa.Table) -> pa.Table:
+        """Documents of rows without images, as those that stand beside documents with images."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +102,8 @@ class DocumentStream:
         vocab_size: token ids are below it.
         max_length, responses_only, chat_template: as for `tokenize`.
         images: makes documents of rows with images; None where no row has any.
+        check_text: refuses documents of rows without images, of which one is called as its second argument
+            says.
 
     Attributes:
         first_ledger: the ledger of the first rows, of one block at least of each part.
@@ -128,9 +124,9 @@ class DocumentStream:
         responses_only: bool,
         chat_template: str | None,
         images: StreamedImages | None = None,
+        check_text: Callable[[pa.Table, str], None] | None = None,
     ):
-        self._images = images
-        self._has_images: dict[int, bool] = {}  # by part
+        self._images, self._check_text = images, check_text
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
         self._max_length, self._responses_only = max_length, responses_only
         self._chat_template = chat_template
@@ -188,16 +184,11 @@ class DocumentStream:
         if chosen:
             begin = block.begin.row
             numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
-            try:
-                rows = block.read(chosen)
-            except HalfCharacter as error:
-                raise error.refusal(Path(block.name), numbers[error.index]) from None
+            rows = block.rows(chosen)
             try:
                 for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
                     tally += of_batch
-                    if self._images is not None and IMAGES not in table.column_names:
-                        table = self._images.beside(table, numbers)
-                    tables.append(table)
+                    tables.append(self._beside_images(table, numbers))
                 if tally.least_id < 0 or tally.last_id >= self._vocab_size:
                     self._refuse_ids(tally, numbers)
             except InputError as error:
@@ -205,6 +196,14 @@ class DocumentStream:
         if self.n_parts > 1:
             tally = tally.of_part(block.part)
         return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)
+
+    def _beside_images(self, table: pa.Table, numbers: range) -> pa.Table:
+        """Documents of some of the rows with these numbers, with a column of images if the stream has any."""
+        if IMAGES in table.column_names:
+            return table
+        if self._check_text is not None:
+            self._check_text(table, f"rows {numbers[0]} to {numbers[-1]}: document")
+        return table if self._images is None else self._images.beside(table)
 
     def _refuse_ids(self, tally: Tally, numbers: range) -> None:
         wrong = tally.last_id if tally.last_id >= self._vocab_size else tally.least_id
@@ -215,13 +214,10 @@ class DocumentStream:
 
     def _maker(self, rows: datasets.Dataset, numbers: range, part: int) -> SpanMaker:
         """What makes documents of some rows, which have to be as the first rows of their part are."""
-        if self._images is not None:
-            if part not in self._has_images:
-                self._has_images[part] = self._images.are_in(rows)
-                if self._has_images[part]:
-                    self.unused_columns[part] = self._images.unused_columns(rows)
-            if self._has_images[part]:
-                return self._images.maker(rows, numbers)
+        if self._images is not None and self._images.are_in(rows):
+            if part not in self.unused_columns:
+                self.unused_columns[part] = self._images.unused_columns(rows)
+            return self._images.maker(rows, numbers)
         for name in self._columns.get(part, ()):
             if name not in rows.column_names:
                 rows = rows.add_column(name, [None] * len(rows))

@@ -50,6 +50,8 @@ class FastTowerOfSizes(CapturedTower):
         """
         with gradients_of(self, pixel_values):
             patches = self._patches(pixel_values, image_sizes)
+            if not asks_only(kwargs):
+                self.tower_graphs.leave_out("what comes beside the pixels is read on the host")
             if torch.is_grad_enabled() or not asks_only(kwargs):
                 return self._seen(patches, **kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -172,7 +173,13 @@ def _refuse(source: ImageSource, problem: str, remedy: str) -> NoReturn:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without Pillow's warnings about large or odd files: large ones are refused here."""
+    """Without Pillow's warnings about large or odd files: large ones are refused here.
+
+    Warnings are switched off for the whole process, and threads would switch each other's on and off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,20 +1,19 @@
 """`rank_pattern` and `alpha_pattern` of a `LoraConfig`, of which PEFT passes over what matches nothing."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import nn
 
 from unsloth_pack.errors import InputError
 
 _FIELDS = ("rank_pattern", "alpha_pattern")
 
 
-def check_patterns(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse a pattern that no layer matches, as one does that names a layer which the model has joined.
+def check_patterns(adapted: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Refuse a pattern that no adapted layer matches, for example q_proj in a model with one qkv_proj.
 
     Args:
+        adapted: the paths of what an adapter is put on.
         given: fields of the `LoraConfig`.
 
     Raises:
@@ -28,8 +27,6 @@ def check_patterns(model: nn.Module, given: Mapping[str, Any]) -> None:
                 raise InputError(
                     f"{field} has {pattern!r}, which is no pattern: {error}; correct it"
                 ) from None
-            paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
-            if not any(map(matches, paths)):
-                linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-                has = ", ".join(sorted({path.rpartition(".")[2] for path in linear}))
-                raise InputError(f"{field} has {pattern!r}, which matches no layer; the model has {has}")
+            if not any(map(matches, adapted)):
+                names = ", ".join(sorted({path.rpartition(".")[2] for path in adapted})) or "no layers"
+                raise InputError(f"{field} has {pattern!r}, which matches none of what is adapted: {names}")

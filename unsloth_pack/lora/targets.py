@@ -156,7 +156,24 @@ def lora_targets(
         InputError: a target that the model does not have, a pattern that matches nothing, or gate without up.
     """
     given = given or {}
-    check_patterns(model, given)
+    found = _targets_of(model, target_modules, given)
+    check_patterns(_adapted(model, found, given), given)
+    return found
+
+
+def _adapted(model: nn.Module, targets: Targets, given: Mapping[str, Any]) -> list[str]:
+    """The paths of the layers and the stacked parameters that PEFT will adapt."""
+    is_meant = _matcher(targets.modules)
+    kinds = nn.Linear if targets.modules == "all-linear" else (nn.Linear, nn.Embedding)
+    layers = [path for path, one in model.named_modules() if isinstance(one, kinds) and is_meant(path)]
+    names = {*targets.parameters, *(given.get("target_parameters") or ())}
+    stacks = [path for path, _ in model.named_parameters() if any(_ends_with(path, name) for name in names)]
+    return layers + stacks
+
+
+def _targets_of(
+    model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any]
+) -> Targets:
     if target_modules == NO_LAYERS:
         return Targets(target_modules)
     names = default_names(model) if target_modules is None else _as_joined(model, target_modules)

@@ -71,8 +71,8 @@ class PackingStream:
         seed: of the order of packs within a buffer; None keeps the planner's order, longest documents first.
         overlong: "error", "truncate", "drop" or "split", as for `pack_sequences`.
         buffer_tokens: tokens that may wait; None for any number. Not in atomic mode.
-        by_document: columns that hold one thing a document, of any kind, as its images. A pack has the list
-            of them. No document is cut then.
+        by_document: columns that hold one thing a document, of any kind, as its images, which is not copied.
+            A pack has the list of them. No document is cut then.
 
     Raises:
         InputError: an argument is out of its range; atomic mode with `drop_last=False`, another strategy than
@@ -93,6 +93,10 @@ class PackingStream:
         buffer_tokens: int | None = None,
         by_document: Collection[str] = (),
     ):
+        if isinstance(by_document, str) or {*by_document} & {"input_ids", "seq_lengths"}:
+            raise InputError(
+                f"by_document is {by_document!r}; give a list of names other than input_ids and seq_lengths"
+            )
         if by_document and overlong not in ("error", "drop"):
             raise InputError(
                 f"overlong is {overlong!r} and by_document names columns, which have no parts for the pieces "
@@ -115,7 +119,7 @@ class PackingStream:
         self.seed = seed
         self.overlong = check_overlong(overlong)
         self.atomic = atomic
-        self._by_document = frozenset(by_document)
+        self._by_document = tuple(dict.fromkeys(by_document))
         self.counts = StreamCounts()
         self.consumed = 0
         self._kinds: dict[str, str] | None = None
@@ -157,7 +161,7 @@ class PackingStream:
                 atomic mode, `buffer_size` segments wait already. The stream stays as it was.
         """
         beside: Example = {}
-        if isinstance(example, Mapping) and self._by_document:
+        if self._by_document:
             example, beside = self._parted(example)
         columns, kinds = self._checked(example)
         if self.atomic and self.waiting >= self.buffer_size:
@@ -236,14 +240,14 @@ class PackingStream:
 
     def _settings(self) -> dict[str, Any]:
         names = "capacity buffer_size min_fill_ratio drop_last strategy seed overlong atomic buffer_tokens"
-        return {name: getattr(self, name) for name in names.split()}
+        settings = {name: getattr(self, name) for name in names.split()}
+        return settings | {"by_document": [*self._by_document] or None}
 
-    def _parted(self, example: Mapping[str, Any]) -> tuple[Example, Example]:
+    def _parted(self, example: Any) -> tuple[Example, Example]:
         """The example's columns of tokens, and those of the document."""
-        if missing := self._by_document - example.keys():
-            raise InputError(
-                f"example {self.consumed} has no column {min(missing)!r}; give it in every example"
-            )
+        for name in self._by_document:
+            if not isinstance(example, Mapping) or name not in example:
+                raise InputError(f"example {self.consumed} has no column {name!r}; give it in every example")
         return (
             {name: value for name, value in example.items() if name not in self._by_document},
             {name: example[name] for name in self._by_document},

@@ -1,10 +1,11 @@
 """From the rows of a data set to tokenised documents, in the same way for every subcommand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
+from pyarrow import Table
 from transformers import PreTrainedTokenizerBase
 
 from unsloth_pack.data import check_token_ids
@@ -192,8 +193,9 @@ def open_training_data(data: DataOptions, seed: int) -> OpenedStream:
 
 def first_of_stream(source: RowSource) -> list[Dataset]:
     """The first rows of each part of a stream that has some."""
-    blocks = (next(part.one_pass(Place()), None) for part in source.parts)
-    return [block.read(range(block.n_rows)) for block in blocks if block is not None]
+    passes = (part.one_pass(Place()) for part in source.parts)
+    blocks = (next((block for block in blocks if block.n_rows), None) for blocks in passes)
+    return [block.rows(range(block.n_rows)) for block in blocks if block is not None]
 
 
 def stream_documents(
@@ -203,11 +205,12 @@ def stream_documents(
     max_length: int,
     train_on_responses_only: bool,
     images: StreamedImages | None = None,
+    check_text: Callable[[Table, str], None] | None = None,
 ) -> DocumentStream:
     """The documents of a stream; its first rows are read now.
 
     Args:
-        images: makes documents of rows with images; None where no row has any.
+        images, check_text: as `DocumentStream` takes them.
 
     Raises:
         InputError: they cannot be trained on.
@@ -220,6 +223,7 @@ def stream_documents(
         responses_only=train_on_responses_only,
         chat_template=training_template(tokenizer) if train_on_responses_only else None,
         images=images,
+        check_text=check_text,
     )
 
 

@@ -242,8 +242,12 @@ def image_preparation(
     rows: Iterable[Dataset],
     *,
     keep_bytes: bool = False,
+    are_expected: bool = False,
 ) -> ImagePreparation | None:
     """How the images of some data sets are prepared; None where the model takes none, or they have none.
+
+    Args:
+        are_expected: rows that come later may have images, whatever these have.
 
     Raises:
         InputError: images for this model are not prepared here, its processor cannot be loaded, or the
@@ -251,7 +255,7 @@ def image_preparation(
     """
     source = resolve(model_name)[0]
     config = load_config(source)
-    if not hasattr(config, "vision_config") or not any(map(holds_images, rows)):
+    if not hasattr(config, "vision_config") or not (are_expected or any(map(holds_images, rows))):
         return None
     return preparation_of(source, config, tokenizer, options, keep_bytes=keep_bytes)
 

@@ -32,7 +32,7 @@ class ImageOptions:
     dataloader_num_workers: int | None = option(
         None,
         whole(0),
-        "processes that decode images beside each process that trains; rows of text need none",
+        "processes (threads of a stream) beside each that trains, which decode images; text needs none",
         "PROCESSES",
         unset="on a GPU one for each core, at most 8; else 0",
     )

@@ -1,4 +1,6 @@
-"""Rows with images in a stream."""
+"""Rows with images in a stream, and rows of text for a model that takes images."""
+
+from collections.abc import Callable
 
 from datasets import Dataset
 from pyarrow import Table
@@ -6,11 +8,12 @@ from pyarrow import Table
 from unsloth_pack.data.tokenize import SpanMaker
 from unsloth_pack.images.prepared import ImageDocumentMaker, holds_images, without_images
 from unsloth_pack.images.stored import image_document_schema
+from unsloth_pack.images.tokens import ImageTokenIds
 from unsloth_pack.recipe.image_data import ImagePreparation, refuse_image_tokens
 
 
 class PreparedStream:
-    """Makes documents of them, as `data.streamed.StreamedImages` says.
+    """Makes documents of rows with images, as `data.streamed.StreamedImages` says.
 
     Args:
         images: how they are prepared.
@@ -35,8 +38,14 @@ class PreparedStream:
     def unused_columns(self, rows: Dataset) -> tuple[str, ...]:
         return self._images.unused_columns(rows)
 
-    def beside(self, table: Table, numbers: range) -> Table:
-        rows = Dataset(table)
-        what = f"among rows {numbers[0]} to {numbers[-1]}, document"
-        refuse_image_tokens(rows, self._images.token_ids, what, "take it out of the text")
-        return without_images(rows).data.table.cast(self.schema)
+    def beside(self, table: Table) -> Table:
+        return without_images(Dataset(table)).data.table.cast(self.schema)
+
+
+def refusing(token_ids: ImageTokenIds) -> Callable[[Table, str], None]:
+    """What refuses documents of text that hold tokens of images, as `data.streamed` calls it."""
+
+    def check(table: Table, what: str) -> None:
+        refuse_image_tokens(Dataset(table), token_ids, what, "take it out of the text")
+
+    return check

@@ -36,8 +36,8 @@ from unsloth_pack.recipe.documents import (
     stream_documents,
 )
 from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.image_data import ImagePreparation
-from unsloth_pack.recipe.image_stream import PreparedStream
+from unsloth_pack.recipe.image_data import ImagePreparation, image_ids_of, takes_images
+from unsloth_pack.recipe.image_stream import PreparedStream, refusing
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
 from unsloth_pack.recipe.optimizers import arguments_of, check_masters, check_optimizer, check_rounding
@@ -133,7 +133,8 @@ def prepare(options: TrainOptions) -> Prepared:
     tokenizer = _tokenizer(options)
     new_tokens = _add_tokens(options, tokenizer)
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
-    first = () if stream is None else first_of_stream(stream.source)
+    may_have_images = stream is not None and takes_images(options.model.model_name)
+    first = first_of_stream(stream.source) if stream is not None and may_have_images else ()
     images = images_of_run(options, tokenizer, train_rows, eval_rows, first)
     if images is not None:
         options = with_images(options, config)
@@ -360,7 +361,11 @@ def _stream_of(
     source = stream.source
     responses_only = bool(data.train_on_responses_only)
     of_images = None if images is None else PreparedStream(images, capacity, responses_only)
-    documents = stream_documents(source, tokenizer, vocab_size, capacity, responses_only, of_images)
+    token_ids = image_ids_of(options.model.model_name, tokenizer)
+    check_text = None if token_ids is None else refusing(token_ids)
+    documents = stream_documents(
+        source, tokenizer, vocab_size, capacity, responses_only, of_images, check_text
+    )
     for number, data_set in enumerate(stream.data_sets):
         unused = documents.unused_columns[number]
         check_used(data_set.columns, unused, are_shared=data_set.shares_columns)

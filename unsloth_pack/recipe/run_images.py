@@ -47,11 +47,14 @@ def images_of_run(
     images = preparation_of_packs(model_name, tokenizer, options.images, packs)
     if images is None or any(map(holds_images, sets)):
         settings = options.images if images is None else images.options
-        images = image_preparation(model_name, tokenizer, settings, sets)
+        is_said = options.data.streaming and options.images.image_folder is not None
+        images = image_preparation(model_name, tokenizer, settings, sets, are_expected=is_said)
     if images is not None:
         check_run_with_images(options)
         return images
     why = "the data has no images"
+    if options.data.streaming:
+        why = "the first rows have no images (if later ones do, give --image_folder)"
     if not takes_images(model_name):
         why = f"{model_name} takes no images"
     refuse_image_options(options.images, why)

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -80,8 +80,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
         share: of the documents that this process takes.
         n_workers: processes that read and tokenise. Their number changes no row.
         ahead: rows that are ready before one is given out. If a document is refused, so many still come: the
-            training can stop at an update, on all processes at the same one. Of these, loaders of rows with
-            images have given out one batch more than there are decoders.
+            training can stop at an update, on all processes at the same one. A loader of rows with images
+            takes `decoders + 1` batches before they are trained on.
         decoders: threads that decode images, each those of a batch; 0 where no row has any.
 
     Attributes:
@@ -121,7 +121,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
         """Documents and tokens that wait at most for others to share a row with."""
         return self._packer.buffer_size, self._packer.buffer_tokens
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Generator[dict[str, Any]]:
         """The rows after the last one that was given out."""
         blocks = self._blocks()
         tally, place, rows = self._last.tally, self._last.place, self._last.rows
@@ -192,7 +192,8 @@ class RowStream(IterableDataset[dict[str, Any]]):
         if about["version"] != _VERSION:
             raise InputError(f"{path}: of another release (version {about['version']}); start anew")
         if self.documents.has_images != (IMAGES in tensors):
-            raise InputError(f"{path}: of a run with{'out' * (IMAGES not in tensors)} images; start anew")
+            which = "with images" if IMAGES in tensors else "without images"
+            raise InputError(f"{path}: of a run {which}, and this one is not; start anew")
         groups = _grouped(tensors)
         self._packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
         tally = Tally(Counter(about["tally"]["sums"]), Counter(dict(about["tally"]["lengths"])))
@@ -252,13 +253,14 @@ def state_file(process: int) -> str:
 
 
 class _Decoded(IterableDataset[dict[str, Any]]):
-    """Batches of rows with images. So many more are decoded as there are threads while one is trained on."""
+    """Batches of rows with images. Each thread decodes one of the next while one is trained on."""
 
     def __init__(self, stream: RowStream, batch_size: int, collate: Any):
         self._stream, self._batch_size, self._collate = stream, batch_size, collate
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows, waiting, stopped = iter(self._stream), deque[Future[dict[str, Any]]](), None
+        rows, waiting = self._stream.__iter__(), deque[Future[dict[str, Any]]]()
+        stopped: RunStopped | None = None
         pool = ThreadPoolExecutor(self._stream.decoders)
         try:
             while True:
@@ -269,8 +271,8 @@ class _Decoded(IterableDataset[dict[str, Any]]):
                         stopped = error
                         break
                     waiting.append(pool.submit(self._collate, batch))
-                if not waiting:
-                    raise stopped or RunStopped("the stream gives no rows")
+                if stopped is not None and not waiting:
+                    raise stopped
                 try:
                     made = waiting.popleft().result()
                 except InputError as error:
@@ -278,6 +280,7 @@ class _Decoded(IterableDataset[dict[str, Any]]):
                 yield made
         finally:
             pool.shutdown(cancel_futures=True)
+            rows.close()  # else an error that is held on to would hold the processes that read
 
 
 def loader_of(

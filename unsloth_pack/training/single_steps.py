@@ -27,7 +27,7 @@ def step_one(optimizer: Optimizer, parameter: Tensor, settings: Mapping[str, Any
 @contextmanager
 def _own_settings_of(optimizer: Any, parameter: Tensor) -> Iterator[None]:
     """bitsandbytes keeps settings of single weights, as 32 bits for embeddings, by their place in the groups.
-    Meanwhile it has those of the weight that stands at the first place alone."""
+    While one weight is updated alone, at the first place, only its own settings are known."""
     manager = getattr(optimizer, "mng", None)
     if manager is None:
         yield
