@@ -46,7 +46,7 @@ PRIVATE_NAMES = (
         "torch.nn.modules.module",
         "_apply",
         "to let go of CUDA graphs over weights that move",
-        ("forwards/decoder.py", "forwards/tower.py"),
+        ("forwards/decoder.py", "forwards/frozen_tower.py"),
     ),
     PrivateName(
         "torch.nn.modules.module",
