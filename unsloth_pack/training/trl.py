@@ -33,7 +33,7 @@ from unsloth_pack.training.in_backward import InBackward
 from unsloth_pack.training.learning_rates import LearningRates, grouped
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
-from unsloth_pack.training.row_stream import EpochOfStream, RowStream, loader_of
+from unsloth_pack.training.row_stream import EpochOfStream, RowStream
 from unsloth_pack.training.sharded_weights import (
     adapt_patch,
     gathered,
@@ -41,6 +41,7 @@ from unsloth_pack.training.sharded_weights import (
     settings_refused_in_one_line,
     use_fsdp_on_a_cpu,
 )
+from unsloth_pack.training.stream_loader import loader_of
 from unsloth_pack.training.trained import Trained, TrainedCounts
 from unsloth_pack.training.trl_refusals import (
     adapted_head_allowed,
