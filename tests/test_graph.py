@@ -27,7 +27,7 @@ from unsloth_pack.graphs.capture import StepOutput, _Replayed, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.flat_gradients import FlatGradients
 from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm
-from unsloth_pack.graphs.memory import GraphMemory, Token
+from unsloth_pack.graphs.memory import GraphMemory, Token, borrowed
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.graphs.step_graphs import StepGraphs
@@ -1464,3 +1464,14 @@ def test_what_cannot_be_captured_says_why(arch, backend):
     model = tiny_model(arch, torch.bfloat16)
     report = patch_model(model, backend).report
     assert report.not_fused["step"].startswith("not captured in CUDA graphs: ")
+
+
+@gpu
+def test_a_borrowed_view_has_the_strides_of_what_it_stands_for():
+    """The first hidden states of SigLIP's towers are not contiguous."""
+    whole = torch.randn(3, 8, 5, device="cuda", dtype=torch.bfloat16)
+    for x in (whole, whole.transpose(1, 2), whole[:, 1:4, ::2], whole[:, :1].expand(3, 4, 5), whole[:0]):
+        view = borrowed(x)
+        assert torch.equal(view, x)
+        assert view.stride() == x.stride() or not x.numel()
+        assert view.data_ptr() == x.data_ptr() or not x.numel()
