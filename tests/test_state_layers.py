@@ -285,6 +285,7 @@ def test_an_architecture_without_a_patch_is_told_which_is_the_nearest():
     for model_type, near in {
         "granitemoe": "the nearest is 'granite': its configuration adds num_experts_per_tok, num_local_",
         "qwen9": "the nearest name is 'qwen",  # which transformers does not know
+        "qwen3_5": "its text model, 'qwen3_5_text', has one; ",
         "gpt2": "add a file to unsloth_pack/models",  # nothing is near
     }.items():
         with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' has no patch; {near}") as refusal:

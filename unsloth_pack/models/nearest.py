@@ -17,6 +17,8 @@ def nearest(model_type: str, supported: Collection[str]) -> str | None:
         model_type: of no patched architecture.
         supported: those that are patched.
     """
+    if (inner := _text_model_of(model_type)) in supported:
+        return f"its text model, {inner!r}, has one"
     own = _fields(model_type)
     if own is None:
         alike = get_close_matches(model_type, supported, n=1)
@@ -29,6 +31,16 @@ def nearest(model_type: str, supported: Collection[str]) -> str | None:
     said = [f"adds {_listed(more)}"] * bool(more) + [f"lacks {_listed(less)}"] * bool(less)
     differs = f": its configuration {' and '.join(said)}" if said else ", with the same configuration"
     return f"the nearest is {name!r}{differs}"
+
+
+def _text_model_of(model_type: str) -> str | None:
+    """The architecture of the text model inside a model of vision and language."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return None
+    kind = CONFIG_MAPPING[model_type]  # whose `get` knows none of them
+    return getattr(getattr(kind, "sub_configs", {}).get("text_config"), "model_type", None)
 
 
 def _listed(names: list[str]) -> str:
