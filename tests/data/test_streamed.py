@@ -263,3 +263,21 @@ def test_nothing_is_read_ahead_of_a_block(monkeypatch):
     read.clear()
     for block in islice(stream.blocks(Place(), Share()), 20):
         assert len(read) - block.end.seen <= 7
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [datasets.Image(), datasets.List(datasets.Image()), {"bytes": datasets.Value("large_binary")}],
+    ids=["an image", "images", "bytes"],
+)
+def test_blocks_of_rows_with_images_are_small(kind, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.data.raw_blocks._ROWS", 1000)
+    features = datasets.Features({"text": datasets.Value("string"), "seen": kind})
+    rows = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(130)]})
+    saved = rows.add_column("seen", [None] * 130).cast(features).to_iterable_dataset()
+    blocks = list(IterableRows("images", saved).one_pass(Place()))
+    assert [block.n_rows for block in blocks] == [50, 50, 30]
+    rest = list(IterableRows("images", saved).one_pass(blocks[0].end))
+    assert rest[0].rows(range(1))["text"][0] == "row 50"
+    of_text = rows.to_iterable_dataset()
+    assert [block.n_rows for block in IterableRows("text", of_text).one_pass(Place())] == [130]

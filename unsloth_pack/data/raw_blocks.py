@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _ROWS, _BYTES = 1000, 1 << 20  # of a block, about
+_ROWS_WITH_FILES = 50  # of a block of a hub data set whose rows hold images
 _LINES_OF_TXT = 10_000  # among which a blank line says that blank lines separate documents
 
 
@@ -185,8 +186,9 @@ class IterableRows:
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
         rows = self._rows.with_format("arrow")
         rows.load_state_dict(place.state or rows.state_dict())
+        size = _ROWS_WITH_FILES if _holds_files(self._rows.features or {}) else _ROWS
         try:
-            for table in rows.iter(batch_size=_ROWS):
+            for table in rows.iter(batch_size=size):
                 done = place.row + len(table)
                 there = replace(place, row=done, seen=done, state=rows.state_dict())
                 yield RawBlock(self.name, len(table), self._reader(table), place, there)
@@ -197,6 +199,21 @@ class IterableRows:
 
     def _reader(self, table: pa.Table) -> Callable[[range], datasets.Dataset]:
         return partial(_of_table, Path(self.name), table, self._rows.features)
+
+
+def _holds_files(feature: Any) -> bool:
+    """Whether values of a type may hold images or other bytes."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return any(map(_holds_files, feature.values()))
+    media = (datasets.Image, datasets.Audio, datasets.Video)
+    inner = getattr(feature, "feature", None)  # of a list
+    return (
+        isinstance(feature, media)
+        or "binary" in str(getattr(feature, "dtype", ""))
+        or _holds_files(inner or {})
+    )
 
 
 # Rows of a file: their number, what reads those of a range, and what is done of the file after them
