@@ -1,12 +1,13 @@
 """A tower that keeps nothing for a backward pass where it is frozen, and may be replayed from CUDA graphs."""
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unsloth_pack.graphs.tower_graphs import Patches, TowerGraphs
+from unsloth_pack.graphs.tower_graphs import Patches, Run, TowerGraphs
 from unsloth_pack.modules.eager import runs_eagerly
 
 
@@ -20,6 +21,13 @@ class CapturedTower(nn.Module):
     """A tower with graphs of its forward pass."""
 
     tower_graphs: TowerGraphs
+
+    def _replayed(self, run: Run, patches: Patches, asked: dict[str, Any]) -> Any:
+        """What `run` makes of patches without gradients, from graphs where these know what is asked."""
+        if any(not (value is None or isinstance(value, int)) for value in asked.values()):
+            self.tower_graphs.leave_out("what comes beside the pixels is read on the host")
+            return run(patches)
+        return self.tower_graphs.output(self, run, replace(patches, asked=asked))
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
@@ -42,18 +50,10 @@ class FrozenTower(CapturedTower):
         launching it holds the GPU up."""
         of_transformers = super().forward
         with gradients_of(self, pixel_values):
-            if torch.is_grad_enabled():
-                return of_transformers(pixel_values, *args, **kwargs)
-            if args or not asks_only(kwargs):
-                self.tower_graphs.leave_out("what comes beside the pixels is read on the host")
+            if torch.is_grad_enabled() or args:
                 return of_transformers(pixel_values, *args, **kwargs)
 
             def run(patches: Patches) -> Any:
                 return of_transformers(patches.pixels, **kwargs)
 
-            return self.tower_graphs.output(self, run, Patches(pixel_values, asked=kwargs))
-
-
-def asks_only(arguments: dict[str, Any]) -> bool:
-    """Whether arguments of a call only say what it is to return: yes, no, or of which layer."""
-    return all(value is None or isinstance(value, int) for value in arguments.values())
+            return self._replayed(run, Patches(pixel_values), kwargs)

@@ -5,7 +5,6 @@ transformers keeps images apart by a mask of all patches by all patches.
 Shapes: P patches of all images, H heads, D head size, C features.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from unsloth_pack.attention import AttentionOptions, attend
 from unsloth_pack.errors import InputError
-from unsloth_pack.forwards.frozen_tower import CapturedTower, asks_only, gradients_of
+from unsloth_pack.forwards.frozen_tower import CapturedTower, gradients_of
 from unsloth_pack.graphs.tower_graphs import Patches
 from unsloth_pack.kernels import rope_qk
 from unsloth_pack.modules.eager import runs_eagerly
@@ -50,15 +49,9 @@ class FastTowerOfSizes(CapturedTower):
         """
         with gradients_of(self, pixel_values):
             patches = self._patches(pixel_values, image_sizes)
-            if not asks_only(kwargs):
-                self.tower_graphs.leave_out("what comes beside the pixels is read on the host")
-            if torch.is_grad_enabled() or not asks_only(kwargs):
+            if torch.is_grad_enabled():
                 return self._seen(patches, **kwargs)
-
-            def run(patches: Patches) -> Any:
-                return self._seen(patches, **kwargs)
-
-            return self.tower_graphs.output(self, run, replace(patches, asked=kwargs))
+            return self._replayed(lambda given: self._seen(given, **kwargs), patches, kwargs)
 
     @merge_with_config_defaults
     @capture_outputs
