@@ -22,7 +22,7 @@ from unsloth_pack.data.absent_keys import holds_objects, without_absent_keys
 from unsloth_pack.data.columns import KNOWN_COLUMNS, as_flag, suggested
 from unsloth_pack.data.fields import Row
 from unsloth_pack.data.other_columns import refuse_acting_columns, refuse_media, refuse_other_data
-from unsloth_pack.data.turn_keys import unread_keys
+from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 # Names that other tools give to the boundaries in packed rows
-_OF_TURNS = ("messages", "conversations", "prompt", "completion", "response")
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
 _WANTED = (
@@ -222,7 +221,7 @@ class Conversion:
                 features = _conversation_features(dataset, {"messages": column}, chat_template)
         self.unused_columns = tuple(name for name in dataset.column_names if name not in used)
         if template and not self._are_text:
-            turns = [name for name in _OF_TURNS if name in used and name in dataset.column_names]
+            turns = [name for name in OF_TURNS if name in used and name in dataset.column_names]
             self.unused_columns += unread_keys(dataset, turns, template)
         if not self._unused:
             of_template = {"tools": Value("string"), "chat_template_kwargs": ExactJson()}

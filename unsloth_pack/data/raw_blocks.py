@@ -186,7 +186,7 @@ class IterableRows:
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
         rows = self._rows.with_format("arrow")
         rows.load_state_dict(place.state or rows.state_dict())
-        size = _ROWS_WITH_FILES if _holds_files(self._rows.features or {}) else _ROWS
+        size = _ROWS_WITH_FILES if _holds_files(self._rows.features) else _ROWS
         try:
             for table in rows.iter(batch_size=size):
                 done = place.row + len(table)
@@ -201,19 +201,9 @@ class IterableRows:
         return partial(_of_table, Path(self.name), table, self._rows.features)
 
 
-def _holds_files(feature: Any) -> bool:
-    """Whether values of a type may hold images or other bytes."""
-    import datasets
-
-    if isinstance(feature, dict):
-        return any(map(_holds_files, feature.values()))
-    media = (datasets.Image, datasets.Audio, datasets.Video)
-    inner = getattr(feature, "feature", None)  # of a list
-    return (
-        isinstance(feature, media)
-        or "binary" in str(getattr(feature, "dtype", ""))
-        or _holds_files(inner or {})
-    )
+def _holds_files(features: datasets.Features | None) -> bool:
+    """Whether rows may hold images or other bytes."""
+    return features is not None and any("binary" in str(kind) for kind in features.arrow_schema.types)
 
 
 # Rows of a file: their number, what reads those of a range, and what is done of the file after them

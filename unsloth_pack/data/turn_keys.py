@@ -11,6 +11,7 @@ from unsloth_pack.data.refusals import fail
 if TYPE_CHECKING:
     import datasets
 
+OF_TURNS = ("messages", "conversations", "prompt", "completion", "response")  # columns that may hold turns
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # of axolotl, OpenAI and Mistral, ms-swift, others, LLaMA-Factory
 _MARKS = ("train", "weight", "loss", "loss_mask", "loss_weight")

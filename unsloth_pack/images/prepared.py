@@ -18,7 +18,7 @@ from unsloth_pack.data.other_columns import refuse_acting_columns
 from unsloth_pack.data.spans import in_order, spans_of
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.data.tokenize import SpanMaker, table_of
-from unsloth_pack.data.turn_keys import unread_keys
+from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
 from unsloth_pack.images.documents import VisionDocument, VisionEncoder
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.stored import image_document_schema, stored
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _COLUMNS = ("images", "image")
-_CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "response")
 _USED = {
     *_COLUMNS,
-    *_CONVERSATIONS,
+    *OF_TURNS,
     "instruction",
     "input",
     "output",
@@ -50,7 +49,7 @@ def holds_images(dataset: datasets.Dataset) -> bool:
 
     if {*dataset.column_names} & {*_COLUMNS}:
         return True
-    for name in {*dataset.column_names} & {*_CONVERSATIONS}:
+    for name in {*dataset.column_names} & {*OF_TURNS}:
         feature = dataset.features[name]
         if _holds_text_alone(feature):
             continue
@@ -75,7 +74,7 @@ def _holds_text_alone(feature: Any) -> bool:
 def unused_columns(dataset: datasets.Dataset, template: str) -> tuple[str, ...]:
     """The columns that nothing is made of, and the keys of turns that a chat template does not read."""
     unused = tuple(name for name in dataset.column_names if name not in _USED)
-    turns = [name for name in _CONVERSATIONS if name in dataset.column_names]
+    turns = [name for name in OF_TURNS if name in dataset.column_names]
     return unused + unread_keys(dataset, turns, template)
 
 

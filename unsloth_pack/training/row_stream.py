@@ -212,7 +212,7 @@ class RowStream(IterableDataset[dict[str, Any]]):
             source,
             batch_size=None,
             num_workers=self.n_workers,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             generator=torch.Generator(),  # the run's own random numbers are not drawn from
             **options,
         )
@@ -302,7 +302,8 @@ class _Blocks(IterableDataset[DocumentBlock]):
         return self._documents.blocks(self._place, self._share, number, of)
 
 
-def _as_it_is(block: Any) -> Any:
+def as_it_is(block: Any) -> Any:
+    """For loaders of what is made already."""
     return block
 
 

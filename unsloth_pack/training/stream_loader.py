@@ -11,7 +11,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 
 from unsloth_pack.errors import InputError, RunStopped
-from unsloth_pack.training.row_stream import RowStream
+from unsloth_pack.training.row_stream import RowStream, as_it_is
 
 
 class _Decoded(IterableDataset[dict[str, Any]]):
@@ -53,7 +53,7 @@ def loader_of(
     loader = DataLoader(
         rows,
         batch_size=None if stream.decoders else batch_size,
-        collate_fn=_as_it_is if stream.decoders else collate,
+        collate_fn=as_it_is if stream.decoders else collate,
         pin_memory=pin_memory,
         generator=torch.Generator(),
     )
@@ -66,7 +66,3 @@ def loader_of(
         dispatch_batches=False,
         non_blocking=pin_memory,  # else a copy waits for the step before
     )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
