@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from unsloth_pack.graphs.tower_graphs import Patches, Run, TowerGraphs
 from unsloth_pack.modules.eager import runs_eagerly
 
+READ_ON_HOST = "what comes beside the pixels is read on the host"
+
 
 def gradients_of(tower: nn.Module, pixels: Tensor) -> AbstractContextManager[Any]:
     """A context in which gradients are kept only if a tower's pixels or its weights have any."""
@@ -25,7 +27,7 @@ class CapturedTower(nn.Module):
     def _replayed(self, run: Run, patches: Patches, asked: dict[str, Any]) -> Any:
         """What `run` makes of patches without gradients, from graphs where these know what is asked."""
         if any(not (value is None or isinstance(value, int)) for value in asked.values()):
-            self.tower_graphs.leave_out("what comes beside the pixels is read on the host")
+            self.tower_graphs.leave_out(READ_ON_HOST)
             return run(patches)
         return self.tower_graphs.output(self, run, replace(patches, asked=asked))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
 from unsloth_pack.attention.backends import backend_of_other_keys, why_not_captured
-from unsloth_pack.forwards.frozen_tower import FrozenTower
+from unsloth_pack.forwards.frozen_tower import READ_ON_HOST, FrozenTower
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mixers.attention import attention_options
 from unsloth_pack.forwards.tower import FastPatchEmbed, FastTower, FastTowerAttention
@@ -83,8 +83,10 @@ def _swap_for_sizes(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpe
 
 
 def _swap_for_batch(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpec, backend: str) -> None:
-    is_on_cuda = next(tower.parameters()).is_cuda
-    graphs = TowerGraphs(_dropout(tower) if is_on_cuda else "CUDA graphs need CUDA", unit="images")
+    why_never = _dropout(tower) or (READ_ON_HOST if "pixel_attention_mask" in spec.options else None)
+    if not next(tower.parameters()).is_cuda:
+        why_never = "CUDA graphs need CUDA"
+    graphs = TowerGraphs(why_never, unit="images")
     swap(tower, FrozenTower, tower_graphs=graphs)
     say_tower(report, tower.config.num_hidden_layers, None, "images of one size are a batch", graphs)
 

@@ -133,8 +133,9 @@ def prepare(options: TrainOptions) -> Prepared:
     tokenizer = _tokenizer(options)
     new_tokens = _add_tokens(options, tokenizer)
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
-    may_have_images = stream is not None and takes_images(options.model.model_name)
-    first = first_of_stream(stream.source) if stream is not None and may_have_images else ()
+    first: list[Dataset] = []
+    if stream is not None and takes_images(options.model.model_name):
+        first = first_of_stream(stream.source)
     images = images_of_run(options, tokenizer, train_rows, eval_rows, first)
     if images is not None:
         options = with_images(options, config)
