@@ -17,7 +17,9 @@ from unsloth_pack.attention import AttentionNeed, AttentionOptions, attend, both
 from unsloth_pack.attention.backends import backend_of_other_keys
 from unsloth_pack.errors import BackendUnavailable, InputError
 from unsloth_pack.forwards.lost_parts import Lost
+from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.row.block_rows import BlockRows
 from unsloth_pack.row.packed_row import PackedRow
 
 GEMMA = "gemma3"
@@ -91,6 +93,54 @@ def test_every_token_sees_what_transformers_masks_let_it_see(seed, window):
     ):
         results.append([out, *torch.autograd.grad((out * weights).sum(), qkv)])
     assert all(error(x, y) < 1e-12 for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
+def test_static_blocks_hold_every_row_of_their_form(window):
+    """And the rows of narrower forms. Every run has a query and as many keys or more; what is too many is of
+    the padding behind the row."""
+    rows = [row for seed in range(20) if len((row := random_row(seed)).blocks)]
+    text = PackedRow.of_lengths((9, 4), torch.device(DEVICE))
+    forms = [RowForm.of(row) for row in rows]
+    form = max(forms, key=lambda form: form.tokens).widened(forms, 1)
+    static = PackedRow.static(form.tokens, form.segments, form.longest, text.device, both_ways=True)
+    padding = form.blocks.padding(form.longest)
+    filled = BlockRows.static(static, window, form.blocks)
+    assert BlockRows.of(static, window) is filled
+    for row in [*rows, text, *rows]:
+        assert form.holds(row)
+        filled.fill(row, window, form.tokens - 1, padding)
+        queries, keys = (each.cu_seqlens.diff().tolist() for each in (filled.queries, filled.keys))
+        n, own_places = len(row.blocks), []
+        if n:
+            own = BlockRows.of(row, window)
+            assert queries[:n] == [*own.queries.lengths]
+            assert keys[:n] == [*own.keys.lengths]
+            own_places = [own.query_places, own.key_places]
+        assert all(0 < q <= k for q, k in zip(queries[: n + padding], keys, strict=False))
+        assert not any(queries[n + padding :] + keys[n + padding :])
+        assert max(queries) <= filled.queries.longest
+        assert max(keys) <= filled.keys.longest
+        nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+        for places, own in zip(
+            (filled.query_places, filled.key_places), own_places or [nothing, nothing], strict=True
+        ):
+            assert torch.equal(places[: len(own)], own)
+            assert (places[len(own) :] == form.tokens - 1).all()
+        assert sum(queries) == len(filled.query_places)
+        assert sum(keys) == len(filled.key_places)
+
+
+def test_a_form_with_blocks_has_room_for_them_and_a_token_of_padding():
+    row = replace(random_row(0), visual=np.arange(4, 9), _built={})
+    row = replace(PackedRow.of_lengths((64,), row.device), visual=row.visual, both_ways=True)
+    form = RowForm.of(row)
+    assert form.tokens > 64
+    assert not replace(form, tokens=64).holds(row)
+    for name in ("blocks", "queries", "earlier", "longest"):
+        narrower = replace(form.blocks, **{name: 0})
+        assert not replace(form, blocks=narrower).holds(row), name
+    assert not replace(form, blocks=None).holds(row)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """One captured form: its two graphs, how they are captured and replayed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -16,6 +16,7 @@ from unsloth_pack.graphs.recomputed_layers import RecomputedLayers
 from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.graphs.stand_ins import StandIns
 from unsloth_pack.kernels.backward import once_differentiable
+from unsloth_pack.row.block_rows import BlockForm, BlockRows
 from unsloth_pack.row.packed_row import PackedRow
 
 
@@ -46,6 +47,7 @@ class CapturedForm:
         backward_graph: reads `grads` and what the forward graph has left, writes `gradients` and
             `input_gradients`.
         row: a static row of the form's sizes.
+        blocks: of the row, with what fills them up; None where a form has none.
         outputs: `[tokens, ..]`, the last hidden state, and the router logits if these were asked for. As the
             gradients, they are read right after a replay.
         grads: their gradients; None for an output that no parameter reaches.
@@ -59,6 +61,7 @@ class CapturedForm:
     forward_graph: torch.cuda.CUDAGraph
     backward_graph: torch.cuda.CUDAGraph
     row: PackedRow
+    blocks: "_StaticBlocks | None"
     inputs: StaticInputs
     outputs: list[Tensor]
     grads: list[Tensor | None]
@@ -80,6 +83,8 @@ class CapturedForm:
         given = inputs.by_token(row) if isinstance(inputs, Embedded) else inputs
         self.inputs.fill(given, row.n_tokens)
         self.row.fill(row)
+        if self.blocks is not None:
+            self.blocks.fill(row)
         self.forward_graph.replay()
         return given
 
@@ -121,18 +126,40 @@ class _Replayed(torch.autograd.Function):
         return None, None, *of_inputs, *captured.gradients.copies()
 
 
+class _StaticBlocks:
+    """The blocks of a static row, for layers of every window.
+
+    Args:
+        windows: of the layers.
+    """
+
+    def __init__(self, row: PackedRow, form: BlockForm, windows: Iterable[int | None]):
+        self._spare, self._padding = row.n_tokens - 1, form.padding(row.longest)
+        self._by_window = {window: BlockRows.static(row, window, form) for window in windows}
+
+    def fill(self, row: PackedRow) -> None:
+        """Make them those of `row`."""
+        for window, blocks in self._by_window.items():
+            blocks.fill(row, window, self._spare, self._padding)
+
+
 def capture_form(
-    decoder: CapturableDecoder, form: RowForm, device: torch.device, memory: GraphMemory
+    decoder: CapturableDecoder,
+    form: RowForm,
+    device: torch.device,
+    memory: GraphMemory,
+    windows: Iterable[int | None] = (),
 ) -> CapturedForm:
     """Capture the forward and backward pass of a decoder over rows of a form.
 
     Args:
         device: the decoder's, which is the current one.
+        windows: of its layers; only for a form with blocks.
 
     Raises:
         RuntimeError: the capture broke, or memory ran out. `memory` then has to be given back.
     """
-    step = _StaticStep(decoder, form, device, memory)
+    step = _StaticStep(decoder, form, device, memory, windows)
     tables = _make_rotary_tables(decoder, step.row)
     torch.cuda.empty_cache()  # of what uncaptured steps held: the graphs have memory of their own
     grads = _warm_up(step, memory)
@@ -144,6 +171,7 @@ def capture_form(
         forward_graph=forward_graph,
         backward_graph=backward_graph,
         row=step.row,
+        blocks=step.blocks,
         inputs=step.inputs,
         outputs=[borrowed(x).view(form.tokens, -1) for x in output.tensors],
         grads=[None if grad is None else grad.view(form.tokens, -1) for grad in grads],
@@ -158,8 +186,17 @@ def capture_form(
 class _StaticStep:
     """A decoder's step over static tensors: what is run to warm up, and again to be captured."""
 
-    def __init__(self, decoder: CapturableDecoder, form: RowForm, device: torch.device, memory: GraphMemory):
-        self.row = PackedRow.static(form.tokens, form.segments, form.longest, device, form.axes)
+    def __init__(
+        self,
+        decoder: CapturableDecoder,
+        form: RowForm,
+        device: torch.device,
+        memory: GraphMemory,
+        windows: Iterable[int | None],
+    ):
+        sizes = form.tokens, form.segments, form.longest
+        self.row = PackedRow.static(*sizes, device, form.axes, form.blocks is not None)
+        self.blocks = None if form.blocks is None else _StaticBlocks(self.row, form.blocks, windows)
         self.inputs = StaticInputs(form.tokens, form.embedded, device, memory)
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         dtype = form.autocast or decoder.get_input_embeddings().weight.dtype

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 
 from unsloth_pack.graphs.inputs import EmbeddedForm
+from unsloth_pack.row.block_rows import BlockForm
 from unsloth_pack.row.packed_row import PackedRow
 
 ROWS_BEFORE_CAPTURE = 2  # of a size: they compile the kernels, and what comes once costs nothing
@@ -25,6 +27,8 @@ class RowForm:
         router_logits: whether these are asked for, beside the last hidden state.
         embedded: of the embeddings that come in; None where token ids do.
         axes: whether tokens may have other positions in time, height and width than along the text.
+        blocks: of the tokens that see each other in both directions; None where none do. With them the last
+            token is padding.
     """
 
     tokens: int
@@ -34,16 +38,19 @@ class RowForm:
     router_logits: bool = False
     embedded: EmbeddedForm | None = None
     axes: bool = False
+    blocks: BlockForm | None = None
 
     @classmethod
     def of(
         cls, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
     ) -> "RowForm":
         """The form of a row: tokens in steps of a sixteenth of the power of 2 above, the rest powers of 2."""
-        tokens = rounded_up(row.n_tokens, 64)
+        blocks = BlockForm.of(row) if len(row.blocks) else None
+        tokens = rounded_up(row.n_tokens + (blocks is not None), 64)
         longest = _power_of_2(max(_longest(row), min(256, tokens)))
         segments = max(64, _power_of_2(_segments(row, tokens, longest)))
-        return cls(tokens, segments, longest, autocast_dtype(), router_logits, embedded, row.has_own_axes)
+        kind = autocast_dtype(), router_logits, embedded, row.has_own_axes
+        return cls(tokens, segments, longest, *kind, blocks)
 
     def widened(self, others: Iterable["RowForm"], room: int) -> "RowForm":
         """This form with as many segments, and as long ones, as the widest of others like it.
@@ -54,29 +61,32 @@ class RowForm:
         """
         like = [self, *(other for other in others if other.tokens <= self.tokens and other.kind == self.kind)]
         longest = max(form.longest for form in like)
+        blocks = [form.blocks for form in like if form.blocks is not None]
         return replace(
             self,
             segments=room * max(form.segments for form in like),
             longest=max(longest, min(room * longest, _power_of_2(self.tokens))),
+            blocks=reduce(BlockForm.widened, blocks) if blocks else None,
         )
 
     @property
     def kind(self) -> tuple[object, ...]:
         """All but the sizes."""
-        return self.autocast, self.router_logits, self.embedded, self.axes
+        return self.autocast, self.router_logits, self.embedded, self.axes, self.blocks is not None
 
     def holds(
         self, row: PackedRow, router_logits: bool = False, embedded: EmbeddedForm | None = None
     ) -> bool:
         """Whether the row fits into the form, under the autocast that is on now."""
         return (
-            row.n_tokens <= self.tokens
+            row.n_tokens + (self.blocks is not None) <= self.tokens
             and _longest(row) <= self.longest
             and _segments(row, self.tokens, self.longest) <= self.segments
             and autocast_dtype() == self.autocast
             and router_logits == self.router_logits
             and embedded == self.embedded
             and (self.axes or not row.has_own_axes)
+            and (not len(row.blocks) if self.blocks is None else self.blocks.holds(row))
         )
 
 

@@ -13,7 +13,7 @@ wider where that costs nothing. A step that is not captured runs as usual, and `
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,10 +40,15 @@ class StepGraphs:
     Args:
         why_never: why no row of this model is captured, known when it is patched; None where some may be.
         room_is_free: whether its layers take as long in a form with room for more and longer documents.
+        windows: of its layers, where tokens of images see each other in both directions, and rows with such
+            blocks may be captured.
     """
 
-    def __init__(self, why_never: str | None, room_is_free: bool = False):
+    def __init__(
+        self, why_never: str | None, room_is_free: bool = False, windows: Collection[int | None] = ()
+    ):
         self.why_not = why_never
+        self.windows = windows
         self._why_never = why_never
         self._room_is_free = room_is_free
         self._forms_seen: set[RowForm] = set()
@@ -57,8 +62,8 @@ class StepGraphs:
         # Why graphs would leave too little memory, by the kind of input and tokens
         self._too_large: dict[tuple[EmbeddedForm | None, int], str | None] = {}
 
-    def __reduce__(self) -> tuple[type["StepGraphs"], tuple[str | None, bool]]:
-        return StepGraphs, (self._why_never, self._room_is_free)
+    def __reduce__(self) -> tuple[type["StepGraphs"], tuple[object, ...]]:
+        return StepGraphs, (self._why_never, self._room_is_free, self.windows)
 
     def __str__(self) -> str:
         if self._graphs:
@@ -97,7 +102,7 @@ class StepGraphs:
         nearest = self._nearest(row, router_logits, embedded)
         if nearest is None or nearest.tokens > WASTE_ALLOWED * form.tokens:
             return None
-        if len(row.blocks) or self._memory.is_awaited:
+        if self._memory.is_awaited:
             return None
         captured = self._graphs[nearest]
         with _device_of(inputs):
@@ -152,7 +157,7 @@ class StepGraphs:
         state = self._state
         if state is None or not state.matches(decoder):
             state = self._drop_graphs_and_look_at(decoder)
-        self.why_not = state.why_not_captured() or _why_not(row, embedded, state)
+        self.why_not = state.why_not_captured() or self._why_not_row(row, embedded, state)
         if self.why_not is not None:
             return None
         if not state.dropout_matches():  # compared only now: evaluation and probes turn it off for a while
@@ -169,6 +174,14 @@ class StepGraphs:
             with self._trials[embedded].replay(form.tokens, row.device):
                 given = captured.launch(row, inputs)
             return captured.output(row, given)
+
+    def _why_not_row(self, row: PackedRow, embedded: EmbeddedForm | None, state: DecoderState) -> str | None:
+        """Why this row of a step is not captured, or None."""
+        if len(row.blocks) and not self.windows:
+            return "the tokens of images see each other in both directions, which is computed on the host"
+        if not state.bytes_of_gradients and (embedded is None or not embedded.trains):
+            return "no weight of the decoder is trained, nor what comes in"
+        return None
 
     @contextmanager
     def tried(self, row: PackedRow) -> Iterator[None]:
@@ -244,7 +257,7 @@ class StepGraphs:
     def _capture(self, decoder: CapturableDecoder, form: RowForm, device: torch.device) -> bool:
         """Whether the form could be captured."""
         try:
-            captured = capture_form(decoder, form, device, self._memory)
+            captured = capture_form(decoder, form, device, self._memory, self.windows)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             cause = what_broke(error)
         else:
@@ -261,12 +274,3 @@ class StepGraphs:
 
 def _device_of(inputs: Tensor | Embedded) -> torch.cuda.device_of:
     return torch.cuda.device_of(inputs.embeds if isinstance(inputs, Embedded) else inputs)
-
-
-def _why_not(row: PackedRow, embedded: EmbeddedForm | None, state: DecoderState) -> str | None:
-    """Why this row of a step is not captured, or None."""
-    if len(row.blocks):
-        return "the tokens of images see each other in both directions"
-    if not state.bytes_of_gradients and (embedded is None or not embedded.trains):
-        return "no weight of the decoder is trained, nor what comes in"
-    return None

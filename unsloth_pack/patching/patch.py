@@ -61,7 +61,7 @@ from unsloth_pack.patching.report import (
     say_padding,
     say_step,
 )
-from unsloth_pack.patching.towers import say_blocks, swap_tower
+from unsloth_pack.patching.towers import let_blocks_be_captured, swap_tower
 from unsloth_pack.patching.trainers import prepare_trainers
 
 logger = logging.getLogger("unsloth_pack")
@@ -246,7 +246,8 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
             swap_tower(patch.swap, patch.report, base, vision_spec, backend)
             if vision_spec.both_ways:
                 attentions = [module for _, module in mixers_by_layer(decoder, spec)]
-                say_blocks(patch.report, zip(attentions, choices, strict=True), spec, request)
+                layers = zip(attentions, choices, strict=True)
+                let_blocks_be_captured(patch.report, layers, spec, request, decoder.step_graphs)
         let_in(base, set_before)
     if unpad and isinstance(base, GenericForSequenceClassification):
         patch.swap(base, FastRowAnswers)

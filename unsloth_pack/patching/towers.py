@@ -11,6 +11,7 @@ from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mixers.attention import attention_options
 from unsloth_pack.forwards.tower import FastPatchEmbed, FastTower, FastTowerAttention
 from unsloth_pack.forwards.tower_of_sizes import FastAttentionOfSizes, FastTowerOfSizes
+from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.graphs.tower_graphs import TowerGraphs
 from unsloth_pack.lora.layers import FastLoraLinear, is_lora_linear
 from unsloth_pack.models.spec import ArchSpec
@@ -35,22 +36,30 @@ def swap_tower(swap: Swap, report: PatchReport, base: Any, spec: VisionSpec, bac
             swap(lora, FastLoraLinear)
 
 
-def say_blocks(
-    report: PatchReport, layers: Iterable[tuple[Any, Choice]], spec: ArchSpec, request: Request
+def let_blocks_be_captured(
+    report: PatchReport,
+    layers: Iterable[tuple[Any, Choice]],
+    spec: ArchSpec,
+    request: Request,
+    graphs: StepGraphs,
 ) -> None:
     """Report what computes the attention of images whose tokens see each other in both directions.
 
     Args:
         layers: the attention module of each layer of the text model, and how it computes.
+        graphs: of that model. They may hold such rows if they may hold that.
 
     Raises:
         BackendUnavailable: nothing can.
     """
-    chosen = set()
+    chosen, windows = set(), set()
     for module, choice in layers:
         options = replace(attention_options(module, spec), causal=False)
+        windows.add(options.window)
         need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
         chosen.add(backend_of_other_keys(choice.name, need))
+    if not any(map(why_not_captured, chosen)):
+        graphs.windows = frozenset(windows)
     how = f"by a second call a layer through {' and '.join(sorted(chosen))}"
     say(report, "image tokens", f"see each other in both directions, {how}", None)
 

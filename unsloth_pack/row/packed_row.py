@@ -58,12 +58,19 @@ class PackedRow:
 
     @classmethod
     def static(
-        cls, n_tokens: int, n_segments: int, longest: int, device: torch.device, has_axes: bool = False
+        cls,
+        n_tokens: int,
+        n_segments: int,
+        longest: int,
+        device: torch.device,
+        has_axes: bool = False,
+        both_ways: bool = False,
     ) -> "PackedRow":
         """A row of fixed sizes for CUDA graphs, to `fill` anew every step.
 
         Use only its sizes, `cu_seqlens`, `position_ids` and, with `has_axes`, `axis_ids`: the rest of it
-        describes no row. Any of its tokens may stand for an image.
+        describes no row. Any of its tokens may stand for an image. With `both_ways` it has blocks, and
+        `BlockRows.static` says which.
         """
         positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
         row = cls(
@@ -74,6 +81,7 @@ class PackedRow:
             device,
             axes=np.tile(positions, (3, 1)) if has_axes else None,
             visual=np.arange(n_tokens),
+            both_ways=both_ways,
         )
         # One tensor, so that one transfer fills all
         n_positions = (4 if has_axes else 1) * n_tokens
@@ -100,7 +108,7 @@ class PackedRow:
         by_axis[:, : row.n_tokens], by_axis[:, row.n_tokens :] = given, tail
         cu_seqlens = numbers[n_positions:].view(np.int32)
         cu_seqlens[: len(ends) + 1], cu_seqlens[len(ends) + 1 :] = [0, *ends], n_tokens
-        static.copy_(self._pinned(numbers), non_blocking=True)
+        static.copy_(self.pinned(numbers), non_blocking=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What describes the row, for pickles: a loader's worker makes rows for another process."""
@@ -265,9 +273,9 @@ class PackedRow:
 
     def upload(self, array: np.ndarray) -> Tensor:
         """`array` on the row's device, without waiting for it."""
-        return self._pinned(array).to(self.device, non_blocking=True)
+        return self.pinned(array).to(self.device, non_blocking=True)
 
-    def _pinned(self, array: np.ndarray) -> Tensor:
+    def pinned(self, array: np.ndarray) -> Tensor:
         """`array` where the row's device can fetch it: a copy from other memory would wait for the device."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type != "cuda":

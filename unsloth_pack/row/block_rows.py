@@ -1,0 +1,176 @@
+"""Queries and keys of the blocks of a row: runs of tokens that see each other in both directions.
+
+The queries are the tokens of the blocks. The keys of each are the tokens of its document up to its end, or
+what a sliding window leaves of them.
+
+    row      a a i i i b j j | c k k     the images i, j and k of two documents
+    queries      i i i   j j     k k
+    keys     a a i i i                   copies: those of several images in a document overlap
+             a a i i i b j j
+                               c k k
+
+Shapes: N tokens of the row, Q in blocks, M keys of all blocks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_pack.row.packed_row import PackedRow
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRows:
+    """Queries and keys of one kind of layer.
+
+    Args:
+        queries: a segment for each block.
+        keys: a segment for the keys of each block.
+        query_places: `[Q]` int64; where the queries stand in the row.
+        key_places: `[M]` int64; likewise of the keys.
+    """
+
+    queries: PackedRow
+    keys: PackedRow
+    query_places: Tensor
+    key_places: Tensor
+
+    @classmethod
+    def of(cls, row: PackedRow, window: int | None) -> "BlockRows":
+        """The blocks of a row, for layers with this window. All of them share what is made.
+
+        Args:
+            window: how many keys a query sees, its own included; None for all.
+        """
+
+        def made() -> BlockRows:
+            of_queries, of_keys = _runs(row, window)
+            queries, keys = (
+                PackedRow.of_lengths(tuple(runs.lengths.tolist()), row.device)
+                for runs in (of_queries, of_keys)
+            )
+            return cls(queries, keys, row.upload(of_queries.places), row.upload(of_keys.places))
+
+        found: BlockRows = row.once(_key(window), made)
+        return found
+
+    @classmethod
+    def static(cls, row: PackedRow, window: int | None, form: "BlockForm") -> "BlockRows":
+        """Blocks of fixed sizes for CUDA graphs, to `fill` anew every step.
+
+        Args:
+            row: a static row, whose layers with this window find them from now on.
+        """
+        padding = form.padding(row.longest)
+        n_queries, n_segments = form.queries + padding, form.blocks + padding
+        n_keys = form.earlier + n_queries
+        queries, keys = (
+            PackedRow.static(n_tokens, n_segments, longest, row.device)
+            for n_tokens, longest in ((n_queries, form.longest), (n_keys, row.longest))
+        )
+        places = torch.zeros(n_queries + n_keys, dtype=torch.int64, device=row.device)
+        made: BlockRows = row.once(
+            _key(window), lambda: cls(queries, keys, places[:n_queries], places[n_queries:])
+        )
+        return made
+
+    def fill(self, row: PackedRow, window: int | None, spare: int, padding: int) -> None:
+        """Make these static blocks describe those of `row`, followed by runs of padding.
+
+        Every run has a query, and as many keys or more, so that a kernel writes all it is asked for.
+
+        Args:
+            spare: a token of the static row that is padding. It takes the place of all queries and keys that
+                are too many.
+            padding: runs.
+        """
+        for static, places, runs in zip(
+            (self.queries, self.keys), (self.query_places, self.key_places), _runs(row, window), strict=True
+        ):
+            tail = static.n_tokens - len(runs.places)
+            too_many = tail // padding + (np.arange(padding) < tail % padding)
+            static.fill(PackedRow.of_lengths((*runs.lengths.tolist(), *too_many.tolist()), row.device))
+            filled = row.pinned(np.concatenate([runs.places, np.full(tail, spare)]))
+            places.copy_(filled, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """The sizes of blocks, rounded up. They do not depend on a window.
+
+    Args:
+        blocks: in a row.
+        queries: tokens in blocks.
+        earlier: keys before the blocks that they are of.
+        longest: tokens of a block.
+    """
+
+    blocks: int
+    queries: int
+    earlier: int
+    longest: int
+
+    @classmethod
+    def of(cls, row: PackedRow) -> "BlockForm":
+        """Powers of 2."""
+        return cls(*(1 << int(n - 1).bit_length() for n in np.maximum(_sizes(row), [8, 64, 64, 16])))
+
+    def widened(self, other: "BlockForm") -> "BlockForm":
+        """As large as either."""
+        return BlockForm(*np.maximum(self._numbers, other._numbers).tolist())
+
+    def holds(self, row: PackedRow) -> bool:
+        return not len(row.blocks) or bool((_sizes(row) <= self._numbers).all())
+
+    def padding(self, longest: int) -> int:
+        """How many runs of padding fill the form up, however few blocks a row has.
+
+        Each has a query more than it needs, and none is longer than a block, or than `longest` keys.
+        """
+        for_queries = -(-self.queries // (self.longest - 1))
+        return max(1, for_queries, -(-(self.queries + self.earlier) // (longest - 1)))
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        return self.blocks, self.queries, self.earlier, self.longest
+
+
+class _Runs(NamedTuple):
+    """Runs of tokens of a row: `[runs]` how long, and `[tokens]` int64 where each token stands."""
+
+    lengths: np.ndarray
+    places: np.ndarray
+
+
+def _runs(row: PackedRow, window: int | None) -> tuple[_Runs, _Runs]:
+    """The blocks of a row, and the keys of each."""
+    begins, ends = row.blocks.T
+    firsts = _starts(row)
+    if window is not None:
+        firsts = np.maximum(firsts, begins - window + 1)
+    queries, keys = (_Runs(ends - each, _places(each, ends)) for each in (begins, firsts))
+    return queries, keys
+
+
+def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    runs = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
+
+
+def _starts(row: PackedRow) -> np.ndarray:
+    """`[blocks]` int64: the first token of the document of each block."""
+    return row.starts[np.searchsorted(row.starts, row.blocks[:, 0], side="right") - 1]
+
+
+def _sizes(row: PackedRow) -> np.ndarray:
+    """What a `BlockForm` holds of a row with blocks."""
+    lengths = np.diff(row.blocks)
+    earlier = row.blocks[:, 0] - _starts(row)
+    return np.array([len(lengths), lengths.sum(), earlier.sum(), lengths.max()])
+
+
+def _key(window: int | None) -> tuple[str, int | None]:
+    return "blocks", window
