@@ -73,6 +73,21 @@ SHAPES = {
     "qwen0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 2**20, True, 1e6, tokens=2048),
     "llama8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 2**20, False, 5e5, tokens=8192),
     "tiny": Shape("qwen2", 4096, 128, 256, 2, 4, 2, 2**20, True, 1e4, tokens=512),
+    "tiny-lfm2": Shape(
+        "lfm2",
+        4096,
+        128,
+        256,
+        2,
+        4,
+        2,
+        2**20,
+        True,
+        1e4,
+        tokens=512,
+        others={"full_attn_idxs": [1]},
+        projections=("in_proj", "out_proj", "w1", "w2", "w3"),
+    ),
 }
 
 _GEMMA2 = {
@@ -87,6 +102,30 @@ _GEMMA3_THETAS = {"sliding_attention": 1e4, "full_attention": 1e6}
 _NORM6 = {"rms_norm_eps": 1e-6}
 _NORM5 = {"rms_norm_eps": 1e-5}
 _PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+_LFM2 = {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3}
+_LFM2_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3")
+_GRANITE4_H = {
+    "layer_types": ["full_attention" if layer % 10 == 5 else "linear_attention" for layer in range(40)],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 4096,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "position_embedding_type": None,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.0078125,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+_GRANITE4_H_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "input_linear", "output_linear")
+_QWEN3_5 = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(24)],
+}
+_QWEN3_5_PROJECTIONS = (*SEVEN, "in_proj_qkv", "in_proj_z", "out_proj")
 PUBLISHED = {
     "qwen2.5-0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 32768, True, 1e6, 2048, _NORM6),
     "gemma3-1b": Shape(
@@ -118,6 +157,39 @@ PUBLISHED = {
     ),
     "mistral-7b": Shape(
         "mistral", 32768, 4096, 14336, 32, 32, 8, 32768, False, 1e6, 8192, {"sliding_window": None} | _NORM5
+    ),
+    "lfm2-1.2b": Shape(
+        "lfm2", 65536, 2048, 12288, 16, 32, 8, 128000, True, 1e6, 8192, _LFM2, _LFM2_PROJECTIONS
+    ),
+    "granite4-h-1b": Shape(
+        "granitemoehybrid",
+        100352,
+        1536,
+        4096,
+        40,
+        12,
+        4,
+        131072,
+        True,
+        1e4,
+        8192,
+        _GRANITE4_H | _NORM5,
+        _GRANITE4_H_PROJECTIONS,
+    ),
+    "qwen3.5-0.8b": Shape(
+        "qwen3_5_text",
+        248320,
+        1024,
+        3584,
+        24,
+        8,
+        2,
+        262144,
+        True,
+        1e7,
+        8192,
+        _QWEN3_5 | _NORM6,
+        _QWEN3_5_PROJECTIONS,
     ),
     "llama3.1-8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 131072, False, 5e5, 8192, _NORM5),
 }

@@ -1,11 +1,12 @@
 """Layers that carry a state: their two ways through a packed row, and what is planted in each is found.
 
-The kernels are stand-ins, but for flash-linear-attention's where it and a GPU are there.
+The kernels are stand-ins, but in one test, which needs a GPU and the packages.
 """
 
 import inspect
 import logging
 import sys
+from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
 
@@ -33,8 +34,15 @@ from unsloth_pack.patching.decoder_parts import mixers_by_layer
 HYBRIDS = {name: spec for name, spec in supported_architectures().items() if spec.mixers}
 SMALL = [name for name, spec in HYBRIDS.items() if not any("experts" in field for field in spec.tiny)]
 RECURRENT = [name for name in SMALL if name != "lfm2"]
-DELTA_NETS = [name for name in RECURRENT if "gated_delta_net" in HYBRIDS[name].mixers.values()]
 LENGTHS = [9, 1, 24, 2, 13]
+# Of transformers' modeling files: what becomes a kernel of a package where that is installed
+PASSES_OVER_AN_ADAPTER = "mamba2_split_conv1d_scan_combined"  # of the projection at the end
+KERNELS_OF_TRANSFORMERS = (
+    "causal_conv1d_fn",
+    "mamba2_chunk_scan",
+    PASSES_OVER_AN_ADAPTER,
+    "torch_chunk_gated_delta_rule",
+)
 LEAKS = {"leak into logits", "leak into gradients", "leak into trained gradients"}
 
 
@@ -92,31 +100,44 @@ def test_both_ways_give_the_same(arch, kernels):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arch", DELTA_NETS)
-def test_flash_linear_attention_is_as_right_on_a_row_as_on_each_document_alone(arch, kernels, monkeypatch):
-    """Its own kernels, behind a stand-in for causal-conv1d. The truth is the recurrence in torch."""
-    pytest.importorskip("fla")
-    dtype = torch.bfloat16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("arch", SMALL)
+def test_the_packages_kernels_are_as_right_on_a_row_as_on_each_document_alone(arch, dtype, monkeypatch):
+    """The real ones, where they are installed. The truth is transformers' own layers in torch."""
+    for package in {name for mixer in HYBRIDS[arch].mixers.values() for name in packages_of(mixer)}:
+        pytest.importorskip(package)
     modeling = sys.modules[type(tiny_model(arch, dtype).get_base_model()).__module__]
 
     def drawn(seed):
         documents = random_documents(LENGTHS, seed)
-        with monkeypatch.context() as without_kernels:
-            of_torch = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
-            without_kernels.setattr(modeling, "torch_chunk_gated_delta_rule", of_torch)
+        with in_torch(monkeypatch, modeling, *KERNELS_OF_TRANSFORMERS):
             truth = run_alone(tiny_model(arch, torch.float64), documents)
-        alone = run_alone(tiny_model(arch, dtype), documents)
+        with in_torch(monkeypatch, modeling, PASSES_OVER_AN_ADAPTER):
+            alone = run_alone(tiny_model(arch, dtype), documents)
         return run_packed(model, documents), Draw(truth, alone, alone)
 
-    kernels.install(monkeypatch, arch, only=("causal_conv1d",))
     model = tiny_model(arch, dtype)
     report = patch_model(model).report
-    if "produces incorrect results" in report.attn_reason:  # what it says of this Triton on this GPU
+    if "produces incorrect results" in report.attn_reason:  # what fla says of this Triton on this GPU
         pytest.skip(report.attn_reason)
     assert report.attn_backend.startswith(IN_ONE_ROW), report.attn_reason
     row = judge_as_few(drawn, dtype)
     assert holds(row), row["failed"]
     assert verify(model).passed
+
+
+def packages_of(mixer):
+    return getattr(MIXERS.get(mixer), "packages", ())
+
+
+@contextmanager
+def in_torch(monkeypatch, modeling, *names):
+    """Meanwhile these functions of a modeling file run no kernels of a package."""
+    with monkeypatch.context() as without_kernels:
+        for name in names:
+            if (wrapped := getattr(modeling, name, None)) is not None:
+                without_kernels.setattr(modeling, name, inspect.unwrap(wrapped))
+        yield
 
 
 def test_mamba_reads_an_adapted_projection_through_its_adapter(kernels):
