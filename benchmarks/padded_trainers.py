@@ -56,7 +56,7 @@ class Case:
 
 
 CASES = {
-    "dpo-0.5b": Case("qwen0.5b", pairs=8, max_length=1024, checkpointing=False, steps=40, warm=15),
+    "dpo-0.5b": Case("qwen0.5b", pairs=8, max_length=1024, checkpointing=False, steps=120, warm=40),
     "dpo-8b": Case("llama8b", pairs=4, max_length=1024, checkpointing=True, steps=20, warm=8),
     "tiny": Case("tiny", pairs=4, max_length=128, checkpointing=False, steps=8, warm=3),
 }
@@ -136,6 +136,11 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
         max_length=case.max_length,
         max_steps=case.steps,
         learning_rate=5e-6,
+        warmup_steps=5,  # as all that follows, said to every peer: Unsloth's defaults are others
+        lr_scheduler_type="linear",
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        beta=0.1,
         logging_steps=5,
         optim="adamw_torch_fused" if on_gpu else "adamw_torch",
         gradient_checkpointing=case.checkpointing and peer == "trl",

@@ -187,6 +187,10 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
             gradient_accumulation_steps=1,
             max_steps=case.steps,
             learning_rate=2e-4,
+            warmup_steps=3,  # as all that follows, said to every peer: Unsloth's defaults are others
+            lr_scheduler_type="linear",
+            weight_decay=0.01,
+            max_grad_norm=1.0,
             logging_steps=1,
             optim="adamw_torch_fused" if on_gpu else "adamw_torch",
             gradient_checkpointing=checkpointing and peer == "trl",
