@@ -88,7 +88,8 @@ def lost_boundaries(spec: VisionSpec, inputs: Mapping[str, Any], rest: Mapping[s
     if counts is not None and len(counts) > len(ids):
         raise InputError(
             f"{spec.of_documents} is of {len(counts)} documents, the input ids have {len(ids)} rows, and "
-            "nothing says where documents end; give packed_seq_lengths"
+            "nothing says where documents end; give packed_seq_lengths, or to the processor a list of images "
+            "for each row"
         )
     axes = inputs["position_ids"]
     if not isinstance(axes, Tensor) or axes.shape != (_AXES, *ids.shape):

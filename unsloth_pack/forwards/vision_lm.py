@@ -141,7 +141,8 @@ class FastVisionLM(FastCausalLM):
         by_document = images_by_document(row, row.visual, sizes, hint)
         if given is not None and [n for n in given if n] != [n for n in by_document if n]:
             raise InputError(
-                f"{name} is {given}, the documents of the row hold {by_document}; give one number a document"
+                f"{name} is {given}, the documents of the row hold {by_document}; give one number a "
+                "document, or to the processor a list of images for each"
             )
 
 

@@ -30,11 +30,13 @@ class VisionParts:
         aligner: what carries these into the embeddings of the decoder; a part of the tower's module in some
             models.
         decoder: the language model.
+        head: of the language model, outside of it.
     """
 
     tower: str
     aligner: tuple[str, ...]
     decoder: str
+    head: str
 
     @classmethod
     def of(cls, model: Any) -> "VisionParts":
@@ -54,7 +56,7 @@ class VisionParts:
                 f"model type {model.config.model_type!r} has no vision tower of a known name; use "
                 "FastLanguageModel"
             )
-        return cls(tower, aligner, decoder)
+        return cls(tower, aligner, decoder, paths.get(model.get_output_embeddings(), "lm_head"))
 
     def kind(self, path: str) -> Literal["aligner", "tower", "decoder", ""]:
         """The part that a module belongs to; "" for the head."""
@@ -63,6 +65,14 @@ class VisionParts:
         if _is_in(path, self.tower):
             return "tower"
         return "decoder" if _is_in(path, self.decoder) else ""
+
+    def owner(self, parameter: str) -> Literal["aligner", "tower", "decoder"]:
+        """The part that a parameter freezes with. The head goes with the decoder.
+
+        What is in no module of a part stands between images and text, as LLaVA-OneVision's `image_newline`:
+        it goes with the aligner.
+        """
+        return self.kind(parameter) or ("decoder" if _is_in(parameter, self.head) else "aligner")
 
 
 def _there(around: str, names: tuple[str, ...], known: set[str]) -> Iterator[str]:

@@ -64,7 +64,7 @@ def freeze_parts(model: Any, images: ImageOptions, begun_with: str | None = None
     parts = VisionParts.of(_base_of(model))
     trains = dict.fromkeys(_FROZEN, False)
     for path, parameter in model.named_parameters():
-        part: str = parts.kind(path.removeprefix("base_model.model."))
+        part = parts.owner(path.removeprefix("base_model.model."))
         if getattr(images, _FROZEN.get(part, ""), False):
             parameter.requires_grad_(False)
         elif part in trains:
