@@ -1,8 +1,8 @@
 """`unsloth-pack generate`: what a model answers."""
 
-import reprlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TextIO
 
 from unsloth_pack.errors import InputError
@@ -13,6 +13,8 @@ from unsloth_pack.recipe.parser import Parser
 
 def run(arguments: Sequence[str]) -> int:
     """Print the answer to `--prompt`, or to every line of standard input, as it is generated.
+
+    With `--image`, which may be given several times, every prompt is asked about these images.
 
     Raises:
         InputError: a bad argument, a prompt that is empty, too long or no text, or a model that cannot be
@@ -27,18 +29,37 @@ def run(arguments: Sequence[str]) -> int:
 
     quieten()
     from unsloth_pack.api import FastLanguageModel
+    from unsloth_pack.recipe.image_data import takes_images
 
-    new_tokens = given.get("max_new_tokens", 128)
-    names = ("dtype", "load_in_4bit")
-    model, tokenizer = FastLanguageModel.from_pretrained(
-        given.get("model_name", "demo"),
-        max_seq_length=1,  # no row will be packed
-        **{name: given[name] for name in names if name in given},
-    )
-    _answer(
-        FastLanguageModel.for_inference(model), tokenizer, prompts, new_tokens, given.get("temperature", 0.0)
-    )
+    name, files = given.get("model_name", "demo"), given.get("image", [])
+    options: dict[str, Any] = {"max_seq_length": 1}  # no row will be packed
+    options |= {option: given[option] for option in ("dtype", "load_in_4bit") if option in given}
+    if takes_images(name):
+        model, tokenizer, encode = _load_with_images(name, files, options)
+    elif files:
+        raise InputError(f"--image is {files[0]}, and {name} takes no images; leave it out")
+    else:
+        from unsloth_pack.cli import prompts as asked
+
+        model, tokenizer = FastLanguageModel.from_pretrained(name, **options)
+        encode = partial(asked.encode, tokenizer)
+    model = FastLanguageModel.for_inference(model)
+    _answer(model, tokenizer, map(encode, filter(str.strip, prompts)), given)
     return 0
+
+
+def _load_with_images(
+    name: str, files: Sequence[str], options: dict[str, Any]
+) -> tuple[Any, Any, Callable[[str], Any]]:
+    """A model of vision and language, its tokenizer, and what makes its inputs of a prompt."""
+    from unsloth_pack.cli.prompts import encode_with_images, open_images
+    from unsloth_pack.images.tokens import image_tokens_of
+    from unsloth_pack.vision.model import FastVisionModel
+
+    images = open_images(files)
+    model, processor = FastVisionModel.from_pretrained(name, **options)
+    tokens = image_tokens_of(model.config)
+    return model, processor.tokenizer, partial(encode_with_images, processor, tokens, images=images)
 
 
 def _parser() -> Parser:
@@ -50,6 +71,13 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--prompt", metavar="TEXT", help="what to answer (default: every line of standard input)"
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="FILE",
+        help="an image to ask about; several are given one by one. <image> in the prompt says where each "
+        "belongs (default: before the prompt)",
     )
     parser.add_argument(
         "--max_new_tokens",
@@ -65,28 +93,32 @@ def _parser() -> Parser:
     return parser
 
 
-def _answer(model: Any, tokenizer: Any, prompts: Iterable[str], new_tokens: int, temperature: float) -> None:
+def _answer(model: Any, tokenizer: Any, encoded: Iterable[Any], given: dict[str, Any]) -> None:
+    """Print what the model answers to every prompt.
+
+    Args:
+        given: the arguments of the command line.
+    """
     from transformers import TextStreamer
 
     n_positions = model.config.get_text_config().max_position_embeddings
+    new_tokens, temperature = given.get("max_new_tokens", 128), given.get("temperature", 0.0)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    for prompt in filter(str.strip, prompts):
-        inputs = _encode(tokenizer, prompt).to(model.device)
+    pads = tokenizer.pad_token_id is not None
+    for each in encoded:
+        inputs = each.to(model.device)
         n_tokens = inputs["input_ids"].shape[1]
         if n_tokens + new_tokens > n_positions:
             raise InputError(
                 f"the prompt has {n_tokens} tokens and --max_new_tokens is {new_tokens}, but the model has "
                 f"{n_positions} positions; shorten it, or lower --max_new_tokens"
             )
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         model.generate(
             **inputs,
             **sampling,
             max_new_tokens=new_tokens,
-            streamer=streamer,
-            pad_token_id=tokenizer.pad_token_id
-            if tokenizer.pad_token_id is not None
-            else tokenizer.eos_token_id,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            pad_token_id=tokenizer.pad_token_id if pads else tokenizer.eos_token_id,
         )
 
 
@@ -96,16 +128,3 @@ def _lines(stream: TextIO) -> Iterator[str]:
             yield line.rstrip("\n")
     except UnicodeDecodeError as error:
         raise InputError(f"standard input is not {error.encoding} ({error.reason}); convert it") from None
-
-
-def _encode(tokenizer: Any, prompt: str) -> Any:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # Python's way to hold bytes of another encoding
-        raise InputError(f"the prompt {reprlib.repr(prompt)} is not UTF-8; convert it") from None
-    if not tokenizer.chat_template:
-        return tokenizer(prompt, return_tensors="pt")
-    turns = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
