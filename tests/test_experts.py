@@ -13,7 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
-from unsloth_pack import patch_model
+from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.forwards import experts as fast
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.lora import experts as module
@@ -340,7 +340,15 @@ def test_the_auxiliary_loss_of_trls_head_is_plains(arch):
     plain = tiny_model(arch, torch.float32)
     row = random_documents([40])[0][None].to(DEVICE)
     out = plain(input_ids=row, labels=row, use_cache=False, output_router_logits=True)
-    assert torch.equal(load_balancing_loss(out.router_logits, plain.config, None), out.aux_loss)
+    found = load_balancing_loss(out.router_logits, plain.config, None, out.aux_loss.device)
+    assert torch.equal(found, out.aux_loss)
+
+
+def test_the_auxiliary_loss_of_no_experts_lies_where_the_others_do():
+    """Under TRL a Granite 4 without experts asks for it too, and sums lie on one device."""
+    config = supported_architectures()["granitemoehybrid"].tiny_config(num_local_experts=0)
+    loss = load_balancing_loss(None, config, None, torch.device("meta"))
+    assert loss.device.type == "meta"
 
 
 def test_generation_with_and_without_a_cache_is_plains():

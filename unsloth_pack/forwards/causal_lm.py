@@ -239,7 +239,7 @@ class FastCausalLM(CountedParameters):
         aux_loss = None
         if wants_router:
             token_mask = call.inputs["attention_mask"]
-            aux_loss = load_balancing_loss(decoded.router_logits, text_config, token_mask)
+            aux_loss = load_balancing_loss(decoded.router_logits, text_config, token_mask, mask.device)
         weight = getattr(text_config, "router_aux_loss_coef", 0.0)
         return trl_head.output(scores, mask, step_labels.num_items, aux_loss, weight)
 
@@ -271,7 +271,8 @@ class FastCausalLM(CountedParameters):
         if not wants_router:
             return output
         text_config = self.config.get_text_config()
-        aux_loss = load_balancing_loss(decoded.router_logits, text_config, call.inputs["attention_mask"])
+        token_mask = call.inputs["attention_mask"]
+        aux_loss = load_balancing_loss(decoded.router_logits, text_config, token_mask, logits.device)
         if loss is not None:
             output.loss = loss + text_config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(**output, aux_loss=aux_loss, router_logits=decoded.router_logits)

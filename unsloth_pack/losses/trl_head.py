@@ -92,7 +92,9 @@ class TrlHead:
         return made(loss=loss, log_probs=scores.log_prob, label_mask=mask, aux_loss=aux_loss, **named)
 
 
-def load_balancing_loss(router_logits: Any, text_config: Any, token_mask: Tensor | None) -> Tensor:
+def load_balancing_loss(
+    router_logits: Any, text_config: Any, token_mask: Tensor | None, device: torch.device
+) -> Tensor:
     """The auxiliary loss of routed experts, as transformers computes it for every family of them.
 
     Args:
@@ -101,7 +103,7 @@ def load_balancing_loss(router_logits: Any, text_config: Any, token_mask: Tensor
     """
     n_experts = getattr(text_config, "num_experts", None) or text_config.num_local_experts
     loss = load_balancing_loss_func(router_logits, n_experts, text_config.num_experts_per_tok, token_mask)
-    return torch.as_tensor(loss)  # transformers gives 0 for no layers
+    return torch.as_tensor(loss, device=device)  # transformers gives 0 for no layers
 
 
 def cut(scores: TokenScores, n_tokens: int) -> TokenScores:
