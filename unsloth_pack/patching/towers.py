@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
 from unsloth_pack.attention.backends import backend_of_other_keys, why_not_captured
 from unsloth_pack.forwards.frozen_tower import READ_ON_HOST, FrozenTower
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mixers.attention import attention_options
 from unsloth_pack.forwards.tower import FastPatchEmbed, FastTower, FastTowerAttention
+from unsloth_pack.forwards.tower_norm import NORMS, FastTowerNorm
 from unsloth_pack.forwards.tower_of_sizes import FastAttentionOfSizes, FastTowerOfSizes
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.graphs.tower_graphs import TowerGraphs
@@ -31,9 +34,11 @@ def swap_tower(swap: Swap, report: PatchReport, base: Any, spec: VisionSpec, bac
     {"grids": _swap_for_grids, "sizes": _swap_for_sizes, "batch": _swap_for_batch}[spec.attends](
         swap, report, tower, spec, backend
     )
-    for lora in tower.modules():
-        if is_lora_linear(lora):
-            swap(lora, FastLoraLinear)
+    for path, module in tower.named_modules():
+        if is_lora_linear(module):
+            swap(module, FastLoraLinear)
+        elif type(module) is nn.LayerNorm and path.rpartition(".")[2] in NORMS:
+            swap(module, FastTowerNorm)
 
 
 def let_blocks_be_captured(

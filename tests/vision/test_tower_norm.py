@@ -1,0 +1,74 @@
+"""Norms in the layers of towers under autocast: 16 bits in and out, and as right as the wide ones."""
+
+import pytest
+import tiled_models
+import torch
+import vision_models
+from tiny import DEVICE, error
+from torch import nn
+from torch.nn import functional as F
+
+from unsloth_pack import patch_model
+from unsloth_pack.forwards.tower_norm import NORMS, FastTowerNorm
+
+BF16 = torch.bfloat16
+
+
+class Norm(FastTowerNorm, nn.LayerNorm):
+    """As a patch makes it."""
+
+
+def drawn(dtype):
+    torch.manual_seed(0)
+    norm, linear = Norm(96), nn.Linear(96, 40)
+    nn.init.normal_(norm.weight, 1, 0.3)
+    nn.init.normal_(norm.bias)
+    x, weights = torch.randn(70, 96), torch.randn(70, 40)
+    modules = nn.Sequential(norm, linear).to(BF16).to(DEVICE, dtype)
+    return modules, x.to(DEVICE, BF16).to(dtype).requires_grad_(), weights.to(DEVICE, BF16).to(dtype)
+
+
+def grads(forward, modules, x, weights):
+    out = forward(x)
+    found = torch.autograd.grad((out * weights).sum(), [x, *modules.parameters()])
+    return [out, *found]
+
+
+@pytest.mark.gpu
+def test_a_norm_under_autocast_stays_in_16_bits_and_is_as_right_as_a_wide_one():
+    modules, *given = drawn(torch.float64)
+    truth = grads(modules, modules, *given)
+    modules, *given = drawn(BF16)
+    norm, linear = modules
+
+    def wide(x):
+        return linear(F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps))
+
+    with torch.autocast(DEVICE, BF16):
+        assert norm(given[0]).dtype == BF16
+        assert F.layer_norm(given[0], norm.normalized_shape).dtype == torch.float32  # what autocast does
+        ours, plain = (grads(forward, modules, *given) for forward in (modules, wide))
+    for got, theirs, exact in zip(ours, plain, truth, strict=True):
+        assert error(got.double(), exact) <= 1.1 * error(theirs.double(), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_norm_of_another_dtype_is_autocasts(dtype):
+    modules, x, _ = drawn(dtype)
+    with torch.autocast(DEVICE, BF16):
+        assert modules[0](x).dtype == torch.float32
+    assert modules[0](x).dtype == dtype
+
+
+@pytest.mark.parametrize("name", [*vision_models.MODELS, *tiled_models.MODELS])
+def test_the_norms_of_layers_alone_are_swapped(name):
+    """Not those behind the last layer: what reads their output may want it wide."""
+    family = vision_models if name in vision_models.MODELS else tiled_models
+    model = family.made(name, torch.float32)
+    patch_model(model)
+    norms = {path: m for path, m in model.named_modules() if isinstance(m, nn.LayerNorm)}
+    fast = {path for path, module in norms.items() if isinstance(module, FastTowerNorm)}
+    assert fast == {path for path in norms if path.rpartition(".")[2] in NORMS}
+    has_none = name in ("qwen2_5_vl", "mistral3")  # theirs are RMS norms
+    assert bool(fast) != has_none
