@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-NEWEST = Path(__file__).parent / "results" / "compare-h200-2026-11-25.json"
+NEWEST = Path(__file__).parent / "results" / "compare-h200-2026-11-26.json"
 TOLERANCE = 0.05  # of tokens an update: peers fill their rows a little differently
 FIGURES = ("step_ms", "tok_s", "tokens_update", "peak_GiB")
 
