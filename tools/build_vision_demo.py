@@ -134,10 +134,11 @@ def train_tokenizer(rows: Iterable[Row]) -> PreTrainedTokenizerFast:
 
 def new_processor(tokenizer: PreTrainedTokenizerFast) -> VisionProcessor:
     """One token for each cell of a picture, whose size stays as it is."""
-    image_processor = Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=2, temporal_patch_size=2, min_pixels=CELL**2, max_pixels=(16 * CELL) ** 2
-    )
-    return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, TOKENS, {})
+    sizes: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    image_processor = Qwen2VLImageProcessorPil(min_pixels=CELL**2, max_pixels=(16 * CELL) ** 2, **sizes)
+    # transformers' AutoProcessor loads nothing without one
+    of_videos = {"video_processor_type": "Qwen3VLVideoProcessor", **sizes}
+    return VisionProcessor(image_processor, tokenizer, tokenizer.chat_template, TOKENS, of_videos)
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Any:

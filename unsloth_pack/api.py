@@ -33,6 +33,7 @@ from unsloth_pack.files.loading import (
     resolve,
     split_config,
     take_file_options,
+    tokenizer_folder,
     weight_dtype,
 )
 from unsloth_pack.files.quantised import quantization, refuse_stored_quantised
@@ -129,8 +130,8 @@ class FastLanguageModel:
         spec_of(text_config.model_type)
         refuse_stored_quantised(source, config, load_in_4bit, load_in_8bit, load_in_fp8)
         check_positions(max_seq_length, model_name, text_config)
-        has_own_tokenizer = adapter is not None and _has_tokenizer(adapter)
-        tokenizer = load_tokenizer(adapter if adapter and has_own_tokenizer else source, **hub)
+        of_tokens = tokenizer_folder(model_name)
+        tokenizer = load_tokenizer(of_tokens, **hub)
         model = load_model(
             source,
             config=config,
@@ -158,7 +159,7 @@ class FastLanguageModel:
             quantise_experts(model, "nf4")  # bitsandbytes quantises linear layers alone
         model.max_seq_length, model.full_finetuning = max_seq_length, full_finetuning
         if adapter is not None:
-            if has_own_tokenizer:
+            if adapter == of_tokens:
                 match_vocabulary(model, adapter)
             model = load_adapter(model, adapter, **files)
         elif not full_finetuning:
@@ -367,10 +368,6 @@ def _let_segments_grow() -> None:
         with warnings.catch_warnings():  # torch deprecates it for another private function
             warnings.simplefilter("ignore", FutureWarning)
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-
-
-def _has_tokenizer(folder: str) -> bool:
-    return (Path(folder) / "tokenizer_config.json").is_file()
 
 
 def _device_map(device_map: Any) -> Any:

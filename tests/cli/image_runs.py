@@ -45,6 +45,12 @@ def flags(place, out, *more):
     return [str(each) for each in [*found, "--sample_packing", *more]]
 
 
+def without_folder(arguments):
+    """The words of a command line without the image folder."""
+    at = arguments.index("--image_folder")
+    return arguments[:at] + arguments[at + 2 :]
+
+
 def train(place, out, *more):
     assert main(flags(place, out, *more)) == 0
     return load_file(out / "adapter_model.safetensors")

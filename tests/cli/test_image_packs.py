@@ -1,12 +1,14 @@
 """Packs on disk that hold images or refer to them, and what they may not have lost."""
 
+import base64
 import json
 import re
+import shutil
 
 import pyarrow as pa
 import pytest
 import torch
-from image_runs import flags, refused
+from image_runs import flags, refused, without_folder, write
 from packs_on_disk import edit_manifest, rewrite
 
 from unsloth_pack.cli import main
@@ -21,9 +23,7 @@ def pack(place, out, *more, code=0):
 
 
 def on_packs(place, packs, out, *more):
-    arguments = flags(place, out, "--dataset", packs, *more)
-    at = arguments.index("--image_folder")
-    return arguments[:at] + arguments[at + 2 :]
+    return without_folder(flags(place, out, "--dataset", packs, *more))
 
 
 @pytest.mark.parametrize("are_paths", [False, True])
@@ -105,3 +105,66 @@ def test_packs_without_their_column_or_for_another_processor_are_refused(place, 
     manifest["images"] = None
     edit_manifest(packs, images=None)
     assert "stands for an image, and has no images; pack the data anew" in refused(capsys, arguments)
+
+
+@pytest.mark.parametrize("are_paths", [False, True])
+def test_the_command_that_is_printed_trains(place, tmp_path, capsys, monkeypatch, are_paths):
+    monkeypatch.setenv("COLUMNS", "400")
+    pack(place, tmp_path / "packs", *(["--image_paths"] if are_paths else []))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "train with" in line]
+    command = line.strip("│ ").partition("unsloth-pack ")[2].split()
+    assert ("--image_folder" in command) == are_paths
+    made = prepare(read_options([*command, "--output_dir", str(tmp_path / "out"), "--max_steps=1"]))
+    assert batches_of(made)
+
+
+def test_paths_in_packs_that_lead_to_no_image_are_refused_before_training(place, tmp_path, capsys):
+    packs, seen = tmp_path / "packs", shutil.copytree(place / "seen", tmp_path / "seen")
+    pack(place, packs, "--image_paths", "--image_folder", seen)
+    without = on_packs(place, packs, tmp_path / "out")
+    said = refused(capsys, [*without, "--skip_broken_images"])
+    assert re.search(rf"{packs}: row \d, column 'images': a relative path, .*; give image_folder", said)
+    given = [*without, "--image_folder", str(seen)]
+    (seen / "9-0.png").unlink()
+    said = refused(capsys, given)
+    assert re.search(r"row 9, column 'images': .*No such file.*9-0.png'; .*or image_folder", said)
+    assert batches_of(prepare(read_options([*given, "--skip_broken_images"])))
+    shutil.copy(place / "seen" / "1-0.png", seen / "9-0.png")
+    assert "an image that has changed since it was prepared" in refused(capsys, given)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", ["{place}/seen/1-0.png", "../seen/1-0.png", "link.png"])
+def test_no_path_in_packs_leads_out_of_the_image_folder(place, tmp_path, capsys, path):
+    packs, seen = tmp_path / "packs", shutil.copytree(place / "seen", tmp_path / "in")
+    pack(place, packs, "--image_paths", "--image_folder", seen)
+    shutil.copytree(place / "seen", tmp_path / "seen")
+    (seen / "link.png").symlink_to(place / "seen" / "1-0.png")
+    rewrite(packs, at("path", path.format(place=place)))
+    arguments = on_packs(place, packs, tmp_path / "out", "--skip_broken_images")
+    said = refused(capsys, [*arguments, "--image_folder", str(seen)])
+    assert "a path that leads out of the image folder" in said
+
+
+def test_the_folder_of_absolute_paths_is_not_needed(place, tmp_path):
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    rows = [row | {"images": [str(place / "seen" / name) for name in row["images"]]} for row in rows]
+    data = write(tmp_path / "whole.jsonl", rows)
+    command = ["pack", "--model_name", place / "model", "--dataset", data, "--out", tmp_path / "packs"]
+    assert main([str(each) for each in [*command, "--image_paths", "--max_seq_length", 256]]) == 0
+    assert batches_of(prepare(read_options(on_packs(place, tmp_path / "packs", tmp_path / "out"))))
+
+
+def test_a_folder_or_paths_where_no_image_is_a_file_are_refused(place, tmp_path, capsys):
+    pack(place, tmp_path / "packs")  # which hold what the files held
+    given = flags(place, tmp_path / "out", "--dataset", tmp_path / "packs")
+    assert "no image of the data is a file; leave out --image_folder" in refused(capsys, given)
+    uri = "data:image/png;base64," + base64.b64encode((place / "seen" / "1-0.png").read_bytes()).decode()
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    data = write(tmp_path / "bytes.jsonl", [row | {"images": [uri] * len(row["images"])} for row in rows])
+    command = ["pack", "--model_name", place / "model", "--dataset", data, "--out", tmp_path / "new"]
+    for more in (["--image_folder", place / "seen"], ["--image_paths"]):
+        said = refused(capsys, [str(each) for each in [*command, *more]])
+        assert f"{more[0][2:]} is " in said
+        assert "no image of the data is a file" in said
+    assert not (tmp_path / "new").exists()

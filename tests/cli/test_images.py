@@ -8,7 +8,7 @@ import shutil
 import datasets
 import pytest
 import torch
-from image_runs import flags, prepared, refused, rows_of, train, write
+from image_runs import flags, prepared, refused, rows_of, train, without_folder, write
 from safetensors.torch import load_file
 from tiny_vision import encoded, picture
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
@@ -26,7 +26,9 @@ def test_packed_rows_are_what_the_collator_of_notebooks_makes(place, tmp_path):
     rows = made.train.rows.rename_column("images", "packed_images")
     collate = made.images.collator()
     model, processor = FastVisionModel.from_pretrained(str(place / "model"), 256, "float32")
-    notebook = VisionDataCollator(model, processor, image_folder=place / "seen")
+    notebook, of_plain = (
+        VisionDataCollator(each, processor, image_folder=place / "seen") for each in (model, model.config)
+    )
     given = {str(row["messages"][0]["content"]): row for row in rows_of(place)}
     seen = 0
     for row in rows:
@@ -40,13 +42,14 @@ def test_packed_rows_are_what_the_collator_of_notebooks_makes(place, tmp_path):
         assert row["seq_lengths"] == wanted["packed_seq_lengths"] == list(batch["packed_row"].lengths)
         for name in ("input_ids", "labels"):
             assert torch.equal(batch[name], wanted[name]), name
-        assert torch.equal(batch["position_ids"], wanted["position_ids"][0])
+        assert torch.equal(batch["position_ids"], wanted["position_ids"])
         assert ("pixel_values" in batch) == ("pixel_values" in wanted) == bool(row["packed_images"])
         if not row["packed_images"]:
             continue
         assert torch.equal(batch["pixel_values"], wanted["pixel_values"])
         assert batch["image_grid_thw"] == wanted["image_grid_thw"]
-        assert torch.equal(torch.from_numpy(batch["packed_row"].axes), wanted["position_ids"][1:, 0])
+        axes = of_plain([given[text] for text in order])["position_ids"][1:, 0]
+        assert torch.equal(torch.from_numpy(batch["packed_row"].axes), axes)
     assert seen == 10
     assert made.train.ledger.images == sum(i % 4 for i in range(10))
 
@@ -153,7 +156,7 @@ def test_bytes_texts_and_workers(place, tmp_path):
         "--dataloader_num_workers",
         1,
     ]
-    train(place, tmp_path / "out", *more)
+    assert main(without_folder(flags(place, tmp_path / "out", *more))) == 0
     lines = list(map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()))
     (ledger,) = [line["ledger"] for line in lines if line["kind"] == "data" and line["use"] == "train"]
     assert (ledger["rows_read"], ledger["images"]) == (10, 6)
@@ -354,3 +357,4 @@ def test_stats_of_images(place, capsys):
     assert found["images"]["images"] == len(large) == 13
     assert found["images"]["resized"] == sum(large) > 0
     assert 0 < found["images"]["vision_tokens"] <= 4 * 13
+    assert found["images"]["rows_broken"] == 0

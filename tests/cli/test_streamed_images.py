@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import datasets
 import numpy as np
 import pytest
-from image_runs import flags, prepared, refused, rows_of, write
+from image_runs import flags, prepared, refused, rows_of, without_folder, write
 from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
@@ -82,7 +82,8 @@ def test_the_documents_of_a_pass_are_those_of_the_data_read_at_once(kind, place,
         at_once = prepare(read_options([word for word in given if word != "--sample_packing"]))
         streamed = prepare(read_options([*given, *map(str, STREAM)]))
     else:
-        at_once = prepared(place, tmp_path, *more)
+        given = flags(place, tmp_path / "out", *more)
+        at_once = prepare(read_options(without_folder(given) if kind == "bytes" else given))
         streamed = prepared(place, tmp_path, *STREAM, *more)
     expected = documents(at_once.train.rows, 1000)
     found = documents(streamed.train.rows, len(expected))
@@ -153,12 +154,11 @@ def test_what_cannot_be_trained_on_is_refused_at_once(rows, told, place, tmp_pat
     assert told in refused(capsys, [*given, "--config", str(tmp_path / "mixed.yaml")])
 
 
-def without_folder(place, tmp_path, data):
+def stream_of(place, tmp_path, data):
     """The words of a command line over data, which no image folder is given for."""
     given = flags(place, tmp_path / "out", *STREAM)
     given[given.index("--dataset") + 1] = str(data)
-    place_of = given.index("--image_folder")
-    return given[:place_of] + given[place_of + 2 :]
+    return without_folder(given)
 
 
 def test_images_that_come_late_are_seen_where_a_folder_is_given(place, tmp_path, little_at_a_time):
@@ -168,19 +168,19 @@ def test_images_that_come_late_are_seen_where_a_folder_is_given(place, tmp_path,
     made = prepared(place, tmp_path, *STREAM, "--dataset", late)
     found = documents(made.train.rows, 19)
     assert sum(len(told) for *_, told in found) == sum(n % 4 for n in range(10))
-    rows = prepare(read_options(without_folder(place, tmp_path, late))).train.rows
+    rows = prepare(read_options(stream_of(place, tmp_path, late))).train.rows
     with pytest.raises(RunStopped, match=r"row 10, column 'images'"):
         documents(rows, 19)
 
 
 def test_text_that_holds_a_token_of_images_is_refused_in_a_stream_of_text(place, tmp_path, capsys):
     rows = [{"prompt": "How?", "completion": "So."}] * 3 + [{"prompt": "A <|image_pad|>", "completion": "no"}]
-    given = without_folder(place, tmp_path, write(tmp_path / "text.jsonl", rows))
+    given = stream_of(place, tmp_path, write(tmp_path / "text.jsonl", rows))
     assert "rows 0 to 3: document 3 holds token" in refused(capsys, given)
 
 
 def test_a_checkpoint_of_a_run_without_images_is_refused(place, tmp_path):
-    text = without_folder(place, tmp_path, place / "text.jsonl")
+    text = stream_of(place, tmp_path, place / "text.jsonl")
     streams = [prepared(place, tmp_path, *STREAM).train.rows, prepare(read_options(text)).train.rows]
     for number, (stream, what) in enumerate(zip(streams, ("with", "without"), strict=True)):
         (folder := tmp_path / what).mkdir()

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from image_runs import flags, make_place, prepared, refused, rows_of, train
+from image_runs import flags, make_place, prepared, refused, rows_of, train, without_folder
+from safetensors.torch import load_file
 from tiny_tiles import FAMILIES, save_tile_model
 
 from unsloth_pack import FastVisionModel, VisionDataCollator
@@ -42,9 +43,9 @@ def test_packed_rows_train(place, tmp_path):
     given[given.index("--output_dir")] = "--out"
     assert main(["pack", *given, "--max_seq_length=2048"]) == 0
     assert (tmp_path / "out" / "report.html").is_file()
-    again = train(
-        place, tmp_path / "again", "--max_steps=2", "--max_seq_length=2048", "--dataset", str(packs)
-    )
+    on_packs = ["--max_steps=2", "--max_seq_length=2048", "--dataset", packs]
+    assert main(without_folder(flags(place, tmp_path / "again", *on_packs))) == 0
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
     assert trained.keys() == again.keys()
     assert all(torch.equal(trained[name], again[name]) for name in trained)
 

@@ -42,6 +42,20 @@ def test_the_model_is_small_and_carries_no_path():
     assert "_name_or_path" not in config
     saved = json.loads((VISION_MODEL_DIR / "processor_config.json").read_text())
     assert saved["processor_class"] == "Qwen3VLProcessor"
+    assert (
+        saved["video_processor"]["video_processor_type"] == "Qwen3VLVideoProcessor"
+    )  # AutoProcessor needs it
+    sizes = ("patch_size", "merge_size", "temporal_patch_size")
+    assert all(saved["video_processor"][name] == saved["image_processor"][name] for name in sizes)
+
+
+def test_what_is_saved_of_it_keeps_its_video_processor(loaded, tmp_path):
+    _, processor = loaded
+    processor.save_pretrained(tmp_path)
+    saved, ours = (
+        json.loads((folder / "processor_config.json").read_text()) for folder in (tmp_path, VISION_MODEL_DIR)
+    )
+    assert saved["video_processor"] == ours["video_processor"]
 
 
 def test_it_names_the_shapes_of_pictures_that_it_has_not_seen(loaded):

@@ -145,7 +145,7 @@ ROWS = [
     ),
     row(
         {"images": ["no.png"]},
-        "none of the 0 tokens",
+        "each of the 1 rows has an image that cannot be used",
         "nothing but broken images",
         skip_broken_images=True,
     ),

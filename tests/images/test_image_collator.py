@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from unsloth_pack import UnslothVisionDataCollator, VisionDataCollator
 from unsloth_pack.errors import InputError
+from unsloth_pack.images.sources import UnreadableImage
 
 ROWS = [
     asked(picture(70, 100), "what is it?"),  # an image first
@@ -202,6 +203,40 @@ def test_files_that_are_gone_are_broken_too(collate, tmp_path):
         skip(rows)
 
 
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        ("data:image/png;base64,@@@", "a data URI that is not base64"),
+        ("data:image/png;base64", "a data URI without a comma"),
+        ("in", "a path that is no file"),
+        (encoded(picture(1, 1000)), "an image that the processor refuses"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_broken(image, says, collate, tmp_path):
+    """One of them ends no run that skips broken images."""
+    (tmp_path / "in").mkdir()
+    rows = [asked(picture(64, 64)), {**asked("<image>"), "images": [image]}]
+    skip = collate(skip_broken_images=True, image_folder=tmp_path)
+    assert len(skip(rows)["packed_seq_lengths"]) == 1
+    assert skip.counts.broken == 1
+    with pytest.raises(UnreadableImage, match=says):
+        collate(image_folder=tmp_path)(rows)
+
+
+@pytest.mark.parametrize("image", ["https://example.com/a.png", None, "a.png"])
+def test_data_that_is_wrong_in_itself_is_not_skipped(image, collate):
+    with pytest.raises(InputError) as raised:
+        collate(skip_broken_images=True)([asked("text"), {**asked("<image>"), "images": [image]}])
+    assert not isinstance(raised.value, UnreadableImage)
+
+
+def test_a_turn_without_content_is_no_matter_of_images(collate):
+    row = asked("what?")
+    row["messages"][0]["content"] = None
+    with pytest.raises(InputError, match=r"needs a string as 'content'.*or remove the row$"):
+        collate()([row])
+
+
 def test_workers_make_the_same_batches(collate):
     one, two = ([*DataLoader(ROWS, batch_size=2, collate_fn=collate(), num_workers=n)] for n in (0, 2))
     for here, there in zip(one, two, strict=True):
@@ -248,6 +283,11 @@ def test_unsloths_arguments(collate, processor):
         (dict(overlong="split"), "overlong is 'split'; choose one of error"),
         (dict(max_seq_length=0), "max_seq_length is 0"),
         (dict(image_folder="no/such"), "image_folder is 'no/such', which is no folder"),
+        (dict(image_folder=5), "image_folder is 5; give the path of a folder"),
+        (dict(formatting_func="x"), "formatting_func is 'x'; give a function"),
+        (dict(skip_broken_images="yes"), "skip_broken_images is 'yes'; give True or False"),
+        (dict(train_on_responses_only=1), "train_on_responses_only is 1; give True or False"),
+        (dict(train_on_responses_only=True, response_part=4), "response_part is 4; give the text"),
     ]:
         with pytest.raises(InputError, match=message):
             collate(**options)
@@ -258,6 +298,8 @@ def test_a_processor_of_another_model():
         VisionDataCollator(vision_model(), vision_processor("qwen2_vl"))
     with pytest.raises(InputError, match="which has no tokenizer"):
         VisionDataCollator(vision_model(), vision_processor().tokenizer)
+    with pytest.raises(InputError, match="model is a str, which has no configuration"):
+        VisionDataCollator("model", vision_processor())
     model = vision_model()
     model.config.image_token_id = 5
     with pytest.raises(InputError, match=r"gives <\|image_pad\|> the id .*the model reads 5"):

@@ -101,7 +101,6 @@ def test_asked_with_images_it_answers_as_plain_transformers(name):
     options = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
     wanted = plain.generate(**oracle(text=list(text), images=[images], return_tensors="pt"), **options)
     given = processor(text=list(text), images=[images], return_tensors="pt")
-    given.pop("mm_token_type_ids", None)
     answer = ours.generate(**given, **options)
     assert answer.sequences.tolist() == wanted.sequences.tolist()
     for one, other in zip(answer.logits, wanted.logits, strict=True):
@@ -211,9 +210,24 @@ def test_overlong_documents(name):
 def test_limits_that_another_family_has(name, folders):
     for limit in ("max_pixels", "min_pixels"):
         with pytest.raises(
-            InputError, match=rf"{limit} is 4096, and images of model type '{name}'.*; (set|leave) "
+            InputError,
+            match=rf"{limit} is 4096, and images of model type '{name}'.*; "
+            r"(set .* in preprocessor_config.json or processor_config.json of a copy of /|leave it out)",
         ):
             load(folders(name), **{limit: 4096})
+
+
+def test_an_adapter_comes_back_with_the_limit_that_it_was_trained_with(folders, tmp_path):
+    model, processor = load(folders("internvl"))
+    processor.image_processor.max_patches = 2
+    model = FastVisionModel.get_peft_model(model, r=4)
+    trained = VisionDataCollator(model, processor)([ROWS[2]])
+    model.save_pretrained(tmp_path / "adapter")
+    processor.save_pretrained(tmp_path / "adapter")
+    again, loaded = load(str(tmp_path / "adapter"))
+    assert VisionDataCollator(again, loaded)([ROWS[2]])["input_ids"].equal(trained["input_ids"])
+    cold = VisionDataCollator(*load(folders("internvl")))([ROWS[2]])
+    assert cold["input_ids"].shape[1] > trained["input_ids"].shape[1]
 
 
 def test_processors_of_other_sizes():

@@ -2,14 +2,17 @@
 
 import json
 import logging
+from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
-from tiny_vision import QWEN, asked, picture, save_vision_model, vision_model
+from tiny_vision import QWEN, asked, encoded, picture, save_vision_model, vision_model
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
 from unsloth_pack.lora.vision_parts import TrainedParts, VisionParts, kept_in_16_bits, vision_targets
@@ -129,7 +132,6 @@ def test_rows_of_text_train_and_the_adapter_comes_back(folder, tmp_path):
     model, processor = load(folder)
     model = FastVisionModel.get_peft_model(model, r=4, finetune_aligner="full")
     batch = VisionDataCollator(model, processor)([asked("one"), asked("two", answer="red")])
-    batch["position_ids"] = batch["position_ids"][0]
     loss = model(**batch).loss
     loss.backward()
     with torch.no_grad():
@@ -149,6 +151,65 @@ def test_rows_of_text_train_and_the_adapter_comes_back(folder, tmp_path):
     ]
     assert torch.equal(states[0][of_tower], states[1][of_tower])
     assert loaded.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+
+
+def test_an_adapter_comes_back_with_the_limits_that_it_was_trained_with(folder, tmp_path):
+    model, processor = load(folder, max_pixels=60 * 60)
+    model = FastVisionModel.get_peft_model(model, r=4)
+    model.save_pretrained(tmp_path)
+    base = load(str(tmp_path))[1].image_processor.size  # an adapter without a processor has that of its base
+    assert base["longest_edge"] > 3600
+    processor.save_pretrained(tmp_path)
+    assert load(str(tmp_path))[1].image_processor.size == processor.image_processor.size
+    other = load(str(tmp_path), max_pixels=3000)[1]
+    assert other.image_processor.size == processor.image_processor.size | {"longest_edge": 3000}
+    (tmp_path / "processor_config.json").write_text('{"image_processor": 1')
+    with pytest.raises(InputError, match=f"cannot load {tmp_path}: "):
+        load(str(tmp_path))
+
+
+def test_trl_counts_the_tokens_of_packed_rows(folder, tmp_path):
+    model, processor = load(folder)
+    model = FastVisionModel.get_peft_model(model, r=4)
+    collate, lengths = VisionDataCollator(model, processor), []
+
+    def noted(rows):
+        batch = collate(rows)
+        lengths.append(sum(batch["packed_seq_lengths"]))
+        return batch
+
+    images = [encoded(picture(70, 90, seed)) for seed in range(4)]
+    turns = [
+        [{"role": "user", "content": f"<image>{'a' * n}?"}, {"role": "assistant", "content": "It."}]
+        for n in range(4)
+    ]
+    config = SFTConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        bf16=False,
+    )
+    rows = Dataset.from_dict({"messages": turns, "images": [[image] for image in images]})
+    trainer = SFTTrainer(model, config, train_dataset=rows, processing_class=processor, data_collator=noted)
+    trainer.train()
+    counted = [line["num_tokens"] for line in trainer.state.log_history if "loss" in line]
+    assert counted == [*accumulate(lengths)]
+
+
+def test_the_card_of_an_adapter_names_its_task(folder, tmp_path):
+    model = FastVisionModel.get_peft_model(load(folder)[0], r=4)
+    card = tmp_path / "README.md"
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        assert "\npipeline_tag: image-text-to-text\n" in card.read_text()
+    card.write_text("---\npipeline_tag: visual-question-answering\n---\nA card of one's own.\n")
+    model.save_pretrained(tmp_path)
+    assert "\npipeline_tag: visual-question-answering\n" in card.read_text()
 
 
 def test_merged_models_come_with_their_processor(folder, tmp_path):

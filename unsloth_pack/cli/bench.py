@@ -132,7 +132,7 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     in_4bit, in_fp8 = given.get("load_in_4bit", False), given.get("load_in_fp8", False)
     check_loading(length, in_4bit, False, in_fp8)
     check_positions(length, name, config)
-    documents = _documents(given, name, length, config.vocab_size)
+    documents = _documents(given, base, length, config.vocab_size)
     packed = pack_dataset(documents, length)
     documents.save_to_disk(folder / "documents")
     packed.save_to_disk(folder / "packed")
@@ -156,7 +156,7 @@ def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     return [first, padded, replace(first, is_patched=False), replace(padded, is_patched=False)]
 
 
-def _documents(given: Mapping[str, Any], model_name: str, length: int, vocab_size: int) -> "Dataset":
+def _documents(given: Mapping[str, Any], base: str, length: int, vocab_size: int) -> "Dataset":
     from unsloth_pack.data import check_token_ids
     from unsloth_pack.packing import find_packs
     from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
@@ -175,9 +175,9 @@ def _documents(given: Mapping[str, Any], model_name: str, length: int, vocab_siz
         for each in load_training_data(data)
     ]
     why = "and bench measures rows of text; give data without"
-    refuse_images(model_name, [each.rows for each in chosen], why)
+    refuse_images(base, [each.rows for each in chosen], why)
     how: dict[str, Any] = {"how": data.mixture, "seed": _SEED, "most": data.sample_limit}
-    documents = mixed_documents(chosen, load_tokenizer(model_name), length, **how).train.rows
+    documents = mixed_documents(chosen, load_tokenizer(base), length, **how).train.rows
     check_token_ids(documents, vocab_size)
     return documents
 

@@ -35,6 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     from unsloth_pack.packing import write_packs
     from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
     from unsloth_pack.recipe.image_data import prepared_images
+    from unsloth_pack.recipe.image_files import refuse_unused_folder
     from unsloth_pack.report.console import LastingConsole
     from unsloth_pack.report.tables import print_packs
 
@@ -61,6 +62,11 @@ def run(arguments: Sequence[str]) -> int:
     how["images"] = images
     mixture = mixed_documents(rows, tokenizer, capacity, only_responses, data.num_proc, **how)
     documents = mixture.train
+    has_paths = bool(given.get("image_paths")) and documents.has_files
+    if images is not None:
+        refuse_unused_folder(settings, documents.has_files)
+    if given.get("image_paths") and not has_paths:
+        raise InputError("image_paths is true, and no image of the data is a file; leave out --image_paths")
     optional: dict[str, Any] = {
         name: given[name] for name in ("strategy", "seed", "rows_per_shard") if name in given
     }
@@ -78,7 +84,8 @@ def run(arguments: Sequence[str]) -> int:
     if as_json:
         LastingConsole().show_json({**manifest.values(), "data_sets": [*map(asdict, mixture.parts)]})
     else:
-        print_packs(LastingConsole(), manifest, str(out), mixture.parts)
+        folder = settings.image_folder if has_paths else None
+        print_packs(LastingConsole(), manifest, str(out), mixture.parts, image_folder=folder)
     return 0
 
 

@@ -154,6 +154,7 @@ def _image_tokens(given: dict[str, Any]) -> int:
 def _mixture(given: dict[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
     from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
     from unsloth_pack.recipe.image_data import prepared_images
+    from unsloth_pack.recipe.image_files import refuse_unused_folder
 
     data, model_name = data_options(given), given.get("model_name", "demo")
     rows = load_training_data(data)
@@ -162,9 +163,13 @@ def _mixture(given: dict[str, Any]) -> "tuple[Mixture, ImageCounts | None]":
         raise InputError(f"the tokenizer of {model_name} has no end-of-sequence token; name another model")
     seed = given.get("seed", TrainingOptions().seed)
     how: dict[str, Any] = {"how": data.mixture, "seed": seed, "most": data.sample_limit}
-    images = prepared_images(model_name, tokenizer, image_options(given), [each.rows for each in rows])
+    settings = image_options(given)
+    images = prepared_images(model_name, tokenizer, settings, [each.rows for each in rows])
     mixture = mixed_documents(rows, tokenizer, _UNCUT, num_proc=data.num_proc, images=images, **how)
-    return mixture, None if images is None else images.counts(mixture.train)
+    if images is None:
+        return mixture, None
+    refuse_unused_folder(settings, mixture.train.has_files)
+    return mixture, images.counts(mixture.train)
 
 
 def _print(
@@ -183,11 +188,13 @@ def _print(
         highlight=False,
     )
     if images:
-        resized = "" if images.resized is None else f", {images.resized:,} images resized"
+        more = "" if images.resized is None else f", {images.resized:,} images resized"
+        more += f"; {images.rows_broken:,} rows with a broken image left out" if images.rows_broken else ""
         console.print(
             f"{images.images:,} images, {images.vision_tokens:,} vision tokens "
-            f"({images.vision_tokens / report.tokens:.1%} of all){resized}",
+            f"({images.vision_tokens / report.tokens:.1%} of all){more}",
             highlight=False,
+            soft_wrap=True,
         )
     histogram = Table("tokens", "documents", "", title="lengths", title_justify="left")
     most = max(n for _, _, n in report.histogram)

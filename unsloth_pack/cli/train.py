@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.cli import SUBCOMMANDS
-from unsloth_pack.cli.mishaps import check_finite, check_stream, explained, kept, report_nonfinite, way_on
+from unsloth_pack.cli.mishaps import (
+    check_finite,
+    check_learned,
+    check_stream,
+    explained,
+    kept,
+    report_nonfinite,
+    way_on,
+)
 from unsloth_pack.files.locks import claimed
 from unsloth_pack.files.saved_names import ADAPTER_CONFIG, CARD
 from unsloth_pack.files.served import note_on_vllm
@@ -105,6 +113,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
         _end_together()
         return _say_how_to_go_on(console, trainer, metrics, stop.received)
+    check_learned(trainer)
     with kept(options.folder):
         totals = stream_totals(trainer)
         summary = summarise(trainer, fill, totals, prepared.train.parts)

@@ -95,7 +95,8 @@ def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[s
     if isinstance(content, list):
         content = _text_of(content)
     if not isinstance(content, str) and not (content is None and calls):
-        remedy = "write its text as one string or remove the row (images need FastVisionModel)"
+        remedy = "write its text as one string or remove the row"
+        remedy += " (images need FastVisionModel)" if isinstance(content, list) else ""
         fail(index, column, f"{name} needs a string as {content_key!r}", content, remedy)
     if role == "assistant" and not calls and not (content or "").strip():
         remedy = "fill in the response or remove the row"

@@ -217,6 +217,7 @@ def _joined(documents: Sequence[Documents]) -> Documents:
         fingerprint=hashlib.sha256(key.encode()).hexdigest(),
         least_id=min(each.least_id for each in documents),
         last_id=max(each.last_id for each in documents),
+        has_files=any(each.has_files for each in documents),
     )
 
 

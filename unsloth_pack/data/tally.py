@@ -19,6 +19,7 @@ _SUMS = [
     for each in fields(TokenLedger)
     if each.default is MISSING and each.name not in ("longest", "p99")
 ]
+FILES = "image_files"  # images that are files, and rows of which that is not known
 OF_IMAGES = ("images", "vision_tokens", "rows_shrunk", "tokens_shrunk", "rows_broken", "rows_left_out")
 
 
@@ -27,8 +28,8 @@ class Tally:
     """Counts of the rows of some batches; `+=` adds those of others.
 
     Args:
-        sums: the fields of a `TokenLedger` that are sums over the rows, by name; and of each data set of a
-            mixture, what `of_part` has added.
+        sums: the fields of a `TokenLedger` that are sums over the rows, by name; `FILES`; and of each data
+            set of a mixture, what `of_part` has added.
         lengths: how many rows had so many tokens when they were read.
         least_id, last_id: the smallest and the largest token id; 0 and -1 where there is no token.
     """
@@ -91,6 +92,11 @@ class Tally:
         both = Tally(self.sums.copy(), self.lengths.copy(), self.least_id, self.last_id)
         both += other
         return both
+
+    @property
+    def has_files(self) -> bool:
+        """As `Documents` has it."""
+        return self.sums[FILES] > 0
 
     @property
     def ledger(self) -> TokenLedger:

@@ -52,6 +52,7 @@ class Documents:
         fingerprint: of the rows, see `rows_hash`; of a mixture, of its data sets and its order.
         least_id, last_id: the smallest and the largest token id.
         unused_columns: columns of the data set that nothing was made of.
+        has_files: whether an image of the data is a file, or may be, as it could not be read.
     """
 
     rows: datasets.Dataset
@@ -60,6 +61,7 @@ class Documents:
     least_id: int
     last_id: int
     unused_columns: tuple[str, ...] = ()
+    has_files: bool = False
 
 
 def tokenize(
@@ -139,7 +141,7 @@ def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
         key = make.key(num_proc)
         folder, notes = kept("documents", key, partial(make.all_into, spans=spans, num_proc=num_proc))
         rows = open_kept(folder)
-        found = {name: notes[name] for name in ("fingerprint", "least_id", "last_id")}
+        found = {name: notes[name] for name in ("fingerprint", "least_id", "last_id", "has_files")}
         return Documents(rows, TokenLedger(**notes["ledger"]), **found)
     import datasets as hf
     import pyarrow as pa
@@ -150,7 +152,8 @@ def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
         tables.append(table)
     check_counted(tally.ledger, make.max_length)
     rows = hf.Dataset(pa.concat_tables(tables))
-    return Documents(rows, tally.ledger, rows_hash(rows), tally.least_id, tally.last_id)
+    hashed, has_files = rows_hash(rows), tally.has_files
+    return Documents(rows, tally.ledger, hashed, tally.least_id, tally.last_id, has_files=has_files)
 
 
 class SpanMaker(ABC):
@@ -199,7 +202,7 @@ class SpanMaker(ABC):
                 hashes.update_from(folder / f"{number}.arrow")
                 bar.update(end - first)
         check_counted(tally.ledger, self.max_length)
-        about = {"least_id": tally.least_id, "last_id": tally.last_id}
+        about = {"least_id": tally.least_id, "last_id": tally.last_id, "has_files": tally.has_files}
         return {"ledger": asdict(tally.ledger), "fingerprint": hashes.hexdigest(), **about}
 
     def _one_into(self, task: tuple[Path, int, tuple[int, int]]) -> Tally:
@@ -266,6 +269,11 @@ class DocumentMaker(SpanMaker):
 
 def check_counted(ledger: TokenLedger, max_length: int) -> None:
     """Refuse documents of which nothing is learned."""
+    if ledger.rows_broken and ledger.rows_broken == ledger.rows_read:
+        raise InputError(
+            f"each of the {ledger.rows_read} rows has an image that cannot be used, and skip_broken_images "
+            "leaves them out; leave out --skip_broken_images to see the first"
+        )
     if not ledger.tokens_counted:
         raise InputError(
             f"none of the {ledger.tokens_read} tokens in {ledger.rows_read} rows would count in the loss "

@@ -205,6 +205,17 @@ def own_device() -> dict[str, Any]:
     return {"": int(os.environ.get("LOCAL_RANK", 0)) if torch.cuda.is_available() else "cpu"}
 
 
+def tokenizer_folder(model_name: str) -> str:
+    """Where the tokenizer of a model lies: beside an adapter that was saved with one, else in its base model.
+
+    Raises:
+        InputError: as `resolve`.
+    """
+    source, adapter = resolve(model_name)
+    has_own = adapter is not None and os.path.isfile(os.path.join(adapter, "tokenizer_config.json"))
+    return adapter if adapter and has_own else source
+
+
 def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, or of a hub name.
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from unsloth_pack.data.refusals import fail
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.reading import pixels_of
-from unsloth_pack.images.sources import ImageSource
+from unsloth_pack.images.sources import ImageSource, refuse_image
 from unsloth_pack.images.tokens import Cut
 from unsloth_pack.models import vision_spec_of
+from unsloth_pack.models.vision_spec import TOKEN_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,8 @@ class ImageMaker(ABC, Generic[Made]):
 
     Attributes:
         needed: what an image processor of the family has.
-        own_limit: where `max_pixels` does not limit the size of an image, what to do instead; for errors.
+        own_limit: where `max_pixels` does not limit the size of an image, the setting of the image processor
+            that does, for errors; "" where none does.
         described: the arguments of a call, beside pixels, that say which images they are.
         shrinks: whether an image can be made of fewer tokens.
 
@@ -40,7 +41,7 @@ class ImageMaker(ABC, Generic[Made]):
     """
 
     needed: ClassVar[tuple[str, ...]]
-    own_limit: ClassVar[str] = ""
+    own_limit: ClassVar[str | None] = None
     described: ClassVar[tuple[str, ...]] = ()
     shrinks: ClassVar[bool] = True
 
@@ -137,6 +138,11 @@ class ImageMaker(ABC, Generic[Made]):
         return spec is not None and spec.both_ways
 
     @property
+    def token_types(self) -> str | None:
+        """The argument that tells a model which tokens are images; None where it takes none."""
+        return TOKEN_TYPES if self.both_ways else None
+
+    @property
     def options(self) -> dict[str, Any]:
         """Arguments that the image processor gets in every call."""
         return self._options(None)
@@ -155,7 +161,7 @@ class ImageMaker(ABC, Generic[Made]):
             of_document: how many images the document has.
 
         Raises:
-            InputError: the processor refuses such an image, as it does one that is far wider than high.
+            UnreadableImage: the processor refuses such an image, as it does one that is far wider than high.
         """
         try:
             return self._cut(*size, most_pixels, of_document)
@@ -166,7 +172,7 @@ class ImageMaker(ABC, Generic[Made]):
         """Read, resize and cut an image.
 
         Raises:
-            InputError: the image cannot be read.
+            UnreadableImage: the image cannot be read.
         """
         # The values stay those of pixels, so they are whole numbers
         made = self._processor(
@@ -202,4 +208,4 @@ class ImageMaker(ABC, Generic[Made]):
 def _refuse(source: ImageSource, size: tuple[int, int], said: str) -> NoReturn:
     shown = f"{size[0]} by {size[1]} pixels"
     problem = f"an image that the processor refuses ({said})"
-    fail(source.index, source.column, problem, shown, "cut it, or remove the row")
+    refuse_image(source.index, source.column, problem, shown, "cut it")

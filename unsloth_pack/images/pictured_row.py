@@ -71,6 +71,11 @@ class PicturedRow:
             arguments = make.arguments(every, [*map(len, images)])
         return cls(row, _row(all_ids), _row(all_labels), torch.from_numpy(positions), arguments)
 
+    @property
+    def along_text(self) -> Tensor:
+        """`[1, T]`: the positions for a model that takes `row`, which has those on three axes."""
+        return torch.from_numpy(self.row.positions)[None]
+
     def on_host(self, described: Sequence[str]) -> dict[str, Any]:
         """The arguments with those in `described` as lists, which a trainer sends to no device."""
         return {

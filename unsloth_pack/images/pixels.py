@@ -10,6 +10,7 @@ import numpy as np
 
 from unsloth_pack.images.maker import RGB, ImageMaker
 from unsloth_pack.images.tokens import Cut
+from unsloth_pack.models.vision_spec import MODALITIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,10 @@ class PatchMaker(ImageMaker[Patches]):
     @property
     def pixel_limits(self) -> tuple[int, int]:
         return self._processor.size["shortest_edge"], self.most_pixels
+
+    @property
+    def token_types(self) -> str:
+        return MODALITIES  # by which transformers' models find positions on three axes
 
     def pixels_of_tokens(self, tokens: int) -> int:
         return tokens * (self._processor.patch_size * self.merge_size) ** 2

@@ -16,7 +16,7 @@ from unsloth_pack.data.formats import detect_format
 from unsloth_pack.data.image_columns import IMAGES, image_field
 from unsloth_pack.data.other_columns import refuse_acting_columns
 from unsloth_pack.data.spans import in_order, spans_of
-from unsloth_pack.data.tally import Tally
+from unsloth_pack.data.tally import FILES, Tally
 from unsloth_pack.data.tokenize import SpanMaker, table_of
 from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
 from unsloth_pack.images.documents import VisionDocument, VisionEncoder
@@ -142,10 +142,14 @@ class ImageDocumentMaker(SpanMaker):
         encoded = _encoded(made)
         tally = Tally.of(encoded)
         kept = [document for document in made if document.is_learnable]
+        n_broken = len(documents) - len(made)
+        n_left_out = sum(len(document.ids) < min(document.read, 1) for document in made)
+        n_files = sum(isinstance(image.source.content, Path) for each in made for image in each.images)
+        tally.sums[FILES] = n_files + n_broken + n_left_out
         tally.sums += Counter(
-            rows_read=len(documents) - len(made),
-            rows_broken=len(documents) - len(made),
-            rows_left_out=sum(len(document.ids) < min(document.read, 1) for document in made),
+            rows_read=n_broken,
+            rows_broken=n_broken,
+            rows_left_out=n_left_out,
             rows_shrunk=sum(document.saved > 0 for document in made),
             tokens_shrunk=sum(document.saved for document in made),
             images=sum(len(document.images) for document in kept),

@@ -21,9 +21,10 @@ from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.pixels import PatchMaker
 from unsloth_pack.images.reading import require_pillow
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, image_tokens_of
-from unsloth_pack.models.vision_spec import MODALITIES, TOKEN_TYPES
+from unsloth_pack.models.vision_spec import MODALITIES
 
 _SAVED = ("processor_config.json", "tokenizer_config.json")
+_OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
 _WITH_MODALITIES = f"return_{MODALITIES}"
 
 
@@ -83,12 +84,12 @@ class VisionProcessor(ProcessorMixin):
         options = {name: value for name, value in own.items() if name not in kwargs}
         if images is not None and options:
             kwargs["images_kwargs"] = options | kwargs.get("images_kwargs", {})
-        # Which tokens are images, by which a model finds their positions; an argument in every version
+        # An argument in every version, and by default only where the model takes what it makes
         if _WITH_MODALITIES not in kwargs.get("text_kwargs", {}):
-            kwargs.setdefault(_WITH_MODALITIES, True)
+            kwargs.setdefault(_WITH_MODALITIES, self._token_types is not None)
         made = super().__call__(images=images, text=text, **kwargs)
-        if self._maker is not None and self._maker.both_ways and MODALITIES in made:
-            made[TOKEN_TYPES] = made.pop(MODALITIES)
+        if MODALITIES in made:
+            made[self._token_types or MODALITIES] = made.pop(MODALITIES)
         return made
 
     def replace_image_token(self, image_inputs: dict, image_idx: int, **kwargs: Any) -> str:
@@ -116,8 +117,11 @@ class VisionProcessor(ProcessorMixin):
     @property
     def model_input_names(self) -> list[str]:
         """What a model takes of the output."""
-        is_by_type = self._maker is not None and self._maker.both_ways
-        return [*super().model_input_names, TOKEN_TYPES if is_by_type else MODALITIES]
+        return [*super().model_input_names, *([self._token_types] if self._token_types else [])]
+
+    @property
+    def _token_types(self) -> str | None:
+        return None if self._maker is None else self._maker.token_types
 
     @property
     def unused_input_names(self) -> list[str]:
@@ -128,6 +132,19 @@ class VisionProcessor(ProcessorMixin):
         """What is saved of the processor itself."""
         parts = super().to_dict()
         return {name: value for name, value in parts.items() if name not in ("tokens", "of_videos", "config")}
+
+
+def processor_folder(model_name: str) -> str:
+    """Where the processor of a model lies: beside an adapter that was saved with one, else in its base model.
+
+    An adapter's own holds the limits of pixels that it was trained with.
+
+    Raises:
+        InputError: as `resolve`.
+    """
+    source, adapter = resolve(model_name)
+    has_own = adapter is not None and any(Path(adapter, name).is_file() for name in _OF_IMAGES)
+    return adapter if adapter and has_own else source
 
 
 def load_image_processor(
@@ -153,14 +170,15 @@ def load_image_processor(
     for name, value in (("max_pixels", max_pixels), ("min_pixels", min_pixels)):
         if value is not None:
             require_whole(name, value, 1)
-        if value is not None and make.own_limit:
+        if value is not None and make.own_limit is not None:
+            remedy = f"set {make.own_limit} in {' or '.join(_OF_IMAGES)} of a copy of {source}"
             raise InputError(
                 f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; "
-                f"{make.own_limit}"
+                f"{remedy if make.own_limit else 'leave it out: every image becomes as many tokens'}"
             )
     processor = load_with(AutoImageProcessor, source, **hub)
     make(processor, config)
-    return processor if make.own_limit else limit_pixels(processor, max_pixels, min_pixels)
+    return processor if make.own_limit is not None else limit_pixels(processor, max_pixels, min_pixels)
 
 
 def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int | None) -> Any:
@@ -210,18 +228,22 @@ def _saved_template(source: str, files: dict[str, Any]) -> str | None:
 
 
 def saved_beside(model: Any, source: str, tokenizer: Any) -> Any:
-    """What is saved beside a model: the processor that is in a folder, or the tokenizer where there is none.
+    """What is saved beside a merged model: its processor, or the tokenizer where it has none.
 
     Args:
-        source: the folder of an adapter or of a model; where an adapter has none, that of its base counts.
+        source: the folder of the adapter that was merged, see `processor_folder`.
+
+    Raises:
+        InputError: the adapter was saved with a processor that cannot be loaded.
     """
     config = model.config
     if config.model_type not in IMAGE_TOKENS:
         return tokenizer
-    for place in dict.fromkeys((source, resolve(source)[0])):
-        try:
-            image_processor = load_image_processor(place, config=config)
-            return processor_of(place, image_processor, tokenizer, image_tokens_of(config), config)
-        except InputError:  # it was trained on text, or Pillow is missing
-            continue
-    return tokenizer
+    place = processor_folder(source)
+    try:
+        image_processor = load_image_processor(place, config=config)
+        return processor_of(place, image_processor, tokenizer, image_tokens_of(config), config)
+    except InputError:
+        if place == source:
+            raise
+        return tokenizer  # it was trained on text, and its base has no processor, or Pillow is missing

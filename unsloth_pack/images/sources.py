@@ -46,7 +46,10 @@ class ImageSource:
 
 
 class UnreadableImage(InputError):
-    """An image that cannot be read, as opposed to a row that is wrong in itself."""
+    """One image that cannot be used: `skip_broken_images` leaves out its row.
+
+    Every other error means that the data is wrong in itself, such as a path out of the image folder.
+    """
 
 
 def refuse_image(index: int, column: str, problem: str, value: Any, remedy: str) -> NoReturn:
@@ -95,7 +98,7 @@ def source_of(index: int, column: str, value: Any, folder: Path | None) -> Image
     elif isinstance(value, str) and value.strip():
         content = _of_text(index, column, value.strip(), folder)
     elif isinstance(value, os.PathLike):
-        content = _checked(index, column, os.fspath(value), folder)
+        content = file_of(index, column, os.fspath(value), folder)
     else:
         fail(index, column, "no image", value, "give a path, bytes or an image of Pillow, or remove the row")
     if content == b"":
@@ -121,23 +124,23 @@ def _of_text(index: int, column: str, text: str, folder: Path | None) -> bytes |
         case "data":
             return _of_data_uri(index, column, text)
         case "file":
-            return _checked(index, column, _of_file_uri(index, column, text), folder)
+            return file_of(index, column, _of_file_uri(index, column, text), folder)
         case "http" | "https" | "ftp" | "s3" | "gs" | "hf":
             remedy = "download the images first, and give their paths"
             fail(index, column, "an image that lies on the network", text, remedy)
-    return _checked(index, column, text, folder)
+    return file_of(index, column, text, folder)
 
 
 def _of_data_uri(index: int, column: str, text: str) -> bytes:
     head, comma, body = text.partition(",")
     if not comma:
-        fail(index, column, "a data URI without a comma", text, "write data:image/png;base64,...")
+        refuse_image(index, column, "a data URI without a comma", text, "write data:image/png;base64,...")
     if not head.lower().endswith(";base64"):
         return unquote_to_bytes(body)
     try:
         return base64.b64decode("".join(unquote(body).split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        fail(index, column, f"a data URI that is not base64 ({error})", text, "encode the image anew")
+        refuse_image(index, column, f"a data URI that is not base64 ({error})", text, "encode the image anew")
 
 
 def _of_file_uri(index: int, column: str, text: str) -> str:
@@ -147,8 +150,16 @@ def _of_file_uri(index: int, column: str, text: str) -> str:
     return unquote(parts.path)
 
 
-def _checked(index: int, column: str, path: str, folder: Path | None) -> Path:
-    """The file that a path leads to, links followed."""
+def file_of(index: int, column: str, path: str, folder: Path | None) -> Path:
+    """The file that a path leads to, links followed.
+
+    Args:
+        folder: where relative paths begin, and out of which none may lead.
+
+    Raises:
+        UnreadableImage: it is no file, or not there.
+        InputError: the path leads out of the folder, or is relative without one.
+    """
     if folder is None and not os.path.isabs(path):
         fail(index, column, "a relative path", path, "give image_folder, in which the images lie")
     whole = Path(folder, path) if folder is not None else Path(path)
@@ -157,12 +168,13 @@ def _checked(index: int, column: str, path: str, folder: Path | None) -> Path:
         mode = os.stat(real).st_mode if folder is None or _is_inside(real, folder) else None
     except (OSError, ValueError) as error:  # a null byte is a ValueError
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        refuse_image(index, column, f"an image that cannot be read ({said})", str(whole), "correct the path")
+        remedy = "put it back, correct the path" + ("" if folder is None else " or image_folder")
+        refuse_image(index, column, f"an image that cannot be read ({said})", str(whole), remedy)
     if mode is None:
         remedy = f"put the image into image_folder, {folder}"
         fail(index, column, "a path that leads out of the image folder", path, remedy)
     if not stat.S_ISREG(mode):
-        fail(index, column, "a path that is no file", str(whole), "name the file of an image")
+        refuse_image(index, column, "a path that is no file", str(whole), "name the file of an image")
     return real
 
 

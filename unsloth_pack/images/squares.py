@@ -14,7 +14,7 @@ class SquareMaker(TileMaker):
     """Gemma 3: every image becomes one square, and as many tokens."""
 
     needed = ("do_pan_and_scan", "do_resize", "size")
-    own_limit = "leave it out: every image becomes as many tokens"
+    own_limit = ""
     shrinks = False
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.image_columns import image_field
 from unsloth_pack.images.documents import PlacedImage
-from unsloth_pack.images.sources import ImageSource, refuse_image, refuse_lost, stat_of
+from unsloth_pack.images.sources import ImageSource, file_of, refuse_image, refuse_lost, stat_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,15 +58,16 @@ def source_of_stored(image: Mapping[str, Any], folder: Path | None) -> ImageSour
     """Where the image of a row comes from.
 
     Args:
-        folder: where its path begins.
+        folder: where its path begins, and out of which it may not lead.
 
     Raises:
         UnreadableImage: its file is gone, or is not what it was when the row was made.
+        InputError: its path leads out of the folder, or is relative without one.
     """
     row, column = image["row"], image["column"]
     if image["bytes"] is not None:
         return ImageSource(row, column, image["bytes"])
-    path = Path(image["path"]) if folder is None else Path(folder, image["path"])
+    path = file_of(row, column, image["path"], folder)
     source = ImageSource(row, column, path)
     about = stat_of(source, path)
     if (about.st_size, about.st_mtime_ns) != (image["size"], image["mtime_ns"]):

@@ -83,7 +83,7 @@ class SplitMaker(TileMaker):
     """Idefics3 and SmolVLM: an image is enlarged to its longest edge, and cut into tiles that it fills."""
 
     needed = ("do_image_splitting", "max_image_size", "do_resize")
-    own_limit = "set size={'longest_edge': pixels}, on processor.image_processor"
+    own_limit = "size={'longest_edge': pixels}"
 
     @property
     def most_pixels(self) -> int:
@@ -158,7 +158,7 @@ class CanvasMaker(TileMaker):
     """InternVL: an image fills the canvas of tiles whose shape is closest to its own, then one tile whole."""
 
     needed = ("min_patches", "max_patches", "get_number_of_image_patches")
-    own_limit = "set max_patches, tiles of an image, on processor.image_processor"
+    own_limit = "max_patches, tiles of an image,"
 
     @property
     def most_pixels(self) -> int:
@@ -206,7 +206,7 @@ class AnyresMaker(TileMaker):
     """
 
     needed = ("image_grid_pinpoints",)
-    own_limit = "set image_grid_pinpoints, on processor.image_processor and in the model's configuration"
+    own_limit = "image_grid_pinpoints, as in config.json,"
     described = ("image_sizes", "batch_num_images")
     shrinks = False
 
@@ -291,7 +291,7 @@ class SizesMaker(TileMaker):
 
     needed = ("patch_size", "size", "do_resize")
     described = ("image_sizes",)
-    own_limit = "set size={'longest_edge': pixels}, on processor.image_processor"
+    own_limit = "size={'longest_edge': pixels}"
 
     def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
         patches = tokens * self._config.spatial_merge_size**2

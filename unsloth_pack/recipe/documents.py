@@ -29,12 +29,12 @@ from unsloth_pack.training.trl_setup import training_template
 
 
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, or of an adapter's base model.
+    """The tokenizer of a model, or of an adapter: its own, or that of its base model.
 
     Raises:
         InputError: it cannot be found or loaded.
     """
-    return loading.load_tokenizer(loading.resolve(model_name)[0])
+    return loading.load_tokenizer(loading.tokenizer_folder(model_name))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from unsloth_pack.images.prepared import ImageDocumentMaker, holds_images, unuse
 from unsloth_pack.images.processor import (
     VisionProcessor,
     load_image_processor,
+    processor_folder,
     processor_of,
 )
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds, ImageTokens, image_tokens_of
@@ -44,11 +45,13 @@ class ImageCounts:
     Args:
         vision_tokens: that they take.
         resized: images beyond the limits of pixels; None where the model's images have no such limits.
+        rows_broken: rows left out since an image cannot be used.
     """
 
     images: int
     vision_tokens: int
     resized: int | None
+    rows_broken: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +169,8 @@ class ImagePreparation:
                 pixels = height.astype(np.int64) * width
                 resized += int(((pixels < limits[0]) | (pixels > limits[1])).sum())
             vision_tokens, images = vision_tokens + int(tokens.sum()), images + len(tokens)
-        return ImageCounts(images, vision_tokens, None if limits is None else resized)
+        n_broken = documents.ledger.rows_broken
+        return ImageCounts(images, vision_tokens, None if limits is None else resized, n_broken)
 
     @property
     def processor_hash(self) -> str:
@@ -247,17 +251,17 @@ def image_preparation(
     """How the images of some data sets are prepared; None where the model takes none, or they have none.
 
     Args:
+        model_name: of a model, or an adapter, whose own processor counts where it has one.
         are_expected: rows that come later may have images, whatever these have.
 
     Raises:
         InputError: images for this model are not prepared here, its processor cannot be loaded, or the
             tokenizer is not that of the model.
     """
-    source = resolve(model_name)[0]
-    config = load_config(source)
+    config = load_config(resolve(model_name)[0])
     if not hasattr(config, "vision_config") or not (are_expected or any(map(holds_images, rows))):
         return None
-    return preparation_of(source, config, tokenizer, options, keep_bytes=keep_bytes)
+    return preparation_of(processor_folder(model_name), config, tokenizer, options, keep_bytes=keep_bytes)
 
 
 def prepared_images(
@@ -294,7 +298,8 @@ def preparation_of(
     """How the images of a model are prepared.
 
     Args:
-        source: folder or name of the base model.
+        source: folder or name that holds the processor, see `processor_folder`.
+        config: of the base model.
 
     Raises:
         InputError: as `image_preparation`.
@@ -313,11 +318,13 @@ def preparation_of_packs(
 ) -> ImagePreparation | None:
     """How the images of packs were prepared, by the folders that the packs lie in; None where they have none.
 
+    Args:
+        model_name: as in `image_preparation`.
+
     Raises:
         InputError: the model takes no images, or other ones; an option asks for something else.
     """
-    source = resolve(model_name)[0]
-    config = load_config(source)
+    config = load_config(resolve(model_name)[0])
     found = None
     for folder, manifest in packs.items():
         images = manifest.images
@@ -335,7 +342,7 @@ def preparation_of_packs(
                     f"leave out --{name}, or give it to `unsloth-pack pack`"
                 )
         limited = replace(options, min_pixels=images.least_pixels, max_pixels=images.most_pixels)
-        found = preparation_of(source, config, tokenizer, limited)
+        found = preparation_of(processor_folder(model_name), config, tokenizer, limited)
         if (images.processor, images.placeholder) != (found.processor_hash, found.token_ids.placeholder):
             raise InputError(
                 f"{folder}: packed for another image processor, that of "

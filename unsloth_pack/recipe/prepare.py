@@ -16,7 +16,6 @@ from unsloth_pack.data.mixture import Mixture, Part
 from unsloth_pack.data.streamed import Share
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
-from unsloth_pack.files import loading
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
 from unsloth_pack.files.new_tokens import add_to_tokenizer, read_new_tokens
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
@@ -37,13 +36,20 @@ from unsloth_pack.recipe.documents import (
 )
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.image_data import ImagePreparation, image_ids_of, takes_images
+from unsloth_pack.recipe.image_files import check_files_of_packs, check_images
 from unsloth_pack.recipe.image_stream import PreparedStream, refusing
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
 from unsloth_pack.recipe.optimizers import arguments_of, check_masters, check_optimizer, check_rounding
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import with_optimizer
-from unsloth_pack.recipe.run_images import images_of_run, packs_of_text, refuse_lost_images, with_images
+from unsloth_pack.recipe.run_images import (
+    images_of_run,
+    packs_of_text,
+    refuse_lost_images,
+    saved_beside_run,
+    with_images,
+)
 from unsloth_pack.recipe.sharding import sharding_arguments
 from unsloth_pack.recipe.what_trains import check_names_of_modules
 from unsloth_pack.report.fill import document_lengths
@@ -69,6 +75,7 @@ class PreparedRows:
         fingerprint: of the documents, see `rows_hash`, or of the packs on disk.
         packs: the manifest, if the rows were packed on disk.
         parts: the data sets that they come from; empty for packs.
+        has_files: whether an image of them is a file, or may be.
     """
 
     rows: Dataset | RowStream
@@ -76,6 +83,7 @@ class PreparedRows:
     fingerprint: str
     packs: PackManifest | None = None
     parts: tuple[Part, ...] = ()
+    has_files: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ class Prepared:
         options: with all their defaults.
         config: TRL's.
         dtype: of the model's weights.
+        saved_with_model: what is saved beside the model, see `saved_beside_run`.
         train: what is trained on.
         evaluation: what is evaluated on, if anything.
         new_tokens: by the id of each token that the run adds, the ids of its description.
@@ -96,15 +105,11 @@ class Prepared:
     config: SFTConfig
     dtype: torch.dtype
     tokenizer: PreTrainedTokenizerBase
+    saved_with_model: Any
     train: PreparedRows
     evaluation: PreparedRows | None = None
     new_tokens: dict[int, list[int]] = field(default_factory=dict)
     images: ImagePreparation | None = None
-
-    @property
-    def saved_with_model(self) -> Any:
-        """What is saved beside the model: its tokenizer, and where rows have images its processor."""
-        return self.tokenizer if self.images is None else self.images.processor
 
 
 def prepare(options: TrainOptions) -> Prepared:
@@ -139,6 +144,7 @@ def prepare(options: TrainOptions) -> Prepared:
     images = images_of_run(options, tokenizer, train_rows, eval_rows, first)
     if images is not None:
         options = with_images(options, config)
+    beside = saved_beside_run(options, tokenizer, images)
     evaluation = None
     if stream is not None:
         train = _stream_of(stream, tokenizer, options, config, model_config, images)
@@ -155,7 +161,9 @@ def prepare(options: TrainOptions) -> Prepared:
         evaluation = _packed_rows_of(eval_rows, name, tokenizer, options, model_config, images)
     elif eval_rows is not None:
         evaluation = _evaluation_rows(eval_rows, tokenizer, options, model_config, images)
-    return Prepared(options, config, dtype, tokenizer, train, evaluation, new_tokens, images)
+    if images is not None:
+        check_images(images, train, evaluation, is_resumed=options.output.resume)
+    return Prepared(options, config, dtype, tokenizer, beside, train, evaluation, new_tokens, images)
 
 
 def _trl_config(options: TrainOptions, dtype: torch.dtype) -> SFTConfig:
@@ -221,11 +229,8 @@ def _model_config(options: TrainOptions, dtype: torch.dtype) -> Any:
 
 def _tokenizer(options: TrainOptions) -> PreTrainedTokenizerBase:
     """The tokenizer of the adapter that the run begins with, if it has one, else of the model."""
-    model_name = options.model.model_name
-    if (folder := options.adapter.init_adapter) and (Path(folder) / "tokenizer_config.json").is_file():
-        tokenizer = loading.load_tokenizer(folder)
-    else:
-        tokenizer = load_tokenizer(model_name)
+    model_name = options.adapter.init_adapter or options.model.model_name
+    tokenizer = load_tokenizer(model_name)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise InputError(
             f"the tokenizer of {model_name} has neither pad_token nor eos_token; name one of its tokens in "
@@ -272,11 +277,14 @@ def _packed_rows_of(
     """
     packs, rows = read_packs(folder, tokenizer_hash(tokenizer))
     check_token_ids(rows, model_config.vocab_size)
+    has_files = False
     if packs.images is None:
         rows = packs_of_text(rows, folder, tokenizer, options, images)
+    elif images is not None:
+        has_files = check_files_of_packs(folder, rows, images)
     n_positions, most_lost = model_config.max_position_embeddings, options.data.max_token_loss
     check_token_loss(name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True)
-    return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs)
+    return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs, has_files=has_files)
 
 
 def _training_rows(
@@ -345,7 +353,7 @@ def _prepared_rows(
     rows, capacity = documents.rows, options.model.max_seq_length
     if packing:
         rows = pack_documents(documents, capacity, options.data.num_proc)
-    return PreparedRows(rows, documents.ledger, documents.fingerprint, parts=parts)
+    return PreparedRows(rows, documents.ledger, documents.fingerprint, None, parts, documents.has_files)
 
 
 def _stream_of(
@@ -387,7 +395,8 @@ def _stream_of(
         Part(data_set.name, data_set.weight, documents.unused_columns[number])
         for number, data_set in enumerate(stream.data_sets)
     )
-    return PreparedRows(rows, documents.first_ledger, documents.fingerprint, parts=parts)
+    # Later rows may have files
+    return PreparedRows(rows, documents.first_ledger, documents.fingerprint, None, parts, has_files=True)
 
 
 def _keep_examples_per_update(config: SFTConfig, rows: Dataset) -> None:

@@ -8,7 +8,9 @@ from datasets import Dataset
 from trl import SFTConfig
 
 from unsloth_pack.data.spans import cores
+from unsloth_pack.files.loading import load_config, resolve
 from unsloth_pack.images.prepared import holds_images, without_images
+from unsloth_pack.images.processor import processor_folder
 from unsloth_pack.packing import read_manifest
 from unsloth_pack.recipe.documents import RowsOfSet
 from unsloth_pack.recipe.flags import changed
@@ -17,6 +19,7 @@ from unsloth_pack.recipe.image_data import (
     ImagePreparation,
     image_ids_of,
     image_preparation,
+    preparation_of,
     preparation_of_packs,
     refuse_image_tokens,
     takes_images,
@@ -41,7 +44,9 @@ def images_of_run(
     Raises:
         InputError: they cannot be prepared; or options of images are given and there are none.
     """
-    model_name, given = options.model.model_name, (train_rows, eval_rows)
+    # An adapter that the run begins with has the limits of pixels that it was trained with
+    model_name = options.adapter.init_adapter or options.model.model_name
+    given = (train_rows, eval_rows)
     sets = [each.rows for rows in given if isinstance(rows, list) for each in rows] + [*first_of_stream]
     packs = {folder: read_manifest(folder) for folder in given if isinstance(folder, Path)}
     images = preparation_of_packs(model_name, tokenizer, options.images, packs)
@@ -56,9 +61,23 @@ def images_of_run(
     if options.data.streaming:
         why = "the first rows have no images (if later ones do, give --image_folder)"
     if not takes_images(model_name):
-        why = f"{model_name} takes no images"
+        why = f"{options.model.model_name} takes no images"
     refuse_image_options(options.images, why)
     return None
+
+
+def saved_beside_run(options: TrainOptions, tokenizer: Any, images: ImagePreparation | None) -> Any:
+    """What is saved beside the model: where rows have images its processor, else its tokenizer.
+
+    A run on text that begins with an adapter keeps the processor of that adapter.
+
+    Raises:
+        InputError: the processor of the adapter cannot be loaded.
+    """
+    first = options.adapter.init_adapter
+    if images is None and first is not None and processor_folder(first) == first:
+        images = preparation_of(first, load_config(resolve(first)[0]), tokenizer, options.images)
+    return tokenizer if images is None else images.processor
 
 
 def with_images(options: TrainOptions, config: SFTConfig) -> TrainOptions:

@@ -172,8 +172,20 @@ def _evaluation_lines(facts: RunFacts, ledger: TokenLedger) -> list[tuple[str, s
     return [("evaluation", line)]
 
 
-def print_packs(console: Console, packs: PackManifest, folder: str, parts: Sequence[Part] = ()) -> None:
-    """What was packed, and how to train on it."""
+def print_packs(
+    console: Console,
+    packs: PackManifest,
+    folder: str,
+    parts: Sequence[Part] = (),
+    image_folder: str | None = None,
+) -> None:
+    """What was packed, and how to train on it.
+
+    Args:
+        image_folder: where the paths of its images begin; None where training needs none.
+    """
+    command = ["unsloth-pack", "--model_name", packs.model_name, "--dataset", folder]
+    command += ["--image_folder", image_folder] if image_folder is not None else []
     fill = RowFill(packs.rows, packs.documents, packs.tokens, packs.rows * packs.capacity, packs.tokens)
     size = sum(shard.bytes for shard in packs.shards)
     rows = [
@@ -185,7 +197,7 @@ def print_packs(console: Console, packs: PackManifest, folder: str, parts: Seque
         ("shards", f"{len(packs.shards)}, {size / 2**20:,.1f} MiB"),
         ("fingerprint", packs.data_fingerprint),
         ("output", folder),
-        ("train with", shlex.join(["unsloth-pack", "--model_name", packs.model_name, "--dataset", folder])),
+        ("train with", shlex.join(command)),
     ]
     _print_facts(console, "packed", rows)
 

@@ -50,7 +50,7 @@ class ImageRowCollator:
         skip_broken: bool = False,
     ):
         self.make_images, self._token_ids, self._folder = make_images, token_ids, folder
-        self._skip_broken = skip_broken
+        self.skip_broken = skip_broken
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The batch of some rows.
@@ -83,7 +83,7 @@ class ImageRowCollator:
         batch: dict[str, Any] = {
             "input_ids": made_row.ids,
             "labels": made_row.labels,
-            "position_ids": torch.from_numpy(made_row.row.positions)[None],
+            "position_ids": made_row.along_text,
             "packed_row": made_row.row,
         }
         batch |= made_row.on_host(self.make_images.described)
@@ -103,7 +103,7 @@ class ImageRowCollator:
             size = (image["height"], image["width"])
             return decoded(self.make_images, source, size, image["most_pixels"], of_document)
         except UnreadableImage:
-            if not self._skip_broken:
+            if not self.skip_broken:
                 raise
             return None
 

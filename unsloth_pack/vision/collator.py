@@ -51,12 +51,13 @@ class VisionDataCollator:
 
     - `input_ids`, `labels`: `[1, T]`. The first label of every document is -100, and so are those of images,
       of their markers, and of what the chat template or the answers leave out.
-    - `position_ids`: `[1, T]`, which count from 0 in every document; `[4, 1, T]` for Qwen-VL, whose further
-      rows are positions in time, height and width.
+    - `position_ids`: `[1, T]`, which count from 0 in every document; `[4, 1, T]` for a Qwen-VL that is not
+      patched, whose further rows are positions in time, height and width.
     - `packed_seq_lengths`: the length of every document, a list on the host.
     - `pixel_values` float32 and what describes them, if there is an image; see `docs/vision.md`.
     - `packed_row` for a patched model: the whole description, so that nothing of it is read back from a GPU.
-      What describes images is then lists. Make a new collator after `undo()`.
+      It has the positions on three axes. What describes images is then lists. Make a new collator after
+      `undo()`.
 
     Args:
         model: that the batches are for, patched already if it is to be; its configuration is read.
@@ -95,8 +96,23 @@ class VisionDataCollator:
         **others: Any,
     ):
         _take_others(others)
+        _check_switches(
+            train_on_responses_only=train_on_responses_only, skip_broken_images=skip_broken_images
+        )
+        _check_texts(instruction_part=instruction_part, response_part=response_part)
+        if formatting_func is not None and not callable(formatting_func):
+            raise InputError(
+                f"formatting_func is {formatting_func!r}; give a function that makes the row of an example"
+            )
+        if not isinstance(image_folder, str | Path | None):
+            raise InputError(f"image_folder is {image_folder!r}; give the path of a folder")
         tokenizer, image_processor = _parts_of_processor(processor)
         config = getattr(model, "config", model)
+        if not hasattr(config, "model_type"):
+            raise InputError(
+                f"model is a {type(model).__name__}, which has no configuration; give what "
+                "FastVisionModel.from_pretrained returns"
+            )
         tokens = image_tokens_of(config)
         self._make_images = image_maker(config, image_processor)
         relabel = None
@@ -166,7 +182,8 @@ class VisionDataCollator:
         batch: dict[str, Any] = {
             "input_ids": made.ids,
             "labels": made.labels,
-            "position_ids": made.position_ids,
+            # TRL's num_tokens is the second size of the positions, which counts tokens in `[1, T]` alone
+            "position_ids": made.along_text if self._is_patched else made.position_ids,
             "packed_seq_lengths": list(made.row.lengths),
         }
         # A trainer sends no object to a device, so nothing that describes the row is read back from there
@@ -183,6 +200,18 @@ UnslothVisionDataCollator = VisionDataCollator  # as Unsloth's notebooks call it
 
 def _is_patched(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())
+
+
+def _check_switches(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} is {value!r}; give True or False")
+
+
+def _check_texts(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, str | None):
+            raise InputError(f"{name} is {value!r}; give the text that the chat template writes there")
 
 
 def _take_others(given: dict[str, Any]) -> None:

@@ -8,7 +8,12 @@ import torch
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import resolve, split_config, take_file_options
-from unsloth_pack.images.processor import VisionProcessor, load_image_processor, processor_of
+from unsloth_pack.images.processor import (
+    VisionProcessor,
+    load_image_processor,
+    processor_folder,
+    processor_of,
+)
 from unsloth_pack.images.tokens import ImageTokenIds, image_tokens_of
 from unsloth_pack.lora.vision_parts import Aligner, TrainedParts, vision_targets
 from unsloth_pack.memory.checkpointing import CheckpointingMode
@@ -47,8 +52,8 @@ class FastVisionModel:
             max_seq_length, dtype, full_finetuning: as in `FastLanguageModel.from_pretrained`.
             load_in_4bit, load_in_8bit: of the language model. Tower, aligner and head stay in 16 bits.
             max_pixels, min_pixels: to which larger and smaller images are resized; None for the limits that
-                the model came with. Nothing else is resized. Only for Qwen-VL: the image processors of other
-                families have limits of their own, which an error names.
+                the model, or the adapter, was saved with. Nothing else is resized. Only for Qwen-VL: the
+                image processors of other families have limits of their own, which an error names.
             kwargs: further arguments of `FastLanguageModel.from_pretrained`.
 
         Returns:
@@ -63,8 +68,9 @@ class FastVisionModel:
         files |= take_file_options(dict(kwargs))
         config, _ = split_config(source, **files)
         tokens = image_tokens_of(config)
+        of_images = processor_folder(model_name)
         image_processor = load_image_processor(
-            source, config=config, max_pixels=max_pixels, min_pixels=min_pixels, **files
+            of_images, config=config, max_pixels=max_pixels, min_pixels=min_pixels, **files
         )
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name,
@@ -76,7 +82,7 @@ class FastVisionModel:
             **kwargs,
         )
         ImageTokenIds(tokens, tokenizer, config)
-        return model, processor_of(source, image_processor, tokenizer, tokens, config, **files)
+        return model, processor_of(of_images, image_processor, tokenizer, tokens, config, **files)
 
     @staticmethod
     def get_peft_model(
