@@ -1,14 +1,18 @@
 """`unsloth-pack generate` with images."""
 
 import re
+import shutil
 
 import pytest
 import torch
 from image_runs import train
 from tiny_vision import picture
+from tokenizers.processors import TemplateProcessing
 
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
+from unsloth_pack.cli.prompts import encode, encode_with_images
+from unsloth_pack.images.tokens import IMAGE_TOKENS
 
 ASKED = "What is it?"
 
@@ -29,26 +33,54 @@ def asked(place, tmp_path, capsys):
     return run
 
 
-def expected(folder, content, pictures):
-    """What the model answers through its processor and chat template."""
+def expected(folder, content):
+    """What the model answers to the inputs that transformers' own way makes of these parts."""
     model, processor = FastVisionModel.from_pretrained(str(folder), 64, "float32")
     turns = [{"role": "user", "content": content}]
-    text = processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    inputs = processor(text=[text], images=pictures, return_tensors="pt")
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template(turns, tokenize=True, **options)
     with torch.no_grad():
         ids = FastVisionModel.for_inference(model).generate(**inputs, max_new_tokens=6, do_sample=False)
-    return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
 def test_a_model_is_asked_about_images(asked, place):
-    pictures = [picture(40, 64, 0), picture(60, 64, 1)]
-    text, image = {"type": "text", "text": ASKED}, {"type": "image"}
-    before = expected(place / "model", [image, text], pictures[:1])
-    assert asked(ASKED, "0.png").strip() == before.strip()
-    between = [image, {"type": "text", "text": "or"}, image, text]
+    one, two = ({"type": "image", "image": picture(40 + 20 * n, 64, n)} for n in range(2))
+    text = {"type": "text", "text": ASKED}
+    assert asked(ASKED, "0.png").strip() == expected(place / "model", [one, text])
+    between = [one, {"type": "text", "text": "or"}, two, text]
     both = asked(f"<image>or<image>{ASKED}", "0.png", "1.png")
-    assert both.strip() == expected(place / "model", between, pictures).strip()
-    assert asked(ASKED).strip() == expected(place / "model", ASKED, None).strip()
+    assert both.strip() == expected(place / "model", between)
+    assert asked(ASKED).strip() == expected(place / "model", [text])
+
+
+def test_a_template_that_writes_the_first_token_gets_no_second_one():
+    """Of a tokenizer that adds it too, as Gemma 3's and Mistral 3's."""
+    _, processor = FastVisionModel.from_pretrained("vision-demo", 64, "float32")
+    tokenizer = processor.tokenizer
+    tokenizer.bos_token = "<|im_start|>"
+    first = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
+    )
+    assert tokenizer("a")["input_ids"][0] == first
+    tokens = IMAGE_TOKENS["qwen3_vl"]
+    with_images = encode_with_images(processor, tokens, "a", [picture(32, 32)])["input_ids"][0]
+    without = encode(tokenizer, "a", "qwen3_vl")["input_ids"][0]
+    for ids in (with_images.tolist(), without.tolist()):
+        assert ids[0] == first
+        assert ids[1] != first
+
+
+def test_a_model_without_a_processor_answers_to_text(place, tmp_path, asked):
+    """As one that was trained on text alone may be saved."""
+    folder = tmp_path / "model"
+    shutil.copytree(place / "model", folder)
+    for file in (*folder.glob("*processor_config.json"), *folder.glob("chat_template*")):
+        if "processor" in file.name:
+            file.unlink()
+    assert asked(ASKED, model=folder)
+    assert "cannot" in asked(ASKED, "0.png", model=folder, code=2).lower()
 
 
 def test_an_adapter_is_asked_about_images(asked, place, tmp_path):
@@ -61,6 +93,7 @@ def test_an_adapter_is_asked_about_images(asked, place, tmp_path):
     [
         ("<image>a", [], r"holds 1 times <image>, and --image is given 0 times; give one for each"),
         ("<image>a", ["0.png", "1.png"], "holds 1 times <image>, and --image is given 2 times"),
+        ("<|image_pad|>a", [], r"holds <\|image_pad\|>, a token of images; write <image>"),
         ("<|image_pad|>a", ["0.png"], r"holds <\|image_pad\|>, a token of images; write <image>"),
         ("a", ["no.png"], r"--image is .*no\.png', which is no file; correct it"),
         ("a", ["text.png"], r"--image is .*text\.png', which cannot be read as an image; give another"),

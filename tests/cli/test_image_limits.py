@@ -10,6 +10,10 @@ from transformers import AutoImageProcessor
 
 from unsloth_pack import FastVisionModel
 from unsloth_pack.cli import main
+from unsloth_pack.recipe import run_images
+from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.documents import load_tokenizer
+from unsloth_pack.recipe.run_images import saved_beside_run
 
 FIRST, SECOND = 4096, 2048
 
@@ -80,11 +84,24 @@ def test_a_second_stage_on_text_keeps_the_processor_of_the_first(place, first, t
     assert most_pixels(tmp_path / "second") == FIRST
 
 
-def test_packs_for_an_adapter_train_on_from_it(place, first, tmp_path):
+def test_a_second_stage_on_text_needs_no_processor_that_is_not_prepared_here(place, first, monkeypatch):
+    """As of Qwen3.5, whose adapters from elsewhere may have one beside them."""
+    options = read_options(["--init_adapter", str(first), "--dataset", str(place / "text.jsonl")])
+    tokenizer = load_tokenizer(str(first))
+    assert saved_beside_run(options, tokenizer, None).tokenizer is tokenizer
+    monkeypatch.setattr(run_images, "IMAGE_TOKENS", {})
+    assert saved_beside_run(options, tokenizer, None) is tokenizer
+
+
+def test_packs_for_an_adapter_train_on_from_it(place, first, tmp_path, capsys):
     command = flags(place, tmp_path / "packs")[:8]
     command[command.index("--output_dir")] = "--out"
     command[command.index("--model_name") + 1] = str(first)
+    capsys.readouterr()
     assert main(["pack", *command, "--max_seq_length=256", "--image_paths"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "unsloth-pack --init_adapter" in said
+    assert "--model_name" not in said
     packs = ["--dataset", tmp_path / "packs", "--init_adapter", first, "--max_steps", 1]
     train(place, tmp_path / "second", *packs)
     assert most_pixels(tmp_path / "second") == FIRST

@@ -327,7 +327,14 @@ def test_images_that_change_are_refused(place, tmp_path, capsys):
         (["--aligner_lr=1e-4", "--freeze_aligner"], "aligner_lr is 0.0001 and freeze_aligner is true"),
         (["--freeze_llm", "--freeze_aligner"], "leaves nothing to train"),
         (["--freeze_llm", "--target_modules=q_proj"], "freeze_llm is true and target_modules is"),
-        (["--freeze_llm", "--modules_to_save=lm_head"], "freeze_llm is true and modules_to_save is"),
+        (
+            ["--freeze_llm", "--modules_to_save=lm_head"],
+            "freeze_llm is true, and modules_to_save names lm_head",
+        ),
+        (
+            ["--freeze_llm", "--modules_to_save=language_model.norm"],
+            r"modules_to_save names .*language_model\.norm",
+        ),
         (["--image_folder=no/such"], "image_folder is 'no/such', which is no folder"),
         (["--max_pixels=100"], "max_pixels is 100, and one token is 1024 pixels; raise it"),
         (["--max_pixels=4096", "--min_pixels=8192"], "min_pixels is 8192 and max_pixels is 4096"),

@@ -100,33 +100,30 @@ def test_static_blocks_hold_every_row_of_their_form(window):
     """And the rows of narrower forms. Every run has a query and as many keys or more; what is too many is of
     the padding behind the row."""
     rows = [row for seed in range(20) if len((row := random_row(seed)).blocks)]
-    text = PackedRow.of_lengths((9, 4), torch.device(DEVICE))
     forms = [RowForm.of(row) for row in rows]
     form = max(forms, key=lambda form: form.tokens).widened(forms, 1)
-    static = PackedRow.static(form.tokens, form.segments, form.longest, text.device, both_ways=True)
+    static = PackedRow.static(form.tokens, form.segments, form.longest, rows[0].device, both_ways=True)
     padding = form.blocks.padding(form.longest)
     filled = BlockRows.static(static, window, form.blocks)
     assert BlockRows.of(static, window) is filled
-    for row in [*rows, text, *rows]:
+    assert not form.holds(PackedRow.of_lengths((9, 4), rows[0].device))  # text has forms of its own
+    for row in [*rows, *rows]:
         assert form.holds(row)
         filled.fill(row, window, form.tokens - 1, padding)
         queries, keys = (each.cu_seqlens.diff().tolist() for each in (filled.queries, filled.keys))
-        n, own_places = len(row.blocks), []
-        if n:
-            own = BlockRows.of(row, window)
-            assert queries[:n] == [*own.queries.lengths]
-            assert keys[:n] == [*own.keys.lengths]
-            own_places = [own.query_places, own.key_places]
+        n, own = len(row.blocks), BlockRows.of(row, window)
+        assert queries[:n] == [*own.queries.lengths]
+        assert keys[:n] == [*own.keys.lengths]
         assert all(0 < q <= k for q, k in zip(queries[: n + padding], keys, strict=False))
         assert not any(queries[n + padding :] + keys[n + padding :])
         assert max(queries) <= filled.queries.longest
         assert max(keys) <= filled.keys.longest
-        nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-        for places, own in zip(
-            (filled.query_places, filled.key_places), own_places or [nothing, nothing], strict=True
+        for places, its_own in (
+            (filled.query_places, own.query_places),
+            (filled.key_places, own.key_places),
         ):
-            assert torch.equal(places[: len(own)], own)
-            assert (places[len(own) :] == form.tokens - 1).all()
+            assert torch.equal(places[: len(its_own)], its_own)
+            assert (places[len(its_own) :] == form.tokens - 1).all()
         assert sum(queries) == len(filled.query_places)
         assert sum(keys) == len(filled.key_places)
 
@@ -141,6 +138,21 @@ def test_a_form_with_blocks_has_room_for_them_and_a_token_of_padding():
         narrower = replace(form.blocks, **{name: 0})
         assert not replace(form, blocks=narrower).holds(row), name
     assert not replace(form, blocks=None).holds(row)
+
+
+def test_a_window_bounds_the_keys_of_static_blocks():
+    """Sliding layers are most of them, and their copies of keys would be as many as those of full ones."""
+    row = PackedRow.of_lengths((1000,), torch.device(DEVICE))
+    images = np.flatnonzero(np.arange(1000) % 50 < 40)
+    row = replace(row, visual=images, both_ways=True, _built={})
+    form = RowForm.of(row)
+    static = PackedRow.static(form.tokens, form.segments, form.longest, row.device, both_ways=True)
+    few, all_of_them = (
+        len(BlockRows.static(static, window, form.blocks).key_places) for window in (16, None)
+    )
+    own = len(BlockRows.of(row, None).key_places)
+    assert few < own / 4
+    assert own <= all_of_them < 1.3 * own
 
 
 @pytest.mark.gpu

@@ -29,36 +29,39 @@ def run(arguments: Sequence[str]) -> int:
 
     quieten()
     from unsloth_pack.api import FastLanguageModel
-    from unsloth_pack.recipe.image_data import takes_images
+    from unsloth_pack.cli.prompts import encode
 
     name, files = given.get("model_name", "demo"), given.get("image", [])
     options: dict[str, Any] = {"max_seq_length": 1}  # no row will be packed
     options |= {option: given[option] for option in ("dtype", "load_in_4bit") if option in given}
-    if takes_images(name):
-        model, tokenizer, encode = _load_with_images(name, files, options)
-    elif files:
-        raise InputError(f"--image is {files[0]}, and {name} takes no images; leave it out")
+    if files:
+        model, tokenizer, encoded = _load_with_images(name, files, options)
     else:
-        from unsloth_pack.cli import prompts as asked
-
         model, tokenizer = FastLanguageModel.from_pretrained(name, **options)
-        encode = partial(asked.encode, tokenizer)
+        encoded = partial(encode, tokenizer, model_type=model.config.model_type)
     model = FastLanguageModel.for_inference(model)
-    _answer(model, tokenizer, map(encode, filter(str.strip, prompts)), given)
+    _answer(model, tokenizer, map(encoded, filter(str.strip, prompts)), given)
     return 0
 
 
 def _load_with_images(
     name: str, files: Sequence[str], options: dict[str, Any]
 ) -> tuple[Any, Any, Callable[[str], Any]]:
-    """A model of vision and language, its tokenizer, and what makes its inputs of a prompt."""
+    """A model of vision and language, its tokenizer, and what makes its inputs of a prompt.
+
+    Raises:
+        InputError: the model takes no images, or they are not prepared here.
+    """
     from unsloth_pack.cli.prompts import encode_with_images, open_images
-    from unsloth_pack.images.tokens import image_tokens_of
+    from unsloth_pack.images.tokens import IMAGE_TOKENS
+    from unsloth_pack.recipe.image_data import takes_images
     from unsloth_pack.vision.model import FastVisionModel
 
+    if not takes_images(name):
+        raise InputError(f"--image is {files[0]!r}, and {name} takes no images; leave it out")
     images = open_images(files)
     model, processor = FastVisionModel.from_pretrained(name, **options)
-    tokens = image_tokens_of(model.config)
+    tokens = IMAGE_TOKENS[model.config.model_type]
     return model, processor.tokenizer, partial(encode_with_images, processor, tokens, images=images)
 
 

@@ -85,7 +85,8 @@ def run(arguments: Sequence[str]) -> int:
         LastingConsole().show_json({**manifest.values(), "data_sets": [*map(asdict, mixture.parts)]})
     else:
         folder = settings.image_folder if has_paths else None
-        print_packs(LastingConsole(), manifest, str(out), mixture.parts, image_folder=folder)
+        is_adapter = resolve(model_name)[1] is not None
+        print_packs(LastingConsole(), manifest, str(out), mixture.parts, folder, is_adapter)
     return 0
 
 

@@ -9,16 +9,19 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.images.reading import pixels_of
 from unsloth_pack.images.rows import MARK, with_parts
 from unsloth_pack.images.sources import source_of
-from unsloth_pack.images.tokens import ImageTokens
+from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens
 
 
-def encode(tokenizer: Any, prompt: str) -> Any:
-    """A prompt for a model of text alone.
+def encode(tokenizer: Any, prompt: str, model_type: str) -> Any:
+    """A prompt without images.
 
     Raises:
-        InputError: it is no text.
+        InputError: it is no text, or holds what stands for an image to the model.
     """
     _check_text(prompt)
+    if (tokens := IMAGE_TOKENS.get(model_type)) is not None:
+        _check_tokens(prompt, tokens)
+        _check_marks(prompt, 0)
     if not tokenizer.chat_template:
         return tokenizer(prompt, return_tensors="pt")
     turns = [{"role": "user", "content": prompt}]
@@ -46,32 +49,43 @@ def _opened(file: str) -> Any:
 
 
 def encode_with_images(processor: Any, tokens: ImageTokens, prompt: str, images: list[Any]) -> Any:
-    """A prompt for a model of vision and language.
+    """A prompt about images, of which there is one at least.
 
     Args:
         prompt: `<image>` in it says where each image belongs. Without it they come before the text.
 
     Raises:
         InputError: there are other numbers of images and of `<image>`, the prompt holds one of the model's
-            own image tokens, or it is no text.
+            own image tokens, it is no text, or the model has no chat template.
     """
     _check_text(prompt)
+    _check_tokens(prompt, tokens)
+    _check_marks(prompt, len(images))
+    if not processor.chat_template:
+        raise InputError("the model has no chat template, which puts images into a prompt; leave out --image")
+    text = prompt if MARK in prompt else MARK * len(images) + prompt
+    (turn,) = with_parts([{"role": "user", "content": text}])
+    waiting = iter(images)
+    turn["content"] = [
+        part | {"image": next(waiting)} if part["type"] == "image" else part for part in turn["content"]
+    ]
+    return processor.apply_chat_template(
+        [turn], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+
+
+def _check_tokens(prompt: str, tokens: ImageTokens) -> None:
     for token in tokens.texts:
         if token in prompt:
             raise InputError(f"the prompt holds {token}, a token of images; write {MARK}, and give --image")
+
+
+def _check_marks(prompt: str, n_images: int) -> None:
     marks = prompt.count(MARK)
-    if marks and marks != len(images):
+    if marks and marks != n_images:
         raise InputError(
-            f"the prompt holds {marks} times {MARK}, and --image is given {len(images)} times; give one for "
-            "each"
+            f"the prompt holds {marks} times {MARK}, and --image is given {n_images} times; give one for each"
         )
-    (turn,) = with_parts([{"role": "user", "content": prompt if marks else MARK * len(images) + prompt}])
-    text = prompt
-    if processor.chat_template:
-        text = processor.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
-    elif images:
-        raise InputError("the model has no chat template, which puts images into a prompt; leave out --image")
-    return processor(text=[text], images=images or None, return_tensors="pt")
 
 
 def _check_text(prompt: str) -> None:

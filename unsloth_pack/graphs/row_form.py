@@ -9,6 +9,7 @@ import torch
 from unsloth_pack.graphs.inputs import EmbeddedForm
 from unsloth_pack.row.block_rows import BlockForm
 from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.row.rounding import power_of_2, rounded_up
 
 ROWS_BEFORE_CAPTURE = 2  # of a size: they compile the kernels, and what comes once costs nothing
 MOST_FORMS = 12
@@ -47,8 +48,8 @@ class RowForm:
         """The form of a row: tokens in steps of a sixteenth of the power of 2 above, the rest powers of 2."""
         blocks = BlockForm.of(row) if len(row.blocks) else None
         tokens = rounded_up(row.n_tokens + (blocks is not None), 64)
-        longest = _power_of_2(max(_longest(row), min(256, tokens)))
-        segments = max(64, _power_of_2(_segments(row, tokens, longest)))
+        longest = power_of_2(max(_longest(row), min(256, tokens)))
+        segments = max(64, power_of_2(_segments(row, tokens, longest)))
         kind = autocast_dtype(), router_logits, embedded, row.has_own_axes
         return cls(tokens, segments, longest, *kind, blocks)
 
@@ -65,9 +66,15 @@ class RowForm:
         return replace(
             self,
             segments=room * max(form.segments for form in like),
-            longest=max(longest, min(room * longest, _power_of_2(self.tokens))),
+            longest=max(longest, min(room * longest, power_of_2(self.tokens))),
             blocks=reduce(BlockForm.widened, blocks) if blocks else None,
         )
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """What a replay takes, the dearest first."""
+        blocks = (0, 0) if self.blocks is None else (self.blocks.queries, self.blocks.earlier)
+        return self.tokens, *blocks, self.longest, self.segments
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -79,14 +86,15 @@ class RowForm:
     ) -> bool:
         """Whether the row fits into the form, under the autocast that is on now."""
         return (
-            row.n_tokens + (self.blocks is not None) <= self.tokens
+            row.n_tokens + bool(len(row.blocks)) <= self.tokens
             and _longest(row) <= self.longest
             and _segments(row, self.tokens, self.longest) <= self.segments
             and autocast_dtype() == self.autocast
             and router_logits == self.router_logits
             and embedded == self.embedded
             and (self.axes or not row.has_own_axes)
-            and (not len(row.blocks) if self.blocks is None else self.blocks.holds(row))
+            and (self.blocks is not None) == bool(len(row.blocks))
+            and (self.blocks is None or self.blocks.holds(row))
         )
 
 
@@ -103,13 +111,3 @@ def _segments(row: PackedRow, tokens: int, longest: int) -> int:
 def autocast_dtype() -> torch.dtype | None:
     """The dtype that autocast computes in; None without autocast."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-
-
-def rounded_up(n: int, least: int = 1) -> int:
-    """n in steps of a sixteenth of the power of 2 above, or of `least` where that is more."""
-    step = max(least, _power_of_2(n) // 16)
-    return -(-n // step) * step
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

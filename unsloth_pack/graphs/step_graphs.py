@@ -230,7 +230,7 @@ class StepGraphs:
     def _nearest(self, row: PackedRow, router_logits: bool, embedded: EmbeddedForm | None) -> RowForm | None:
         """The smallest captured form that holds a row."""
         holding = [form for form in self._graphs if form.holds(row, router_logits, embedded)]
-        return min(holding, key=lambda form: (form.tokens, form.longest, form.segments), default=None)
+        return min(holding, key=lambda form: form.size, default=None)
 
     def _is_worth_it(self, form: RowForm, device: torch.device) -> bool:
         """Whether replaying is known to save time and leaves enough memory; if not, `why_not` says why."""

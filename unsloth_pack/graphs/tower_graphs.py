@@ -25,10 +25,10 @@ from unsloth_pack.graphs.row_form import (
     WASTE_ALLOWED,
     RowForm,
     autocast_dtype,
-    rounded_up,
 )
 from unsloth_pack.graphs.trials import Trials, longer_than_launching
 from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.row.rounding import rounded_up
 
 _WRONG_FROM = 1 / 16  # relative error of features, 8 units of bfloat16: other sizes of GEMMs round otherwise
 

@@ -8,14 +8,7 @@ from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.recipe.options import TrainOptions
 
 _RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}
-_OF_THE_TEXT = (
-    "target_modules",
-    "modules_to_save",
-    "layers_to_transform",
-    "trainable_token_indices",
-    "add_tokens",
-)
-_TEXT_MODULES = ("lm_head", "embed_tokens")
+_OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")
 
 
 def check_images_together(options: TrainOptions) -> None:
@@ -37,10 +30,8 @@ def check_images_together(options: TrainOptions) -> None:
             "them to false"
         )
     if images.freeze_llm:
-        saved = [name for name in adapter.modules_to_save or () if name in _TEXT_MODULES]
         for name in _OF_THE_TEXT:
-            given = saved or None if name == "modules_to_save" else getattr(adapter, name)
-            if given is not None:
+            if (given := getattr(adapter, name)) is not None:
                 raise InputError(
                     f"freeze_llm is true and {name} is {given!r}, which is of the language model; leave out "
                     "one of them"

@@ -25,12 +25,27 @@ def with_parts(model: Any, arguments: dict[str, Any], images: ImageOptions) -> d
         arguments: for the language model.
 
     Raises:
-        InputError: the tower is to have an adapter beside all linear layers of a model with experts.
+        InputError: the tower is to have an adapter beside all linear layers of a model with experts, or a
+            module is to train whole in a part that an option freezes.
     """
+    _refuse_frozen(model, arguments["modules_to_save"] or (), images)
     whole = [] if images.freeze_aligner else [*whole_aligner(model)]
     saved = [*dict.fromkeys([*(arguments["modules_to_save"] or ()), *whole])]
     targets = _targets(model, arguments["target_modules"], images)
     return arguments | {"target_modules": targets, "modules_to_save": saved or None}
+
+
+def _refuse_frozen(model: Any, modules: Collection[str], images: ImageOptions) -> None:
+    """Refuse modules that train whole, by the ends of their paths, in a part that does not train."""
+    parts = VisionParts.of(model)
+    for path, _ in model.named_modules():
+        name = next((name for name in modules if path == name or path.endswith(f".{name}")), None)
+        option = _FROZEN[parts.owner(path)]
+        if name is not None and option != "freeze_vit" and getattr(images, option):  # that is its default
+            raise InputError(
+                f"{option} is true, and modules_to_save names {name}, of what it freezes; leave out one of "
+                "them"
+            )
 
 
 def _targets(model: Any, given: str | Collection[str] | None, images: ImageOptions) -> Any:
@@ -65,7 +80,7 @@ def freeze_parts(model: Any, images: ImageOptions, begun_with: str | None = None
     trains = dict.fromkeys(_FROZEN, False)
     for path, parameter in model.named_parameters():
         part = parts.owner(path.removeprefix("base_model.model."))
-        if getattr(images, _FROZEN.get(part, ""), False):
+        if getattr(images, _FROZEN[part]):
             parameter.requires_grad_(False)
         elif part in trains:
             trains[part] = trains[part] or parameter.requires_grad

@@ -11,6 +11,7 @@ from unsloth_pack.data.spans import cores
 from unsloth_pack.files.loading import load_config, resolve
 from unsloth_pack.images.prepared import holds_images, without_images
 from unsloth_pack.images.processor import processor_folder
+from unsloth_pack.images.tokens import IMAGE_TOKENS
 from unsloth_pack.packing import read_manifest
 from unsloth_pack.recipe.documents import RowsOfSet
 from unsloth_pack.recipe.flags import changed
@@ -76,7 +77,9 @@ def saved_beside_run(options: TrainOptions, tokenizer: Any, images: ImagePrepara
     """
     first = options.adapter.init_adapter
     if images is None and first is not None and processor_folder(first) == first:
-        images = preparation_of(first, load_config(resolve(first)[0]), tokenizer, options.images)
+        config = load_config(resolve(first)[0])
+        if config.model_type in IMAGE_TOKENS:
+            images = preparation_of(first, config, tokenizer, options.images)
     return tokenizer if images is None else images.processor
 
 

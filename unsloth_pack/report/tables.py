@@ -178,13 +178,16 @@ def print_packs(
     folder: str,
     parts: Sequence[Part] = (),
     image_folder: str | None = None,
+    is_for_adapter: bool = False,
 ) -> None:
     """What was packed, and how to train on it.
 
     Args:
         image_folder: where the paths of its images begin; None where training needs none.
+        is_for_adapter: the model is an adapter, with which training goes on.
     """
-    command = ["unsloth-pack", "--model_name", packs.model_name, "--dataset", folder]
+    begins_with = "--init_adapter" if is_for_adapter else "--model_name"
+    command = ["unsloth-pack", begins_with, packs.model_name, "--dataset", folder]
     command += ["--image_folder", image_folder] if image_folder is not None else []
     fill = RowFill(packs.rows, packs.documents, packs.tokens, packs.rows * packs.capacity, packs.tokens)
     size = sum(shard.bytes for shard in packs.shards)

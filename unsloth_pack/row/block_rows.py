@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.row.rounding import power_of_2, rounded_up
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +67,7 @@ class BlockRows:
         """
         padding = form.padding(row.longest)
         n_queries, n_segments = form.queries + padding, form.blocks + padding
-        n_keys = form.earlier + n_queries
+        n_keys = form.earlier_within(window) + n_queries
         queries, keys = (
             PackedRow.static(n_tokens, n_segments, longest, row.device)
             for n_tokens, longest in ((n_queries, form.longest), (n_keys, row.longest))
@@ -92,19 +93,19 @@ class BlockRows:
         ):
             tail = static.n_tokens - len(runs.places)
             too_many = tail // padding + (np.arange(padding) < tail % padding)
-            static.fill(PackedRow.of_lengths((*runs.lengths.tolist(), *too_many.tolist()), row.device))
+            static.fill_ends(np.concatenate([runs.lengths, too_many]))
             filled = row.pinned(np.concatenate([runs.places, np.full(tail, spare)]))
             places.copy_(filled, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class BlockForm:
-    """The sizes of blocks, rounded up. They do not depend on a window.
+    """The sizes of blocks, rounded up.
 
     Args:
         blocks: in a row.
         queries: tokens in blocks.
-        earlier: keys before the blocks that they are of.
+        earlier: keys before the blocks that they are of, without a window.
         longest: tokens of a block.
     """
 
@@ -115,15 +116,25 @@ class BlockForm:
 
     @classmethod
     def of(cls, row: PackedRow) -> "BlockForm":
-        """Powers of 2."""
-        return cls(*(1 << int(n - 1).bit_length() for n in np.maximum(_sizes(row), [8, 64, 64, 16])))
+        """Numbers of tokens in steps of a sixteenth of the power of 2 above, the others powers of 2."""
+        blocks, queries, earlier, longest = _sizes(row)
+        return cls(
+            power_of_2(max(blocks, 8)),
+            rounded_up(queries, 64),
+            rounded_up(max(earlier, 1), 64),
+            power_of_2(max(longest, 16)),
+        )
 
     def widened(self, other: "BlockForm") -> "BlockForm":
         """As large as either."""
-        return BlockForm(*np.maximum(self._numbers, other._numbers).tolist())
+        return BlockForm(*map(max, self._numbers, other._numbers))
 
     def holds(self, row: PackedRow) -> bool:
-        return not len(row.blocks) or bool((_sizes(row) <= self._numbers).all())
+        return all(size <= most for size, most in zip(_sizes(row), self._numbers, strict=True))
+
+    def earlier_within(self, window: int | None) -> int:
+        """The keys before the blocks that a window leaves at most."""
+        return self.earlier if window is None else min(self.earlier, self.blocks * (window - 1))
 
     def padding(self, longest: int) -> int:
         """How many runs of padding fill the form up, however few blocks a row has.
@@ -156,8 +167,10 @@ def _runs(row: PackedRow, window: int | None) -> tuple[_Runs, _Runs]:
 
 
 def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    runs = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
-    return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
+    """The tokens of runs, one run behind the other."""
+    lengths = ends - begins
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(begins - before, lengths)
 
 
 def _starts(row: PackedRow) -> np.ndarray:
@@ -165,11 +178,12 @@ def _starts(row: PackedRow) -> np.ndarray:
     return row.starts[np.searchsorted(row.starts, row.blocks[:, 0], side="right") - 1]
 
 
-def _sizes(row: PackedRow) -> np.ndarray:
+def _sizes(row: PackedRow) -> list[int]:
     """What a `BlockForm` holds of a row with blocks."""
-    lengths = np.diff(row.blocks)
-    earlier = row.blocks[:, 0] - _starts(row)
-    return np.array([len(lengths), lengths.sum(), earlier.sum(), lengths.max()])
+    begins, ends = row.blocks.T
+    lengths = ends - begins
+    sizes = len(lengths), lengths.sum(), (begins - _starts(row)).sum(), lengths.max()
+    return [int(size) for size in sizes]
 
 
 def _key(window: int | None) -> tuple[str, int | None]:

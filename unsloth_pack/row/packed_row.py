@@ -110,6 +110,12 @@ class PackedRow:
         cu_seqlens[: len(ends) + 1], cu_seqlens[len(ends) + 1 :] = [0, *ends], n_tokens
         static.copy_(self.pinned(numbers), non_blocking=True)
 
+    def fill_ends(self, lengths: np.ndarray) -> None:
+        """Make this static row of segments of these lengths, where nobody reads positions."""
+        ends = np.full(len(self.cu_seqlens), self.n_tokens, dtype=np.int32)
+        ends[0], ends[1 : len(lengths) + 1] = 0, np.cumsum(lengths)
+        self.cu_seqlens.copy_(self.pinned(ends), non_blocking=True)
+
     def __getstate__(self) -> dict[str, Any]:
         """What describes the row, for pickles: a loader's worker makes rows for another process."""
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"_built": {}}

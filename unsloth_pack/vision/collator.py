@@ -1,5 +1,6 @@
 """`VisionDataCollator`: a batch of conversations with images as one packed row."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class VisionDataCollator:
         train_on_responses_only: bool = False,
         instruction_part: str | None = None,
         response_part: str | None = None,
-        image_folder: str | Path | None = None,
+        image_folder: str | os.PathLike[str] | None = None,
         overlong: Overlong = "error",
         skip_broken_images: bool = False,
         **others: Any,
@@ -104,7 +105,7 @@ class VisionDataCollator:
             raise InputError(
                 f"formatting_func is {formatting_func!r}; give a function that makes the row of an example"
             )
-        if not isinstance(image_folder, str | Path | None):
+        if not isinstance(image_folder, str | os.PathLike | None):
             raise InputError(f"image_folder is {image_folder!r}; give the path of a folder")
         tokenizer, image_processor = _parts_of_processor(processor)
         config = getattr(model, "config", model)
@@ -125,7 +126,7 @@ class VisionDataCollator:
             self._make_images,
             max_length=max_seq_length,
             overlong=overlong,
-            image_folder=image_folder,
+            image_folder=None if image_folder is None else Path(image_folder),
             responses_only=train_on_responses_only and relabel is None,
             relabel=relabel,
             skip_broken=skip_broken_images,
