@@ -140,6 +140,27 @@ def in_torch(monkeypatch, modeling, *names):
         yield
 
 
+def test_mamba_in_torch_takes_small_chunks_and_gives_the_same(monkeypatch):
+    """A chunk of 256 tokens, as of released models, takes four times the memory."""
+    documents = random_documents([150, 9, 70])
+    truth = run_alone(tiny_model("bamba", torch.float64, "cpu", mamba_chunk_size=128), documents)
+    model = tiny_model("bamba", torch.float64, "cpu", mamba_chunk_size=128)
+    patch_model(model).skip_probe()
+    modeling = sys.modules[type(model.get_base_model()).__module__]
+    scan, seen = modeling.mamba2_chunk_scan, []
+    monkeypatch.setattr(
+        modeling,
+        "mamba2_chunk_scan",
+        lambda *args, **given: seen.append(given["chunk_size"]) or scan(*args, **given),
+    )
+    got = run_packed(model, documents)
+    assert {*seen} == {64}
+    assert {layer.chunk_size for layer in state_layers(model)} == {128}
+    assert error(got.logits, truth.logits) < 1e-12
+    for name, grad in truth.grads.items():
+        assert error(got.grads[name], grad) < 1e-10, name
+
+
 def test_mamba_reads_an_adapted_projection_through_its_adapter(kernels):
     """In training mamba_ssm's one kernel for all takes the weight of `out_proj`, without its adapter."""
     kernels.installed("granitemoehybrid")

@@ -3,6 +3,8 @@
 The state and the last tokens of the convolution would go over to the next document.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,11 +13,15 @@ from unsloth_pack.forwards.mixers.state_layer import FastStateLayer, StateMixer,
 from unsloth_pack.modules.hooks import has_hooks
 from unsloth_pack.modules.sharding import is_gathered_by_module
 
+# Tokens of a chunk at most, within which transformers' code in torch holds a product for each pair of tokens
+_CHUNK = 64
+
 
 class FastMamba2(FastStateLayer):
     """Takes the place of the class of a transformers Mamba-2 layer."""
 
     training: bool
+    chunk_size: int
     out_proj: nn.Module
 
     def run_whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -23,11 +29,25 @@ class FastMamba2(FastStateLayer):
         adapter's, or comes by a hook: they would pass over it."""
         if not self.training or _is_plain(self.out_proj):
             return super().run_whole(hidden_states, *args, **kwargs)
-        vars(self)["training"] = False  # of this module alone, which has no other use for it
-        try:
+        with _set(self, training=False):  # of this module alone, which has no other use for it
             return super().run_whole(hidden_states, *args, **kwargs)
-        finally:
-            vars(self)["training"] = True
+
+    def run_stack(self, hidden_SLC: Tensor) -> Tensor:
+        """Likewise, in chunks of few tokens. How long they are changes the time and the memory that torch
+        takes, and nothing of the result."""
+        with _set(self, chunk_size=min(self.chunk_size, _CHUNK)):
+            return super().run_stack(hidden_SLC)
+
+
+@contextmanager
+def _set(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """Meanwhile a module has these attributes."""
+    before = {name: vars(module)[name] for name in attributes}
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 def _is_plain(linear: Any) -> bool:

@@ -76,13 +76,17 @@ class FastStateLayer(nn.Module):
         if self.boundaries is not None:
             out = self.run_whole(hidden_NC[None], **self.boundaries(row))
         else:
-            stacks = [self.run_whole(hidden_NC[stack_SL]).flatten(0, 1) for stack_SL in row.stacks]
+            stacks = [self.run_stack(hidden_NC[stack_SL]).flatten(0, 1) for stack_SL in row.stacks]
             out = torch.cat(stacks)[row.unstack]
         return out.view(*hidden_states.shape[:2], -1)
 
     def run_whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """transformers' forward."""
         return super().forward(hidden_states, *args, **kwargs)
+
+    def run_stack(self, hidden_SLC: Tensor) -> Tensor:
+        """`[S, L, C]` for a stack of documents."""
+        return self.run_whole(hidden_SLC)
 
 
 @dataclass(frozen=True)
