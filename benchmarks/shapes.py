@@ -1,7 +1,7 @@
 """The shapes that the benchmarks run on, as models with random weights, which are as fast as trained ones.
 
-`SHAPES` have 2**20 positions, so that only memory limits a context. `PUBLISHED` are the shapes of published
-models, with the positions of those models.
+`SHAPES` have 2**20 positions, so that only memory limits a context. `PUBLISHED` and `HYBRIDS` are the shapes
+of published models, with the positions of those models.
 """
 
 import os
@@ -158,6 +158,9 @@ PUBLISHED = {
     "mistral-7b": Shape(
         "mistral", 32768, 4096, 14336, 32, 32, 8, 32768, False, 1e6, 8192, {"sliding_window": None} | _NORM5
     ),
+    "llama3.1-8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 131072, False, 5e5, 8192, _NORM5),
+}
+HYBRIDS = {  # with layers that carry a state
     "lfm2-1.2b": Shape(
         "lfm2", 65536, 2048, 12288, 16, 32, 8, 128000, True, 1e6, 8192, _LFM2, _LFM2_PROJECTIONS
     ),
@@ -191,7 +194,6 @@ PUBLISHED = {
         _QWEN3_5 | _NORM6,
         _QWEN3_5_PROJECTIONS,
     ),
-    "llama3.1-8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 131072, False, 5e5, 8192, _NORM5),
 }
 
 
@@ -206,7 +208,7 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    shape = (SHAPES | PUBLISHED)[name]
+    shape = (SHAPES | PUBLISHED | HYBRIDS)[name]
     overrides = {} if layers is None else {"num_hidden_layers": layers}
     folder = work / (name if layers is None else f"{name}-of-{layers}-layers")
     if (folder / "tokenizer.json").exists():

@@ -193,7 +193,7 @@ def test_an_error_ends_one_case(monkeypatch):
 class Replayed:
     """Takes the place of a captured form: runs the row it is given, padded."""
 
-    def __init__(self, decoder, form, device, memory):
+    def __init__(self, decoder, form, device, memory, windows):
         self.decoder, self.form = decoder, form
 
     def launch(self, row, input_ids):

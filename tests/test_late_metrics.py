@@ -16,7 +16,7 @@ from unsloth_pack.patching import ahead, late_metrics
 from unsloth_pack.training.trl import make_trainer
 
 # What reads where the data is on the host, or reads a copy that was started before the decoder
-ON_THE_HOST = {"checked_labels", "check_head", "count", "_pinned", "leave_out"}
+ON_THE_HOST = {"checked_labels", "check_head", "count", "pinned", "leave_out"}
 
 
 class Count(TrainerCallback):

@@ -14,6 +14,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.library import recipe_names, recipe_text
+from unsloth_pack.recipe.saved_config import save_config
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,29 @@ def test_what_show_prints_is_a_config_file_of_the_same_run(said):
     Path("shown.yaml").write_text(said("config", "show", *flags))
     read = flat(read_options(["--config=shown.yaml", "--output_dir=out"]))
     assert read == flat(read_options([*flags, "--output_dir=out"])) | {"config": "shown.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "decided"),
+    [
+        (["--warmup_ratio=0.1"], {"warmup_steps": "warmup_ratio"}),
+        (["--effective_batch_size=32"], {"gradient_accumulation_steps": "effective_batch_size"}),
+        (["--tuning=full"], {"lora_alpha": "tuning", "r": "tuning"}),
+    ],
+)
+def test_what_another_option_decides_is_left_to_it(flags, decided, said):
+    """A file that gives both is refused, so it could not be run again."""
+    shown = said("config", "show", *flags)
+    seen = origins(shown)
+    for name, by in decided.items():
+        assert seen[name] == ("null", f"follows from {by}")
+    Path("shown.yaml").write_text(shown)
+    options = read_options([*flags, "--output_dir=out"])
+    options.folder.mkdir()
+    save_config(options)
+    for file in ("shown.yaml", "out/config.yaml"):
+        read = flat(read_options([f"--config={file}", "--output_dir=out"]))
+        assert read == flat(options) | {"config": file}
 
 
 def test_show_of_the_demo_names_its_defaults(said):

@@ -405,7 +405,19 @@ def test_adapters_that_cannot_be(given, says, folder):
             lambda model, tokenizer: model.push_to_hub_gguf(
                 "me/it", tokenizer, quantization_method=["f16"], token="t"
             ),
-            ["save_pretrained_merged('it', tokenizer)", "--outtype f16", "hf upload me/it it.gguf"],
+            ["save_pretrained_merged('it', tokenizer)", "--outtype f16", "hf upload me/it it-f16.gguf"],
+        ),
+        (
+            lambda model, tokenizer: model.push_to_hub_gguf(
+                "me/it", tokenizer, quantization_method=["q4_k_m", "q8_0", "q5_k_m"]
+            ),
+            [
+                "--outfile it-bf16.gguf --outtype bf16`, "
+                "`llama-quantize it-bf16.gguf it-q4_k_m.gguf Q4_K_M`, "
+                "`python convert_hf_to_gguf.py it --outfile it-q8_0.gguf --outtype q8_0`, "
+                "`llama-quantize it-bf16.gguf it-q5_k_m.gguf Q5_K_M`; then `hf upload me/it it-q4_k_m.gguf`, "
+                "`hf upload me/it it-q8_0.gguf`, `hf upload me/it it-q5_k_m.gguf`"
+            ],
         ),
         (
             lambda model, tokenizer: model.push_to_hub_merged("me/it", tokenizer, token="t"),

@@ -68,7 +68,8 @@ def save_pretrained_gguf(
     Raises:
         InputError: always.
     """
-    raise InputError(f"no GGUF files are written here; {_gguf(save_directory, quantization_method, others)}")
+    commands, _ = _gguf(save_directory, quantization_method, others)
+    raise InputError(f"no GGUF files are written here; {commands}")
 
 
 def push_to_hub_gguf(
@@ -84,23 +85,26 @@ def push_to_hub_gguf(
         InputError: always.
     """
     name = str(repo_id).rpartition("/")[2] or "model"
-    commands = _gguf(name, quantization_method, others)
-    raise InputError(f"no GGUF files are written here; {commands}; then `hf upload {repo_id} {name}.gguf`")
+    commands, files = _gguf(name, quantization_method, others)
+    uploads = ", ".join(f"`hf upload {repo_id} {file}`" for file in files)
+    raise InputError(f"no GGUF files are written here; {commands}; then {uploads}")
 
 
 _AS_CONVERTED = ("f32", "f16", "bf16", "q8_0")  # what llama.cpp's converter writes by itself
 
 
-def _gguf(folder: str | Path, method: Any, others: dict[str, Any]) -> str:
-    """The commands that make GGUF files of a model."""
+def _gguf(folder: str | Path, method: Any, others: dict[str, Any]) -> tuple[str, list[str]]:
+    """The commands that make GGUF files of a model, and the files that were asked for."""
     methods = others.get("quantization_type") or method
     methods = [methods] if isinstance(methods, str) else list(methods)
-    commands, name = [], str(folder).rstrip("/")
+    commands, files, name = [], [], str(folder).rstrip("/")
     for wanted in (str(one).lower() for one in methods):
         kind = {"not_quantized": "bf16", "fast_quantized": "q8_0", "quantized": "q4_k_m"}.get(wanted, wanted)
         converted = kind if kind in _AS_CONVERTED else "bf16"
-        commands.append(f"python convert_hf_to_gguf.py {name} --outfile {name}.gguf --outtype {converted}")
+        begun, file = f"{name}-{converted}.gguf", f"{name}-{kind}.gguf"
+        commands.append(f"python convert_hf_to_gguf.py {name} --outfile {begun} --outtype {converted}")
         if converted != kind:
-            commands.append(f"llama-quantize {name}.gguf {name}-{kind}.gguf {kind.upper()}")
-    steps = ", ".join(f"`{command}`" for command in commands)
-    return f"call model.save_pretrained_merged({name!r}, tokenizer), then run llama.cpp's {steps}"
+            commands.append(f"llama-quantize {begun} {file} {kind.upper()}")
+        files.append(file)
+    steps = ", ".join(f"`{command}`" for command in dict.fromkeys(commands))
+    return f"call model.save_pretrained_merged({name!r}, tokenizer), then run llama.cpp's {steps}", files

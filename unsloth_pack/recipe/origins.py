@@ -7,6 +7,7 @@ from unsloth_pack.demo import DEFAULTS
 from unsloth_pack.recipe.flags import Option, flat, sections_of
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import resolve
+from unsloth_pack.recipe.what_trains import OF_AN_ADAPTER
 from unsloth_pack.recipe.yaml_file import Placed, line_of
 
 # Their defaults hold the time, and a rerun needs other folders.
@@ -24,7 +25,7 @@ def lines_with_origins(placed: Mapping[str, Placed], given: Mapping[str, Any]) -
         given: the same without places.
     """
     options = resolve(given, may_lack_adapter=True)
-    values = flat(options)
+    values, decided = flat(options), decided_by(options)
     for section in sections_of(TrainOptions):
         yield f"{'.'.join(section.path)}:"
         for option in section.options:
@@ -32,9 +33,21 @@ def lines_with_origins(placed: Mapping[str, Placed], given: Mapping[str, Any]) -
                 continue
             if option.name in given:
                 yield from _given_lines(option.name, placed[option.name], values[option.name], "  ")
+            elif option.name in decided:
+                yield _line("  ", option.name, None, f"follows from {decided[option.name]}")
             else:
                 value = None if option.name in OF_ONE_RUN else values[option.name]
                 yield _line("  ", option.name, value, _why(option, value, options))
+
+
+def decided_by(options: TrainOptions) -> dict[str, str]:
+    """The options whose values another one decides, by name. A file that gives both is refused."""
+    found = dict.fromkeys(OF_AN_ADAPTER, "tuning") if options.adapter.tuning == "full" else {}
+    if options.training.warmup_ratio is not None:
+        found["warmup_steps"] = "warmup_ratio"
+    if options.training.effective_batch_size is not None:
+        found["gradient_accumulation_steps"] = "effective_batch_size"
+    return found
 
 
 def _given_lines(name: str, placed: Placed, value: Any, indent: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from unsloth_pack.files.whole_folders import write_file
 from unsloth_pack.recipe.flags import flat, sections_of
 from unsloth_pack.recipe.named_data import with_paths
 from unsloth_pack.recipe.options import TrainOptions
-from unsloth_pack.recipe.origins import FOR_THE_COMMAND_LINE, OF_ONE_RUN
+from unsloth_pack.recipe.origins import FOR_THE_COMMAND_LINE, OF_ONE_RUN, decided_by
 from unsloth_pack.recipe.yaml_file import line_of
 
 _FIRST_LINE = "# Written by a run of unsloth-pack, with all defaults filled in.\n"
@@ -42,7 +42,7 @@ def is_of_a_run(path: Path) -> bool:
 
 
 def _text_of(options: TrainOptions) -> str:
-    values, lines = flat(options), []
+    values, lines = flat(options) | dict.fromkeys(decided_by(options)), []
     for section in sections_of(TrainOptions):
         lines.append(f"{'.'.join(section.path)}:")
         names = [option.name for option in section.options]

@@ -8,7 +8,7 @@ from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 
 # What makes no sense where no adapter is made, and is kept where one goes on
-_OF_AN_ADAPTER = (
+OF_AN_ADAPTER = (
     *("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "loftq_config"),
     *("target_modules", "layers_to_transform", "modules_to_save", "trainable_token_indices"),
 )
@@ -50,7 +50,7 @@ def check_tuning(options: TrainOptions) -> None:
 def refuse_of_an_adapter(options: TrainOptions, given: Mapping[str, Any]) -> None:
     """Refuse values that somebody asked for and that say nothing about full tuning."""
     defaults = flat(AdapterOptions())
-    for name in _OF_AN_ADAPTER:
+    for name in OF_AN_ADAPTER:
         if given.get(name, defaults[name]) != defaults[name]:
             raise InputError(
                 f"{name} is {given[name]!r} and tuning is 'full', which makes no adapter; leave out "
