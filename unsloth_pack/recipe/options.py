@@ -308,7 +308,7 @@ class OutputOptions:
     save_delay_steps: int | None = option(
         None,
         whole(0),
-        "make no checkpoint within the first so many updates, unless the run is stopped",
+        "make no checkpoint within the first so many updates, unless the run ends or is stopped",
         "UPDATES",
         unset="0",
     )
