@@ -28,12 +28,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from peer_runs import parser_of, run_peers
 from shapes import build
+from watched import Watched
 
 # The peers that are ours, with what `unsloth-pack train` is asked for; None trains through TRL's own trainer
 OURS: dict[str, dict[str, bool] | None] = {
@@ -204,7 +204,6 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
 
         check_host_memory(model)
     seen: dict[str, Any] = {}
-    ends: list[float] = []
     device_bytes = [0]  # taken of the device after each update, caches included
 
     class Watch(TrainerCallback):
@@ -213,9 +212,6 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
                 seen.update(look_at(trainer.model))
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
             if on_gpu:
                 free, total = torch.cuda.mem_get_info()
                 device_bytes.append(total - free)
@@ -228,34 +224,26 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
         callbacks=[Watch()],
         **options,
     )
-    tokens: list[int] = []
-    losses: list[Any] = []
-    step = trainer.training_step
-
-    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        mask = inputs.get("attention_mask")
-        tokens.append(inputs["input_ids"].numel() if mask is None else int(mask.sum()))
-        seen["batch"] = {name: [*value.shape] for name, value in inputs.items() if hasattr(value, "shape")}
-        loss = step(model, inputs, *args, **kwargs)
-        losses.append(loss.detach().clone())  # read at the end, without a wait now
-        return loss
-
-    trainer.training_step = counted
+    watched = Watched()
+    watched.follow(trainer)
     replays = count_replays(model) if peer in OURS else None
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     loaded = time.perf_counter()
     trainer.train()
-    seconds = [after - before for before, after in pairwise(ends)][case.warm - 1 :]
+    seconds = watched.seconds(case.warm)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return {
         "ms": 1000 * statistics.median(seconds),
-        "tokens_s": statistics.median(n / s for n, s in zip(tokens[case.warm :], seconds, strict=True)),
-        "tokens": statistics.mean(tokens),
+        "tokens_s": statistics.median(
+            n / s for n, s in zip(watched.tokens[case.warm :], seconds, strict=True)
+        ),
+        "tokens": statistics.mean(watched.tokens),
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
         "device_GiB": max(device_bytes) / 2**30,
-        "losses": [float(loss) for loss in losses],
+        "losses": [float(loss) for loss in watched.losses],
         **seen,
+        "batch": watched.shapes,
         "moment_dtypes": moment_dtypes(optimizer),
         "optimizer": f"{OptimizerNames(config.optim).value} ({type(optimizer).__name__})",
         "clipped_to": config.max_grad_norm,

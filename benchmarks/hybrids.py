@@ -17,14 +17,13 @@ of them. Every run of ours prints its report. Exit code 1 if a run failed; what 
 import argparse
 import statistics
 import sys
-import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from full import Case, texts
 from peer_runs import parser_of, run_peers
 from shapes import HYBRIDS, SHAPES, build
+from watched import Watched
 
 PEERS = ("ours", "ours-without", "trl")
 PADDED = 16  # documents of a padded batch
@@ -90,7 +89,6 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
     import torch
     import triton
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     on_gpu = torch.cuda.is_available()
@@ -115,47 +113,26 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
         save_strategy="no",
         seed=3407,
     )
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
-
     trainer = SFTTrainer(
         model=model,
         args=config,
         train_dataset=Dataset.from_dict({"text": texts(case)}),
         processing_class=tokenizer,
-        callbacks=[Clock()],
     )
-    tokens: list[int] = []
-    places: list[int] = []
-    losses: list[Any] = []
-    step = trainer.training_step
-
-    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        mask = inputs.get("attention_mask")
-        places.append(inputs["input_ids"].numel())
-        tokens.append(places[-1] if mask is None else int(mask.sum()))
-        loss = step(model, inputs, *args, **kwargs)
-        losses.append(loss.detach().clone())  # read at the end, without a wait now
-        return loss
-
-    trainer.training_step = counted
+    watched = Watched()
+    watched.follow(trainer)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    seconds = [after - before for before, after in pairwise(ends)][case.warm - 1 :]
+    seconds = watched.seconds(case.warm)
     return {
         "ms": 1000 * statistics.median(seconds),
         "seconds": seconds,
-        "tokens_s": sum(tokens[case.warm :]) / sum(seconds),
-        "tokens": statistics.mean(tokens),
-        "places": statistics.mean(places),
+        "tokens_s": sum(watched.tokens[case.warm :]) / sum(seconds),
+        "tokens": statistics.mean(watched.tokens),
+        "places": statistics.mean(watched.places),
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
-        "losses": [float(loss) for loss in losses],
+        "losses": [float(loss) for loss in watched.losses],
         "triton": triton.__version__,
         "report": report_of(model) if packs else [],
     }

@@ -17,14 +17,13 @@ import importlib.util
 import random
 import statistics
 import sys
-import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from peer_runs import parser_of, run_peers
 from shapes import build
+from watched import Watched
 
 PEERS = ("ours", "trl", "unsloth")
 # Median and sigma of the logarithm, in tokens
@@ -108,7 +107,7 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     on_gpu = torch.cuda.is_available()
@@ -150,37 +149,19 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
         save_strategy="no",
         seed=3407,
     )
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
-
     rows = Dataset.from_list(preferences(case))
-    trainer = DPOTrainer(
-        model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()], **more
-    )
-    batches: list[tuple[int, int]] = []
-    step = trainer.training_step
-
-    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        masks = [mask for name, mask in inputs.items() if name.endswith("attention_mask")]
-        batches.append((sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)))
-        return step(model, inputs, *args, **kwargs)
-
-    trainer.training_step = counted
+    trainer = DPOTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, **more)
+    watched = Watched()
+    watched.follow(trainer)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    warm = [after - before for before, after in pairwise(ends)][case.warm - 1 :]
-    tokens = [n for n, _ in batches[case.warm :]]
+    warm, tokens = watched.seconds(case.warm), watched.tokens[case.warm :]
     return {
         "ms": 1000 * statistics.median(warm),
         "tokens_s": sum(tokens) / sum(warm),
-        "tokens": statistics.mean(n for n, _ in batches),
-        "places": statistics.mean(n for _, n in batches),
+        "tokens": statistics.mean(watched.tokens),
+        "places": statistics.mean(watched.places),
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
     }
