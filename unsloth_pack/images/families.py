@@ -5,8 +5,9 @@ from typing import Any
 from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.pixels import PatchMaker
 from unsloth_pack.images.squares import SquareMaker
-from unsloth_pack.images.tiles import AnyresMaker, CanvasMaker, SizesMaker, SplitMaker
+from unsloth_pack.images.tiles import AnyresMaker, CanvasMaker, SplitMaker
 from unsloth_pack.images.tokens import image_tokens_of
+from unsloth_pack.images.whole_sizes import SizesMaker
 
 _MAKERS: dict[str, type[ImageMaker[Any]]] = {
     "qwen2_vl": PatchMaker,

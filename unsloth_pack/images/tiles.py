@@ -1,4 +1,4 @@
-"""Images in tiles, or whole in sizes of their own, as the processors of all families but Qwen-VL make them.
+"""Images in tiles, as the processors of most families make them.
 
 How many tokens an image has follows from its height and width alone. The arithmetic is that of the image
 processor's resizing, since some of transformers' own counts differ from what it makes.
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.images.maker import RGB, ImageMaker
+from unsloth_pack.errors import require_whole
+from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.tokens import Cut
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class SplitMaker(TileMaker):
         return {"pixel_values": torch.cat([torch.from_numpy(image.values) for image in images])[None]}
 
     def _sizes(self) -> list[tuple[str, Any, str, Any]]:
-        _longest_edge(self._processor)
+        longest_edge(self._processor)
         return [("max_image_size", self._tile, "image_size", side_of(self._vision.image_size))]
 
     def _options(self, most_pixels: int | None) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class SplitMaker(TileMaker):
 
     @property
     def _longest(self) -> int:
-        return _longest_edge(self._processor)
+        return longest_edge(self._processor)
 
     @property
     def _tile(self) -> int:
@@ -286,91 +286,17 @@ class AnyresMaker(TileMaker):
         return Cut(whole=side**2 + lines * (columns + 1))
 
 
-class SizesMaker(TileMaker):
-    """Mistral 3: an image keeps its shape, and stands line by line."""
-
-    needed = ("patch_size", "size", "do_resize")
-    described = ("image_sizes",)
-    own_limit = "size={'longest_edge': pixels}"
-
-    def seen(self, tokens: int, size: tuple[int, int], of_document: int) -> tuple[int, int]:
-        patches = tokens * self._config.spatial_merge_size**2
-        return patches, patches
-
-    @property
-    def most_pixels(self) -> int:
-        return self._longest**2
-
-    def pixels_of_tokens(self, tokens: int) -> int:
-        return tokens * self._token**2
-
-    def saved(self) -> dict[str, Any]:
-        merge = self._config.spatial_merge_size
-        return {"patch_size": self._token // merge, "spatial_merge_size": merge}
-
-    def cut_made(self, made: Any, place: int) -> Cut:
-        height, width = (int(n) for n in made["image_sizes"][place])
-        return Cut(height // self._token, 1, width // self._token)
-
-    def arguments(self, images: Sequence[Tiles], by_document: Sequence[int]) -> dict[str, Any]:
-        import torch
-
-        sizes = [image.size for image in images]
-        most = np.max(sizes, axis=0)
-        values = np.zeros((len(images), RGB, *most), np.uint8)
-        for image, (height, width), padded in zip(images, sizes, values, strict=True):
-            padded[:, :height, :width] = image.values[0]
-        return {"pixel_values": torch.from_numpy(values), "image_sizes": torch.tensor(sizes)}
-
-    def _sizes(self) -> list[tuple[str, Any, str, Any]]:
-        most = side_of(self._vision.image_size)
-        if self._longest > most:
-            raise InputError(
-                f"the image processor's size['longest_edge'] is {self._longest}, the model's tower sees "
-                f"{most} pixels; set it to {most} at most"
-            )
-        return []
-
-    def _options(self, most_pixels: int | None) -> dict[str, Any]:
-        size = {} if most_pixels is None else {"size": {"longest_edge": self._edge(most_pixels)}}
-        return {"patch_size": self._token} | size
-
-    def _taken(self, made: Any, of_document: int) -> Tiles:
-        height, width = (int(n) for n in made["image_sizes"][0])
-        return Tiles(made["pixel_values"].astype(np.uint8), (height, width), self.cut_made(made, 0))
-
-    def _cut(self, height: int, width: int, most_pixels: int | None, of_document: int) -> Cut:
-        if not self._processor.do_resize:
-            return Cut(height // self._token, 1, width // self._token)
-        edge = self._edge(most_pixels)
-        ratio = max(height / edge, width / edge)
-        if ratio > 1:
-            height, width = math.floor(height / ratio), math.floor(width / ratio)
-        lines, columns = ((side - 1) // self._token + 1 for side in (height, width))
-        if not (lines and columns):
-            raise ValueError("it would be less than one pixel high or wide")
-        return Cut(lines, 1, columns)
-
-    def _edge(self, most_pixels: int | None) -> int:
-        limit = self._longest if most_pixels is None else max(self._token, math.isqrt(most_pixels))
-        return min(self._longest, limit)
-
-    @property
-    def _longest(self) -> int:
-        return _longest_edge(self._processor)
-
-    @property
-    def _token(self) -> int:
-        """Pixels a side that one token stands for."""
-        return side_of(self._vision.patch_size) * self._config.spatial_merge_size
-
-
 def side_of(size: Any) -> int:
     """One number of pixels, of a square that may be given by both sides."""
     return size if isinstance(size, int) else size[0]
 
 
-def _longest_edge(processor: Any) -> int:
+def longest_edge(processor: Any) -> int:
+    """Pixels of the longest side of an image, as an image processor bounds it.
+
+    Raises:
+        InputError: it says no whole number.
+    """
     size = processor.size
     edge: Any = size.get("longest_edge") if isinstance(size, dict) else getattr(size, "longest_edge", None)
     require_whole("the image processor's size['longest_edge']", edge, 1)

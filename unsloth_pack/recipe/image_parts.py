@@ -82,7 +82,7 @@ def freeze_parts(model: Any, images: ImageOptions, begun_with: str | None = None
         part = parts.owner(path.removeprefix("base_model.model."))
         if getattr(images, _FROZEN[part]):
             parameter.requires_grad_(False)
-        elif part in trains:
+        else:
             trains[part] = trains[part] or parameter.requires_grad
     for name, option in _FROZEN.items():
         if begun_with is not None and not getattr(images, option) and not trains[name]:

@@ -17,7 +17,6 @@ from unsloth_pack.data.streamed import Share
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
-from unsloth_pack.files.new_tokens import add_to_tokenizer, read_new_tokens
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.kept_rows import pack_documents
 from unsloth_pack.recipe import checks
@@ -28,7 +27,6 @@ from unsloth_pack.recipe.documents import (
     check_ids,
     first_of_stream,
     load_all,
-    load_tokenizer,
     load_training_data,
     mixed_documents,
     open_training_data,
@@ -50,6 +48,7 @@ from unsloth_pack.recipe.run_images import (
     saved_beside_run,
     with_images,
 )
+from unsloth_pack.recipe.run_tokenizer import add_new_tokens, tokenizer_of_run
 from unsloth_pack.recipe.sharding import sharding_arguments
 from unsloth_pack.recipe.what_trains import check_names_of_modules
 from unsloth_pack.report.fill import document_lengths
@@ -135,8 +134,8 @@ def prepare(options: TrainOptions) -> Prepared:
     check_masters(options, dtype)
     config = _trl_config(options, dtype)
     model_config = _model_config(options, dtype)
-    tokenizer = _tokenizer(options)
-    new_tokens = _add_tokens(options, tokenizer)
+    tokenizer = tokenizer_of_run(options)
+    new_tokens = add_new_tokens(options, tokenizer)
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
     first: list[Dataset] = []
     if stream is not None and takes_images(options.model.model_name):
@@ -225,35 +224,6 @@ def _model_config(options: TrainOptions, dtype: torch.dtype) -> Any:
     check_names_of_modules(options, base)
     checks.check_backend(options.model.attn_backend, config, dtype, device_type())
     return config
-
-
-def _tokenizer(options: TrainOptions) -> PreTrainedTokenizerBase:
-    """The tokenizer of the adapter that the run begins with, if it has one, else of the model."""
-    model_name = options.adapter.init_adapter or options.model.model_name
-    tokenizer = load_tokenizer(model_name)
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise InputError(
-            f"the tokenizer of {model_name} has neither pad_token nor eos_token; name one of its tokens in "
-            "tokenizer_config.json"
-        )
-    return tokenizer
-
-
-def _add_tokens(options: TrainOptions, tokenizer: Any) -> dict[int, list[int]]:
-    """Add new tokens to the tokenizer; those that the adapter has which the run begins with are there."""
-    adapter = options.adapter
-    if adapter.add_tokens is None:
-        return {}
-    tokens = read_new_tokens(Path(adapter.add_tokens))
-    goes_on = adapter.init_adapter is not None and not adapter.merge_init_adapter
-    if goes_on and tokens.keys() <= tokenizer.get_vocab().keys():
-        return {}
-    if goes_on:
-        raise InputError(
-            f"add_tokens is {adapter.add_tokens!r} and init_adapter {adapter.init_adapter!r} has other "
-            "tokens; leave out --add_tokens, or give --merge_init_adapter to train a new adapter on top of it"
-        )
-    return add_to_tokenizer(tokenizer, tokens)
 
 
 def _packs_in(named: Named) -> Path | None:
