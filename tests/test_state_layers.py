@@ -141,7 +141,7 @@ def in_torch(monkeypatch, modeling, *names):
 
 
 def test_mamba_in_torch_takes_small_chunks_and_gives_the_same(monkeypatch):
-    """A chunk of 256 tokens, as of released models, takes four times the memory."""
+    """In chunks of 256 tokens, as of released models, its largest product is four times as large."""
     documents = random_documents([150, 9, 70])
     truth = run_alone(tiny_model("bamba", torch.float64, "cpu", mamba_chunk_size=128), documents)
     model = tiny_model("bamba", torch.float64, "cpu", mamba_chunk_size=128)

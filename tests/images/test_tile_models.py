@@ -9,9 +9,9 @@ import torch
 from datasets import Dataset
 from test_tiles import ROWS, alone, each_family
 from tiny_tiles import FAMILIES, save_tile_model, theirs, tile_model, tile_processor, tile_tokenizer
-from tiny_vision import asked, encoded, picture
+from tiny_vision import asked, encoded, picture, sft_config
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from unsloth_pack import FastVisionModel, InputError, VisionDataCollator, patch_model
 from unsloth_pack.images.tokens import IMAGE_TOKENS
@@ -122,17 +122,11 @@ def test_it_trains_under_trl(name, folders, tmp_path):
             for text in ["<image>" * len(images) + "what?"]
         ]
     )
-    config = SFTConfig(
-        output_dir=str(tmp_path),
+    config = sft_config(
+        tmp_path,
         max_steps=3,
         per_device_train_batch_size=4,
         learning_rate=0.01,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        remove_unused_columns=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        bf16=False,
     )
     collator = VisionDataCollator(model, processor, max_seq_length=512)
     trainer = SFTTrainer(

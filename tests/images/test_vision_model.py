@@ -9,10 +9,10 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from tiny_vision import QWEN, asked, encoded, picture, save_vision_model, vision_model
+from tiny_vision import QWEN, asked, encoded, picture, save_vision_model, sft_config, vision_model
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
 from unsloth_pack.lora.vision_parts import TrainedParts, VisionParts, kept_in_16_bits, vision_targets
@@ -183,16 +183,10 @@ def test_trl_counts_the_tokens_of_packed_rows(folder, tmp_path):
         [{"role": "user", "content": f"<image>{'a' * n}?"}, {"role": "assistant", "content": "It."}]
         for n in range(4)
     ]
-    config = SFTConfig(
-        output_dir=str(tmp_path),
+    config = sft_config(
+        tmp_path,
         max_steps=2,
         per_device_train_batch_size=2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        remove_unused_columns=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        bf16=False,
     )
     rows = Dataset.from_dict({"messages": turns, "images": [[image] for image in images]})
     trainer = SFTTrainer(model, config, train_dataset=rows, processing_class=processor, data_collator=noted)
