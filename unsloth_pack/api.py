@@ -45,10 +45,10 @@ from unsloth_pack.files.saving import (
 )
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.lora.nf4 import keep_from_packing
-from unsloth_pack.lora.parts import check_parts, refuse_rows_without_direction
+from unsloth_pack.lora.parts import check_parts, refuse_adapted_rows, refuse_rows_without_direction
 from unsloth_pack.lora.quantised_stacks import stand_ins
 from unsloth_pack.lora.stacks import quantise_experts
-from unsloth_pack.lora.targets import lora_targets
+from unsloth_pack.lora.targets import adapted_paths, lora_targets
 from unsloth_pack.lora.vision_parts import kept_in_16_bits
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import spec_of
@@ -235,6 +235,8 @@ class FastLanguageModel:
         of_peft = {"lora_dropout": lora_dropout, "use_dora": use_dora}
         targets = lora_targets(model, target_modules, given | of_peft)
         check_parts(model, bias, modules_to_save, given)
+        rows = given.get("trainable_token_indices")
+        refuse_adapted_rows(model, adapted_paths(model, targets, given), rows)
         set_seed(random_state)
         patch = patch_of(model)
         attn_backend, unpad = ("auto", True) if patch is None else (patch.attn_backend, patch.unpad)

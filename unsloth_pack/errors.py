@@ -5,7 +5,8 @@ import numbers
 import re
 import reprlib
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 LAST_SEED = 2**32 - 1  # the largest that numpy takes
@@ -39,22 +40,52 @@ class Mistakes(InputError):
         self.lines = tuple(lines)
 
 
-def at_once(checks: Iterable[Callable[[], object]]) -> None:
-    """Run all checks, and raise what they found.
+Check = Callable[[], Iterable[str] | None]  # yields mistakes, raises one, or does both
 
-    Raises:
-        InputError: one mistake as it is, several as `Mistakes`.
+
+class Together:
+    """Collects the mistakes of steps that do not need each other.
+
+    with together.checked():
+        rows = read(path)
+    with together.checked():
+        tokenizer = load(name)
+    together.check()
     """
-    found: list[InputError] = []
-    for check in checks:
+
+    def __init__(self) -> None:
+        self._found: dict[str, InputError] = {}
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """An InputError inside this context is kept for `check`, and ends the context alone."""
         try:
-            check()
+            yield
         except InputError as error:
-            found.append(error)
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        raise Mistakes([line for error in found for line in lines_of(error)])
+            for line in lines_of(error):
+                self._found.setdefault(line, InputError(line) if isinstance(error, Mistakes) else error)
+
+    def check(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            InputError: one mistake as it is, several as `Mistakes`, none of them twice.
+        """
+        if len(self._found) == 1:
+            raise next(iter(self._found.values()))
+        if self._found:
+            raise Mistakes([*self._found])
+
+
+def at_once(checks: Iterable[Check]) -> None:
+    """Run all checks, and raise what they found, see `Together`."""
+    together = Together()
+    for check in checks:
+        with together.checked():
+            for line in check() or ():
+                with together.checked():
+                    raise InputError(line)
+    together.check()
 
 
 def lines_of(error: InputError) -> Sequence[str]:

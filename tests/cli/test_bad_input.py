@@ -55,9 +55,7 @@ def test_values(flag, value, remedy, refused):
     ("flags", "complaint", "remedy"),
     [
         ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit are set together", "choose one"),
-        ({"load_in_4bit": True, "loftq_config": '{"loftq_bits": 4}'}, "loftq_config", "drop load_in_4bit"),
         ({"keep_examples_per_update": True}, "without sample_packing", "give --sample_packing too"),
-        ({"eval_packing": True}, "eval_packing is True without data to evaluate", "give --eval_dataset"),
         ({"save_path": "merged"}, "save_path is 'merged' but nothing is saved", "give --save_model"),
         ({"save_model": True, "save_path": "out"}, "save_path 'out' is output_dir", "another folder"),
         ({"resume": True}, "no configuration of a run to resume", "check --output_dir"),
@@ -72,6 +70,46 @@ def test_combinations_and_names(flags, complaint, remedy, refused):
     error = refused(**{"output_dir": "out", **flags})
     assert complaint in error
     assert remedy in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"load_in_4bit": True, "loftq_config": "{}"}, ["loftq_config starts from 16-bit weights; drop"]),
+        (
+            {"eval_packing": True},
+            ["eval_packing is True without data", "eval_packing is set without sample_packing"],
+        ),
+        (
+            {"tuning": "full", "lora_plus_ratio": 16, "save_method": "lora", "r": 8},
+            ["r is 8 and tuning is 'full'", "and lora_plus_ratio is 16", "and save_method is 'lora'"],
+        ),
+        (
+            {"streaming": True, "max_steps": None, "sample_packing": False, "eval_fraction": 0.5},
+            ["streaming is set and max_steps", "sample_packing is false", "eval_fraction is 0.5"],
+        ),
+        (
+            {"optim": "sgd", "optim_args": "momentum=2,beta1=0.9"},
+            ["optim_args has momentum 2", "optim_args has 'beta1'"],
+        ),
+    ],
+)
+def test_all_contradictions_come_at_once(flags, told, train, capsys):
+    assert train(**flags) == 2
+    said = capsys.readouterr().err
+    assert [line for line in told if line not in said] == []
+
+
+def test_what_there_is_of_a_model_and_its_data_is_told_at_once(train, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    wrong = {"columns": "question=prompt,answr=completion", "target_modules": "q_prj,v_prj", "bias": "none"}
+    wrong |= {"optim": "adam", "eval_dataset": "gone.jsonl", "layers_to_transform": "99"}
+    assert train(dataset="rows.jsonl", **wrong) == 2
+    said = capsys.readouterr().err.splitlines()
+    told = ["optim is 'adam'", "target_modules names 'q_prj', 'v_prj'", "layers_to_transform is 99"]
+    told += ["rows.jsonl: columns maps 'answr'", "gone.jsonl: file not found"]
+    assert len(said) == len(told)
+    assert [line for line in told if not any(line in each for each in said)] == []
 
 
 def test_evaluation_cannot_be_packed_alone(refused, data):
@@ -102,7 +140,8 @@ def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
 
 def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read(refused, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    error = refused("--load_in_fp8", dataset="no-such.json")
+    monkeypatch.setattr("unsloth_pack.data.data_sets.load_rows", None)
+    error = refused("--load_in_fp8")
     assert "load_in_fp8" in error
     assert "needs a GPU" in error
 
@@ -136,6 +175,10 @@ def test_names_of_other_tools_lead_to_flags():
         "rank": "r",
         "output": "output_dir",
         "packin": "packing",
+        "gradient_clip_val": "max_grad_norm",
+        "early_stopping_steps": "early_stopping_patience",
+        "optimizer_kwargs": "optim_args",
+        "save_interval": "save_steps",
     }.items(),
 )
 def test_a_misspelt_flag_leads_to_the_flag(written, meant, refused):
@@ -194,6 +237,10 @@ def test_where_nobody_can_tell_the_help_does(refused):
         (["--hub_token=abc"], "'--hub_token'", "set HF_TOKEN in the environment"),
         (["--lr_scheduler=cosine"], "'--lr_scheduler'", "did you mean --lr_scheduler_type?"),
         (["--lerning_rate", "1"], "unknown argument '--lerning_rate'", "did you mean --learning_rate?"),
+        (["--dpo"], "'--dpo'", "objective is sft, which has no such setting; leave it out"),
+        (["--grpo_beta=1"], "'--grpo_beta'", "objective is sft, which has no such setting; leave it out"),
+        (["--gradient_checkpointing_kwargs={}"], "_kwargs'", "; give use_gradient_checkpointing: true"),
+        (["--rank_pattern={}"], "'--rank_pattern'", "; it has no option; in Python, get_peft_model takes it"),
         (["--frobnicate"], "unknown argument '--frobnicate'", "--help"),
         (
             ["trian"],
@@ -207,6 +254,25 @@ def test_where_nobody_can_tell_the_help_does(refused):
         (["--lora_target", "all"], "unknown argument '--lora_target'", "did you mean --target_modules?"),
         (["pack", "--base_model", "x"], "unknown argument '--base_model'", "did you mean --model_name?"),
         (["--r"], "argument --r: expected one argument", "--help"),
+        (
+            ["--target_modules=a", "--target_modules=b"],
+            "--target_modules: given twice",
+            "its values with com",
+        ),
+        (["--freeze_modules=a", "--freeze_modules=b"], "--freeze_modules: given twice", "as a JSON list"),
+        (["--dataset=a", "--dataset=b"], "argument --dataset: given twice", "such as a.jsonl,b.jsonl"),
+        (["--columns=a=text", "--columns=id="], "argument --columns: given twice", "such as question=prompt"),
+        (["stats", "--dataset=a", "--dataset=b"], "argument --dataset: given twice", "a.jsonl,b.jsonl"),
+        (
+            ["stats", "--mixture=interleave_over"],
+            "mixture is 'interleave_over', and there is one",
+            "name sev",
+        ),
+        (
+            ["--mixture=interleave_over", "--dataset=demo"],
+            "and there is one data set, demo",
+            "leave out --mix",
+        ),
         (["--resume"], "--resume needs --output_dir", "name the folder"),
         (["generate", "--prompt", " "], "prompt is ' '", "give some text"),
         (["generate", "--temperature", "-1"], "--temperature: got '-1'", "of at least 0"),
@@ -238,6 +304,29 @@ def test_command_lines(arguments, complaint, remedy, refused):
 def test_data(name, text, flags, complaint, refused, rows, tmp_path):
     (tmp_path / name).write_text(text if text is not None else json.dumps(rows))
     assert complaint in refused(dataset=tmp_path / name, **flags)
+
+
+@pytest.mark.parametrize("command", [[], ["stats"]])
+def test_every_wrong_item_of_a_list_is_told(command, capsys):
+    sets = '[{"pth": "a"}, {"path": "b", "weight": -1}, {"path": "c", "limit": 0}, {"path": "d", "x": 1}]'
+    assert main([*command, "--dataset", sets]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("unsloth-pack: argument --dataset: got '[{") for line in said)
+    told = [
+        "item 1 a path",
+        "item 1 none but the keys",
+        "weight of item 2 (b)",
+        "limit of item 3 (c)",
+        "item 4",
+    ]
+    assert [part in line for part, line in zip(told, said, strict=True)] == [True] * 5
+
+
+def test_columns_that_no_data_set_would_use(refused):
+    sets = '[{"path": "a.json", "columns": {"q": "text"}}]'
+    assert "columns is set, and every item" in refused(
+        command=["stats", "--dataset", sets, "--columns=q=text"]
+    )
 
 
 @pytest.mark.parametrize("text", ["- r\n", "r: [", "r: 0\n", "rr: 1\n", "config: other.yaml\n"])

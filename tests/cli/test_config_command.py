@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import cuda
 
 from unsloth_pack.cli import main
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.command_line import read_options, telling_places
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.library import recipe_names, recipe_text
+from unsloth_pack.recipe.mistakes import Place
 from unsloth_pack.recipe.saved_config import save_config
+from unsloth_pack.recipe.yaml_file import Placed
 
 
 @pytest.fixture(autouse=True)
@@ -217,6 +220,94 @@ def test_contradictions_come_at_once_with_their_lines(capsys):
     assert capsys.readouterr().err.startswith("unsloth-pack: ")  # no line of the file is about it
     assert main(["--load_in_4bit", "--load_in_8bit", "--save_path=x"]) == 2
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["unsloth-pack:"] * 2
+
+
+@pytest.mark.parametrize("command", [["config", "check", "run.yaml"], ["--config=run.yaml"]])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "attn_backend: falsh\noptim_args: {beta7: 1}\nreport_to: wndb\nlr_scheduler_type: cosin\n",
+            [
+                *(
+                    "1: attn_backend is 'falsh'; give one of auto,",
+                    "2: optim_args has 'beta7', which adamw_torch",
+                ),
+                *("3: report_to is 'wndb'; choose one of", "4: lr_scheduler_type is 'cosin'; choose one of"),
+            ],
+        ),
+        (
+            "optimizer: sgd\noptim_args: {momentum: 0.9}\n",  # which the optimizer that is meant may take
+            ["1: optimizer is unknown; did you mean optim?"],
+        ),
+        (
+            "mixture: interleave_over\ndataset: [{path: a, columns: {q: text}}]\ncolumns: {q: text}\n",
+            ["1: mixture is 'interleave_over', and there is one", "3: columns is set, and every item"],
+        ),
+    ],
+)
+def test_check_and_train_tell_the_same_lines(command, text, told, capsys):
+    Path("run.yaml").write_text(text)
+    assert main(command) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"run.yaml:{part}") for line, part in zip(said, told, strict=True)] == [
+        True
+    ] * len(told)
+
+
+def test_train_tells_the_lines_of_what_a_model_and_data_lack(capsys):
+    """Also of a base file, and of what only the tokenizer tells."""
+    Path("rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    Path("tokens.txt").write_text("banana\n")
+    Path("base.yaml").write_text("eval_dataset: gone.jsonl\n")
+    head = "base_config: base.yaml\ndataset: rows.jsonl\n"
+    Path("run.yaml").write_text(f"{head}columns: {{answr: text}}\nfreeze_modules: nothing\nseed: 1\n")
+    assert main(["--config=run.yaml", "--add_tokens=gone.txt"]) == 2
+    told = ["base.yaml:1: gone.jsonl: file not found", "run.yaml:2: rows.jsonl: columns maps 'answr'"]
+    told += ["run.yaml:4: freeze_modules holds 'nothing'", "unsloth-pack: add_tokens is 'gone.txt'"]
+    said = capsys.readouterr().err.splitlines()
+    assert [line.startswith(part) for line, part in zip(said, told, strict=True)] == [True] * 4
+    Path("run.yaml").write_text("dataset: rows.jsonl\nadd_tokens: tokens.txt\noptim: adamw_8bit\n")
+    assert main(["--config=run.yaml"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("run.yaml:2: add_tokens names 'banana', which is token ")
+    assert second.startswith("run.yaml:3: optim is 'adamw_8bit', which needs CUDA") or cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("target_modules names 'q'; the model has k", "a.yaml:1"),
+        ("init_adapter 'x' has r 8, not 4; leave out --r", "b.yaml:1"),
+        ("rows.jsonl: file not found; check the path", "a.yaml:2"),
+        ("rows.jsonl: no split 'x'; choose one of train", "a.yaml:2"),
+        ("a file with another split of it; give one", None),
+        ("too many tokens would be lost; raise --max_seq_length", "a.yaml:3"),
+        ("the data is in 'split is x'; leave it out", None),
+    ],
+)
+def test_the_line_that_a_mistake_is_told_of(line, place):
+    given = {"target_modules": ("a", 1), "dataset": ("a", 2), "max_seq_length": ("a", 3), "r": ("b", 1)}
+    given |= {"split": ("b", 2)}
+    placed = {name: Placed(name, Place(f"{file}.yaml", at)) for name, (file, at) in given.items()}
+    placed |= {"dataset": Placed("rows.jsonl", Place("a.yaml", 2)), "init_adapter": Placed("x", None)}
+    with pytest.raises(InputError) as told, telling_places(placed):
+        raise InputError(line)
+    assert str(told.value) == (f"{place}: {line}" if place else line)
+
+
+def test_a_recipe_is_copied_under_another_name(said, capsys):
+    assert "copied to mine.yaml (with stages.yaml); run it with" in said(
+        "recipe", "copy", "stage1", "mine.yaml"
+    )
+    assert said("config", "check", "mine.yaml") == "mine.yaml: no mistakes\n"
+    assert sorted(os.listdir()) == ["mine.yaml", "stages.yaml"]
+    Path("folder.yaml").mkdir()
+    said("recipe", "copy", "full", "folder.yaml")
+    assert sorted(os.listdir("folder.yaml")) == ["full.yaml", "sft-packed.yaml"]
+    assert main(["recipe", "copy", "stage1", "new/stages.yaml"]) == 2
+    assert "the name of a file that the recipe builds on; give another name" in capsys.readouterr().err
+    assert not Path("new").exists()
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,6 @@ def test_a_full_run_is_replaced_when_asked(train, refused, tmp_path):
     [
         ({"load_in_4bit": True}, "tuning is 'full' and load_in_4bit is set, but quantised weights have no"),
         ({"load_in_8bit": True}, "tuning is 'full' and load_in_8bit is set"),
-        ({"load_in_fp8": True}, "tuning is 'full' and load_in_fp8 is set"),
         ({"dtype": "float16"}, "tuning is 'full' and dtype is 'float16'"),
         ({"use_dora": True}, "use_dora is True and tuning is 'full', which makes no adapter"),
         ({"r": 8}, "r is 8 and tuning is 'full'"),
@@ -185,6 +184,37 @@ def test_what_is_refused_before_the_model_is_loaded(flags, says, refused, monkey
     if "load_in_4bit" in flags:
         pytest.importorskip("bitsandbytes")
     assert says in refused(**flags)
+
+
+@pytest.mark.parametrize(
+    ("base", "layer", "asked"),
+    [
+        ("tied", "embed_tokens", "add_tokens"),
+        ("tied", "lm_head", "add_tokens"),
+        ("untied", "embed_tokens", "add_tokens"),
+        ("untied", "lm_head", "add_tokens"),
+        ("tied", "lm_head", "trainable_token_indices"),
+        ("untied", "embed_tokens", "trainable_token_indices"),
+    ],
+)
+def test_an_adapter_and_trained_rows_on_one_weight(
+    base, layer, asked, request, refused, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    flags = {
+        asked: "3" if asked == "trainable_token_indices" else tokens_file(tmp_path, "<a>\n", "tokens.txt")
+    }
+    line = refused(model_name=request.getfixturevalue(base), target_modules=f"q_proj,{layer}", **flags)
+    assert (
+        f"target_modules puts an adapter on {layer}, and {asked} trains single rows of its weight; " in line
+    )
+    assert f"leave {layer} out of target_modules, or leave out {asked}" in line
+
+
+def test_trained_rows_stand_beside_all_linear_layers_and_an_untied_head(untied, train):
+    for targets in ("all-linear", "q_proj,lm_head"):
+        flags = {"target_modules": targets, "trainable_token_indices": "3", "max_steps": 1}
+        assert train("--overwrite_output_dir", model_name=untied, **flags) == 0
 
 
 def test_dora_on_a_row_of_zeros_is_refused(tied, refused):

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from unsloth_pack.demo import DEMO_DEFAULTS
+from unsloth_pack.attention.backends import BACKENDS
+from unsloth_pack.demo import DEFAULTS, DEMO_DEFAULTS
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.command_line import given_options, read_options, train_parser
 from unsloth_pack.recipe.flags import flat
-from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.options import ATTN_BACKENDS, TrainOptions
 from unsloth_pack.recipe.resolve import FREE_ON_RESUME, with_optimizer
 
 
@@ -61,7 +62,7 @@ def test_a_resumed_run_changes_nothing_but_what_is_free(name, folder):
     words = {"bias": "all", "on_nonfinite": "skip", "save_method": "lora", "dtype": "float16"}
     words |= {"loftq_config": "{}", "eval_packing": "true", "lr_scheduler_kwargs": "{}", "tuning": "full"}
     words |= {"learning_rates": '{"norm": 1}', "warmup_ratio": "0.25", "optim_args": "eps=1"}
-    words |= {"freeze_vit": "false"}
+    words |= {"freeze_vit": "false", "attn_backend": "sdpa"}
     was = flat(TrainOptions())
     value = words.get(name, others[type(was[name])])
     flags = [*started(folder, **was), f"--{name}={value}"]
@@ -87,6 +88,23 @@ def test_parsing_reads_no_data(folder):
         read_options(arguments[:2])
     with pytest.raises(InputError, match="no configuration of a run to resume"):
         read_options(arguments)
+
+
+@pytest.mark.parametrize(("base", "data"), [("vision-demo", "vision-demo"), ("demo", "demo"), (".", "demo")])
+def test_an_adapter_of_a_demo_trains_on_the_data_of_that_demo(base, data, folder):
+    (folder / "config.json").write_text("{}")
+    (folder / "first").mkdir()
+    config = {"base_model_name_or_path": base, "peft_type": "LORA", "r": 4}
+    (folder / "first" / "adapter_config.json").write_text(json.dumps(config))
+    options = read_options(["--init_adapter=first"])
+    assert (options.model.model_name, options.data.dataset) == (base, data)
+    defaults = DEFAULTS.get(base, {"learning_rate": TrainOptions().training.learning_rate})
+    assert options.training.learning_rate == defaults["learning_rate"]
+    assert read_options(["--init_adapter=first", "--dataset=rows.json"]).data.dataset == "rows.json"
+
+
+def test_the_backends_that_an_option_names_are_those_that_there_are():
+    assert {*ATTN_BACKENDS} == {"auto", *BACKENDS}
 
 
 def test_defaults_that_depend_on_other_options():

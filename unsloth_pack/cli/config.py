@@ -1,10 +1,9 @@
 """`unsloth-pack config`: what a config file comes to, whether it is right, and a schema for editors."""
 
 from collections.abc import Sequence
-from functools import partial
 
-from unsloth_pack.errors import InputError, at_once, printable
-from unsloth_pack.recipe.checks import check_names, check_together
+from unsloth_pack.errors import InputError, printable
+from unsloth_pack.recipe.checks import check_anywhere
 from unsloth_pack.recipe.command_line import placed_options, telling_places, values_of
 from unsloth_pack.recipe.flags import add_flags
 from unsloth_pack.recipe.json_schema import json_schema
@@ -12,7 +11,7 @@ from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.origins import lines_with_origins
 from unsloth_pack.recipe.other_trainers import REMEDIES
 from unsloth_pack.recipe.parser import Parser
-from unsloth_pack.recipe.resolve import check_given, filled_in
+from unsloth_pack.recipe.resolve import filled_in
 
 ACTIONS = {
     "show": "print every value of the run, with the file and line that it comes from",
@@ -42,19 +41,14 @@ def run(arguments: Sequence[str]) -> int:
     placed = placed_options(_parser(), [*(f"--config={name}" for name in file), *flags])
     given = values_of(placed)
     if action == "show":
-        LastingConsole().out(*map(printable, lines_with_origins(placed, given)), sep="\n", highlight=False)
+        with telling_places(placed):
+            lines = [*map(printable, lines_with_origins(placed, given))]
+        LastingConsole().out(*lines, sep="\n", highlight=False)
         return 0
     if "config" not in given:
         raise InputError("config check is given no file; name one")
     with telling_places(placed):
-        options = filled_in(given, may_lack_adapter=True)
-        at_once(
-            [
-                partial(check_given, options, given),
-                partial(check_together, options),
-                partial(check_names, options, given),
-            ]
-        )
+        check_anywhere(filled_in(given, may_lack_adapter=True), given)
     print(printable(f"{given['config']}: no mistakes"))
     return 0
 

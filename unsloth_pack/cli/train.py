@@ -19,12 +19,13 @@ from unsloth_pack.cli.mishaps import (
     report_nonfinite,
     way_on,
 )
+from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.files.locks import claimed
 from unsloth_pack.files.saved_names import ADAPTER_CONFIG, CARD
 from unsloth_pack.files.served import note_on_vllm
 from unsloth_pack.recipe import run_folder
-from unsloth_pack.recipe.checks import check_options
-from unsloth_pack.recipe.command_line import read_options
+from unsloth_pack.recipe.checks import check_here
+from unsloth_pack.recipe.command_line import placed_options, telling_places, train_parser, values_of
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.hub import upload
 from unsloth_pack.recipe.machine import (
@@ -35,6 +36,7 @@ from unsloth_pack.recipe.machine import (
     wait_for_all,
 )
 from unsloth_pack.recipe.options import TrainOptions
+from unsloth_pack.recipe.resolve import filled_in
 from unsloth_pack.recipe.saved_config import save_config
 
 if TYPE_CHECKING:
@@ -59,19 +61,22 @@ def run(arguments: Sequence[str]) -> int:
     """
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
     epilog = f"Other subcommands: {others}. Each has its own --help."
-    options = read_options(arguments, epilog, check_options)
-    check_launcher()
-    with claimed(options.folder) if is_main_process() else nullcontext():
-        run_folder.check_folders(options)  # again: another run may have ended there just before
-        return _run(options)
+    placed = placed_options(train_parser(epilog), arguments)
+    with telling_places(placed):
+        given = values_of(placed)
+        options = filled_in(given, may_lack_adapter=True)  # which is told with the other mistakes
+        check_launcher()
+        quieten(show_bars=is_main_process())
+        check_here(options, given)
+        with claimed(options.folder) if is_main_process() else nullcontext():
+            run_folder.check_folders(options)  # again: another run may have ended there just before
+            return _run(options)
 
 
 def _run(options: TrainOptions) -> int:
-    from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.recipe.prepare import prepare
     from unsloth_pack.report.console import RunConsole
 
-    quieten(show_bars=is_main_process())
     prepared = prepare(options)
     run_folder.check_same_data(options, "train", prepared.train.ledger, prepared.train.fingerprint)
     if prepared.evaluation:

@@ -51,21 +51,38 @@ def renamed(
         InputError: a mapped column does not exist, or another one has the new name already.
     """
     names = rows.column_names
+    check_renaming(names, columns, may_lack=may_lack, are_shared=are_shared)
+    new = _new_names(names, columns)
+    left_out = [name for name, to in columns.items() if name in names and to is None]
+    rows = rows.remove_columns(left_out) if left_out else rows
+    return rows.rename_columns(new) if new else rows
+
+
+def check_renaming(
+    names: Sequence[str],
+    columns: Mapping[str, str | None],
+    *,
+    may_lack: bool = False,
+    are_shared: bool = False,
+) -> None:
+    """Refuse a mapping that does not fit the columns of these names; the rest as for `renamed`."""
     missing = [name for name in columns if name not in names]
     if missing and not may_lack:
         raise InputError(
-            f"columns maps {missing[0]!r}, and there is no such column among {', '.join(names)}; correct it"
+            f"columns maps {', '.join(map(repr, missing))}, and there is no such column among "
+            f"{', '.join(names)}; correct it"
         )
-    new = {name: to for name, to in columns.items() if name in names and to is not None and to != name}
-    for name, to in new.items():
+    for name, to in _new_names(names, columns).items():
         if to in names and to not in columns:
             raise InputError(
                 f"columns maps {name!r} to {to!r}, and there is a column {to!r} already; leave that out with "
                 f"{as_given({to: None, **columns}, are_shared)}"
             )
-    left_out = [name for name, to in columns.items() if name in names and to is None]
-    rows = rows.remove_columns(left_out) if left_out else rows
-    return rows.rename_columns(new) if new else rows
+
+
+def _new_names(names: Sequence[str], columns: Mapping[str, str | None]) -> dict[str, str]:
+    """Of columns that get another name, what it is."""
+    return {name: to for name, to in columns.items() if name in names and to is not None and to != name}
 
 
 def check_used(columns: Mapping[str, str | None], unused: Sequence[str], *, are_shared: bool = False) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from unsloth_pack.data.chosen_rows import ChosenRows
-from unsloth_pack.data.columns import renamed
-from unsloth_pack.data.raw_blocks import RowSource
-from unsloth_pack.data.sources import load_rows, open_stream
+from unsloth_pack.data.columns import check_renaming, renamed
+from unsloth_pack.data.raw_blocks import RowSource, first_columns
+from unsloth_pack.data.sources import check_there, load_rows, open_stream
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -74,6 +74,30 @@ class DataSet:
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from None
         return rows if self.limit is None else rows.select(range(min(self.limit, len(rows))))
+
+    def check(self, is_stream: bool = False) -> None:
+        """Refuse what can be told without reading all of it: no file, a split of a file, a column that is not
+        among those of the first rows.
+
+        Raises:
+            InputError: names the data set.
+        """
+        check_there(self.path, is_stream)
+        self._check_split()
+        if self.columns and not self.shares_columns and (names := self._first_columns()):
+            try:
+                check_renaming(names, self.columns)
+            except InputError as error:
+                raise InputError(f"{self.name}: {error}") from None
+
+    def _first_columns(self) -> list[str]:
+        """The columns of the first rows; none where these lie elsewhere, or cannot be read for themselves."""
+        if not os.path.exists(os.path.expanduser(self.path)):
+            return []
+        try:
+            return first_columns(self.open())
+        except (InputError, OSError):
+            return []
 
     def open(self) -> RowSource:
         """Its rows under their own column names, to be read as they are needed.

@@ -49,8 +49,7 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
         InputError: nothing is there, it cannot be read, it lacks the split, it holds no rows, or it is a
             folder with compressed files or with images, which would not be read.
     """
-    if not isinstance(dataset, str) or not dataset.strip():
-        raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
+    _check_named(dataset)
     if dataset == "vision-demo":
         return _drawn(split)
     if dataset == "demo":
@@ -62,9 +61,8 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
         rows = _load_folder(path, split, num_proc)
     elif os.path.exists(path):
         rows = read_files([path], num_proc)
-    elif _looks_like_path(dataset):
-        raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
     else:
+        check_there(dataset)
         from unsloth_pack.data.exact import read_exactly
 
         rows = read_exactly(_load_hub(dataset, split))
@@ -103,11 +101,30 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
         if not found:
             raise InputError(f"{dataset}: no file matches it; check the pattern, relative to {Path.cwd()}")
         return FileRows(dataset, found, Path(os.path.commonpath([file.parent for file in found])))
-    if _looks_like_path(dataset):
-        raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
+    check_there(dataset)
     rows = _load_hub(dataset, split, streaming=True)
     assert isinstance(rows, datasets.IterableDataset)
     return IterableRows(dataset, rows)
+
+
+def check_there(dataset: str, is_stream: bool = False) -> None:
+    """Refuse a path at which nothing lies. What may be a name on the hub is not looked up.
+
+    Args:
+        is_stream: whether a pattern stands for several files.
+
+    Raises:
+        InputError: names the path.
+    """
+    _check_named(dataset)
+    is_pattern = is_stream and glob.has_magic(dataset)
+    if not os.path.exists(os.path.expanduser(dataset)) and not is_pattern and _looks_like_path(dataset):
+        raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
+
+
+def _check_named(dataset: Any) -> None:
+    if not isinstance(dataset, str) or not dataset.strip():
+        raise InputError(f"dataset is {dataset!r}; give a file, a folder, a hub name or 'demo'")
 
 
 def _drawn(split: str) -> datasets.Dataset:

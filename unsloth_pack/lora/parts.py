@@ -1,11 +1,12 @@
 """What trains beside LoRA's matrices, checked: biases, whole modules, single tokens, some of the layers."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.errors import InputError, at_once, require_whole
 from unsloth_pack.lora.targets import check_names
 
 
@@ -21,13 +22,18 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str,
     """
     if bias not in ("none", "all", "lora_only"):
         raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only")
-    check_layers(given.get("layers_to_transform"), model.config.get_text_config().num_hidden_layers)
-    if modules_to_save is not None:
-        if not isinstance(modules_to_save, list | tuple):
-            raise InputError(f"modules_to_save is {modules_to_save!r}; give a list of names")
-        check_names(model, "modules_to_save", modules_to_save)
-        _check_can_train(model, modules_to_save)
-    _check_tokens(model, modules_to_save or (), given.get("trainable_token_indices"))
+    n_layers = model.config.get_text_config().num_hidden_layers
+    tokens, whole = given.get("trainable_token_indices"), () if modules_to_save is None else modules_to_save
+    if not isinstance(whole, list | tuple):
+        raise InputError(f"modules_to_save is {modules_to_save!r}; give a list of names")
+    at_once(
+        [
+            partial(check_layers, given.get("layers_to_transform"), n_layers),
+            partial(check_names, model, "modules_to_save", whole),
+            partial(_check_can_train, model, whole),
+            partial(_check_tokens, model, whole, tokens),
+        ]
+    )
 
 
 def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
@@ -78,6 +84,33 @@ def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> 
             f"modules_to_save names {saved[0]}, which is tied to the embedding whose tokens "
             "trainable_token_indices trains; leave one of them out"
         )
+
+
+def refuse_adapted_rows(
+    model: Any, adapted: Collection[str], tokens: Any, option: str = "trainable_token_indices"
+) -> None:
+    """Refuse an adapter on an embedding, or on a head, of which some rows train alone.
+
+    Args:
+        adapted: the paths of what an adapter is put on.
+        tokens: as PEFT's `trainable_token_indices`; None where there are none.
+        option: that asks for them.
+
+    Raises:
+        InputError: names the layer.
+    """
+    if tokens is None:
+        return
+    weights = [model.get_input_embeddings().weight]
+    if isinstance(tokens, Mapping):
+        weights = [one.weight for path, one in model.named_modules() if path.rpartition(".")[2] in tokens]
+    for path, module in model.named_modules():
+        if path in adapted and any(module.weight is weight for weight in weights):  # that of a tied head, too
+            name = path.rpartition(".")[2]
+            raise InputError(
+                f"target_modules puts an adapter on {name}, and {option} trains single rows of its weight; "
+                f"leave {name} out of target_modules, or leave out {option}"
+            )
 
 
 def refuse_rows_without_direction(adapted: Any) -> None:

@@ -157,15 +157,19 @@ def lora_targets(
     """
     given = given or {}
     found = _targets_of(model, target_modules, given)
-    check_patterns(_adapted(model, found, given), given)
+    check_patterns(adapted_paths(model, found, given), given)
     return found
 
 
-def _adapted(model: nn.Module, targets: Targets, given: Mapping[str, Any]) -> list[str]:
+def adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) -> list[str]:
     """The paths of the layers and the stacked parameters that PEFT will adapt."""
-    is_meant = _matcher(targets.modules)
-    kinds = nn.Linear if targets.modules == "all-linear" else (nn.Linear, nn.Embedding)
-    layers = [path for path, one in model.named_modules() if isinstance(one, kinds) and is_meant(path)]
+    is_meant, is_all = _matcher(targets.modules), targets.modules == "all-linear"
+    kinds = nn.Linear if is_all else (nn.Linear, nn.Embedding)
+    layers = [
+        path
+        for path, one in model.named_modules()
+        if isinstance(one, kinds) and is_meant(path) and not (is_all and one is model.get_output_embeddings())
+    ]
     names = {*targets.parameters, *(given.get("target_parameters") or ())}
     stacks = [path for path, _ in model.named_parameters() if any(_ends_with(path, name) for name in names)]
     return layers + stacks
@@ -325,11 +329,13 @@ def check_names(model: nn.Module, name: str, wanted: Collection[str], others: It
         InputError: one is not there.
     """
     paths = [*(path for path, _ in model.named_modules()), *others]
-    for one in wanted:
-        if not any(_ends_with(path, one) for path in paths):
-            weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
-            known = {_leaf(path) for path in [*weighted, *others]}
-            raise InputError(f"{name} names {one!r}; the model has {', '.join(sorted(known))}")
+    absent = [one for one in wanted if not any(_ends_with(path, one) for path in paths)]
+    if absent:
+        weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
+        known = {_leaf(path) for path in [*weighted, *others]}
+        raise InputError(
+            f"{name} names {', '.join(map(repr, absent))}; the model has {', '.join(sorted(known))}"
+        )
 
 
 def _check_targets(

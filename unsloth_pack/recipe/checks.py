@@ -1,150 +1,228 @@
 """What can be refused about the options of a run before its model is loaded."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from unsloth_pack.errors import InputError, at_once, first_line
+from unsloth_pack.errors import Check, InputError, at_once, first_line
 from unsloth_pack.recipe.hub import check_hub
 from unsloth_pack.recipe.image_checks import check_images_together
-from unsloth_pack.recipe.named_data import name_of
-from unsloth_pack.recipe.optimizers import check_settings, check_updates
+from unsloth_pack.recipe.machine import device_type
+from unsloth_pack.recipe.named_data import check_data, evaluation_sets, name_of, training_sets
+from unsloth_pack.recipe.optimizers import check_masters, check_rounding, check_settings, check_updates
 from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
+from unsloth_pack.recipe.resolve import check_given, with_optimizer
 from unsloth_pack.recipe.run_folder import check_folders
+from unsloth_pack.recipe.second_stage import saved_config
 from unsloth_pack.recipe.sharding import check_sharding
-from unsloth_pack.recipe.what_trains import check_tuning
+from unsloth_pack.recipe.what_trains import check_names_of_modules, check_tuning
 
 _SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
 
 
-def check_options(options: TrainOptions) -> None:
-    """Refuse options that contradict each other, and folders that cannot be written to.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
-    check_together(options)
-    check_sharding(options)
-    check_folders(options)
-
-
-def check_together(options: TrainOptions) -> None:
-    """Refuse options that contradict each other on any machine, all at once.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
-    checks = [_check_weights, _check_held_out, _check_packing, _check_saving, check_tuning]
-    checks += [check_updates, check_images_together, _check_evaluations]
-    at_once(partial(check, options) for check in checks)
-
-
-def check_names(options: TrainOptions, given: Collection[str]) -> None:
-    """Refuse an optimizer or a schedule that is unknown, and settings that it does not take, all at once.
+def check_anywhere(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    """Refuse what cannot be on any machine, all at once.
 
     Args:
-        given: the names of options that somebody gave; only where these are among them, transformers is
-            imported.
+        given: the values that somebody asked for, by name.
 
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    checks: list[Any] = []
-    if not {"lr_scheduler_type", "lr_scheduler_kwargs"}.isdisjoint(given):
-        checks.append(partial(_check_schedule, options.training, evaluates=options.data.evaluates))
-    if "optim" in given:
-        checks.append(partial(check_settings, options.training))
-    at_once(checks)
+    at_once([partial(check_given, options, given), *_together(options), partial(check_names, options, given)])
 
 
-def _check_weights(options: TrainOptions) -> None:
+def check_here(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    """Refuse what cannot be on this machine or with this model, all at once, and load no weights or data.
+
+    Args:
+        given: as for `check_anywhere`.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    own: list[Callable[[TrainOptions], Iterator[str] | None]]
+    own = [check_sharding, check_folders, _check_loading, _check_loftq, _check_dtype, _check_push]
+    own += [_check_tracker_is_there, _check_model, _check_sources, _check_new_tokens]
+    at_once([partial(check_anywhere, options, given), *(partial(check, options) for check in own)])
+
+
+def _together(options: TrainOptions) -> list[Check]:
+    """What contradicts each other."""
+    checks: list[Callable[[TrainOptions], Iterator[str] | None]]
+    checks = [_check_weights, _check_held_out, _check_packing, _check_saving, check_tuning]
+    checks += [check_updates, check_images_together, _check_evaluations]
+    return [partial(check_data, options.data), *(partial(check, options) for check in checks)]
+
+
+def check_names(options: TrainOptions, given: Mapping[str, Any], told: Collection[str] = ()) -> None:
+    """Refuse an optimizer, a schedule or a tracker that is unknown, and settings that it does not take.
+
+    Args:
+        given: as for `check_anywhere`. Where one of these is among them, transformers is imported, which
+            knows the names.
+        told: options of which a mistake has been told; what goes with one of them cannot be judged.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    optimizer = with_optimizer(options, "cpu").training  # that of CUDA has the same settings
+    checks: dict[tuple[str, ...], Check] = {
+        ("lr_scheduler_type", "lr_scheduler_kwargs"): partial(_check_schedule, options.training),
+        ("optim", "optim_args"): partial(check_settings, optimizer),
+        ("report_to",): partial(_check_tracker, options.output.report_to),
+    }
+    wanted = {names for names in checks if {*names} & given.keys() and not {*names} & {*told}}
+    at_once(check for names, check in checks.items() if names in wanted)
+
+
+def _check_weights(options: TrainOptions) -> Iterator[str]:
     model, adapter = options.model, options.adapter
     loaded_in = [name for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(model, name)]
     if len(loaded_in) > 1:
-        raise InputError(f"{' and '.join(loaded_in)} are set together; choose one")
+        yield f"{' and '.join(loaded_in)} are set together; choose one"
     if adapter.loftq_config is not None and loaded_in:
-        raise InputError(f"loftq_config starts from 16-bit weights; drop {loaded_in[0]}")
+        yield f"loftq_config starts from 16-bit weights; drop {loaded_in[0]}"
     if adapter.use_dora and model.load_in_fp8:
-        raise InputError("use_dora needs the exact base weights; drop load_in_fp8")
+        yield "use_dora needs the exact base weights; drop load_in_fp8"
 
 
-def _check_held_out(options: TrainOptions) -> None:
+def _check_held_out(options: TrainOptions) -> Iterator[str]:
     data = options.data
     if data.eval_fraction is not None and data.eval_dataset is not None:
-        raise InputError(
+        yield (
             f"eval_fraction is {data.eval_fraction:g} and eval_dataset is {name_of(data.eval_dataset)}; give "
             "one of them"
         )
     if data.eval_fraction is not None and data.streaming:
-        raise InputError(
+        yield (
             f"eval_fraction is {data.eval_fraction:g} and streaming is set, but nobody knows which documents "
             "of a stream are equal; give --eval_dataset"
         )
 
 
-def _check_packing(options: TrainOptions) -> None:
+def _check_packing(options: TrainOptions) -> Iterator[str]:
     data = options.data
     if data.eval_packing is not None and not data.evaluates:
-        raise InputError(f"eval_packing is {data.eval_packing} without data to evaluate; give --eval_dataset")
+        yield f"eval_packing is {data.eval_packing} without data to evaluate; give --eval_dataset"
     if data.eval_packing and not data.sample_packing:
-        raise InputError("eval_packing is set without sample_packing; give --sample_packing too")
+        yield "eval_packing is set without sample_packing; give --sample_packing too"
     if data.keep_examples_per_update and not data.sample_packing:
-        raise InputError("keep_examples_per_update is set without sample_packing; give --sample_packing too")
+        yield "keep_examples_per_update is set without sample_packing; give --sample_packing too"
 
 
-def _check_saving(options: TrainOptions) -> None:
+def _check_saving(options: TrainOptions) -> Iterator[str]:
     output = options.output
     if output.save_path is not None and not output.save_model:
-        raise InputError(
-            f"save_path is {output.save_path!r} but nothing is saved there; give --save_model too"
-        )
+        yield f"save_path is {output.save_path!r} but nothing is saved there; give --save_model too"
 
 
-def _check_evaluations(options: TrainOptions) -> None:
+def _check_evaluations(options: TrainOptions) -> Iterator[str]:
     """Refuse what follows evaluations where there are none, and checkpoints at other updates than these."""
     training, output, evaluates = options.training, options.output, options.data.evaluates
     for name in ("eval_steps", "early_stopping_patience", "load_best_model_at_end"):
         if (value := getattr(training, name)) and not evaluates:
-            raise InputError(f"{name} is {value} without data to evaluate on; give --eval_dataset")
-    if training.load_best_model_at_end and output.save_steps:
+            yield f"{name} is {value} without data to evaluate on; give --eval_dataset"
+    if training.lr_scheduler_type in _SCHEDULES_BY_EVALUATION and not evaluates:
+        yield (
+            f"lr_scheduler_type is {training.lr_scheduler_type!r}, which follows the evaluation loss; "
+            "give --eval_dataset, or use linear"
+        )
+    if training.load_best_model_at_end and output.save_steps and evaluates:
         if training.eval_steps is None:
-            raise InputError(
+            yield (
                 "load_best_model_at_end takes the best of the checkpoints, save_steps is "
                 f"{output.save_steps} and eval_steps is not given; give --eval_steps, of which save_steps is "
                 "a multiple"
             )
-        if output.save_steps % training.eval_steps:
-            raise InputError(
+        elif output.save_steps % training.eval_steps:
+            yield (
                 "load_best_model_at_end takes the best of the checkpoints, but save_steps "
                 f"{output.save_steps} is no multiple of eval_steps {training.eval_steps}; make it one"
             )
     if output.save_delay_steps and not (output.save_steps or training.load_best_model_at_end):
-        raise InputError(
+        yield (
             f"save_delay_steps is {output.save_delay_steps} and no checkpoints are made; give --save_steps"
         )
 
 
-def check_trainer(options: TrainOptions) -> None:
-    """Refuse an optimizer, a schedule or a tracker that is unknown or not installed.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
-    from unsloth_pack.api import check_loading, check_loftq
+def _check_loading(options: TrainOptions) -> None:
+    from unsloth_pack.api import check_loading
 
     model = options.model
     check_loading(model.max_seq_length, model.load_in_4bit, model.load_in_8bit, model.load_in_fp8)
-    if options.output.push_to_hub is not None:
-        check_hub(options.output.push_to_hub)
+
+
+def _check_loftq(options: TrainOptions) -> None:
+    from unsloth_pack.api import check_loftq
+
     if options.adapter.loftq_config is not None:
         check_loftq(options.adapter.loftq_config)
-    check_settings(options.training)
-    _check_schedule(options.training, evaluates=options.data.evaluates)
-    _check_tracker(options.output.report_to)
 
 
-def _check_schedule(training: TrainingOptions, evaluates: bool) -> None:
+def _check_dtype(options: TrainOptions) -> None:
+    from unsloth_pack.files.loading import weight_dtype
+
+    dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
+    at_once([partial(check_rounding, options, dtype), partial(check_masters, options, dtype)])
+
+
+def _check_push(options: TrainOptions) -> None:
+    if options.output.push_to_hub is not None:
+        check_hub(options.output.push_to_hub)
+
+
+def _check_tracker_is_there(options: TrainOptions) -> Iterator[str]:
+    name = options.output.report_to
+    if name in ("none", "all"):
+        return
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    if name in INTEGRATION_TO_CALLBACK and name not in get_available_reporting_integrations():
+        yield f"report_to is {name!r}, which is not installed; pip install {name}, or use none"
+
+
+def _check_model(options: TrainOptions) -> None:
+    """Refuse a model that is not there, modules that it does not have, and attention that cannot run it."""
+    from unsloth_pack.files.loading import load_config, resolve, weight_dtype
+
+    if options.adapter.init_adapter is not None:
+        saved_config(options.adapter.init_adapter)  # without which nobody knows the model
+    base, adapter = resolve(options.model.model_name)
+    if adapter is not None:
+        raise InputError(
+            f"model_name {adapter!r} is an adapter, and a run makes its own; give --init_adapter "
+            f"{adapter!r} to begin with it, or merge it first with `unsloth-pack merge`"
+        )
+    config = load_config(base).get_text_config()
+    dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
+    backend = options.model.attn_backend
+    at_once(
+        [
+            partial(check_names_of_modules, options, base),
+            partial(check_backend, backend, config, dtype, device_type()),
+        ]
+    )
+
+
+def _check_sources(options: TrainOptions) -> None:
+    """Refuse data that is not there, or lacks a column that the options map."""
+    data = options.data
+    checks: list[Check] = [partial(each.check, data.streaming) for each in training_sets(data)]
+    at_once([*checks, *(each.check for each in evaluation_sets(data))])
+
+
+def _check_new_tokens(options: TrainOptions) -> None:
+    from unsloth_pack.files.new_tokens import read_new_tokens
+
+    if options.adapter.add_tokens is not None:
+        read_new_tokens(Path(options.adapter.add_tokens))
+
+
+def _check_schedule(training: TrainingOptions) -> Iterator[str]:
     import torch
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
@@ -152,36 +230,25 @@ def _check_schedule(training: TrainingOptions, evaluates: bool) -> None:
     name, settings = training.lr_scheduler_type, dict(training.lr_scheduler_kwargs or {})
     schedules = [name.value for name in SchedulerType]
     if name not in schedules:
-        raise InputError(f"lr_scheduler_type is {name!r}; choose one of {', '.join(schedules)}")
-    if name in _SCHEDULES_BY_EVALUATION and not evaluates:
-        raise InputError(
-            f"lr_scheduler_type is {name!r}, which follows the evaluation loss; "
-            "give --eval_dataset, or use linear"
-        )
+        yield f"lr_scheduler_type is {name!r}; choose one of {', '.join(schedules)}"
+        return
     try:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
         get_scheduler(name, optimizer, 0, 1, scheduler_specific_kwargs=settings)
     except (ValueError, TypeError) as error:
         given = f" and lr_scheduler_kwargs is {json.dumps(settings)}" if settings else ""
-        raise InputError(
+        yield (
             f"lr_scheduler_type is {name!r}{given}, which transformers refuses ({first_line(error)}); "
-            "correct lr_scheduler_kwargs"
-        ) from None
+            "correct lr_scheduler_kwargs, or give another lr_scheduler_type"
+        )
 
 
-def _check_tracker(report_to: str) -> None:
-    from transformers.integrations import get_available_reporting_integrations
+def _check_tracker(report_to: str) -> Iterator[str]:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    if report_to in ("none", "all", *get_available_reporting_integrations()):
-        return
-    if report_to in INTEGRATION_TO_CALLBACK:
-        raise InputError(
-            f"report_to is {report_to!r}, which is not installed; pip install {report_to}, or use none"
-        )
-    raise InputError(
-        f"report_to is {report_to!r}; choose one of none, all, {', '.join(INTEGRATION_TO_CALLBACK)}"
-    )
+    known = ("none", "all", *INTEGRATION_TO_CALLBACK)
+    if report_to not in known:
+        yield f"report_to is {report_to!r}; choose one of {', '.join(known)}"
 
 
 def check_backend(attn_backend: str, config: Any, dtype: Any, device_type: str) -> None:

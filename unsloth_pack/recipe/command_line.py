@@ -1,16 +1,18 @@
 """From the command line of `train` to the options of a run."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError, Mistakes, lines_of
+from unsloth_pack.recipe.checks import check_names
 from unsloth_pack.recipe.config_file import BASE, check_mappings, merged, read_config
-from unsloth_pack.recipe.flags import add_flags, options_of
+from unsloth_pack.recipe.flags import add_flags, build, options_of
 from unsloth_pack.recipe.mistakes import Found, Place
+from unsloth_pack.recipe.named_data import paths_of
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.other_trainers import REMEDIES
 from unsloth_pack.recipe.overrides import split_overrides
@@ -18,10 +20,11 @@ from unsloth_pack.recipe.parser import Parser
 from unsloth_pack.recipe.resolve import resolve
 from unsloth_pack.recipe.yaml_file import Placed
 
+_BEHIND_PATHS = (":", " (", " holds ", " is a file")  # behind the path that a mistake is about
+_VERBS = "is|are|and|has|holds|needs|maps|names|puts|takes"  # behind the option that a mistake is about
 
-def read_options(
-    arguments: Sequence[str], epilog: str = "", check: Callable[[TrainOptions], None] | None = None
-) -> TrainOptions:
+
+def read_options(arguments: Sequence[str]) -> TrainOptions:
     """The options of a run, with all defaults filled in but those that depend on the device.
 
     A value comes from the command line, else from the config file, else from the run that is resumed or from
@@ -29,19 +32,14 @@ def read_options(
 
     Args:
         arguments: of the command line.
-        epilog: ends the help.
-        check: raises InputError of options that cannot be.
 
     Raises:
         InputError: an unknown option, a value out of range, a config file that cannot be read, a resumed run
-            that is not there or was started otherwise, or packed rows that an option contradicts.
+            that is not there or was started otherwise, or options that contradict each other.
     """
-    placed = placed_options(train_parser(epilog), arguments)
+    placed = placed_options(train_parser(), arguments)
     with telling_places(placed):
-        options = resolve(values_of(placed))
-        if check is not None:
-            check(options)
-    return options
+        return resolve(values_of(placed))
 
 
 @contextmanager
@@ -62,9 +60,21 @@ def telling_places(placed: Mapping[str, Placed]) -> Iterator[None]:
 
 
 def _place_of(line: str, placed: Mapping[str, Placed]) -> Place | None:
-    """Of the first option that the line says something of; a value in quotes may hold the name of another."""
-    words = re.findall(r"(\w+) (?:is|are|and|has|holds|needs)\b", re.sub(r"'[^']*'", "''", line))
-    return next((placed[word].place for word in words if word in placed), None)
+    """Of the first option of a file that the line says something of, else of the first that it would change.
+
+    A word of English, such as `split`, names an option only before a verb or behind two dashes. A value in
+    quotes may hold the name of another option. Data and models are named by their paths.
+    """
+    places = {name: each.place for name, each in placed.items() if each.place is not None}
+    for name in ("dataset", "eval_dataset", "model_name"):
+        items = placed[name].items if name in places else ()
+        for number, path in enumerate(paths_of(placed[name].value) if name in places else ()):
+            if line.removeprefix("cannot load ").startswith(tuple(f"{path}{end}" for end in _BEHIND_PATHS)):
+                return items[number].get("path", items[number][""]) if items else places[name]
+    what, _, remedy = re.sub(r"'[^']*'", "''", line).partition("; ")
+    says = re.findall(rf"\b(\w+_\w+)\b|(?:--|\b)(\w+) (?:{_VERBS})\b|--(\w+)", what)
+    words = [word for groups in says for word in groups if word]
+    return next((places[word] for word in words + re.findall(r"--(\w+)", remedy) if word in places), None)
 
 
 def train_parser(epilog: str = "") -> Parser:
@@ -113,8 +123,24 @@ def placed_options(parser: Parser, arguments: Sequence[str]) -> dict[str, Placed
     values = merged(merged(values, _from_command_line(flags)), set_inside)
     values = {name: _with_nulls_that_mean_something(name, placed) for name, placed in values.items()}
     check_mappings(values, TrainOptions, found)
+    if found:
+        _note_unknown_names(values, found)
     found.check()
     return values
+
+
+def _note_unknown_names(values: Mapping[str, Placed], found: Found) -> None:
+    """Note what `check_names` refuses, beside the mistakes that were found in the file."""
+    told = [name for name in options_of(TrainOptions) if found.names(name)]
+    given = values_of({name: each for name, each in values.items() if name not in told})
+    if "lr_scheduler_type" not in given:
+        told.append("lr_scheduler_type")  # the demo has another default, and who knows whether it is meant
+    try:
+        check_names(build(TrainOptions, given), given, told)
+    except InputError as error:
+        for line in lines_of(error):
+            if place := _place_of(line, values):
+                found.add(place, *line.split("; ", 1))
 
 
 def _with_nulls_that_mean_something(name: str, placed: Placed) -> Placed:

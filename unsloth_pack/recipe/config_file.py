@@ -185,7 +185,7 @@ class _Files:
             return placed
         given = placed.spelt if placed.spelt and option.takes_text else placed.plain
         try:
-            return Placed(option.kind(given), place)
+            return Placed(option.kind(given), place, items=placed.items)
         except Refused as error:
             for at, wanted in _mistakes(error, placed, place):
                 self.found.add(at, f"{name} is {shown(given)}", f"give {wanted}")

@@ -1,6 +1,7 @@
 """What can be refused about images, and about the parts of a model of vision and language that train."""
 
 import os
+from collections.abc import Iterator
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.flags import flat
@@ -11,28 +12,28 @@ _RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}
 _OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")
 
 
-def check_images_together(options: TrainOptions) -> None:
+def check_images_together(options: TrainOptions) -> Iterator[str]:
     """Refuse options of images that contradict each other, whatever the model.
 
     Raises:
-        InputError: names the option, its value and the remedy.
+        InputError: a size or the folder is wrong.
     """
     images, adapter = options.images, options.adapter
     for rate, frozen in _RATES.items():
         if (value := getattr(images, rate)) is not None and getattr(images, frozen):
-            raise InputError(
+            yield (
                 f"{rate} is {value:g} and {frozen} is true, so that nothing learns at this rate; leave out "
                 f"--{rate}, or give --{frozen} false"
             )
     if images.freeze_vit and images.freeze_aligner and images.freeze_llm:
-        raise InputError(
+        yield (
             "freeze_vit, freeze_aligner and freeze_llm are true, which leaves nothing to train; set one of "
             "them to false"
         )
     if images.freeze_llm:
         for name in _OF_THE_TEXT:
             if (given := getattr(adapter, name)) is not None:
-                raise InputError(
+                yield (
                     f"freeze_llm is true and {name} is {given!r}, which is of the language model; leave out "
                     "one of them"
                 )

@@ -1,5 +1,6 @@
 """Mistakes of config files: each has a place, and all are told at once."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,14 @@ class Found:
 
     def add(self, place: Place, what: str, remedy: str) -> None:
         self.lines.setdefault(place.file, []).append((place.line, f"{place}: {what}; {remedy}"))
+
+    def __bool__(self) -> bool:
+        return any(self.lines.values())
+
+    def names(self, option: str) -> bool:
+        """Whether a mistake or its remedy names an option."""
+        said = [line for found in self.lines.values() for _, line in found]
+        return any(re.search(rf"\b{option}\b", line) for line in said)
 
     def check(self) -> None:
         """Raise `Mistakes` if there are any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,19 @@ def first_rows(data_set: DataSet, most: int | None) -> DataSet:
     """The data set with no more rows than `most`."""
     limits = [limit for limit in (data_set.limit, most) if limit is not None]
     return replace(data_set, limit=min(limits, default=None))
+
+
+def check_data(data: DataOptions) -> Iterator[str]:
+    """Refuse to mix a single data set, whose documents come as they are, and columns that no data set has."""
+    if data.mixture != DataOptions().mixture and len(paths_of(data.dataset)) == 1:
+        yield (
+            f"mixture is {data.mixture!r}, and there is one data set, {name_of(data.dataset)}; leave out "
+            "--mixture, or name several in dataset"
+        )
+    named = (data.dataset, data.eval_dataset or [])
+    is_used = any(isinstance(each, str) or any("columns" not in item for item in each) for each in named)
+    if data.columns and not is_used:
+        yield "columns is set, and every item of dataset has columns of its own; leave out --columns"
 
 
 def paths_of(named: Named | None) -> list[str]:

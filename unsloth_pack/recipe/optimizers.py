@@ -1,6 +1,6 @@
 """Optimizers by their names in transformers: which settings each takes, and whether it can be made here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError, first_line
@@ -61,26 +61,24 @@ _ON_HOST = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # 
 _BY_GROUP = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw")
 
 
-def check_settings(training: TrainingOptions) -> None:
-    """Refuse an optimizer that transformers does not know, and settings that it does not take.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
+def check_settings(training: TrainingOptions) -> Iterator[str]:
+    """Refuse an optimizer that transformers does not know, and settings that it does not take."""
     from transformers.training_args import OptimizerNames
 
     optim, optimizers = str(training.optim), [name.value for name in OptimizerNames]
     if optim not in optimizers:
-        raise InputError(f"optim is {optim!r}; choose one of {', '.join(optimizers)}")
+        yield f"optim is {optim!r}; choose one of {', '.join(optimizers)}"
+        return
     takes = SETTINGS.get(optim, {})
     for name, value in (training.optim_args or {}).items():
         if name not in takes:
             known = f"give {', '.join(takes)}" if takes else "leave out optim_args"
-            raise InputError(f"optim_args has {name!r}, which {optim} does not take; {known}")
+            yield f"optim_args has {name!r}, which {optim} does not take; {known}"
+            continue
         try:
             takes[name](value)
         except Refused as error:
-            raise InputError(f"optim_args has {name} {shown(value)}; give {error.wanted}") from None
+            yield f"optim_args has {name} {shown(value)}; give {error.wanted}"
 
 
 def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
@@ -102,52 +100,44 @@ def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
         )
 
 
-def check_updates(options: TrainOptions) -> None:
-    """Refuse gradients that are applied as they come, and masters on the host, where that cannot be right.
-
-    Raises:
-        InputError: names the option, what contradicts it, and the remedy.
-    """
+def check_updates(options: TrainOptions) -> Iterator[str]:
+    """Refuse gradients that are applied as they come, and masters on the host, where that cannot be right."""
     training = options.training
     for name in ("optimizer_in_backward", "masters_on_host"):
         if getattr(training, name) and options.adapter.tuning != "full":
-            raise InputError(
+            yield (
                 f"{name} is set and tuning is 'lora', but gradients and moments of an adapter take little "
                 "memory; leave it out, or give --tuning full"
             )
-    if training.optimizer_in_backward:
-        _check_in_backward(options)
+    if training.optimizer_in_backward and options.adapter.tuning == "full":
+        yield from _check_in_backward(options)
     if training.masters_on_host and training.optim not in (None, *_ON_HOST):
-        raise InputError(
+        yield (
             f"masters_on_host is set and optim is {training.optim!r}, which does not update on the host; "
             f"give one of {', '.join(_ON_HOST)}"
         )
 
 
-def _check_in_backward(options: TrainOptions) -> None:
+def _check_in_backward(options: TrainOptions) -> Iterator[str]:
     training, n_processes = options.training, count_processes()
     refused = "optimizer_in_backward applies each gradient as it comes, and"
     if options.data.keep_examples_per_update:
-        raise InputError(
-            f"{refused} keep_examples_per_update may add up those of several steps; leave out one of them"
-        )
+        yield f"{refused} keep_examples_per_update may add up those of several steps; leave out one of them"
     if training.gradient_accumulation_steps != 1:
-        raise InputError(
+        yield (
             f"{refused} gradient_accumulation_steps is {training.gradient_accumulation_steps}, which adds up "
             "those of several steps; give --gradient_accumulation_steps 1, with longer rows or more of them "
             "in a step"
         )
     if training.max_grad_norm:
-        raise InputError(
+        yield (
             f"{refused} max_grad_norm is {training.max_grad_norm:g}, but the norm of all is known only when "
             "all are there; give --max_grad_norm 0, which clips nothing"
         )
     if n_processes > 1:
-        raise InputError(
-            f"{refused} {n_processes} processes first sum theirs; train in one process, or leave it out"
-        )
+        yield f"{refused} {n_processes} processes first sum theirs; train in one process, or leave it out"
     if training.optim not in (None, "adafactor", *SETTINGS) or str(training.optim) in _BY_GROUP:
-        raise InputError(
+        yield (
             f"{refused} optim {training.optim!r} keeps counts of whole updates; give adamw_torch, or another "
             "that updates each weight by itself"
         )

@@ -18,11 +18,11 @@ from unsloth_pack.recipe.kinds import (
     real,
     settings,
     switch_or,
-    text,
     whole,
 )
 from unsloth_pack.recipe.module_kinds import names, names_of_modules, patterns, rates, whole_numbers
 
+ATTN_BACKENDS = ("auto", "flash", "xformers", "triton", "sdpa")
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "number format of the weights"
 DTYPE_UNSET = "bfloat16 if the GPU has it, else float16; float32 on a CPU"
@@ -42,12 +42,8 @@ class ModelOptions:
     load_in_4bit: bool = switch(False, "hold the frozen weights in 4 bits (NF4, by bitsandbytes)")
     load_in_8bit: bool = switch(False, "hold the frozen weights in 8 bits (int8, by bitsandbytes)")
     load_in_fp8: bool = switch(False, "hold the frozen weights in fp8, on GPUs that compute in it")
-    attn_backend: str = option(
-        "auto",
-        text,
-        "what computes attention: auto, flash, xformers, triton or sdpa; `unsloth-pack doctor` shows which "
-        "can run",
-        "BACKEND",
+    attn_backend: str = choice(
+        "auto", ATTN_BACKENDS, "what computes attention; `unsloth-pack doctor` shows which can run"
     )
 
 

@@ -15,11 +15,10 @@ from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.data.mixture import Mixture, Part
 from unsloth_pack.data.streamed import Share
 from unsloth_pack.data.tokenize import Documents
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import Together
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.kept_rows import pack_documents
-from unsloth_pack.recipe import checks
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.documents import (
     OpenedStream,
@@ -38,7 +37,7 @@ from unsloth_pack.recipe.image_files import check_files_of_packs, check_images
 from unsloth_pack.recipe.image_stream import PreparedStream, refusing
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import Named, evaluation_sets, name_of
-from unsloth_pack.recipe.optimizers import arguments_of, check_masters, check_optimizer, check_rounding
+from unsloth_pack.recipe.optimizers import arguments_of, check_optimizer
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.resolve import with_optimizer
 from unsloth_pack.recipe.run_images import (
@@ -50,7 +49,6 @@ from unsloth_pack.recipe.run_images import (
 )
 from unsloth_pack.recipe.run_tokenizer import add_new_tokens, tokenizer_of_run
 from unsloth_pack.recipe.sharding import sharding_arguments
-from unsloth_pack.recipe.what_trains import check_names_of_modules
 from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.training.learning_rates import LearningRates
 from unsloth_pack.training.row_stream import RowStream
@@ -118,24 +116,25 @@ def prepare(options: TrainOptions) -> Prepared:
         InputError: the data, the model's architecture, or something the options ask for cannot be used here.
     """
     options = with_optimizer(options, device_type())
-    checks.check_trainer(options)
-    data = options.data
+    data, dtype = options.data, weight_dtype(options.model.dtype, options.adapter.tuning == "full")
     stream, train_rows, eval_rows = None, None, None
-    if data.streaming:
-        stream = open_training_data(data, options.training.seed)
-    else:
-        train_rows = _packs_in(data.dataset) or load_training_data(data)
-    if data.eval_dataset is not None:
-        sets, limit = evaluation_sets(data), data.sample_limit
-        eval_rows = _packs_in(data.eval_dataset) or load_all(sets, "test", data.num_proc, limit)
-
-    dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
-    check_rounding(options, dtype)
-    check_masters(options, dtype)
-    config = _trl_config(options, dtype)
-    model_config = _model_config(options, dtype)
-    tokenizer = tokenizer_of_run(options)
-    new_tokens = add_new_tokens(options, tokenizer)
+    together = Together()
+    with together.checked():
+        config = _trl_config(options, dtype)
+    with together.checked():
+        tokenizer = tokenizer_of_run(options)
+        new_tokens = add_new_tokens(options, tokenizer)
+    with together.checked():
+        if data.streaming:
+            stream = open_training_data(data, options.training.seed)
+        else:
+            train_rows = _packs_in(data.dataset) or load_training_data(data)
+    with together.checked():
+        if data.eval_dataset is not None:
+            sets, limit = evaluation_sets(data), data.sample_limit
+            eval_rows = _packs_in(data.eval_dataset) or load_all(sets, "test", data.num_proc, limit)
+    together.check()
+    model_config = load_config(resolve(options.model.model_name)[0]).get_text_config()
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
     first: list[Dataset] = []
     if stream is not None and takes_images(options.model.model_name):
@@ -210,20 +209,6 @@ def _training_arguments(options: TrainOptions) -> dict[str, Any]:
     if options.data.streaming:  # which goes on at a place of its own, without going through what is done
         arguments |= {"ignore_data_skip": True}
     return arguments | sharding_arguments(options)
-
-
-def _model_config(options: TrainOptions, dtype: torch.dtype) -> Any:
-    """The configuration of the text model, checked to be one that the attention backend can run."""
-    base, adapter = resolve(options.model.model_name)
-    if adapter is not None:
-        raise InputError(
-            f"model_name {adapter!r} is an adapter, and a run makes its own; give --init_adapter "
-            f"{adapter!r} to begin with it, or merge it first with `unsloth-pack merge`"
-        )
-    config = load_config(base).get_text_config()
-    check_names_of_modules(options, base)
-    checks.check_backend(options.model.attn_backend, config, dtype, device_type())
-    return config
 
 
 def _packs_in(named: Named) -> Path | None:

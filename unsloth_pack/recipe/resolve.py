@@ -3,7 +3,7 @@
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ from unsloth_pack.recipe.flags import build, changed, flat, read_values
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.named_data import Named, paths_of, with_paths
 from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
-from unsloth_pack.recipe.second_stage import with_init_adapter
-from unsloth_pack.recipe.what_trains import refuse_of_an_adapter
+from unsloth_pack.recipe.second_stage import saved_config, with_init_adapter
+from unsloth_pack.recipe.what_trains import check_of_an_adapter
 
 # What a resumed run may change: nothing that alters the order of the data, the steps or the weights.
 FREE_ON_RESUME = {"config", "resume", "output_dir", "logging_steps", "report_to"}
@@ -53,9 +53,7 @@ def check_given(options: TrainOptions, given: Mapping[str, Any]) -> None:
     Raises:
         InputError: names the options, their values and the remedy.
     """
-    checks: list[Any] = [_check_warmup, _check_accumulation]
-    if options.adapter.tuning == "full":
-        checks.append(refuse_of_an_adapter)
+    checks = [_check_warmup, _check_accumulation, _check_stream, check_of_an_adapter]
     at_once(partial(check, options, given) for check in checks)
 
 
@@ -71,8 +69,8 @@ def filled_in(given: Mapping[str, Any], *, may_lack_adapter: bool = False) -> Tr
     adapter = options.adapter.init_adapter
     if not (may_lack_adapter and adapter is not None and not os.path.exists(adapter)):
         options = with_init_adapter(options, given)
-    if options.data.streaming:
-        options = _with_stream(options, asked)
+    if options.data.streaming:  # its documents are packed as they come
+        options = changed(options, {"sample_packing": True})
     options = _with_packs(options, asked)
     return _with_accumulation(_with_dependent_defaults(options))
 
@@ -148,40 +146,14 @@ def _are_one_path(one: str, other: str) -> bool:
 
 def _demo_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of a demo, if a bundled model runs on its own data. It does unless other data is given."""
-    name = build(TrainOptions, given).model.model_name
+    options = build(TrainOptions, given)
+    name, adapter = options.model.model_name, options.adapter.init_adapter
+    if adapter is not None and os.path.exists(adapter):
+        name = saved_config(adapter)["base_model_name_or_path"]
     if name not in BUNDLED_MODELS or given.get("dataset", name) != name:
         return {}
     is_packed = given.get("sample_packing") or given.get("streaming")
     return DEFAULTS[name] | {"dataset": name} | ({} if is_packed else _DEMO_UNPACKED)
-
-
-def _with_stream(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions:
-    """The options as a stream decides them: its documents are packed as they come.
-
-    Raises:
-        InputError: an option needs to know all of the data, or contradicts a stream.
-    """
-    data = options.data
-    if options.training.max_steps is None:
-        raise InputError(
-            "streaming is set and max_steps is not, but a stream has no length; give --max_steps"
-        )
-    if asked.get("sample_packing") is False:
-        raise InputError(
-            "sample_packing is false, but the documents of a stream are packed as they come; leave out "
-            "--sample_packing, or --streaming"
-        )
-    if data.keep_examples_per_update:
-        raise InputError(
-            "keep_examples_per_update is set, but nobody knows the lengths of a stream's documents; give "
-            "--gradient_accumulation_steps"
-        )
-    if folder := _packs_in(data.dataset):
-        raise InputError(
-            f"streaming is set and {folder} holds packed rows, which stay on the disk anyway; leave out "
-            "--streaming"
-        )
-    return changed(options, {"sample_packing": True})
 
 
 def _with_packs(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions:
@@ -266,7 +238,8 @@ def _with_dependent_defaults(options: TrainOptions) -> TrainOptions:
     rows = training.per_device_train_batch_size or (1 if options.data.sample_packing else 2)
     found["per_device_train_batch_size"] = rows
     found["per_device_eval_batch_size"] = training.per_device_eval_batch_size or rows
-    if training.max_steps is None and training.num_train_epochs is None:
+    has_end = options.data.streaming or training.num_train_epochs is not None  # a stream has to be given one
+    if training.max_steps is None and not has_end:
         found["max_steps"] = 400
     folder = _default_folder(options) if output.output_dir is None else output.output_dir
     found["output_dir"] = folder
@@ -289,15 +262,37 @@ def _steps_of_an_update(training: TrainingOptions) -> tuple[int, int]:
     return divmod(training.effective_batch_size or 0, rows)
 
 
-def _check_warmup(options: TrainOptions, given: Mapping[str, Any]) -> None:
-    ratio = options.training.warmup_ratio
-    if ratio is not None and "warmup_steps" in given:
-        raise InputError(
-            f"warmup_ratio is {ratio:g} and warmup_steps is {given['warmup_steps']}; give one of them"
+def _check_stream(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[str]:
+    """Refuse what needs to know all of the data, or contradicts a stream."""
+    data = options.data
+    if not data.streaming:
+        return
+    if options.training.max_steps is None:
+        yield "streaming is set and max_steps is not, but a stream has no length; give --max_steps"
+    if given.get("sample_packing") is False:
+        yield (
+            "sample_packing is false, but the documents of a stream are packed as they come; leave out "
+            "--sample_packing, or --streaming"
+        )
+    if data.keep_examples_per_update:
+        yield (
+            "keep_examples_per_update is set, but nobody knows the lengths of a stream's documents; give "
+            "--gradient_accumulation_steps"
+        )
+    if folder := _packs_in(data.dataset):
+        yield (
+            f"streaming is set and {folder} holds packed rows, which stay on the disk anyway; leave out "
+            "--streaming"
         )
 
 
-def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> None:
+def _check_warmup(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[str]:
+    ratio = options.training.warmup_ratio
+    if ratio is not None and "warmup_steps" in given:
+        yield f"warmup_ratio is {ratio:g} and warmup_steps is {given['warmup_steps']}; give one of them"
+
+
+def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[str]:
     """Refuse an `effective_batch_size` that does not divide, or is not alone in deciding the steps."""
     training = options.training
     if training.effective_batch_size is None:
@@ -308,14 +303,14 @@ def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> None
     }
     for name, value in others.items():
         if value:
-            raise InputError(
+            yield (
                 f"effective_batch_size is {training.effective_batch_size} and {name} is {value}, but either "
                 f"decides the steps of an update; leave out --{name}"
             )
     steps, rest = _steps_of_an_update(training)
     if rest or not steps:
         rows = (training.per_device_train_batch_size or 1) * count_processes()
-        raise InputError(
+        yield (
             f"effective_batch_size is {training.effective_batch_size}, which {rows} rows a step "
             f"(per_device_train_batch_size times {count_processes()} processes) do not divide; give a "
             f"multiple of {rows}"

@@ -1,9 +1,10 @@
 """What of a model trains, from the options: checked without its weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, at_once
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 
@@ -14,45 +15,43 @@ OF_AN_ADAPTER = (
 )
 
 
-def check_tuning(options: TrainOptions) -> None:
-    """Refuse options that contradict what is tuned.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
+def check_tuning(options: TrainOptions) -> Iterator[str]:
+    """Refuse options that contradict what is tuned."""
     model, adapter = options.model, options.adapter
     if adapter.tuning == "full":
         for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
             if getattr(model, name):
-                raise InputError(
+                yield (
                     f"tuning is 'full' and {name} is set, but quantised weights have no gradient; drop "
                     f"{name}, or give --tuning lora"
                 )
         if model.dtype == "float16":
-            raise InputError(
+            yield (
                 "tuning is 'full' and dtype is 'float16', in which small updates are lost and gradients "
                 "cannot be scaled; give bfloat16 or float32"
             )
         for name in ("fsdp", "deepspeed"):
             if getattr(options.training, name) is not None:
-                raise InputError(
+                yield (
                     f"tuning is 'full' and {name} is set, but only adapters train on sharded weights; drop "
                     "one of them"
                 )
         if (ratio := options.training.lora_plus_ratio) is not None:
-            raise InputError(
+            yield (
                 f"tuning is 'full' and lora_plus_ratio is {ratio:g}, but there is no LoRA; drop one of them"
             )
         if options.output.save_method == "lora":
-            raise InputError("tuning is 'full' and save_method is 'lora', but there is no adapter; drop one")
+            yield "tuning is 'full' and save_method is 'lora', but there is no adapter; drop one"
 
 
-def refuse_of_an_adapter(options: TrainOptions, given: Mapping[str, Any]) -> None:
+def check_of_an_adapter(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[str]:
     """Refuse values that somebody asked for and that say nothing about full tuning."""
+    if options.adapter.tuning != "full":
+        return
     defaults = flat(AdapterOptions())
     for name in OF_AN_ADAPTER:
         if given.get(name, defaults[name]) != defaults[name]:
-            raise InputError(
+            yield (
                 f"{name} is {given[name]!r} and tuning is 'full', which makes no adapter; leave out "
                 f"--{name}, or give --tuning lora"
             )
@@ -76,7 +75,6 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
 
     from unsloth_pack.files.loading import auto_class, load_config
     from unsloth_pack.lora.parts import check_parts
-    from unsloth_pack.lora.targets import lora_targets
     from unsloth_pack.modules.chosen import check_matches, parameter_paths, train_only
     from unsloth_pack.recipe.second_stage import check_same_parts
 
@@ -84,8 +82,8 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     paths = parameter_paths(model)
-    for name in ("train_modules", "freeze_modules"):
-        check_matches(name, getattr(adapter, name) or (), paths)
+    patterns = {name: getattr(adapter, name) or () for name in ("train_modules", "freeze_modules")}
+    at_once(partial(check_matches, name, given, paths) for name, given in patterns.items())
     if adapter.tuning == "full":
         train_only(model, adapter.train_modules, adapter.freeze_modules)
         return
@@ -93,9 +91,25 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
     given = {name: arguments[name] for name in _FURTHER if arguments.get(name) is not None}
     if adapter.init_adapter is not None and not adapter.merge_init_adapter:
         check_same_parts(model, adapter, arguments)
-    lora_targets(model, adapter.target_modules, given)
-    check_parts(model, adapter.bias, arguments["modules_to_save"], given)
-    _refuse_quantised(options, model, arguments["modules_to_save"] or ())
+    whole = arguments["modules_to_save"]
+    at_once(
+        [
+            partial(_check_targets, model, adapter, given),
+            partial(check_parts, model, adapter.bias, whole, given),
+            partial(_refuse_quantised, options, model, whole or ()),
+        ]
+    )
+
+
+def _check_targets(model: Any, adapter: AdapterOptions, given: Mapping[str, Any]) -> None:
+    from unsloth_pack.files.new_tokens import rows_to_train
+    from unsloth_pack.lora.parts import refuse_adapted_rows
+    from unsloth_pack.lora.targets import adapted_paths, lora_targets
+
+    adapted = adapted_paths(model, lora_targets(model, adapter.target_modules, given), given)
+    refuse_adapted_rows(model, adapted, given.get("trainable_token_indices"))
+    if adapter.add_tokens is not None:
+        refuse_adapted_rows(model, adapted, rows_to_train(model, [0]), "add_tokens")
 
 
 _FURTHER = ("layers_to_transform", "exclude_modules", "trainable_token_indices")
