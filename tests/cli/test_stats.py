@@ -64,7 +64,8 @@ def test_the_table_and_the_picture(model, data, lengths, tmp_path, capsys, monke
     ],
 )
 def test_bad_input(flags, message, model, data, capsys):
-    command = ["stats", "--model_name", model, "--dataset", data, *flags]
+    given = flags if "--dataset" in flags else ["--dataset", data, *flags]
+    command = ["stats", "--model_name", model, *given]
     assert main(command) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -94,14 +94,13 @@ OF_ITEMS += [
     sets("lists in lists without an end", "[" * 5000, "a list of data sets as JSON"),
     sets("a comma too many", "few.jsonl,,asked.jsonl", "item 2 a path"),
     sets("a comma at the end", "few.jsonl,", "item 2 a path"),
-    sets("only commas", ",,", "item 1 a path"),
+    sets("a comma alone", ["few.jsonl", ""], "item 2 a path"),
 ]
 
 # ---- what is there
 
 OF_FILES = [
     sets("one that is missing", ["few.jsonl", "gone.jsonl"], "gone.jsonl: file not found; check the path"),
-    sets("both missing", "gone.jsonl,lost.jsonl", "gone.jsonl: file not found"),
     sets("an empty file beside a whole one", "few.jsonl,empty.jsonl", "empty.jsonl: the file is empty"),
     sets("an empty folder", "few.jsonl,nothing", "nothing"),
     sets(
@@ -158,7 +157,7 @@ OF_PARTS = [
     sets("a split that leads out", [{"path": "parts", "split": "../../x"}], r"\.\./\.\./x"),
     sets("no split", [{"path": "parts", "split": ""}], "as split of item 1 .*the name of a split"),
     sets("a split of the demo", [{"path": "demo", "split": "dev"}], "demo: .*dev"),
-    sets("a split for files alone", "few.jsonl,asked.jsonl", "few.jsonl: split is 'test'", split="test"),
+    sets("a split for a file", "few.jsonl", "few.jsonl: split is 'test'", split="test"),
     sets("two columns as one", "asked.jsonl", "not both 'prompt'", columns="question=prompt,answer=prompt"),
     sets(
         "two columns of one item as one",

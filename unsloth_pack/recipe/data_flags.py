@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from unsloth_pack.errors import at_once
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import Option, options_of
 from unsloth_pack.recipe.image_checks import check_image_options
 from unsloth_pack.recipe.image_options import ImageOptions
-from unsloth_pack.recipe.parser import Parser
+from unsloth_pack.recipe.named_data import check_data
+from unsloth_pack.recipe.parser import Parser, once
 
 _OF_IMAGES = ("image_folder", "max_pixels", "min_pixels", "skip_broken_images", "shrink_images")
 _NAMES = ("dataset", "mixture", "columns", "split", "sample_limit")
@@ -24,12 +27,20 @@ def add_data_flags(parser: Parser, dataset_help: str | None = None) -> None:
     for name in _NAMES:
         option = options_of(DataOptions)[name]
         about = dataset_help if name == "dataset" and dataset_help else _help(option)
-        parser.add_argument(f"--{name}", type=option.kind, metavar=option.unit, help=about.replace("%", "%%"))
+        several: dict[str, Any] = {"action": once(option.kind.several)} if option.kind.several else {}
+        about = about.replace("%", "%%")
+        parser.add_argument(f"--{name}", type=option.kind, metavar=option.unit, help=about, **several)
 
 
 def data_options(given: Mapping[str, Any]) -> DataOptions:
-    """The options of the data among the flags that were given."""
-    return DataOptions(**{name: given[name] for name in (*_NAMES, "num_proc") if name in given})
+    """The options of the data among the flags that were given.
+
+    Raises:
+        InputError: they contradict each other.
+    """
+    options = DataOptions(**{name: given[name] for name in (*_NAMES, "num_proc") if name in given})
+    at_once([partial(check_data, options)])
+    return options
 
 
 def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:

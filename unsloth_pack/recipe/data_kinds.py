@@ -94,8 +94,10 @@ def _data_set(item: object, number: int, mistakes: list[tuple[int, str, str]]) -
         except Refused:
             mistakes.append((number, "", f"{place} as a path, or an object with a path, not {shown(item)}"))
             return {}
+    keys = [key for key in _KEYS if item.get(key) is not None]
     if not isinstance(item.get("path"), str) or not item["path"].strip():
         mistakes.append((number, "path", f"{place} a path"))
+        keys = [key for key in keys if key != "path"]
     else:
         place = f"{place} ({item['path']})"
     for key in item:
@@ -104,7 +106,7 @@ def _data_set(item: object, number: int, mistakes: list[tuple[int, str, str]]) -
     kinds: dict[str, Kind] = {"path": path, "split": split, "columns": column_names}
     kinds |= {"weight": real(above=0), "limit": whole(1)}
     made: dict[str, Any] = {}
-    for key in (key for key in _KEYS if item.get(key) is not None):
+    for key in keys:
         if key == "columns" and item[key] == {}:  # none, whatever the others have
             made[key] = {}
             continue
@@ -161,8 +163,15 @@ _DATA_SETS_SCHEMA = {
     ]
 }
 
-data_sets = Kind(_data_sets, _DATA_SETS_SCHEMA)  # one or several data sets
-data_sets_read_whole = Kind(_data_sets_read_whole, _DATA_SETS_SCHEMA)  # those of an evaluation
+_SEVERAL = "with commas between them, such as a.jsonl,b.jsonl"
+
+data_sets = Kind(_data_sets, _DATA_SETS_SCHEMA, several=_SEVERAL)  # one or several data sets
+data_sets_read_whole = Kind(  # those of an evaluation
+    _data_sets_read_whole, _DATA_SETS_SCHEMA, several=_SEVERAL
+)
 column_names = Kind(  # columns -> ours
-    _column_names, {"anyOf": [_COLUMNS_SCHEMA, _PAIRS_SCHEMA]}, null_inside=""
+    _column_names,
+    {"anyOf": [_COLUMNS_SCHEMA, _PAIRS_SCHEMA]},
+    null_inside="",
+    several="with commas between them, such as question=prompt,answer=completion",
 )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, get_args, get_origin,
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.kinds import Kind, Refused, boolean, one_of, shown
-from unsloth_pack.recipe.parser import Parser
+from unsloth_pack.recipe.parser import Parser, once
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -174,6 +174,7 @@ def add_flags(parser: Parser, kind: "type[DataclassInstance]") -> None:
         group = parser.add_argument_group(".".join(section.path) or "flags", section.about)
         for each in section.options:
             takes: dict[str, Any] = {"nargs": "?", "const": each.bare} if each.bare is not None else {}
+            takes |= {"action": once(each.kind.several)} if each.kind.several else {}
             group.add_argument(
                 *(f"--{name}" for name in each.names),
                 dest=each.name,

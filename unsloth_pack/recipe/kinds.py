@@ -31,11 +31,13 @@ class Kind:
         read: returns the value in its own type, or raises `Refused`.
         schema: the same as a JSON schema.
         null_inside: what null means in a mapping of this kind; None where it restores a default.
+        several: how one flag gives several values; empty where it gives one.
     """
 
     read: Callable[[object], Any]
     schema: Mapping[str, Any]
     null_inside: Any = None
+    several: str = ""
 
     def __call__(self, value: object) -> Any:
         return self.read(value)
@@ -65,6 +67,7 @@ class RefusedItems(Refused):
     def __init__(self, value: object, mistakes: Sequence[tuple[int, str, str]]):
         super().__init__(value, mistakes[0][2])
         self.mistakes = mistakes
+        self.lines = [f"got {shown(value)}; give {wanted}" for *_, wanted in mistakes]
 
 
 def shown(value: object) -> str:
@@ -227,7 +230,7 @@ def json_object(example: str) -> Kind:
             raise Refused(value, f"a JSON object of single values, such as '{example}'")
         return found
 
-    return Kind(read, _SINGLE_VALUES)
+    return Kind(read, _SINGLE_VALUES, several=f"in one JSON object, such as '{example}'")
 
 
 def _settings(value: object) -> dict[str, Any]:
@@ -248,7 +251,9 @@ def _settings(value: object) -> dict[str, Any]:
 
 
 settings = Kind(  # names with single values
-    _settings, {"anyOf": [_SINGLE_VALUES, {"type": "string", "pattern": "="}]}
+    _settings,
+    {"anyOf": [_SINGLE_VALUES, {"type": "string", "pattern": "="}]},
+    several="with commas between them, such as beta2=0.95,eps=1e-8",
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from unsloth_pack.recipe.kinds import Kind, Refused, real, shown, single_values, whole
 
+_COMMAS = "with commas between them"
 _OF_A_PATTERN = frozenset("\\*+?()[]{}|^$")  # characters that no name of a module has
 
 
@@ -46,7 +47,8 @@ def whole_numbers(least: int) -> Kind:
             pass
         raise Refused(value, f"whole numbers of at least {least}, with commas between them") from None
 
-    return Kind(read, _one_or_more(one.schema, pattern=r"^[\[\]\d,\s]+$"))
+    schema = _one_or_more(one.schema, pattern=r"^[\[\]\d,\s]+$")
+    return Kind(read, schema, several=f"{_COMMAS}, such as 0,1")
 
 
 def _rates(value: object) -> dict[str, float]:
@@ -94,9 +96,11 @@ def _one_or_more(schema: Mapping[str, Any], **of_text: str) -> dict[str, Any]:
 
 _NAME = {"type": "string", "minLength": 1}
 
-names_of_modules = Kind(_names_of_modules, _one_or_more(_NAME))
-names = Kind(_names, _one_or_more(_NAME))
-patterns = Kind(_patterns, _one_or_more(_NAME))
+names_of_modules = Kind(_names_of_modules, _one_or_more(_NAME), several=f"{_COMMAS}, such as q_proj,v_proj")
+names = Kind(_names, _one_or_more(_NAME), several=f"{_COMMAS}, such as lm_head,norm")
+patterns = Kind(_patterns, _one_or_more(_NAME), several="""as a JSON list, such as '["lm_head", "norm"]'""")
 rates = Kind(  # learning rates by regular expression
-    _rates, {"type": "object", "additionalProperties": {"type": "number", "exclusiveMinimum": 0}}
+    _rates,
+    {"type": "object", "additionalProperties": {"type": "number", "exclusiveMinimum": 0}},
+    several="""in one JSON object, such as '{"lm_head": 1e-5, "norm": 1e-4}'""",
 )

@@ -4,9 +4,31 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.kinds import boolean, one_of, switch_or, whole
+from unsloth_pack.errors import InputError, Mistakes
+from unsloth_pack.recipe.kinds import RefusedItems, boolean, one_of, switch_or, whole
 from unsloth_pack.recipe.remedies import remedy_for
+
+
+def once(several: str) -> type[argparse.Action]:
+    """The action of a flag that holds all its values, so that a second one would drop those of the first.
+
+    Args:
+        several: how to give them at once.
+    """
+
+    class Once(argparse.Action):
+        def __call__(
+            self,
+            parser: argparse.ArgumentParser,
+            namespace: argparse.Namespace,
+            values: Any,
+            option_string: str | None = None,
+        ) -> None:
+            if hasattr(namespace, self.dest):
+                raise argparse.ArgumentError(self, f"given twice; give it once, its values {several}")
+            setattr(namespace, self.dest, values)
+
+    return Once
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,7 +40,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, remedies: Mapping[str, str] | None = None, **options: Any):
-        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+        super().__init__(
+            allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False, **options
+        )
         self._remedies = remedies or {}
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
@@ -61,6 +85,7 @@ class Parser(argparse.ArgumentParser):
 
         Raises:
             InputError: an unknown flag, or a value that its flag does not take or that is no text.
+            Mistakes: several items of a list are wrong.
         """
         for argument in arguments:
             try:
@@ -69,7 +94,13 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"argument {argument!r} is not UTF-8; rename what it names") from None
             if argument.startswith("--") and argument.endswith("=--"):  # argparse makes a list of it
                 raise InputError(f"argument {argument[:-3]}: got '--'; see `{self.prog} --help`")
-        given, unknown = self.parse_known_args(arguments)
+        try:
+            given, unknown = self.parse_known_args(arguments)
+        except argparse.ArgumentError as error:
+            if isinstance(error.__context__, RefusedItems):
+                lines = error.__context__.lines
+                raise Mistakes([f"argument {error.argument_name}: {line}" for line in lines]) from None
+            self.error(str(error))
         if unknown:
             flag = unknown[0].partition("=")[0]
             # without its value: some are secret
