@@ -11,6 +11,7 @@ from unsloth_pack.cli import main
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 THEIRS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+MAPPED = "--columns=question=prompt,answer=completion"
 CHAT = "[user]q[assistant]a<eos>"
 
 
@@ -85,6 +86,34 @@ def test_the_way_out_of_a_name_that_is_taken(refusal, trained):
     assert [made for made, _ in trained([row], *shlex.split(said))] == ["qa<eos>"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"question": "q", "answer": 5}], "row 0, column 'answer': expected a string, got 5; "),
+        ([{"question": "q", "answer": "a", "label": False}], f"({MAPPED.replace('=', ' ', 1)},label=)"),
+        ([{"question": "q", "answer": "a", "system": "s"}], f"({MAPPED.replace('=', ' ', 1)},system=)"),
+    ],
+)
+@pytest.mark.parametrize("stream", [[], ["--streaming", "--max_steps=1"]], ids=["read", "streamed"])
+def test_columns_have_their_own_names_in_errors(rows, says, stream, model_folder, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    command = ["--model_name", str(model_folder), "--dataset", str(tmp_path / "rows.jsonl"), MAPPED, *stream]
+    assert main([*command, "--output_dir", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_is_offered_keeps_the_mapping_that_is_there(refusal, trained):
+    """A preference, and columns of no known format."""
+    row = {"question": "q", "chosen": "a", "rejected": "b"}
+    (said,) = re.findall(r"with (--columns \S+)", refusal([row], "--columns=question=prompt"))
+    assert said == "--columns question=prompt,chosen=completion,rejected="
+    assert [made for made, _ in trained([row], *shlex.split(said))] == ["qa<eos>"]
+    row = {"ask": "q", "answer": "a"}
+    line = refusal([row], "--columns=ask=prompt")
+    assert "has the columns ask (str), answer (str); map them, perhaps with " in line
+    assert "--columns ask=prompt,answer=completion, or" in line
+
+
 def write_sets(folder):
     rows = {
         "asked": {"question": "q", "answer": "a", "id": 3},
@@ -94,9 +123,6 @@ def write_sets(folder):
     }
     for name, row in rows.items():
         (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-
-
-MAPPED = "--columns=question=prompt,answer=completion"
 
 
 @pytest.fixture
@@ -126,7 +152,7 @@ def test_a_mapping_that_no_data_set_can_use(sets, capsys):
     )
     assert "texts.jsonl (text); correct it" in line
     line = packed(sets, capsys, "--dataset=texts.jsonl", MAPPED)
-    assert "columns maps 'question', and there is no such column among text; correct it" in line
+    assert "columns maps 'question', 'answer', and there is no such column among text; correct it" in line
 
 
 @pytest.mark.parametrize("other", ["chats", "plain"])
@@ -161,7 +187,7 @@ def test_two_columns_that_change_places(trained):
 @pytest.mark.parametrize("value", [None, "", 5, ["a"], {"a": 1}])
 def test_values_of_a_mapped_column_are_checked(refusal, value):
     rows = [{"q": "q", "a": "a"}, {"q": "q", "a": value}]
-    assert "row 1, column 'completion': expected" in refusal(rows, "--columns=q=prompt,a=completion")
+    assert "row 1, column 'a': expected" in refusal(rows, "--columns=q=prompt,a=completion")
 
 
 def test_a_column_that_is_null_in_every_row(trained):

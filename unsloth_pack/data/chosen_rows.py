@@ -33,7 +33,7 @@ class ChosenRows:
             return
         for block in self._source.one_pass(place):
             if self._columns:
-                block = replace(block, read=partial(self._renamed, block))
+                block = replace(block, read=partial(self._renamed, block), columns=self._columns)
             if self._limit is not None and block.end.seen >= self._limit:
                 rows = self._limit - block.begin.seen
                 yield replace(block, n_rows=rows, end=replace(block.end, seen=self._limit))

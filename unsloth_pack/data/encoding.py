@@ -206,6 +206,7 @@ class Encoder:
                 f"the chat template does not read {unread[0]!r}",
                 kwargs,
                 "use a model whose template does, or leave them out with --columns chat_template_kwargs=",
+                {"chat_template_kwargs": None},
             )
 
     def _check_shown(
@@ -241,6 +242,7 @@ class Encoder:
                     "the chat template does not show them",
                     tools,
                     "use a model whose template does, or leave them out with --columns tools=",
+                    {"tools": None},
                 )
             if calls and shown == rendered([_without_calls(turn) for turn in conversation], tools):
                 fail(

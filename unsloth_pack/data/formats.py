@@ -22,6 +22,7 @@ from unsloth_pack.data.absent_keys import holds_objects, without_absent_keys
 from unsloth_pack.data.columns import KNOWN_COLUMNS, as_flag, suggested
 from unsloth_pack.data.fields import Row
 from unsloth_pack.data.other_columns import refuse_acting_columns, refuse_media, refuse_other_data
+from unsloth_pack.data.refusals import ColumnsRefused, listed
 from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
 from unsloth_pack.errors import InputError
 
@@ -100,10 +101,11 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
             "column 'input_ids' holds token ids of an unknown tokenizer, perhaps packed without boundaries; "
             "give the text they were made of, or packs of it from `unsloth-pack pack`"
         )
-    seen = ", ".join(f"{name} ({type(first.get(name)).__name__})" for name in column_names)
+    types = {name: type(first.get(name)).__name__ for name in column_names}
     mapping = suggested(column_names, first)
     way = f"map them, perhaps with {as_flag(mapping)}, or " if mapping else "map them with --columns, or "
-    raise InputError(f"no known data format has the columns {seen}; {way}rename them to {_WANTED}")
+    message = f"no known data format has the columns {listed(types)}; {way}rename them to {_WANTED}"
+    raise ColumnsRefused(message, offered=mapping, types=types)
 
 
 def _refuse_packed(boundaries: Sequence[str], first: Row) -> None:
@@ -351,9 +353,11 @@ def _conversation_features(
     from unsloth_pack.data.exact import ExactJson
 
     if not chat_template:
-        raise InputError(
-            f"column {next(iter(sources.values()))!r} holds conversations, but the tokenizer has no chat "
-            "template; use an instruct model, or set tokenizer.chat_template"
+        column = next(iter(sources.values()))
+        raise ColumnsRefused(
+            f"column {column!r} holds conversations, but the tokenizer has no chat template; use an instruct "
+            "model, or set tokenizer.chat_template",
+            column,
         )
     return {
         name: _messages_type() if _keys(rows.features[column]) in fields.PLAIN_TURNS else ExactJson()

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.columns import as_flag
-from unsloth_pack.data.refusals import fail
+from unsloth_pack.data.refusals import ColumnsRefused, fail
 from unsloth_pack.data.turn_keys import MEDIA
-from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
     import datasets
@@ -116,19 +115,23 @@ def refuse_other_data(column_names: Collection[str], first: Mapping[str, Any]) -
     for columns, meaning in _OTHER_DATA.items():
         if set(columns) <= set(column_names):
             shown = ", ".join(f"{name} {reprlib.repr(first.get(name))}" for name in columns)
-            way = _way_to_keep(columns[0], columns[1], column_names, first)
-            raise InputError(f"columns {', '.join(columns)} {meaning} {columns[1]}{way} (row 0: {shown})")
+            offered = _way_to_keep(columns[0], columns[1], column_names, first)
+            way = f", with {as_flag(offered)}" if offered else ""
+            message = f"columns {', '.join(columns)} {meaning} {columns[1]}{way} (row 0: {shown})"
+            raise ColumnsRefused(message, offered=offered)
 
 
-def _way_to_keep(better: str, worse: str, names: Collection[str], first: Mapping[str, Any]) -> str:
-    """The flag that keeps the better answer, where one does."""
+def _way_to_keep(
+    better: str, worse: str, names: Collection[str], first: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """The mapping that keeps the better answer; empty where none does."""
     if better == "completions" or "conversations" in names or "messages" in names:
-        return ""
+        return {}
     if "prompt" in names:
-        return f", with {as_flag({better: 'completion', worse: None})}"
+        return {better: "completion", worse: None}
     if "instruction" in names:
-        return f", with {as_flag({better: 'output', worse: None})}"
-    return f", with {as_flag({better: 'messages', worse: None})}" if _are_turns(first.get(better)) else ""
+        return {better: "output", worse: None}
+    return {better: "messages", worse: None} if _are_turns(first.get(better)) else {}
 
 
 def _are_turns(value: Any) -> bool:
@@ -173,7 +176,8 @@ def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range
         if rule := rules.get(name):
             for index, value in zip(numbers, _values(dataset, name), strict=True):
                 if not rule.is_harmless(value):
-                    fail(index, name, rule.problem, value, f"{rule.remedy} ({as_flag({name: None})})")
+                    offered = {name: None}
+                    fail(index, name, rule.problem, value, f"{rule.remedy} ({as_flag(offered)})", offered)
 
 
 def _values(dataset: datasets.Dataset, name: str) -> Iterator[Any]:

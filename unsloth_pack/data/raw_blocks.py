@@ -7,8 +7,8 @@ together reads all blocks, and takes its own rows out of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -66,6 +66,7 @@ class RawBlock:
         begin, end: the places before and after them.
         ends_pass: whether the pass over the data is complete; then the block has no rows.
         part: the number of the source that it comes from, where several are mixed.
+        columns: the mapping by which the columns of the rows are renamed.
     """
 
     name: str
@@ -75,6 +76,7 @@ class RawBlock:
     end: Place
     ends_pass: bool = False
     part: int = 0
+    columns: Mapping[str, str | None] = field(default_factory=dict)
 
     def rows(self, chosen: range) -> datasets.Dataset:
         """Those of a range of indices.

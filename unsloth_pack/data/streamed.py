@@ -12,6 +12,7 @@ from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource, endless
+from unsloth_pack.data.refusals import by_their_names
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.data.tokenize import (
     DocumentMaker,
@@ -192,7 +193,7 @@ class DocumentStream:
                 if tally.least_id < 0 or tally.last_id >= self._vocab_size:
                     self._refuse_ids(tally, numbers)
             except InputError as error:
-                raise InputError(f"{block.name}: {error}") from None
+                raise InputError(f"{block.name}: {by_their_names(error, block.columns)}") from None
         if self.n_parts > 1:
             tally = tally.of_part(block.part)
         return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)
