@@ -11,7 +11,7 @@ from unsloth_pack.recipe.parser import Parser
 ACTIONS = {
     "list": "name every recipe, and what it is for",
     "show": "print the file of one",
-    "copy": "copy it, and the files that it builds on, into FOLDER (default: this one)",
+    "copy": "copy it, and the files that it builds on, into a folder (default: this one), or as FILE.yaml",
 }
 
 
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     elif action == "show":
         print(recipe_text(name), end="")
     else:
-        copied = copy_recipe(name, Path(given.get("folder") or "."))
+        copied = copy_recipe(name, Path(given.get("target") or "."))
         also = f" (with {', '.join(str(each) for each in copied[1:])})" if copied[1:] else ""
         print(printable(f"copied to {copied[0]}{also}; run it with: unsloth-pack --config {copied[0]}"))
     return 0
@@ -51,10 +51,12 @@ def _parser() -> Parser:
     actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
     parser = Parser(
         prog="unsloth-pack recipe",
-        usage="unsloth-pack recipe list | show NAME | copy NAME [FOLDER]",
+        usage="unsloth-pack recipe list | show NAME | copy NAME [FOLDER | FILE.yaml]",
         description=f"Config files to run, or to copy and change. {actions}.",
     )
     parser.add_argument("action", nargs="?", metavar="ACTION", help="list, show or copy (default: list)")
     parser.add_argument("name", nargs="?", metavar="NAME", help="of a recipe, as list prints it")
-    parser.add_argument("folder", nargs="?", type=path, metavar="FOLDER", help="to copy into (default: .)")
+    parser.add_argument(
+        "target", nargs="?", type=path, metavar="FOLDER", help="to copy into, or FILE.yaml (default: .)"
+    )
     return parser

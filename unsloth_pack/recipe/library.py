@@ -35,8 +35,11 @@ def summary_of(name: str) -> str:
     return recipe_text(name).partition("\n")[0].removeprefix("# ")
 
 
-def copy_recipe(name: str, folder: Path) -> list[Path]:
+def copy_recipe(name: str, target: Path) -> list[Path]:
     """Copy a recipe and the files that it builds on into a folder, which is made where it is missing.
+
+    Args:
+        target: the folder; or a name for the recipe's own file, which ends in .yaml or .yml.
 
     Returns:
         The files, the recipe's own first. One that is there with the same content stays.
@@ -44,12 +47,18 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     Raises:
         InputError: there is no such recipe, another file of that name is there, or nothing can be written.
     """
+    is_file = target.suffix in (_SUFFIX, ".yml") and not target.is_dir()
+    folder = target.parent if is_file else target
     check_writable("folder", folder)
     names = [name.removesuffix(_SUFFIX)]
     for each in names:  # grows on the way
         bases = yaml.safe_load(recipe_text(each)).get(BASE, [])
         names += [base.removesuffix(_SUFFIX) for base in ([bases] if isinstance(bases, str) else bases)]
-    texts = {folder / f"{each}{_SUFFIX}": recipe_text(each) for each in names}
+    own, *bases = (folder / f"{each}{_SUFFIX}" for each in names)
+    own = target if is_file else own
+    if own in bases:
+        raise InputError(f"{str(own)!r} is the name of a file that the recipe builds on; give another name")
+    texts = dict(zip([own, *bases], map(recipe_text, names), strict=True))
     try:
         new = [path for path, text in texts.items() if not _holds(path, text)]
         folder.mkdir(parents=True, exist_ok=True)
