@@ -188,6 +188,15 @@ def test_a_folder_in_the_way_of_the_merged_model(first_stage, train, refused, mo
     )
 
 
+def test_all_that_differs_between_stages_is_told_at_once(first_stage, train, capsys):
+    first = first_stage()
+    capsys.readouterr()
+    assert train(init_adapter=first, r=8, lora_alpha=4) == 2
+    said = capsys.readouterr().err
+    assert "has r 4, not 8; leave out --r" in said
+    assert "has lora_alpha 8.0, not 4.0; leave out --lora_alpha" in said
+
+
 def test_what_differs_between_stages(first_stage, refused, untied, tmp_path):
     first = first_stage(target_modules="q_proj,v_proj", modules_to_save="norm")
     say = {

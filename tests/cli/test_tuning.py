@@ -166,6 +166,8 @@ def test_what_trains_beside_an_adapter_is_merged(base, flags, train, request, tm
         ({"modules_to_save": "head"}, "modules_to_save names 'head'; the model has"),
         ({"train_modules": "model.layer.1"}, "train_modules holds 'model.layer.1', which matches no module"),
         ({"freeze_modules": "wte"}, "freeze_modules holds 'wte', which matches no module"),
+        ({"r": 100000}, "r is 100000; give a whole number from 1 to 64"),
+        ({"max_seq_length": 512}, "max_seq_length is 512, "),
         ({"layers_to_transform": "0,9"}, "layers_to_transform is 9; give a whole number from 0 to 1"),
         ({"layers_to_transform": "a"}, "give whole numbers of at least 0, with commas between them"),
         ({"trainable_token_indices": "3,258"}, "trainable_token_indices is 258; give a whole number from 0"),

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.errors import Check, InputError, at_once, first_line
+from unsloth_pack.errors import Check, InputError, at_once, first_line, require_whole
 from unsloth_pack.recipe.hub import check_hub
 from unsloth_pack.recipe.image_checks import check_images_together
 from unsloth_pack.recipe.machine import device_type
@@ -186,7 +186,9 @@ def _check_tracker_is_there(options: TrainOptions) -> Iterator[str]:
 
 
 def _check_model(options: TrainOptions) -> None:
-    """Refuse a model that is not there, modules that it does not have, and attention that cannot run it."""
+    """Refuse a model that is not there, what it has no modules or positions for, and attention that cannot
+    run it."""
+    from unsloth_pack.api import check_positions
     from unsloth_pack.files.loading import load_config, resolve, weight_dtype
 
     if options.adapter.init_adapter is not None:
@@ -198,14 +200,15 @@ def _check_model(options: TrainOptions) -> None:
             f"{adapter!r} to begin with it, or merge it first with `unsloth-pack merge`"
         )
     config = load_config(base).get_text_config()
-    dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
-    backend = options.model.attn_backend
-    at_once(
-        [
-            partial(check_names_of_modules, options, base),
-            partial(check_backend, backend, config, dtype, device_type()),
-        ]
-    )
+    model, is_full = options.model, options.adapter.tuning == "full"
+    dtype = weight_dtype(model.dtype, is_full)
+    checks: list[Check] = [
+        partial(check_positions, model.max_seq_length, model.model_name, config),
+        partial(check_names_of_modules, options, base),
+        partial(check_backend, model.attn_backend, config, dtype, device_type()),
+    ]
+    checks += [] if is_full else [partial(require_whole, "r", options.adapter.r, 1, config.hidden_size)]
+    at_once(checks)
 
 
 def _check_sources(options: TrainOptions) -> None:

@@ -17,6 +17,8 @@ def once(several: str) -> type[argparse.Action]:
     """
 
     class Once(argparse.Action):
+        how = several
+
         def __call__(
             self,
             parser: argparse.ArgumentParser,
@@ -104,11 +106,21 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             # without its value: some are secret
-            raise InputError(f"unknown argument {flag!r}; {self.remedy(flag)}")
+            remedy = self._values_remedy(arguments, unknown[0]) or self.remedy(flag)
+            raise InputError(f"unknown argument {flag!r}; {remedy}")
         return {name: value for name, value in vars(given).items() if name != "debug"}  # `main` has read it
+
+    def _values_remedy(self, arguments: Sequence[str], word: str) -> str | None:
+        """How to write several values of a flag, if the word stands behind those that it takes."""
+        before = [one for one in arguments[: arguments.index(word)] if one.startswith("--")]
+        last = before[-1].partition("=")[0] if before and not word.startswith("-") else ""
+        several = getattr(self._option_string_actions.get(last), "how", None)
+        return f"give {last} its values {several}" if several else None
 
     def remedy(self, flag: str) -> str:
         """What to write in place of a flag that is unknown."""
         known = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+        if flag.endswith((".yaml", ".yml")) and "config" in known:
+            return f"give --config {flag}"
         remedy = remedy_for(flag, known, self._remedies, spell=lambda name: f"--{name}")
         return remedy or f"see `{self.prog} --help`"

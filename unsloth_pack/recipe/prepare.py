@@ -1,4 +1,4 @@
-"""From options to everything that training needs besides the model, with all checks that need no weights."""
+"""From options to everything that training needs besides the model, with the checks that read the data."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,7 +113,8 @@ def prepare(options: TrainOptions) -> Prepared:
     """Read and tokenise the data, and check what the model will be asked to do.
 
     Raises:
-        InputError: the data, the model's architecture, or something the options ask for cannot be used here.
+        InputError: the data, the tokenizer or the optimizer cannot be used here. Options that contradict each
+            other, or that the model cannot follow, are for `check_here` to refuse.
     """
     options = with_optimizer(options, device_type())
     data, dtype = options.data, weight_dtype(options.model.dtype, options.adapter.tuning == "full")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, at_once
 from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MERGED_BASE
 from unsloth_pack.recipe.flags import changed, flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
@@ -38,8 +38,9 @@ def with_init_adapter(options: TrainOptions, given: Mapping[str, Any]) -> TrainO
         )
     saved = saved_config(folder)
     base = saved["base_model_name_or_path"]
+    differ: list[str] = []
     if "model_name" in given and not _is_same_model(given["model_name"], folder):
-        raise InputError(
+        differ.append(
             f"init_adapter {folder!r} was trained on {base!r}, and model_name is {given['model_name']!r}; "
             "leave out --model_name, or give an adapter of that model"
         )
@@ -47,10 +48,11 @@ def with_init_adapter(options: TrainOptions, given: Mapping[str, Any]) -> TrainO
     for name in () if merges else _OF_ITS_OWN:
         values[name] = saved.get(name, flat(options)[name])
         if given.get(name, values[name]) != values[name]:
-            raise InputError(
+            differ.append(
                 f"init_adapter {folder!r} has {name} {values[name]}, not {given[name]}; leave out --{name}, "
                 f"or {_MERGE}"
             )
+    at_once([lambda: differ])
     held = {} if merges or given.get("resume") or given.keys() & {*LOADED_IN} else held_by_run(Path(folder))
     values |= {name: held[name] for name in LOADED_IN if name in held}  # which it makes up the loss of
     if options.adapter.loftq_config is not None and not merges:
