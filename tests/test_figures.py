@@ -255,6 +255,30 @@ def test_large_models_in_full_on_one_gpu_are_told_as_measured():
                 assert run["optimizer"].startswith("adamw_8bit") == (eight_bits > run["weights"])
 
 
+def test_the_memory_of_the_readme_is_that_of_its_table():
+    peaks = re.findall(r" \| ([\d.]+) / ([\d.]+) \|$", README.read_text(), re.MULTILINE)
+    assert len(peaks) == len(CASES_OF_README)
+    less = [round(100 * (1 - float(ours) / float(theirs))) for ours, theirs in peaks]
+    assert f"In every row above we take {min(less)} to {max(less)}% less than Unsloth" in README.read_text()
+
+
+def test_rows_with_images_are_told_as_measured():
+    told = PERFORMANCE.read_text().split("\n### Rows with images", 1)[1].split("\n### ")[0]
+    for name in ("vision", "vision-sizes"):
+        runs = json.loads((NEWEST.parent / f"{name}-h200-2026-11-26.json").read_text())["runs"]
+        for case, by_peer in runs.items():
+            ours, *others = (run for run in by_peer.values() if "failed" not in run)
+            times = [f"{run['ms']:,.1f}" for run in (ours, *others)]
+            peaks = " / ".join(f"{run['peak_GiB']:.2f}" for run in (ours, *others))
+            fastest = max((run["tokens_s"] for run in others), default=None)
+            ratio = f"{ours['tokens_s'] / fastest:.2f}" if fastest else ""
+            lines = [line.replace("| |", "|").replace("/ /", "/") for line in told.splitlines()]
+            (row,) = [line for line in lines if f" {times[0]} |" in line]
+            assert f"| {' | '.join(times)} |" in row, case
+            assert f"| {ratio} |".replace("|  |", "|") in row, case
+            assert row.endswith(f"| {peaks} |"), case
+
+
 def test_padded_batches_of_dpo_are_told_as_measured():
     told = PERFORMANCE.read_text()
     for by_peer in _measured("dpo")["runs"].values():
@@ -267,9 +291,29 @@ def test_padded_batches_of_dpo_are_told_as_measured():
 
 def test_start_up_is_told_as_measured():
     told = PERFORMANCE.read_text()
-    for rounds in _measured("start-up")["runs"].values():
-        for seconds in rounds:
-            assert f"| {' | '.join(map(str, seconds.values()))} |" in told
+    shares = []
+    for day in (26, 25):
+        measured = json.loads((NEWEST.parent / f"start-up-h200-2026-11-{day}.json").read_text())
+        by_peer = measured["runs"].get("0.5b", measured["runs"])
+        ours, theirs = (by_peer[peer] for peer in PEERS)
+        shares += [f"{a['first update'] / b['first update']:.2f}" for a, b in zip(ours, theirs, strict=True)]
+        if day == 26:
+            for seconds in ours + theirs:
+                assert f"| {' | '.join(f'{seconds[stage]:.1f}' for stage in measured['stages'])} |" in told
+            cold, warm = (run["first update"] - run["import"] for run in ours)
+            assert f"a first update with nothing compiled takes {cold - warm:.1f} s longer" in told
+    cold, warm, cold_busy, warm_busy = shares
+    assert f"after {warm} of Unsloth's time, and after {cold} where nothing was compiled" in told
+    assert f"it was {warm_busy} and {cold_busy}" in told
+
+
+def test_the_losses_on_the_same_rows_are_told_as_measured():
+    told = PERFORMANCE.read_text().split("\n### The losses on the same rows", 1)[1].split("\n### ")[0]
+    runs = json.loads((NEWEST.parent / "losses-by-rows-h200-2026-11-26.json").read_text())["runs"]
+    shapes = {"3b-drop": "| Llama-3.2-3B", "3b-nodrop": "| the same without", "gemma3-1b": "| Gemma-3"}
+    for run in runs:
+        (row,) = [line for line in told.splitlines() if line.startswith(shapes[run["case"]])]
+        assert f"| {run['loss'][1]:.4f}, {run['loss'][2]:.4f} |" in row
 
 
 def test_what_gate_and_up_cost_is_told_as_measured():
