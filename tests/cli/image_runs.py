@@ -39,7 +39,9 @@ def rows_of(place):
 
 
 def flags(place, out, *more):
-    found = ["--model_name", place / "model", "--dataset", place / "rows.jsonl", "--output_dir", out]
+    has_data = any(str(each).startswith("--dataset") for each in more)
+    found = ["--model_name", place / "model", *([] if has_data else ["--dataset", place / "rows.jsonl"])]
+    found += ["--output_dir", out]
     found += ["--image_folder", place / "seen", "--max_seq_length", 256, "--dtype", "float32", "--r", 4]
     found += ["--max_steps", 3, "--gradient_accumulation_steps", 1, "--learning_rate", 0.01]
     return [str(each) for each in [*found, "--sample_packing", *more]]

@@ -37,7 +37,9 @@ def test_compressed_shards_train(pattern, shards, model_folder, tmp_path, capfd)
 
 
 def test_a_stream_needs_a_number_of_updates(shards, model_folder, refused):
-    said = refused(["--streaming", f"--model_name={model_folder}", f"--dataset={shards}"])
+    said = refused(
+        ["--streaming", f"--model_name={model_folder}", f"--dataset={shards}", "--max_seq_length=128"]
+    )
     assert "a stream has no length; give --max_steps" in said
 
 

@@ -65,9 +65,9 @@ def run(arguments: Sequence[str]) -> int:
     with telling_places(placed):
         given = values_of(placed)
         options = filled_in(given, may_lack_adapter=True)  # which is told with the other mistakes
-        check_launcher()
         quieten(show_bars=is_main_process())
         check_here(options, given)
+        check_launcher()
         with claimed(options.folder) if is_main_process() else nullcontext():
             run_folder.check_folders(options)  # again: another run may have ended there just before
             return _run(options)
