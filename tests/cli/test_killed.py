@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from cli_runs import losses, read_metrics
@@ -183,6 +184,37 @@ def test_killed_before_the_first_checkpoint(flags, whole, tmp_path):
     metrics.write_bytes(metrics.read_bytes() + b'{"kind": "log", "st')  # killed while it wrote a line
     go_on(flags, tmp_path)
     assert_same_run(tmp_path, whole[0])
+
+
+@pytest.fixture
+def streamed(flags, tmp_path):
+    """A run on rows that fill the pipe from the process that tokenises them."""
+    rng = random.Random(0)
+    rows = [{"text": "".join(rng.choices("ab", k=200))} for _ in range(1200)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *(flag for flag in flags if not flag.startswith("--dataset=")),
+        "--streaming",
+        f"--dataset={path}",
+    ]
+
+
+def test_a_killed_stream_leaves_no_process_and_goes_on(streamed, whole, tmp_path):
+    assert ended(start([*streamed, f"--output_dir={tmp_path / 'whole' / 'out'}"], tmp_path / "whole")) == 0
+    run = start([*streamed, f"--output_dir={tmp_path / 'cut' / 'out'}"], tmp_path / "cut")
+    wait_for(tmp_path / "cut" / "out" / f"checkpoint-{EVERY}", run)
+    workers = psutil.Process(run.pid).children()
+    assert workers
+    assert kill_after(run, 0)
+    try:
+        go_on(streamed, tmp_path / "cut")
+    finally:
+        _, alive = psutil.wait_procs(workers, timeout=5)
+        for each in alive:
+            each.kill()
+    assert not alive
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

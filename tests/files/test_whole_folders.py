@@ -5,6 +5,7 @@ import fcntl
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -252,19 +253,30 @@ def test_a_claim_ends_with_its_context(tmp_path):
     assert content(tmp_path) == {"deep/out/file": "kept"}
 
 
+CLAIMING = """
+import os, sys, time
+from pathlib import Path
+from unsloth_pack.files.locks import claimed
+
+with claimed(Path(sys.argv[1])):
+    if child := os.fork():
+        print(child, flush=True)
+    time.sleep(600)
+"""
+
+
 def test_a_claim_ends_with_its_process(tmp_path):
-    program = (
-        "import sys, time; from pathlib import Path; from unsloth_pack.files.locks import claimed\n"
-        "with claimed(Path(sys.argv[1])):\n    print('claimed', flush=True)\n    time.sleep(600)"
-    )
-    run = subprocess.Popen([sys.executable, "-c", program, tmp_path / "out"], stdout=subprocess.PIPE)
-    assert run.stdout.readline() == b"claimed\n"
+    run = subprocess.Popen([sys.executable, "-c", CLAIMING, tmp_path / "out"], stdout=subprocess.PIPE)
+    child = int(run.stdout.readline())
     with pytest.raises(InputError, match="is in use"), claimed(tmp_path / "out"):
         pass
     run.kill()
     run.wait()
-    with claimed(tmp_path / "out"):
-        pass
+    try:
+        with claimed(tmp_path / "out"):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_a_claim_does_not_outlive_its_context_in_a_child(tmp_path):

@@ -23,6 +23,7 @@ from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.files.locks import claimed
 from unsloth_pack.files.saved_names import ADAPTER_CONFIG, CARD
 from unsloth_pack.files.served import note_on_vllm
+from unsloth_pack.forked import children_end_with_this_process
 from unsloth_pack.recipe import run_folder
 from unsloth_pack.recipe.checks import check_here
 from unsloth_pack.recipe.command_line import placed_options, telling_places, train_parser, values_of
@@ -68,7 +69,8 @@ def run(arguments: Sequence[str]) -> int:
         quieten(show_bars=is_main_process())
         check_here(options, given)
         check_launcher()
-        with claimed(options.folder) if is_main_process() else nullcontext():
+        claim = claimed(options.folder) if is_main_process() else nullcontext()
+        with claim, children_end_with_this_process():
             run_folder.check_folders(options)  # again: another run may have ended there just before
             return _run(options)
 

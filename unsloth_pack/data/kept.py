@@ -132,7 +132,7 @@ def _notes_of(folder: Path) -> Notes | None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock; it ends with its process, however that ends."""
+    """Wait until no other process holds the lock, which ends with this one and those that write for it."""
     with open(path, "wb") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)

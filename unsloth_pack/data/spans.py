@@ -6,13 +6,13 @@ import math
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from unsloth_pack.errors import RunStopped
+from unsloth_pack.forked import children_end_with_this_process
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -56,7 +56,9 @@ def in_order(
     context = multiprocessing.get_context("fork" if can_fork else None)
     pool = ProcessPoolExecutor(processes, context, _begin, (work,))
     try:
-        yield from pool.map(_run, tasks)
+        with children_end_with_this_process():  # else they would wait for work for ever
+            results = pool.map(_run, tasks)
+        yield from results
     except BrokenProcessPool:
         raise RunStopped(
             f"one of {processes} processes that prepare the data was killed, perhaps because memory ran "
@@ -73,15 +75,6 @@ def _begin(work: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends this process
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-
-
-def _end_with_the_parent() -> None:
-    """A pool's process would wait for work for ever if its parent was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _run(task: Any) -> Any:

@@ -1,4 +1,8 @@
-"""Locks on files and folders. A lock ends with its process, however that ends, so none is ever stale."""
+"""Locks on files and folders. A lock ends with its process, however that ends, so none is ever stale.
+
+A child that is forked meanwhile holds it too, until it ends: it may write there. No child holds a claim, because
+only the process that claimed the folder of a run writes into it.
+"""
 
 import fcntl
 import os
@@ -35,26 +39,29 @@ def is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
+_claims: set[int] = set()  # their descriptors
+
+
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Claim the output folder of a run, which is made where it is missing, for this process alone.
 
-    The claim ends with the context, or with the process. At the end of the context, folders that were made
-    here and hold nothing are removed.
+    The claim ends with the context, or with the process: its forked children do not hold it. At the end of
+    the context, folders that were made here and hold nothing are removed.
 
     Raises:
         InputError: another process has claimed it. Where the file system has no locks, nobody is refused.
     """
     made: list[Path] = []
     descriptor = _claim(folder, made)
+    _claims.add(descriptor)
     try:
         yield
     finally:
         for path in made:
             with suppress(OSError):  # it holds something
                 path.rmdir()
-        with suppress(OSError):  # there are no locks here
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # children may have inherited the descriptor
+        _claims.remove(descriptor)
         os.close(descriptor)
 
 
@@ -76,3 +83,11 @@ def _claim(folder: Path, made: list[Path]) -> int:
         if is_at(descriptor, folder):
             return descriptor
         os.close(descriptor)  # a run that left nothing there has just removed it
+
+
+def _give_up_claims() -> None:
+    while _claims:
+        os.close(_claims.pop())
+
+
+os.register_at_fork(after_in_child=_give_up_claims)
