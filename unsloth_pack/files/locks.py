@@ -1,7 +1,7 @@
 """Locks on files and folders. A lock ends with its process, however that ends, so none is ever stale.
 
-A child that is forked meanwhile holds it too, until it ends: it may write there. No child holds a claim, because
-only the process that claimed the folder of a run writes into it.
+A child that is forked meanwhile holds it too, until it ends: it may write there. No child holds a claim,
+because only the process that claimed the folder of a run writes into it.
 """
 
 import fcntl
