@@ -1,6 +1,9 @@
 """Data too large to be held: read in parts, tokenised in spans, kept in the cache. The same comes out."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -10,6 +13,7 @@ import time
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -48,7 +52,7 @@ def cache(tmp_path, monkeypatch):
 
 def read_little(patch):
     """Parts of 100 bytes, read 16 bytes at a time."""
-    for module in ("file_parts", "text_files"):
+    for module in ("file_parts", "json_files", "text_files"):
         patch.setattr(f"unsloth_pack.data.{module}.PART", 100)
     for module in ("file_parts", "json_files"):
         patch.setattr(f"unsloth_pack.data.{module}.BLOCK", 16)
@@ -125,6 +129,32 @@ def test_csv_and_parquet_in_parts_hold_the_same_rows(whole, tmp_path):
         held, in_parts = whole(path)
         assert in_parts == held
         assert in_parts[0] == ALPACA
+
+
+PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+PACKED[".zst"] = lambda content: pa.compress(content, "zstd", asbytes=True)
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", "\ufeff" + jsonl(ALPACA)),
+        ("a.json", json.dumps(ALPACA)),
+        ("a.csv", "a,b\n" + '1,"2\n3"\n' * 60),
+        ("a.txt", "one\r\ntwo\n\nthree\n" * 20),
+        ("a.jsonl", jsonl(ALPACA) + "[1]\n"),
+        ("a.jsonl", jsonl(ALPACA).encode() + b"\xe9\n"),
+        ("a.jsonl", jsonl(ALPACA) + '{"output": "\\ud83d"}\n'),
+        ("a.txt", ""),
+    ],
+)
+def test_a_compressed_file_is_read_as_what_it_holds(name, content, suffix, whole, tmp_path):
+    plain = write(tmp_path / name, content)
+    expected, _ = whole(plain)
+    packed = write(tmp_path / f"{name}{suffix}", PACKED[suffix](plain.read_bytes()))
+    for found in whole(packed):
+        assert found == (expected.replace(str(plain), str(packed)) if isinstance(expected, str) else expected)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

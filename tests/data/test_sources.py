@@ -1,6 +1,7 @@
 """load_rows: every source of rows, and the error of each broken input."""
 
 import functools
+import gzip
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import datasets
 import pytest
 
 from unsloth_pack.data import load_rows
+from unsloth_pack.data.sources import open_stream
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError
 
@@ -237,6 +239,14 @@ NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
         ("a.parquet", b"", ["not a complete parquet file", "download or write it again"]),
         ("a.parquet", b"PAR1 and then nothing", ["not a complete parquet file"]),
         ("a.xlsx", "text\n", ["unknown suffix '.xlsx'", ".json, .jsonl, .csv, .parquet, .txt"]),
+        ("a.jsonl.zip", "PK", ["unknown suffix '.zip'", "may be compressed (.gz, .zst, .xz, .bz2)"]),
+        (
+            "a.jsonl.gz",
+            gzip.compress(jsonl(ROWS).encode())[:-4],
+            ["not a whole .gz file", "compress it again"],
+        ),
+        ("a.jsonl.zst", b"{}", ["not a whole .zst file"]),
+        ("a.parquet.gz", gzip.compress(b"PAR1"), ["a compressed parquet file", "unpack it"]),
     ],
 )
 def test_broken_file(tmp_path, name, content, parts):
@@ -270,6 +280,30 @@ def test_unreadable_folders(tmp_path):
     write(tmp_path / "empty" / "a.jsonl", jsonl(ROWS))
     write(tmp_path / "empty" / "b.json", "[]")
     assert "b.json: 0 rows" in error_of(tmp_path / "empty")
+
+
+def test_a_folder_of_compressed_files(tmp_path):
+    for number, row in enumerate(ROWS):
+        write(tmp_path / f"s{number}.jsonl.gz", gzip.compress(jsonl([row]).encode()))
+    write(tmp_path / "test.jsonl.gz", gzip.compress(jsonl(ROWS[:1]).encode()))
+    assert list(load_rows(str(tmp_path))) == ROWS
+    assert list(load_rows(str(tmp_path), "test")) == ROWS[:1]
+    write(tmp_path / "s2.jsonl.zip", b"PK")
+    assert "s2.jsonl.zip: files in .zip are not read, only in .gz, .zst, .xz, .bz2" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("open_rows", [load_rows, open_stream])
+@pytest.mark.parametrize("others", ["", ".xz"])
+def test_rows_that_may_be_in_a_folder_twice(others, open_rows, tmp_path):
+    for suffix in (others, ".gz"):
+        write(tmp_path / f"a.jsonl{suffix}", jsonl(ROWS))
+    with pytest.raises(InputError, match=r"may hold the same rows; move one of them elsewhere"):
+        open_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.bz2"])
+def test_a_path_that_looks_like_a_hub_name(suffix):
+    assert "file not found" in error_of(f"data/rows{suffix}")
 
 
 def test_blank_name():

@@ -402,9 +402,9 @@ PATHS = [
         lambda f: [
             (f / "data").mkdir(),
             (f / "data" / "a.jsonl").write_text(FEW),
-            (f / "data" / "b.jsonl.gz").write_bytes(gzip.compress(FEW.encode())),
+            (f / "data" / "b.jsonl.zip").write_bytes(zipped(FEW.encode())),
         ],
-        "b.jsonl.gz: compressed",
+        "b.jsonl.zip: files in .zip are not read",
     ),
     placed("a pipe", "rows.json", lambda f: os.mkfifo(f / "rows.json"), "not an ordinary file"),
     placed("no name", " ", lambda f: None, "dataset is ' '; give a file"),
@@ -420,7 +420,16 @@ PATHS = [
             lambda f, s=suffix: (f / f"rows{s}").write_bytes(b"x"),
             "unknown suffix",
         )
-        for suffix in (".tsv", ".json.gz", ".pkl", ".zip", ".arrow", ".xlsx", ".py", ".jsonl.zst")
+        for suffix in (".tsv", ".pkl", ".zip", ".arrow", ".xlsx", ".py")
+    ),
+    *(
+        placed(
+            f"a {suffix} file of something else",
+            f"rows{suffix}",
+            lambda f, s=suffix: (f / f"rows{s}").write_bytes(b"x"),
+            "not a whole",
+        )
+        for suffix in (".json.gz", ".jsonl.zst")
     ),
 ]
 

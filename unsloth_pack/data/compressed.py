@@ -32,9 +32,13 @@ _OPEN: dict[str, Callable[[Path], Any]] = {
 COMPRESSED = tuple(_OPEN)
 
 
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() in _OPEN
+
+
 def plain_name(path: Path) -> Path:
     """The name without the suffix of a compression: rows.jsonl for rows.jsonl.gz."""
-    return path.with_suffix("") if path.suffix.lower() in _OPEN else path
+    return path.with_suffix("") if is_compressed(path) else path
 
 
 def opened(path: Path) -> IO[bytes]:
@@ -65,8 +69,9 @@ def read_in_one_line(path: Path) -> Iterator[None]:
         bad = error.object[error.start]
         raise InputError(f"{path}: byte 0x{bad:02x} is not UTF-8; save the file as UTF-8") from None
     except (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError) as error:
-        if path.suffix.lower() not in _OPEN:
-            raise InputError(f"{path}: cannot be read ({error}); check its permissions") from None
+        if not is_compressed(path):
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"{path}: cannot be read ({reason}); check its permissions") from None
         raise InputError(
             f"{path}: not a whole {path.suffix} file ({' '.join(str(error).split())}); download or compress "
             "it again"
@@ -82,7 +87,7 @@ def skip(file: IO[bytes], path: Path, size: int) -> None:
     if not size:
         return
     last = b""
-    if path.suffix.lower() not in _OPEN:
+    if not is_compressed(path):
         file.seek(size - 1)
         last = file.read(1)
     else:

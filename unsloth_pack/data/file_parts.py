@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.data.compressed import opened, read_in_one_line
 from unsloth_pack.errors import InputError
 
 Row = dict[str, Any]
@@ -22,7 +23,8 @@ class FilePart:
 
     Args:
         path: of the file.
-        start, end: bytes of it, from the begin of a line to the end of one.
+        start, end: bytes of its content, from the begin of a line to the end of one. A compressed file is one
+            part without an end.
     """
 
     path: Path
@@ -71,30 +73,27 @@ def check_text(path: Path) -> None:
     check_ordinary(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, lines, is_blank = 0, 1, True
-    try:
-        with path.open("rb") as file:
-            while True:
-                data = file.read(BLOCK)
-                waiting = len(decoder.getstate()[0])
-                try:
-                    text = decoder.decode(data, final=not data)
-                except UnicodeDecodeError as error:
-                    bad, place = error.object[error.start], offset - waiting + error.start
-                    line = lines + error.object.count(b"\n", 0, error.start)
-                    raise InputError(
-                        f"{path} line {line}: byte 0x{bad:02x} at offset {place} is not UTF-8; "
-                        "save the file as UTF-8"
-                    ) from None
-                if (zero := text.find("\0")) >= 0:
-                    raise InputError(
-                        f"{path} line {lines + text.count(chr(10), 0, zero)}: a zero byte, as in UTF-16 but "
-                        "not in text; save the file as UTF-8"
-                    )
-                if not data:
-                    break
-                is_blank = is_blank and not (text if offset else text.removeprefix("\ufeff")).strip()
-                offset, lines = offset + len(data), lines + text.count("\n")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    with read_in_one_line(path), opened(path) as file:
+        while True:
+            data = file.read(BLOCK)
+            waiting = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                bad, place = error.object[error.start], offset - waiting + error.start
+                line = lines + error.object.count(b"\n", 0, error.start)
+                raise InputError(
+                    f"{path} line {line}: byte 0x{bad:02x} at offset {place} is not UTF-8; "
+                    "save the file as UTF-8"
+                ) from None
+            if (zero := text.find("\0")) >= 0:
+                raise InputError(
+                    f"{path} line {lines + text.count(chr(10), 0, zero)}: a zero byte, as in UTF-16 but "
+                    "not in text; save the file as UTF-8"
+                )
+            if not data:
+                break
+            is_blank = is_blank and not (text if offset else text.removeprefix("\ufeff")).strip()
+            offset, lines = offset + len(data), lines + text.count("\n")
     if is_blank:
         raise InputError(f"{path}: the file is empty; give one with at least one row")

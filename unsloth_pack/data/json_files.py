@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from unsloth_pack.data.columns import KNOWN_COLUMNS
-from unsloth_pack.data.compressed import opened, opened_text, plain_name
-from unsloth_pack.data.file_parts import BLOCK, FilePart, Row, in_parts
+from unsloth_pack.data.compressed import opened, opened_text, plain_name, skip
+from unsloth_pack.data.file_parts import BLOCK, PART, FilePart, Row, in_parts
 from unsloth_pack.errors import InputError
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
@@ -98,11 +98,16 @@ def is_json_lines(path: Path) -> bool:
 
 
 def _json_lines(part: FilePart) -> Iterator[list[Row]]:
-    with part.path.open("rb") as file:
-        file.seek(part.start)
-        text = file.read(part.end - part.start).decode("utf-8" if part.start else "utf-8-sig")
-    # not splitlines(): U+2028 may stand inside a string
-    yield rows_of_lines(enumerate(text.split("\n")), part)
+    with opened(part.path) as file:
+        skip(file, part.path, part.start)
+        at, number = part.start, 0
+        while at < part.end and (read := file.read(min(PART, part.end - at))):
+            if at + len(read) < part.end:
+                read += file.readline()
+            text = read.decode("utf-8" if at else "utf-8-sig")
+            # not splitlines(): U+2028 may stand inside a string
+            yield rows_of_lines(enumerate(text.split("\n"), number), part)
+            at, number = at + len(read), number + text.count("\n")
 
 
 def _refuse_line(line: str, part: FilePart, number: int) -> None:

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unsloth_pack.data.compressed import opened, plain_name, read_in_one_line, skip
+from unsloth_pack.data.compressed import opened, read_in_one_line, skip
 from unsloth_pack.data.file_parts import FilePart, Row, check_ordinary
 from unsloth_pack.data.json_files import is_json_lines, line_in_file, rows_of_lines
 from unsloth_pack.data.parquet_files import parquet_schema, read_parquet
@@ -144,7 +144,7 @@ class FileRows:
         self.name = name
         self.parts: tuple[RowSource, ...] = (self,)
         self._files = {str(file.relative_to(root)): file for file in files}
-        kinds = {kind_of(plain_name(file)): file for file in files}
+        kinds = {kind_of(file): file for file in files}
         if len(kinds) > 1:
             names = ", ".join(file.name for file in kinds.values())
             raise InputError(f"{name}: files of several formats ({names}); keep one format a stream")

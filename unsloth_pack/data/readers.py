@@ -1,5 +1,7 @@
 """Reads local files into one `datasets.Dataset`: json, jsonl, csv, parquet, txt. Errors name file and line.
 
+All but parquet may be compressed.
+
 Values stay as they are in the file: no string is parsed into a number, a date or JSON, and no whole number
 becomes a fraction. No object of a json file gets another order of keys, or nulls for keys of other rows.
 
@@ -17,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.data.compressed import COMPRESSED, is_compressed, plain_name
 from unsloth_pack.data.file_parts import FilePart, Row, check_ordinary, check_same_columns, check_text
 from unsloth_pack.data.kept import Notes, arrow_file, digest, kept, open_kept
 from unsloth_pack.data.parquet_files import parquet_schema, read_parquet, unusable
@@ -89,7 +92,7 @@ def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.D
     read = _read_parquet if kind == "parquet" else partial(_read_text, kind=kind)
     if sum(file.stat().st_size for file in files) <= _SMALL:
         return exactly(lambda: datasets.Dataset(read(files, None, 1)), files)
-    key = [[file.suffix.lower(), _digest(file)] for file in files]
+    key = [[plain_name(file).suffix.lower(), is_compressed(file), _digest(file)] for file in files]
 
     def write(folder: Path) -> Notes:
         read(files, folder, num_proc)
@@ -99,17 +102,19 @@ def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.D
 
 
 def kind_of(path: Path) -> str:
-    """The format of a file by its suffix: json, csv, parquet or txt.
+    """The format of a file by its suffix, which a compression may follow: json, csv, parquet or txt.
 
     Raises:
-        InputError: it is unknown.
+        InputError: it is unknown, or a parquet file is compressed.
     """
-    kind = SUFFIXES.get(path.suffix.lower())
+    kind = SUFFIXES.get(plain_name(path).suffix.lower())
     if kind is None:
         raise InputError(
-            f"{path}: unknown suffix {path.suffix!r}; "
-            f"give a {', '.join(SUFFIXES)} file, a folder or a hub name"
+            f"{path}: unknown suffix {path.suffix!r}; give a {', '.join(SUFFIXES)} file, which may be "
+            f"compressed ({', '.join(COMPRESSED)}), a folder or a hub name"
         )
+    if kind == "parquet" and is_compressed(path):
+        raise InputError(f"{path}: a compressed parquet file is not read; unpack it")
     return kind
 
 

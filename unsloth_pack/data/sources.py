@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DEMO_FILES = {"train": TRAIN_FILE, "test": HELDOUT_FILE}
 PACK_FILES = ("packs.json", "shard-00000.arrow")  # of a folder of packed rows: its manifest, its first rows
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set or a model
-_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip"}
+_UNREAD = {".lz4", ".zip"}  # compressions
 _MEDIA = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".mp4", ".wav", ".mp3", ".flac"}
 _SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -33,9 +33,9 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
     """The rows that `dataset` names, with their own columns.
 
     Args:
-        dataset: a json, jsonl, csv, parquet or txt file (`readers` has the rules of each); a folder of such
-            files of one format, or one that `datasets.save_to_disk` wrote; "demo" or "vision-demo"; else a
-            hub name.
+        dataset: a json, jsonl, csv, parquet or txt file (`readers` has the rules of each), the text formats
+            also compressed (.gz, .zst, .xz, .bz2); a folder of such files of one format, or one that
+            `datasets.save_to_disk` wrote; "demo" or "vision-demo"; else a hub name.
         split: which part of a folder, a demo ("train" or "test") or a hub dataset. In a folder, a file
             with `train`, `validation`, `test` or the like as a word in its name belongs to that split; any
             other file belongs to "train". A single file is read whole for every split.
@@ -47,7 +47,7 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
 
     Raises:
         InputError: nothing is there, it cannot be read, it lacks the split, it holds no rows, or it is a
-            folder with compressed files or with images, which would not be read.
+            folder with archives or with images, which would not be read.
     """
     _check_named(dataset)
     if dataset == "vision-demo":
@@ -75,8 +75,7 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
     """The rows that `dataset` names, to be read as they are needed and never as a whole.
 
     Args:
-        dataset: as for `load_rows`; files may be compressed (.gz, .zst, .xz, .bz2), and a pattern such as
-            `data/*.jsonl.gz` stands for all files that match it.
+        dataset: as for `load_rows`; a pattern such as `data/*.jsonl.gz` stands for all files that match it.
 
     Raises:
         InputError: nothing is there, it cannot be read, or it lacks the split.
@@ -93,7 +92,7 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
         if _is_saved(path):
             saved = _load_saved(path, split)
             return IterableRows(dataset, saved.to_iterable_dataset())
-        return FileRows(dataset, _files_of(path, split, is_stream=True), path)
+        return FileRows(dataset, _files_of(path, split), path)
     if os.path.exists(path):
         return FileRows(dataset, [path], path.parent)
     if glob.has_magic(dataset):
@@ -139,7 +138,7 @@ def _drawn(split: str) -> datasets.Dataset:
 
 def _looks_like_path(dataset: str) -> bool:
     # "teknium/OpenHermes-2.5" is a hub name, "data/rows.jsnl" is not
-    return not HUB_NAME.fullmatch(dataset) or Path(dataset).suffix[1:].isalpha()
+    return not HUB_NAME.fullmatch(dataset) or plain_name(Path(dataset)).suffix[1:].isalpha()
 
 
 def _load_hub(name: str, split: str, streaming: bool = False) -> Any:
@@ -176,13 +175,13 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
 
 
-def _files_of(folder: Path, split: str, is_stream: bool = False) -> list[Path]:
+def _files_of(folder: Path, split: str) -> list[Path]:
     """The data files in a folder that belong to a split."""
     files: dict[str, list[Path]] = {}
     shown = [file for file in sorted(folder.rglob("*")) if not _is_hidden(file.relative_to(folder))]
-    _refuse_unread(folder, shown, is_stream)
+    _check_files(folder, shown)
     for file in shown:
-        name = plain_name(file) if is_stream else file
+        name = plain_name(file)
         if name.suffix.lower() in SUFFIXES and file.is_file():
             files.setdefault(_split_of(name), []).append(file)
     if not files:
@@ -195,14 +194,23 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _refuse_unread(folder: Path, files: list[Path], is_stream: bool) -> None:
-    """Refuse a folder that would be read in part, without its compressed files or without its images."""
+def _check_files(folder: Path, files: list[Path]) -> None:
+    """Refuse a folder whose archives or images would not be read, or whose rows may be there twice."""
+    by_name: dict[Path, Path] = {}
     for file in files:
         *_, inner, last = ("", "", *(suffix.lower() for suffix in file.suffixes))
-        if inner in SUFFIXES and last in _COMPRESSED and not (is_stream and last in COMPRESSED):
-            how = f"of this kind are not read, only {', '.join(COMPRESSED)}" if is_stream else "are not read"
-            way = "unpack it" if is_stream else "unpack it, give --streaming"
-            raise InputError(f"{file}: compressed files {how}; {way}, or move it elsewhere")
+        if inner in SUFFIXES and last in _UNREAD:
+            raise InputError(
+                f"{file}: files in {last} are not read, only in {', '.join(COMPRESSED)}; unpack it, or move "
+                "it elsewhere"
+            )
+        name = plain_name(file)
+        if name in by_name and name.suffix.lower() in SUFFIXES:
+            raise InputError(
+                f"{file}: has the name of {by_name[name].name} but for a compression, and may hold the same "
+                "rows; move one of them elsewhere"
+            )
+        by_name[name] = file
     captions = [file for file in files if file.stem == "metadata" and file.suffix.lower() in SUFFIXES]
     media = [file for file in files if file.suffix.lower() in _MEDIA]
     if captions and media:

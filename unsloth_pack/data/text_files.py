@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 
-from unsloth_pack.data.compressed import opened_text
+from unsloth_pack.data.compressed import is_compressed, opened_text
 from unsloth_pack.data.file_parts import PART, FilePart, Row, in_parts
 from unsloth_pack.data.json_files import is_json_lines, read_json
 from unsloth_pack.errors import InputError
@@ -19,6 +20,8 @@ _MAX_CSV_FIELD = 2**31 - 1  # the csv module's own limit, 128 KiB, is too short 
 
 def parts_of(path: Path) -> list[FilePart]:
     """The parts that can be read apart: lines of JSON can, any other file is one part."""
+    if is_compressed(path):
+        return [FilePart(path, 0, sys.maxsize)]
     size = path.stat().st_size
     starts = [0]
     if path.suffix.lower() in (".json", ".jsonl") and size > PART and is_json_lines(path):

@@ -10,9 +10,9 @@ from unsloth_pack.recipe.kinds import real, whole
 from unsloth_pack.recipe.kinds import split as split_name
 
 _DATA_HELP = (
-    "demo or vision-demo (bundled), a json, jsonl, csv, parquet or txt file, a folder, or a name on the "
-    "Hugging Face hub; "
-    "several between commas, or a JSON list of objects with path, weight, split, limit and columns"
+    "demo or vision-demo (bundled), a json, jsonl, csv, parquet or txt file (text may be compressed: gz, "
+    "zst, xz, bz2), a folder, or a name on the Hugging Face hub; several between commas, or a JSON list of "
+    "objects with path, weight, split, limit and columns"
 )
 _MIXTURES = ("concatenate", "interleave_under", "interleave_over")
 _MIXTURE_HELP = (
@@ -56,8 +56,8 @@ class DataOptions:
     )
     streaming: bool = switch(
         False,
-        "read, tokenise and pack the data while training, never as a whole; needs max_steps. Files may be "
-        "compressed (gz, zst, xz, bz2), and a pattern such as 'data/*.jsonl.gz' names several",
+        "read, tokenise and pack the data while training, never as a whole; needs max_steps. A pattern such "
+        "as 'data/*.jsonl.gz' names several files",
     )
     sample_packing: bool = switch(
         False, "put several documents into a row; no document sees another", alias="packing"
