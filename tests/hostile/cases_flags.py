@@ -356,7 +356,7 @@ FOLDERS = [
         "is not whole",
         ["--resume", "--output_dir=out"],
         lambda folder: (
-            a_run("metrics.jsonl", options(dataset="few.jsonl"))(folder),
+            a_run("metrics.jsonl", options(dataset="few.jsonl", max_seq_length=128))(folder),
             (folder / "out/checkpoint-3").mkdir(),
         ),
     ),

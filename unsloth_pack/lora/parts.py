@@ -87,7 +87,11 @@ def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> 
 
 
 def refuse_adapted_rows(
-    model: Any, adapted: Collection[str], tokens: Any, option: str = "trainable_token_indices"
+    model: Any,
+    adapted: Collection[str],
+    tokens: Any,
+    option: str = "trainable_token_indices",
+    tied_head: bool = False,
 ) -> None:
     """Refuse an adapter on an embedding, or on a head, of which some rows train alone.
 
@@ -95,17 +99,20 @@ def refuse_adapted_rows(
         adapted: the paths of what an adapter is put on.
         tokens: as PEFT's `trainable_token_indices`; None where there are none.
         option: that asks for them.
+        tied_head: refuse one on a head that has the embedding's rows, too, which TRL's loss passes over.
 
     Raises:
         InputError: names the layer.
     """
     if tokens is None:
         return
-    weights = [model.get_input_embeddings().weight]
-    if isinstance(tokens, Mapping):
-        weights = [one.weight for path, one in model.named_modules() if path.rpartition(".")[2] in tokens]
+    names = tokens if isinstance(tokens, Mapping) else ()
+    embedding = model.get_input_embeddings()
+    own = [one for path, one in model.named_modules() if path.rpartition(".")[2] in names] or [embedding]
     for path, module in model.named_modules():
-        if path in adapted and any(module.weight is weight for weight in weights):  # that of a tied head, too
+        if path not in adapted:
+            continue
+        if module in own or (tied_head and any(module.weight is one.weight for one in own)):
             name = path.rpartition(".")[2]
             raise InputError(
                 f"target_modules puts an adapter on {name}, and {option} trains single rows of its weight; "

@@ -107,9 +107,9 @@ def _check_targets(model: Any, adapter: AdapterOptions, given: Mapping[str, Any]
     from unsloth_pack.lora.targets import adapted_paths, lora_targets
 
     adapted = adapted_paths(model, lora_targets(model, adapter.target_modules, given), given)
-    refuse_adapted_rows(model, adapted, given.get("trainable_token_indices"))
+    refuse_adapted_rows(model, adapted, given.get("trainable_token_indices"), tied_head=True)
     if adapter.add_tokens is not None:
-        refuse_adapted_rows(model, adapted, rows_to_train(model, [0]), "add_tokens")
+        refuse_adapted_rows(model, adapted, rows_to_train(model, [0]), "add_tokens", tied_head=True)
 
 
 _FURTHER = ("layers_to_transform", "exclude_modules", "trainable_token_indices")
