@@ -100,15 +100,32 @@ def test_the_sweep_is_told_as_measured():
 def test_preparation_is_told_as_measured():
     told = (ROOT / "docs" / "data.md").read_text()
     names = {"tokenizer": "the bare tokenizer", "ours": "prepared", "map": "`datasets.map`, not packed"}
-    rows = [line for line in told.splitlines() if re.match(r"\| [\d,]+ \| \S", line)]
-    measured = [
-        f"| {run['documents']:,} | {names.get(run['case'], 'again, from the cache')} | {run['num_proc']} | "
-        f"{run['seconds']:.1f} | {run['documents_per_second']:,.0f} | {run['peak_bytes'] / 2**30:.2f} |"
-        for day in (22, 25)
-        for run in json.loads((NEWEST.parent / f"preparation-cpu-2026-11-{day}.json").read_text())["results"]
-    ]
-    assert rows
-    assert {*rows} <= {*measured}
+    rows = {line for line in told.splitlines() if re.match(r"\| [\d,]+ \| \S", line)}
+    newest, day_before = (
+        json.loads((NEWEST.parent / f"preparation-cpu-2026-11-{day}.json").read_text()) for day in (26, 25)
+    )
+
+    def row(run):
+        name = names.get(run["case"], "again, from the cache")
+        return (
+            f"| {run['documents']:,} | {name} | {run['num_proc']} | "
+            f"{run['seconds']:.1f} | {run['documents_per_second']:,.0f} | {run['peak_bytes'] / 2**30:.2f} |"
+        )
+
+    largest = [run for run in day_before["results"] if run["documents"] == 2_000_000]
+    assert rows == {*map(row, newest["results"]), *map(row, largest)}
+
+    speeds = {(run["case"], run["documents"], run["num_proc"]): run for run in newest["results"]}
+    bare, one = (speeds[case, 50_000, 1]["seconds"] for case in ("tokenizer", "ours"))
+    assert f"one process takes {one / bare:.2f} times as long" in told
+    for documents in (50_000, 200_000):
+        one, two = (speeds["ours", documents, n]["documents_per_second"] for n in (1, 2))
+        assert f"{two / one:.2f} times" in told
+    steps = {(run["case"], run["num_proc"]): f"{run['first_step']:.1f}" for run in newest["first_steps"]}
+    text = " ".join(told.split())
+    assert f"it takes {steps['ours', 1]} s with one process and {steps['ours', 2]} with two" in text
+    assert f"{steps['again', 1]} s from the cache" in text
+    assert f"TRL's own preparation takes {steps['trl', 1]} and {steps['trl', 2]} s" in text
 
 
 def test_captures_are_told_as_measured():
