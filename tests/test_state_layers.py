@@ -14,7 +14,7 @@ import pytest
 import torch
 from correctness.judge import Draw, holds, judge_as_few
 from state_kernels import Kernels
-from tiny import error, random_documents, run_alone, run_packed, tiny_model
+from tiny import error, exactly, random_documents, run_alone, run_packed, tiny_model
 from transformers import AutoConfig
 
 from unsloth_pack import (
@@ -97,6 +97,34 @@ def test_both_ways_give_the_same(arch, kernels):
         assert name.startswith(IN_ONE_ROW if installed else BY_DOCUMENT)
         outcomes.append(run_packed(model, documents))
     assert error(outcomes[0].logits, outcomes[1].logits) < 1e-12
+
+
+@pytest.mark.parametrize("arch", SMALL)
+def test_a_lone_token_trains_though_the_kernels_refuse_rows_of_one(arch, kernels):
+    convolve = kernels.causal_conv1d_fn
+
+    @wraps(convolve)
+    def of_several_tokens(x, *args, **kwargs):
+        assert x.shape[2] > 1 or not torch.is_grad_enabled()
+        return convolve(x, *args, **kwargs)
+
+    outcomes = []
+    for is_patched in (False, True):
+        if is_patched:
+            kernels.causal_conv1d_fn = of_several_tokens
+            kernels.installed(arch)
+        model = tiny_model(arch, torch.float64, "cpu")
+        if is_patched:
+            patch_model(model)
+        with exactly(model):
+            logits = model(input_ids=torch.tensor([[7]]), use_cache=False).logits
+        logits.square().sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        outcomes.append({"logits": logits} | grads)
+    truth, got = outcomes
+    assert truth.keys() == got.keys()
+    for name, expected in truth.items():  # attention to one token has no gradient but rounding
+        torch.testing.assert_close(got[name], expected, rtol=1e-10, atol=1e-12, msg=name)
 
 
 @pytest.mark.gpu

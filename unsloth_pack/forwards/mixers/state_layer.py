@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from unsloth_pack.errors import first_line
 from unsloth_pack.forwards.mixers.contract import Choice, Request
@@ -81,8 +82,12 @@ class FastStateLayer(nn.Module):
         return out.view(*hidden_states.shape[:2], -1)
 
     def run_whole(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """transformers' forward."""
-        return super().forward(hidden_states, *args, **kwargs)
+        """transformers' forward. A lone token gets another one behind it, which changes nothing of it:
+        causal-conv1d's backward pass refuses rows of one token."""
+        cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
+        if hidden_states.shape[1] > 1 or cache is not None or not torch.is_grad_enabled():
+            return super().forward(hidden_states, *args, **kwargs)
+        return super().forward(F.pad(hidden_states, (0, 0, 0, 1)), *args, **kwargs)[:, :1]
 
     def run_stack(self, hidden_SLC: Tensor) -> Tensor:
         """`[S, L, C]` for a stack of documents."""
