@@ -159,7 +159,8 @@ def test_fp8_is_refused_where_the_device_lacks_it(model, answers, monkeypatch, c
     ],
 )
 def test_bad_input(flags, message, model, data, capsys):
-    assert main(["bench", "--model_name", model, "--dataset", data, *flags]) == 2
+    given = [] if "--dataset" in flags else ["--dataset", data]
+    assert main(["bench", "--model_name", model, *given, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
