@@ -259,8 +259,8 @@ from pathlib import Path
 from unsloth_pack.files.locks import claimed
 
 with claimed(Path(sys.argv[1])):
-    if child := os.fork():
-        print(child, flush=True)
+    if not os.fork():
+        print(os.getpid(), flush=True)  # the child has begun
     time.sleep(600)
 """
 

@@ -216,7 +216,8 @@ def test_a_split_of_a_folder(packed, no_pack, folder, refused, model_folder):
     assert "no split 'dev'; choose one of test, train, validation" in no_pack("--dataset=data", "--split=dev")
     line = no_pack("--dataset=alpaca.json", "--split=test")
     assert "alpaca.json: split is 'test', and a single file has no splits" in line
-    streaming = ["--streaming", "--max_steps=1", f"--model_name={model_folder}", "--split=dev"]
+    model = [f"--model_name={model_folder}", "--max_seq_length=128"]
+    streaming = ["--streaming", "--max_steps=1", *model, "--split=dev"]
     assert "choose one of test, train, validation" in refused([*streaming, "--dataset=data"])
     assert "a single file has no splits" in refused([*streaming, "--dataset=alpaca.json"])
 

@@ -98,7 +98,7 @@ def test_the_way_out_of_a_name_that_is_taken(refusal, trained):
 def test_columns_have_their_own_names_in_errors(rows, says, stream, model_folder, capsys, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     command = ["--model_name", str(model_folder), "--dataset", str(tmp_path / "rows.jsonl"), MAPPED, *stream]
-    assert main([*command, "--output_dir", str(tmp_path / "out")]) == 2
+    assert main([*command, "--max_seq_length", "128", "--output_dir", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err
 
 
