@@ -99,8 +99,9 @@ def test_both_ways_give_the_same(arch, kernels):
     assert error(outcomes[0].logits, outcomes[1].logits) < 1e-12
 
 
+@pytest.mark.parametrize("described", [{}, {"packed_seq_lengths": [1]}], ids=["alone", "packed"])
 @pytest.mark.parametrize("arch", SMALL)
-def test_a_lone_token_trains_though_the_kernels_refuse_rows_of_one(arch, kernels):
+def test_a_lone_token_trains_though_the_kernels_refuse_rows_of_one(arch, described, kernels):
     convolve = kernels.causal_conv1d_fn
 
     @wraps(convolve)
@@ -117,7 +118,8 @@ def test_a_lone_token_trains_though_the_kernels_refuse_rows_of_one(arch, kernels
         if is_patched:
             patch_model(model)
         with exactly(model):
-            logits = model(input_ids=torch.tensor([[7]]), use_cache=False).logits
+            given = described if is_patched else {}
+            logits = model(input_ids=torch.tensor([[7]]), use_cache=False, **given).logits
         logits.square().sum().backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         outcomes.append({"logits": logits} | grads)

@@ -74,7 +74,7 @@ class FastStateLayer(nn.Module):
         if row is None:
             return self.run_whole(hidden_states, *args, **kwargs)
         hidden_NC = hidden_states.flatten(0, 1)
-        if self.boundaries is not None:
+        if self.boundaries is not None and len(hidden_NC) > 1:  # see `run_whole`
             out = self.run_whole(hidden_NC[None], **self.boundaries(row))
         else:
             stacks = [self.run_stack(hidden_NC[stack_SL]).flatten(0, 1) for stack_SL in row.stacks]
