@@ -241,9 +241,9 @@ def test_a_cold_start_is_told_as_measured():
     of_gcc = stages["launcher"] + profile["driver"]
     compiler = sum(stages[name] for name in ("make_ttir", "make_ttgir", "make_llir", "make_ptx"))
     assert len(profile["kernels"]) == 11
-    assert f"{profile['first_step_seconds']:.1f} s under the profiler) has {of_gcc:.1f} s of gcc" in told
+    assert f"{profile['first_step_seconds']:.1f} s under the profiler) had {of_gcc:.1f} s of gcc" in told
     assert f"{stages['launcher'] / 11:.2f} s each" in told
-    assert f"Triton's compiler takes {compiler:.1f} s, and `ptxas` {stages['make_cubin']:.1f} s" in told
+    assert f"Triton's compiler took {compiler:.1f} s, and `ptxas` {stages['make_cubin']:.1f} s" in told
 
 
 def test_full_fine_tuning_is_told_as_measured():
@@ -320,10 +320,17 @@ def test_start_up_is_told_as_measured():
             for seconds in ours + theirs:
                 assert f"| {' | '.join(f'{seconds[stage]:.1f}' for stage in measured['stages'])} |" in told
             cold, warm = (run["first update"] - run["import"] for run in ours)
-            assert f"a first update with nothing compiled takes {cold - warm:.1f} s longer" in told
+            assert f"a first update with nothing compiled took {cold - warm:.1f} s longer" in told
     cold, warm, cold_busy, warm_busy = shares
     assert f"after {warm} of Unsloth's time, and after {cold} where nothing was compiled" in told
     assert f"it was {warm_busy} and {cold_busy}" in told
+    rehearsed = json.loads((NEWEST.parent / "start-up-rehearsed-h200-2026-11-26.json").read_text())
+    cold, warm = rehearsed["runs"]["0.5b"]["ours"]
+    first = "first update"
+    assert f"after {cold[first]:.1f} s with nothing compiled and after {warm[first]:.1f} s" in told
+    longer = (cold[first] - cold["import"]) - (warm[first] - warm["import"])
+    assert f"From the imports on, it takes {longer:.1f} s longer" in told
+    assert cold["losses"] == warm["losses"]
 
 
 def test_the_losses_on_the_same_rows_are_told_as_measured():

@@ -20,7 +20,7 @@ from typing_extensions import get_protocol_members
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
-from unsloth_pack.forwards.leak_probe import left_alone
+from unsloth_pack.forwards.unnoticed import left_alone
 from unsloth_pack.forwards.mixers import AttentionMixer, Choice, Request
 from unsloth_pack.forwards.rotary import rotary_tables
 from unsloth_pack.graphs.capture import StepOutput, _Replayed, capture_form

@@ -24,11 +24,11 @@ from unsloth_pack.errors import LeakFound
 from unsloth_pack.forwards.leak_probe import (
     changed,
     leaking_layer,
-    left_alone,
     look_for_leaks,
     random_documents,
     recorded_layers,
 )
+from unsloth_pack.forwards.unnoticed import left_alone
 from unsloth_pack.patching.patch import patch_of
 
 SLACK = 3.0  # between two samples of one kind of rounding error

@@ -12,7 +12,8 @@ from unsloth_pack.checks import agreement, images, leaks
 from unsloth_pack.checks.report import VerifyReport
 from unsloth_pack.checks.subject import Describe, Description, Subject
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
-from unsloth_pack.forwards.leak_probe import left_alone, random_documents
+from unsloth_pack.forwards.leak_probe import random_documents
+from unsloth_pack.forwards.unnoticed import left_alone
 
 _LENGTHS = (1, 33, 2, 64, 1, 19)
 _BEYOND_TILE = 129  # tokens: kernels of attention work on up to 128 at a time

@@ -70,7 +70,7 @@ PRIVATE_NAMES = (
         "torch.nn.modules.dropout",
         "_DropoutNd",
         "to turn dropout off in a probe",
-        ("forwards/leak_probe.py",),
+        ("forwards/unnoticed.py",),
     ),
     PrivateName(
         "torch.Tensor",

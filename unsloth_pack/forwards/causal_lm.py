@@ -213,9 +213,17 @@ class FastCausalLM(CountedParameters):
         head = head_of(self, self.spec, self.is_wrapper)
         labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
         call.rest.pop("return_dict", None)
+        self._rehearse(call, partial(labelled.cross_entropy, num_items=step_labels.num_items))
         decoded = self.decoded(call)
         loss = self.training_loss(labelled, decoded.last_hidden_state, call.row, step_labels.num_items)
         return loss_output(loss, head, decoded, step_labels.watch)
+
+    def _rehearse(self, call: Call, loss_of: Callable[[Tensor], Tensor]) -> None:
+        """Have the kernels of a first step compiled side by side. Models with towers do without."""
+        decoder = self.fast_decoder
+        if call.described is not None and not self.is_wrapper:
+            ids = call.inputs["input_ids"]
+            decoder.rehearsal.hold(decoder, call.described, ids, loss_of, decoder.leak_probe)
 
     # TRL's trainers: scores of tokens
 
@@ -232,6 +240,7 @@ class FastCausalLM(CountedParameters):
             call.rest["output_router_logits"] = True
         head = head_of(self, self.spec, self.is_wrapper).at_temperature(trl_head.temperature)
         labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
+        self._rehearse(call, lambda hidden_BTC: trl_head.scored(labelled, hidden_BTC).log_prob.sum())
         decoded = self.decoded(call)
         scores, mask = trl_head.scored(labelled, decoded.last_hidden_state), labelled.mask
         if step_labels.shift_labels is None:  # nothing follows the last token

@@ -4,7 +4,7 @@ An ordinary batch goes through transformers' own forward, masks and cache includ
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from unsloth_pack.forwards.deepstack import add_visual, visual_by_layer
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.layer_inputs import inputs_by_layer
 from unsloth_pack.forwards.leak_probe import OwnProbe
+from unsloth_pack.forwards.rehearsal import Rehearsal
 from unsloth_pack.forwards.rotary import RotaryTables
 from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.graphs.inputs import Embedded
@@ -54,6 +55,7 @@ class FastDecoder(nn.Module):
     gate_and_up_plan: GateAndUpPlan
     unpadding: Unpadding
     leak_probe: OwnProbe | None  # until it has passed, or is not wanted
+    rehearsal: Rehearsal
     trained_weights_sought: bool
     numbers_sought: bool
     answers_by_row: str | None  # the model around it, where that makes one answer of all tokens of a row
@@ -232,8 +234,14 @@ class FastDecoder(nn.Module):
 
     @capture_outputs
     def _packed_forward(
-        self, row: PackedRow, input_ids: Tensor | None, inputs_embeds: Tensor | None, **kwargs: Any
+        self,
+        row: PackedRow,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        only: Collection[int] | None = None,
+        **kwargs: Any,
     ) -> "PackedOutput":
+        """All layers, or only those of these numbers."""
         kwargs.pop("logits_to_keep", None)  # the model around the decoder cuts them
         hidden_BTC = self._embedded(row, input_ids) if inputs_embeds is None else inputs_embeds
         if self.spec.embedding_multiplier:
@@ -243,6 +251,8 @@ class FastDecoder(nn.Module):
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
         handed_on = {"packed_row": row, self.spec.name("packed_row"): row, **kwargs}
         for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            if only is not None and number not in only:
+                continue
             kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
             more = own_inputs[number] | handed_on
             # Without tables nothing rotates

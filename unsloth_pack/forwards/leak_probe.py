@@ -7,12 +7,9 @@ random number, and recomputes and captures nothing.
 Shapes: T tokens of a row or L of a document, C channels.
 """
 
-import inspect
 import logging
 import math
-import random
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,10 +19,14 @@ from torch import Tensor, nn
 
 from unsloth_pack.errors import LeakFound
 from unsloth_pack.forwards.layer_inputs import own_embeddings
+from unsloth_pack.forwards.unnoticed import (
+    left_alone,
+    packed_forward,
+    without_cached_casts,
+    without_hooks,
+)
 from unsloth_pack.graphs.protocols import PackedDecoder
-from unsloth_pack.modules.hooks import HOOKS
 from unsloth_pack.modules.sharding import sharded_by
-from unsloth_pack.modules.walk import Walkable
 from unsloth_pack.row.packed_row import PackedRow
 
 _LENGTHS = 2 * (5, 1, 16, 2, 8)
@@ -140,36 +141,6 @@ def greatest_by_document(gradient_TC: Tensor, documents: Sequence[Tensor]) -> li
     return torch.stack([part.abs().max() for part in parts]).tolist()
 
 
-@contextmanager
-def left_alone(model: Walkable, training: bool = True) -> Iterator[None]:
-    """The model in one mode, without dropout and without its own looks; then everything is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    sought = {"trained_weights_sought": True, "numbers_sought": True, "boundary_labels_sought": True}
-    meanwhile = {"attention_dropout": 0.0, "leak_probe": None, **sought}
-    held = [(vars(m), name, vars(m)[name]) for m, _ in modes for name in meanwhile if name in vars(m)]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    cuda = {p.device.index for p, _ in gradients if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(cuda)):
-        try:
-            for module, _ in modes:
-                module.training = training and not isinstance(module, nn.modules.dropout._DropoutNd)
-            for attributes, name, _ in held:
-                attributes[name] = meanwhile[name]
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for attributes, name, value in held:
-                attributes[name] = value
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
 # A decoder of itself
 
 
@@ -202,19 +173,29 @@ class OwnProbe:
         # A forward pass would gather parameters from other processes, which may not be at this point
         why_not = "the parameters are sharded" if sharded_by(decoder) else None
         if why_not is None:
-            with left_alone(decoder), _without_hooks(decoder), _without_cached_casts(decoder):
+            with left_alone(decoder), without_hooks(decoder), without_cached_casts(decoder):
                 why_not = look_for_leaks(_Decoder(decoder, self.attn_backend))
         if why_not is not None:
             logger.warning("not probed for leaks between documents: %s", why_not)
 
+    def rehearse(self, decoder: PackedDecoder, only: Collection[int]) -> None:
+        """Go through these layers as `look` does, and look at nothing."""
+        documents = random_documents(_LENGTHS, 1, torch.Generator().manual_seed(0))
+        with left_alone(decoder), without_hooks(decoder), without_cached_casts(decoder):
+            _Decoder(decoder, self.attn_backend, only).reached_embeddings(documents, _SCORED)
+
 
 class _Decoder(Probed):
-    """Embeddings come in and hidden states go out, so that no trained weight gets a gradient but they."""
+    """Embeddings come in and hidden states go out, so that no trained weight gets a gradient but they.
 
-    def __init__(self, decoder: PackedDecoder, attn_backend: str):
+    Args:
+        only: the numbers of the layers that run; None for all.
+    """
+
+    def __init__(self, decoder: PackedDecoder, attn_backend: str, only: Collection[int] | None = None):
         self.attn_backend = attn_backend
         self.vocab_size = len(decoder.get_input_embeddings().weight)
-        self._decoder = decoder
+        self._decoder, self._only = decoder, only
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -241,33 +222,8 @@ class _Decoder(Probed):
     def _outputs(self, embeddings_1TC: Tensor, documents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         lengths = tuple(map(len, documents))
         row = PackedRow.of_lengths(lengths, embeddings_1TC.device)
-        # Not through transformers' recording of outputs: it would lose its hooks to `_without_hooks`
-        forward = inspect.unwrap(type(self._decoder)._packed_forward)
         ids = torch.cat(list(documents)).to(embeddings_1TC.device)[None]
         more = own_embeddings(self._decoder, ids)
-        hidden_1TC = forward(self._decoder, row, None, embeddings_1TC, **more).last_hidden_state
-        return hidden_1TC[0].split(lengths)
-
-
-@contextmanager
-def _without_hooks(decoder: Walkable) -> Iterator[None]:
-    """No hook of a module runs meanwhile, and no layer is recomputed."""
-    held = [
-        (vars(module), name, vars(module)[name])
-        for module in decoder.modules()
-        for name in (*HOOKS, "gradient_checkpointing")
-        if name in vars(module)
-    ]
-    try:
-        for attributes, name, _ in held:
-            attributes[name] = OrderedDict() if name in HOOKS else False
-        yield
-    finally:
-        for attributes, name, value in held:
-            attributes[name] = value
-
-
-def _without_cached_casts(decoder: PackedDecoder) -> torch.autocast:
-    """Autocast as it is, but what it casts meanwhile is not kept for the step that follows."""
-    kind = decoder.get_input_embeddings().weight.device.type
-    return torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
+        made = packed_forward(self._decoder, row, None, embeddings_1TC, only=self._only, **more)
+        assert made.last_hidden_state is not None
+        return made.last_hidden_state[0].split(lengths)

@@ -205,7 +205,7 @@ class _StaticStep:
         self._leaves = [*self.stand_ins.of(self.parameters), *self.inputs.leaves]
         self._decoder = decoder
         self._autocast = form.autocast
-        self._asked = {"output_router_logits": True} if form.router_logits else {}
+        self._asked: dict[str, Any] = {"output_router_logits": True} if form.router_logits else {}
 
     def forward(self) -> StepOutput:
         """Of the static row, `[1, tokens, C]` and `[tokens, experts]`."""

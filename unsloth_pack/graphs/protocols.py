@@ -3,7 +3,7 @@
 `forwards.decoder.FastDecoder` is one such decoder. Any other class with these members will do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -56,12 +56,18 @@ class PackedDecoder(Walkable, Protocol):
         """As in transformers: makes hidden states of token ids."""
 
     def _packed_forward(
-        self, row: PackedRow, input_ids: Tensor | None, inputs_embeds: Tensor | None, **asked: Any
+        self,
+        row: PackedRow,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        only: Collection[int] | None = None,
+        **asked: Any,
     ) -> DecoderOutput:
         """The hidden states of a packed row.
 
         Args:
             input_ids: `[B, T]` int64, or None where `inputs_embeds` `[B, T, C]` is given.
+            only: the numbers of the layers that run; None for all.
             asked: `output_router_logits=True`, or nothing; and with `inputs_embeds` perhaps
                 `deepstack_visual_embeds`, `[V, C]` for each of the first layers, to add to the hidden states
                 of the V tokens that stand for images.

@@ -36,6 +36,7 @@ from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mlp import FastMLP
 from unsloth_pack.forwards.norm import NORMS
+from unsloth_pack.forwards.rehearsal import Rehearsal
 from unsloth_pack.forwards.rotary import RotaryTables, rotary_module, rotary_tables
 from unsloth_pack.forwards.row_answers import FastRowAnswers
 from unsloth_pack.forwards.trained_tokens import FastTrainedTokens, trains_tokens
@@ -329,6 +330,7 @@ def _swap_decoder(
         gate_and_up_plan=gate_and_up_plan,
         unpadding=patch.unpadding,
         leak_probe=OwnProbe(patch.report.attn_backend),
+        rehearsal=Rehearsal(),
         trained_weights_sought=False,
         numbers_sought=False,
         answers_by_row=type(base).__name__ if isinstance(base, _ANSWER_BY_ROW) else None,

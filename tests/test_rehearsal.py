@@ -1,0 +1,251 @@
+"""The first step is rehearsed so that its kernels are compiled side by side, and training does not notice."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from test_leak_probe import ROW, patched, trainer_of
+from tiny import random_documents
+from transformers import Trainer
+from trl import SFTTrainer
+
+from unsloth_pack.forwards import rehearsal
+from unsloth_pack.forwards.rehearsal import layers_of_each_kind
+from unsloth_pack.kernels import launch, side_by_side
+from unsloth_pack.kernels.side_by_side import compiled_side_by_side
+
+OF_EXPERTS = ("qwen3_moe", "deepseek_v3")  # whose stacks PEFT adapts without dropout only
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The layers that were rehearsed, one list for each pass: on a CPU nothing is rehearsed otherwise."""
+    seen, forward = [], rehearsal.packed_forward
+
+    def record(decoder, *args, only=None, **asked):
+        seen.append(list(only))
+        return forward(decoder, *args, only=only, **asked)
+
+    monkeypatch.setattr(rehearsal, "_compiles_for", lambda device: True)
+    monkeypatch.setattr(rehearsal, "packed_forward", record)
+    return seen
+
+
+def steps(arch="llama", rows=(ROW, ROW), **overrides):
+    """Losses, gradients and the next random number, of steps in a bare loop."""
+    torch.manual_seed(0)
+    model = patched(arch, lora={"lora_dropout": 0.0 if arch in OF_EXPERTS else 0.2}, **overrides)
+    losses = []
+    for row in rows:
+        loss = model(**row).loss
+        loss.backward()
+        losses.append(loss.item())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return losses, gradients, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "qwen3_moe", "lfm2", "deepseek_v3", "gemma4_text"])
+def test_a_rehearsed_step_has_the_same_bits(arch, passes, monkeypatch):
+    losses, gradients, number = steps(arch)
+    assert len(passes) == 1  # of two steps
+    monkeypatch.setattr(rehearsal, "_compiles_for", lambda device: False)
+    expected_losses, expected_gradients, expected_number = steps(arch)
+    assert losses == expected_losses
+    assert number == expected_number
+    assert all(map(torch.equal, gradients, expected_gradients))
+
+
+@pytest.mark.parametrize("kind", [SFTTrainer, Trainer])
+def test_trainers_have_the_same_losses(kind, passes, monkeypatch, tmp_path):
+    def losses():
+        torch.manual_seed(0)
+        trainer = trainer_of(kind, patched(), tmp_path)
+        trainer.train()
+        return [
+            {k: v for k, v in log.items() if k in ("loss", "grad_norm")} for log in trainer.state.log_history
+        ]
+
+    rehearsed = losses()
+    assert len(passes) == 1
+    monkeypatch.setattr(rehearsal, "_compiles_for", lambda device: False)
+    assert losses() == rehearsed
+
+
+def test_a_padded_batch_is_rehearsed_as_the_row_that_it_becomes(passes, caplog):
+    documents = random_documents([9, 14])
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = torch.arange(14)[None] < torch.tensor([[9], [14]])
+    with caplog.at_level(logging.DEBUG, "unsloth_pack"):
+        patched()(
+            input_ids=ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100)
+        ).loss.backward()
+    assert passes == [[0]]
+    assert "not compiled" not in caplog.text
+
+
+def test_one_layer_of_each_kind_is_rehearsed():
+    assert list(layers_of_each_kind(patched("llama").get_decoder())) == [0]
+    decoder = patched("gemma3_text").get_decoder()
+    kinds = [decoder.config.layer_types[number] for number in layers_of_each_kind(decoder)]
+    assert kinds == list(dict.fromkeys(decoder.config.layer_types))
+    assert len(kinds) == 2
+
+
+def test_the_probe_is_rehearsed_through_these_layers_and_finds_nothing(passes, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "unsloth_pack.forwards.leak_probe.OwnProbe.rehearse",
+        lambda self, decoder, only: seen.append(list(only)),
+    )
+    model = patched()
+    model(**ROW)
+    assert seen == [[0]]
+
+
+def test_hooks_do_not_run(passes):
+    model, seen = patched(), []
+    for layer in model.get_decoder().layers:
+        layer.register_forward_hook(lambda *_: seen.append(1))
+    model(**ROW).loss.backward()
+    assert len(passes) == 1
+    assert len(seen) == len(model.get_decoder().layers)
+
+
+def test_what_fails_in_the_rehearsal_is_left_to_the_step(passes, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(rehearsal, "packed_forward", broken)
+    model = patched()
+    with caplog.at_level(logging.DEBUG, "unsloth_pack"):
+        loss = model(**ROW).loss
+    assert loss.isfinite()
+    assert "not compiled side by side: no memory" in caplog.text
+    assert torch.is_grad_enabled()
+    assert side_by_side.wanted_instead() is None
+
+
+@pytest.mark.parametrize("where", ["evaluation", "no gradients", "anomalies are looked for"])
+def test_nothing_is_rehearsed(where, passes):
+    model = patched()
+    if where == "evaluation":
+        model.eval()(**ROW)
+    elif where == "no gradients":
+        with torch.no_grad():
+            model(**ROW)
+    else:
+        with torch.autograd.detect_anomaly():
+            model(**ROW).loss.backward()
+    assert passes == []
+
+
+class _Kernel:
+    """Takes as long to compile as the others wait for it."""
+
+    def __init__(self, barrier):
+        self.barrier, self.compiled, self.is_loaded = barrier, [], False
+
+    def warmup(self, *args, grid, **options):
+        self.compiled.append(threading.current_thread().name)
+        self.barrier.wait(timeout=20)
+        return self
+
+    @property
+    def run(self):
+        self.is_loaded = True
+
+
+@pytest.fixture
+def no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.autograd.graph.save_on_cpu())
+    monkeypatch.setattr(side_by_side.os, "sched_getaffinity", lambda pid: range(3))
+
+
+def test_kernels_are_compiled_at_the_same_time_once_for_each_form(no_device):
+    barrier = threading.Barrier(3)  # breaks unless three compile at once
+    one, other = _Kernel(barrier), _Kernel(barrier)
+    x = torch.zeros(8)
+    with compiled_side_by_side(torch.device("cpu")):
+        wanted = side_by_side.wanted_instead()
+        for _ in range(3):
+            wanted.add(one, (x, 5), {"BLOCK": 16})
+            wanted.add(one, (x.half(), 5), {"BLOCK": 16})
+            wanted.add(other, ((x, x), 5), {})
+    assert not barrier.broken
+    assert one.is_loaded
+    assert other.is_loaded
+    names = one.compiled + other.compiled
+    assert len(names) == len(set(names)) == 3
+    assert threading.current_thread().name not in names
+
+
+def test_a_kernel_that_does_not_compile_stops_nothing(no_device):
+    class Broken(_Kernel):
+        def warmup(self, *args, grid, **options):
+            raise RuntimeError("does not compile")
+
+    with compiled_side_by_side(torch.device("cpu")):
+        side_by_side.wanted_instead().add(Broken(None), (), {})
+
+
+def test_kernels_of_this_package_are_not_launched_meanwhile_and_in_other_threads_they_are(monkeypatch):
+    triton = pytest.importorskip("triton")
+
+    def nothing_kernel(x):
+        pass
+
+    launched, asked = [], []
+    monkeypatch.setattr(
+        triton.JITFunction, "run", lambda self, *args, grid, warmup, **options: launched.append(args)
+    )
+    kernel = launch._Kernel(nothing_kernel)
+    with compiled_side_by_side(torch.device("cpu")):
+        monkeypatch.setattr(side_by_side.wanted_instead(), "add", lambda *given: asked.append(given))
+        kernel[(1,)](1, num_warps=2)
+        other = threading.Thread(target=lambda: kernel[(1,)](2))
+        other.start()
+        other.join()
+    kernel[(1,)](3)
+    assert launched == [(2,), (3,)]
+    assert asked == [(kernel, (1,), {"num_warps": 2})]
+
+
+@pytest.mark.gpu
+def test_threads_compile_the_kernels_of_a_first_step(tmp_path):
+    """In a process of its own, which has compiled nothing yet."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FIRST_STEP],
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=os.path.dirname(__file__),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    threads = done.stdout.split("\n")[:-1]
+    aside = [name for name in threads if name.startswith("compiles a kernel")]
+    assert len(aside) >= 8, threads
+    assert len(aside) >= 0.9 * len(threads), threads
+
+
+_FIRST_STEP = """
+import threading
+import torch, triton
+from test_leak_probe import ROW
+from tiny import tiny_model
+from unsloth_pack import patch_model
+
+def compiled(**_):
+    print(threading.current_thread().name)
+
+triton.knobs.compilation.listener = compiled
+model = tiny_model("qwen3", torch.bfloat16, lora={"lora_dropout": 0.1}, head_dim=32)
+patch_model(model)
+row = {name: x.cuda() if torch.is_tensor(x) else x for name, x in ROW.items()}
+model.train()(**row).loss.backward()
+torch.cuda.synchronize()
+"""
