@@ -219,11 +219,10 @@ class FastCausalLM(CountedParameters):
         return loss_output(loss, head, decoded, step_labels.watch)
 
     def _rehearse(self, call: Call, loss_of: Callable[[Tensor], Tensor]) -> None:
-        """Have the kernels of a first step compiled side by side. Models with towers do without."""
-        decoder = self.fast_decoder
-        if call.described is not None and not self.is_wrapper:
-            ids = call.inputs["input_ids"]
-            decoder.rehearsal.hold(decoder, call.described, ids, loss_of, decoder.leak_probe)
+        """Have the kernels of a first step compiled side by side, but for those of a tower."""
+        if call.described is not None:
+            decoder = self.fast_decoder
+            decoder.rehearsal.hold(decoder, call.described, loss_of, decoder.leak_probe)
 
     # TRL's trainers: scores of tokens
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unsloth_pack.forwards.layer_inputs import own_embeddings
 from unsloth_pack.forwards.leak_probe import OwnProbe
 from unsloth_pack.forwards.unnoticed import (
     left_alone,
@@ -39,7 +40,6 @@ class Rehearsal:
         self,
         decoder: PackedDecoder,
         described: PackedRow | PaddedBatch,
-        input_ids: Tensor | None,
         loss_of: Callable[[Tensor], Tensor],
         probe: OwnProbe | None,
     ) -> None:
@@ -47,7 +47,6 @@ class Rehearsal:
 
         Args:
             described: the row, or the padded batch that becomes one.
-            input_ids: `[B, T]` as they came in; with embeddings instead, nothing is rehearsed.
             loss_of: the loss for the last hidden states `[B, T, C]` of what came in.
             probe: what the decoder will be looked at with before its first step.
         """
@@ -56,14 +55,13 @@ class Rehearsal:
         self._is_over = True
         batch = described if isinstance(described, PaddedBatch) else None
         row = described if isinstance(described, PackedRow) else described.row
-        ids = input_ids if batch is None else batch.packed(input_ids)
-        if ids is None or not _compiles_for(row.device) or _has_to_be_real(decoder):
+        if not _compiles_for(row.device) or _has_to_be_real(decoder):
             return
         only = layers_of_each_kind(decoder)
         with compiled_side_by_side(row.device), torch.autograd.set_multithreading_enabled(False):
             try:
                 with left_alone(decoder, dropout=True), without_hooks(decoder), without_cached_casts(decoder):
-                    hidden: Any = packed_forward(decoder, row, ids, None, only=only).last_hidden_state
+                    hidden = _passed(decoder, row, only)
                     loss = loss_of(hidden if batch is None else batch.padded(hidden))
                     _send_back(loss, decoder)
                 if probe is not None and probe.is_due(decoder, row):
@@ -90,6 +88,15 @@ def _compiles_for(device: torch.device) -> bool:
 def _has_to_be_real(decoder: PackedDecoder) -> bool:
     """Whether somebody else takes part in a pass, or looks at what it computes."""
     return torch.is_anomaly_enabled() or sharded_by(decoder) is not None
+
+
+def _passed(decoder: PackedDecoder, row: PackedRow, only: Collection[int]) -> Any:
+    """`[B, T, C]`, through these layers as if others lay below them: gradients go on to what comes in."""
+    ids = torch.zeros(row.shape, dtype=torch.long, device=row.device)
+    with torch.no_grad():
+        embeds = decoder.get_input_embeddings()(ids)
+    more = own_embeddings(decoder, ids)
+    return packed_forward(decoder, row, None, embeds.requires_grad_(), only=only, **more).last_hidden_state
 
 
 def _send_back(loss: Tensor, decoder: PackedDecoder) -> None:
