@@ -333,6 +333,40 @@ def test_start_up_is_told_as_measured():
     assert cold["losses"] == warm["losses"]
 
 
+def test_what_a_layer_reads_and_writes_is_told_as_measured():
+    told = (
+        (PERFORMANCE.parent / "speed.md").read_text().split("## What a layer reads", 1)[1].split("\n## ")[0]
+    )
+    folder = NEWEST.parent
+    copied = json.loads((folder / "kernels-h200-2026-11-22.json").read_text())["ceilings"]["copy"] * 1e9
+    step = json.loads((folder / "profiles-h200-2026-11-26.json").read_text())["runs"][0]
+    tokens, hidden, inner, layers = 8192, 2048, 6144, 28
+    x, gate, qk = (2 * tokens * width for width in (hidden, inner, (16 + 8) * 128))
+    by_kernel = {  # launches a layer, and the bytes of one
+        "_norm_kernel": (4, (2 + 4 + 2 + 2) * x / 4),
+        "_norm_backward_kernel": (2, 4 * x),
+        "turn_kernel": (1, 2 * qk),
+        "norm_backward_kernel": (1, 3 * qk),
+        "_gated_lora_kernel": (1, 3 * gate),
+        "_gated_lora_backward_kernel": (1, 5 * gate),
+        "void at::native::vectorized_elementwise_kernel": (1, 3 * x),
+    }
+    rows = [line for line in told.splitlines() if line.startswith("|")][2:]
+    measured = of_bytes = 0.0
+    for (name, (launches, moved)), row in zip(by_kernel.items(), rows, strict=True):
+        found = next(kernel for kernel in step["kernels"] if kernel["kernel"].startswith(name))
+        assert found["launches"] == layers * launches
+        ideal = 1e6 * moved / copied
+        assert row.endswith(f"| {launches} | {moved / 1e6:.0f} | {found['us']:.0f} | {ideal:.0f} |")
+        measured, of_bytes = measured + launches * found["us"], of_bytes + launches * ideal
+    assert f"Together {measured:.0f} us, {of_bytes:.0f} of them for the bytes" in told
+    above = layers * (measured - of_bytes) / 1e3
+    assert (
+        f"{layers * measured / 1e3:.1f} of the step's {step['busy_ms']} ms on the GPU, and {above:.1f} ms"
+        in told
+    )
+
+
 def test_the_losses_on_the_same_rows_are_told_as_measured():
     told = PERFORMANCE.read_text().split("\n### The losses on the same rows", 1)[1].split("\n### ")[0]
     runs = json.loads((NEWEST.parent / "losses-by-rows-h200-2026-11-26.json").read_text())["runs"]
