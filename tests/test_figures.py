@@ -367,6 +367,18 @@ def test_what_a_layer_reads_and_writes_is_told_as_measured():
     )
 
 
+def test_the_host_does_not_hold_the_loss_up():
+    told, folder = (PERFORMANCE.parent / "speed.md").read_text(), NEWEST.parent
+    marks = json.loads((folder / "host-marks-h200-2026-11-26.json").read_text())["marks"]["pr"]
+    at = {name: ms for ms, name in marks}
+    assert f"needs {at['sync ]'] - at['replay [']:.1f} ms from the forward pass's graph" in " ".join(
+        told.split()
+    )
+    runs = json.loads((folder / "profiles-h200-2026-11-25.json").read_text())["runs"]
+    busy = next(run["busy_ms"] for run in runs if run["case"] == "pr" and run["peer"] == "ours")
+    assert f"In a profile it computes for {busy} ms of a step" in " ".join(told.split())
+
+
 def test_the_losses_on_the_same_rows_are_told_as_measured():
     told = PERFORMANCE.read_text().split("\n### The losses on the same rows", 1)[1].split("\n### ")[0]
     runs = json.loads((NEWEST.parent / "losses-by-rows-h200-2026-11-26.json").read_text())["runs"]
