@@ -297,7 +297,8 @@ def check_positions(max_seq_length: int, model_name: str, text_config: Any) -> N
     if max_seq_length > text_config.max_position_embeddings:
         raise InputError(
             f"max_seq_length is {max_seq_length}, {model_name} has {text_config.max_position_embeddings} "
-            "positions; lower it, or give from_pretrained max_position_embeddings and rope_parameters"
+            "positions; lower it, or give from_pretrained max_position_embeddings and rope_parameters",
+            about="max_seq_length",
         )
 
 
@@ -309,7 +310,10 @@ def check_loftq(loftq_config: Mapping[str, Any]) -> None:
     """
     if not torch.cuda.is_available():
         given = json.dumps(dict(loftq_config))
-        raise InputError(f"loftq_config is {given}, but PEFT computes LoftQ on CUDA only; leave it out")
+        raise InputError(
+            f"loftq_config is {given}, but PEFT computes LoftQ on CUDA only; leave it out",
+            about="loftq_config",
+        )
 
 
 def check_loading(
@@ -325,18 +329,20 @@ def check_loading(
         f"load_in_{kind}" for kind, asked in (("4bit", in_4bit), ("8bit", in_8bit), ("fp8", in_fp8)) if asked
     ]
     if len(given) > 1:
-        raise InputError(f"{' and '.join(given)} are set together; choose one")
+        raise InputError(f"{' and '.join(given)} are set together; choose one", about=given)
     if full and given:
-        raise InputError(f"full_finetuning=True cannot train quantised weights; drop {given[0]}")
+        raise InputError(f"full_finetuning=True cannot train quantised weights; drop {given[0]}", about=given)
     if in_fp8 and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
         raise InputError(
             f"load_in_fp8=True needs a GPU of compute capability 8.9 or more, this is {where}; use bfloat16, "
-            "load_in_8bit or load_in_4bit"
+            "load_in_8bit or load_in_4bit",
+            about="load_in_fp8",
         )
     if (in_4bit or in_8bit) and not is_bitsandbytes_available():
         raise InputError(
-            f"{given[0]}=True needs bitsandbytes, which is not installed; pip install 'unsloth-pack[cuda]'"
+            f"{given[0]}=True needs bitsandbytes, which is not installed; pip install 'unsloth-pack[cuda]'",
+            about=given,
         )
 
 

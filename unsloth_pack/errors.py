@@ -21,26 +21,31 @@ class InputError(ValueError):
 
     torch raises an error of a loader's worker again, with the worker's traceback as its message. Of such a
     message, the one line is kept.
+
+    Args:
+        about: the options or arguments that are wrong, then those that would help. `dataset.1` is the second
+            item of one, `optim_args.eps` a name in one.
     """
 
-    def __init__(self, message: str = ""):
+    def __init__(self, message: str = "", *, about: str | Iterable[str] = ()):
         raised = _IN_WORKER.fullmatch(message)
         super().__init__(f"{raised['message']} (in {raised['worker']})" if raised else message)
+        self.about = (about,) if isinstance(about, str) else tuple(about)
 
 
 class Mistakes(InputError):
     """All mistakes of a run's options at once. The command line prints each as a line of its own.
 
     Args:
-        lines: `what; remedy`, behind `file:line: ` where a file made the mistake.
+        errors: each says `what; remedy`, behind `file:line: ` where a file made the mistake.
     """
 
-    def __init__(self, lines: Sequence[str]):
-        super().__init__("\n".join(lines))
-        self.lines = tuple(lines)
+    def __init__(self, errors: Sequence[InputError]):
+        super().__init__("\n".join(map(str, errors)))
+        self.errors = tuple(errors)
 
 
-Check = Callable[[], Iterable[str] | None]  # yields mistakes, raises one, or does both
+Check = Callable[[], Iterable[InputError] | None]  # yields mistakes, raises one, or does both
 
 
 class Together:
@@ -62,8 +67,8 @@ class Together:
         try:
             yield
         except InputError as error:
-            for line in lines_of(error):
-                self._found.setdefault(line, InputError(line) if isinstance(error, Mistakes) else error)
+            for each in mistakes_of(error):
+                self._found.setdefault(str(each), each)
 
     def check(self) -> None:
         """Raise what was found.
@@ -74,7 +79,7 @@ class Together:
         if len(self._found) == 1:
             raise next(iter(self._found.values()))
         if self._found:
-            raise Mistakes([*self._found])
+            raise Mistakes([*self._found.values()])
 
 
 def at_once(checks: Iterable[Check]) -> None:
@@ -82,15 +87,26 @@ def at_once(checks: Iterable[Check]) -> None:
     together = Together()
     for check in checks:
         with together.checked():
-            for line in check() or ():
+            for error in check() or ():
                 with together.checked():
-                    raise InputError(line)
+                    raise error
     together.check()
 
 
-def lines_of(error: InputError) -> Sequence[str]:
+def mistakes_of(error: InputError) -> Sequence[InputError]:
     """The mistakes that an error tells."""
-    return error.lines if isinstance(error, Mistakes) else [str(error)]
+    return error.errors if isinstance(error, Mistakes) else [error]
+
+
+@contextmanager
+def about(*options: str) -> Iterator[None]:
+    """Errors inside this context are about these options, unless they say themselves what they are about."""
+    try:
+        yield
+    except InputError as error:
+        for each in mistakes_of(error):
+            each.about = each.about or options
+        raise
 
 
 class UnsupportedArchitecture(InputError):
@@ -140,7 +156,7 @@ def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> N
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or not least <= value <= most:
         end = f"from {least} to {most}" if is_whole and value > most else f"of at least {least}"
-        raise InputError(f"{name} is {reprlib.repr(value)}; give a whole number {end}")
+        raise InputError(f"{name} is {reprlib.repr(value)}; give a whole number {end}", about=name)
 
 
 def require_real(name: str, value: Any, least: float, below: float) -> None:
@@ -152,5 +168,6 @@ def require_real(name: str, value: Any, least: float, below: float) -> None:
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_real and least <= value < below):
         raise InputError(
-            f"{name} is {reprlib.repr(value)}; give a number of at least {least:g} and below {below:g}"
+            f"{name} is {reprlib.repr(value)}; give a number of at least {least:g} and below {below:g}",
+            about=name,
         )

@@ -97,7 +97,7 @@ def test_show_of_the_demo_names_its_defaults(said):
 
 
 def test_check_says_all_that_is_wrong_and_nothing_else(said, capsys):
-    Path("run.yaml").write_text("dataset: gone.json\nmodel_name: no/such\n")
+    Path("run.yaml").write_text("dataset: no/such\nmodel_name: no/such\n")  # may be on the hub
     assert said("config", "check", "run.yaml") == "run.yaml: no mistakes\n"
     assert said("config", "check", "--config=run.yaml") == "run.yaml: no mistakes\n"
     Path("run.yaml").write_text("sede: 1\nr: 0\n")
@@ -115,8 +115,9 @@ def test_check_finds_options_that_contradict_each_other(capsys):
 
 
 def test_check_of_settings_that_need_other_machines_is_fine(said):
-    Path("run.yaml").write_text("fsdp: full\nload_in_fp8: true\noutput_dir: /proc/nowhere\n")
-    assert said("config", "check", "run.yaml") == "run.yaml: no mistakes\n"
+    for settings in ("fsdp: full\n", "load_in_fp8: true\n"):
+        Path("run.yaml").write_text(f"{settings}output_dir: /proc/nowhere\n")
+        assert said("config", "check", "run.yaml") == "run.yaml: no mistakes\n"
 
 
 @pytest.mark.parametrize(
@@ -275,25 +276,121 @@ def test_train_tells_the_lines_of_what_a_model_and_data_lack(capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "place"),
+    ("about", "place"),
     [
-        ("target_modules names 'q'; the model has k", "a.yaml:1"),
-        ("init_adapter 'x' has r 8, not 4; leave out --r", "b.yaml:1"),
-        ("rows.jsonl: file not found; check the path", "a.yaml:2"),
-        ("rows.jsonl: no split 'x'; choose one of train", "a.yaml:2"),
-        ("a file with another split of it; give one", None),
-        ("too many tokens would be lost; raise --max_seq_length", "a.yaml:3"),
-        ("the data is in 'split is x'; leave it out", None),
+        ("target_modules", "a.yaml:1"),
+        (("init_adapter", "r"), "b.yaml:1"),  # the first comes from the command line
+        (("resume", "max_seq_length", "dataset"), "a.yaml:3"),
+        ("dataset.1", "a.yaml:5"),
+        ("dataset.1.columns", "a.yaml:6"),
+        ("dataset.0.columns", "a.yaml:4"),  # has no such key
+        ("dataset.2", "a.yaml:7"),  # has no path
+        ("optim_args.eps", "b.yaml:3"),
+        ("optim_args.beta1", "b.yaml:2"),  # comes from the command line, as the mapping does not
+        ("", None),
+        ("seed", None),
+        ((), None),
     ],
+    ids=str,
 )
-def test_the_line_that_a_mistake_is_told_of(line, place):
-    given = {"target_modules": ("a", 1), "dataset": ("a", 2), "max_seq_length": ("a", 3), "r": ("b", 1)}
-    given |= {"split": ("b", 2)}
+def test_the_line_that_a_mistake_is_told_of(about, place):
+    given = {"target_modules": ("a", 1), "max_seq_length": ("a", 3), "r": ("b", 1)}
     placed = {name: Placed(name, Place(f"{file}.yaml", at)) for name, (file, at) in given.items()}
-    placed |= {"dataset": Placed("rows.jsonl", Place("a.yaml", 2)), "init_adapter": Placed("x", None)}
+    at = [Place("a.yaml", line) for line in range(8)]
+    items = ({"": at[4], "path": at[4]}, {"": at[5], "path": at[5], "columns": at[6]}, {"": at[7]})
+    placed |= {"dataset": Placed([{}, {}, {}], at[2], items=items), "init_adapter": Placed("x", None)}
+    settings = {"eps": Placed(1, Place("b.yaml", 3)), "beta1": Placed(0, None)}
+    placed |= {"optim_args": Placed(settings, Place("b.yaml", 2))}
+    line = "what is wrong; the remedy of --r"  # words decide nothing
     with pytest.raises(InputError) as told, telling_places(placed):
-        raise InputError(line)
+        raise InputError(line, about=about)
     assert str(told.value) == (f"{place}: {line}" if place else line)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"a.jsonl": '{"q": "?", "a": "!"}'}, "2: no known data format has the columns q (str), a (str)"),
+        ({"a.jsonl": '{"text": 1'}, "2: a.jsonl line 1, column 1"),
+        ({"a.jsonl": '{"text": null}'}, "2: row 0, column 'text': expected a string"),
+        ({"b.jsonl": '{"q": "?", "a": "!"}'}, "5: b.jsonl: no known data format has the columns q (str)"),
+        ({"b.jsonl": '{"text": 7}', "stream": True}, "5: b.jsonl: row 0, column 'text': expected a string"),
+        ({"b.jsonl": "", "stream": True}, "5: b.jsonl: 0 rows"),
+        ({"b.jsonl": '{"text": 1', "stream": True}, "5: b.jsonl line 1, column 1"),
+        ({"model": "gpt2"}, "1: model type 'gpt2' has no patch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_mistakes_in_data_and_models_that_name_no_option_have_the_line_of_one(files, told, capsys):
+    Path("model").mkdir()
+    sizes = {"hidden_size": 8, "n_layer": 1, "n_head": 1, "vocab_size": 9, "n_positions": 64}
+    Path("model/config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    text = f"model_name: {'./model' if 'model' in files else 'demo'}\ndataset: a.jsonl\n"
+    if "b.jsonl" in files:
+        text = (
+            f"{text.partition('dataset')[0]}dataset:\n  - path: a.jsonl\n    weight: 2\n  - path: b.jsonl\n"
+        )
+    if files.pop("stream", None):
+        text += "streaming: true\nmax_steps: 2\n"
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).write_text(files.get(name, '{"text": "word"}') + "\n")
+    Path("run.yaml").write_text(f"{text}max_seq_length: 64\noutput_dir: out\n")
+    assert main(["--config=run.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"run.yaml:{told}"), said
+    assert not Path("out").exists()
+
+
+def test_paths_at_which_nothing_lies_are_told_at_once(capsys):
+    """By `config check` too, unless they may be on the hub, or an earlier stage has yet to make them."""
+    Path("rows.jsonl").write_text('{"text": "word"}\n')
+    Path("empty").mkdir()
+    Path("twice.txt").write_text("new\nnew\n")
+    Path("run.yaml").write_text(
+        "model_name: ./empty\ndataset:\n  - rows.jsonl\n  - path: gone.jsonl\n    weight: 2\n"
+        "  - {path: rows.jsonl, split: test}\neval_dataset: some/gone.csv\nadd_tokens: twice.txt\n"
+        "fsdp: gone.json\nimage_folder: gone\noutput_dir: out\n"
+    )
+    told = [
+        *("1: ./empty holds neither config.json", "4: gone.jsonl: file not found", "6: rows.jsonl: split is"),
+        *("7: some/gone.csv: file not found", "8: add_tokens is 'twice.txt': 'new' is there twice"),
+        *("9: fsdp is 'gone.json': No such file or directory", "10: image_folder is 'gone', which is no"),
+    ]
+    for command in (["config", "check", "run.yaml"], ["--config=run.yaml"]):
+        assert main(command) == 2
+        said = [line for line in capsys.readouterr().err.splitlines() if "this is one" not in line]
+        for line, part in zip(said, told, strict=True):
+            assert line.startswith(f"run.yaml:{part}")
+    Path("run.yaml").write_text("model_name: a/b\ndataset: a/b\ninit_adapter: outputs/stage1\n")
+    assert main(["config", "check", "run.yaml"]) == 0
+    Path("run.yaml").write_text("model_name: a/b/c\n")
+    assert main(["config", "check", "run.yaml"]) == 2
+    assert "run.yaml:1: cannot load a/b/c: no such folder" in capsys.readouterr().err
+
+
+def test_folders_and_sharding_tell_all_of_their_mistakes(capsys):
+    Path("rows/out").mkdir(parents=True)
+    Path("rows/a.jsonl").write_text('{"text": "word"}\n')
+    Path("rows/out/loss.png").write_text("mine")
+    Path("taken").mkdir()
+    Path("taken/file").write_text("mine")
+    Path("fsdp.yaml").write_text("version: 1\nsharding: full\n")
+    Path("run.yaml").write_text(
+        "dataset: rows\noutput_dir: rows/out\nsave_path: taken\nsave_model: true\nfsdp: fsdp.yaml\n"
+        "use_gradient_checkpointing: auto\nload_in_4bit: true\nload_in_8bit: false\n"
+    )
+    assert main(["--config=run.yaml"]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        *("2: output_dir 'rows/out' is in dataset 'rows'", "2: output_dir 'rows/out' holds loss.png"),
+        *("3: save_path 'taken' is not empty", "5: fsdp shards 16-bit weights and load_in_4bit is set"),
+        *("5: fsdp is 'fsdp.yaml', which sets version to 1", "5: fsdp is 'fsdp.yaml', which sets sharding"),
+        *("6: use_gradient_checkpointing is 'auto'", "5: fsdp shards over several processes and this is one"),
+    ):
+        assert f"run.yaml:{part}" in said
+    Path("run.yaml").write_text("output_dir: run.yaml\nsave_model: true\n")
+    assert main(["--config=run.yaml"]) == 2
+    assert capsys.readouterr().err.count("run.yaml' is a file") == 1  # and not also of the folder within it
 
 
 def test_a_recipe_is_copied_under_another_name(said, capsys):
@@ -314,7 +411,9 @@ def test_a_recipe_is_copied_under_another_name(said, capsys):
     "command", [["config", "check", "run.yaml"], ["config", "schema"], ["recipe", "list"]]
 )
 def test_no_library_is_loaded_to_look(command):
-    Path("run.yaml").write_text("r: 4\n")
+    Path("tokens.txt").write_text("new\n")
+    Path("rows.jsonl").write_text('{"text": "word"}\n')
+    Path("run.yaml").write_text("r: 4\nadd_tokens: tokens.txt\ndataset: rows.jsonl\nmodel_name: a/b\n")
     code = "import sys; from unsloth_pack.cli import main; main(sys.argv[1:]); print([*sys.modules])"
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
     assert not {"'torch'", "'transformers'", "'datasets'"} & {*re.findall(r"'\w+'", done.stdout)}

@@ -1,6 +1,7 @@
 """detect_format and to_trl: TRL's columns from every format, and the error of each bad row."""
 
 import json
+import pickle
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from unsloth_pack.data import DataFormat, detect_format, load_rows, to_trl
 from unsloth_pack.data.formats import Conversion
+from unsloth_pack.data.refusals import ColumnsRefused, fail, telling_names
 from unsloth_pack.errors import InputError
 
 USER = {"role": "user", "content": "hello"}
@@ -391,3 +393,19 @@ def test_keys_of_turns_that_the_template_does_not_read_are_told(column, template
     ]
     rows = datasets.Dataset.from_list([{column: turns, "id": 1}, {column: turns[:2], "id": 2}])
     assert Conversion(rows, chat_template=True, template=template).unused_columns == told
+
+
+def test_a_refusal_names_columns_as_the_data_does_whatever_process_made_it():
+    with pytest.raises(ColumnsRefused) as refused:
+        detect_format(["prompt", "text_of_it"], [{"prompt": "?", "text_of_it": "!"}])
+    error = pickle.loads(pickle.dumps(refused.value))
+    assert "the columns prompt (str), text_of_it (str);" in str(error)
+    with pytest.raises(ColumnsRefused) as told, telling_names({"ask": "prompt", "id": None}):
+        raise error
+    assert "the columns ask (str), text_of_it (str); map them, perhaps with --columns" in str(told.value)
+    with pytest.raises(ColumnsRefused) as told, telling_names({"ask": "prompt"}, are_shared=True):
+        fail(3, "prompt", "column 'prompt' holds", "column 'prompt'", "leave it out", {"prompt": None})
+    assert str(told.value) == (
+        """row 3, column 'ask': column 'prompt' holds, got "column 'prompt'"; leave it out """
+        """(columns of its own: {"ask": null} in its item of dataset)"""
+    )

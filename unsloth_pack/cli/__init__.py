@@ -132,7 +132,7 @@ def _with_prefix(line: str) -> str:
 
 def _exit_of(error: BaseException) -> tuple[int, str]:
     if isinstance(error, Mistakes):
-        return 2, "\n".join(_with_prefix(_one_line(line)) for line in error.lines)
+        return 2, "\n".join(_with_prefix(_one_line(each)) for each in error.errors)
     if isinstance(error, InputError):
         return 2, _one_line(error)
     if isinstance(error, LeakFound):

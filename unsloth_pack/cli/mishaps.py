@@ -124,7 +124,8 @@ def check_learned(trainer: "RunTrainer") -> None:
     if trainer.image_rows is not None and trainer.image_rows.skip_broken and not trainer.trained.counted:
         raise InputError(
             "no token was counted in the loss, since every document had an image that could not be used; "
-            "replace the images, or leave out --skip_broken_images to see the first"
+            "replace the images, or leave out --skip_broken_images to see the first",
+            about="skip_broken_images",
         )
 
 

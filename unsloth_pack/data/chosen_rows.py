@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from unsloth_pack.data.columns import renamed
 from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource
+from unsloth_pack.errors import about
 
 if TYPE_CHECKING:
     import datasets
@@ -20,10 +21,14 @@ class ChosenRows:
     Args:
         columns: what their columns are called here, see `renamed`.
         limit: how many are read in a pass; None for all.
+        option: that names them; empty where the other source knows.
     """
 
-    def __init__(self, source: RowSource, columns: Mapping[str, str | None], limit: int | None):
+    def __init__(
+        self, source: RowSource, columns: Mapping[str, str | None], limit: int | None, option: str = ""
+    ):
         self.name, self._source, self._columns, self._limit = source.name, source, columns, limit
+        self.option = option or source.option
         self.parts: tuple[RowSource, ...] = (self,)
         if len(source.parts) > 1:
             self.parts = tuple(ChosenRows(part, columns, limit) for part in source.parts)
@@ -31,7 +36,12 @@ class ChosenRows:
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
         if self._limit is not None and place.seen >= self._limit:
             return
+        with about(self.option):
+            yield from self._blocks(place)
+
+    def _blocks(self, place: Place) -> Iterator[RawBlock]:
         for block in self._source.one_pass(place):
+            block = replace(block, option=block.option or self.option)
             if self._columns:
                 block = replace(block, read=partial(self._renamed, block), columns=self._columns)
             if self._limit is not None and block.end.seen >= self._limit:

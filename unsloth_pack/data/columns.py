@@ -100,7 +100,8 @@ def check_used(columns: Mapping[str, str | None], unused: Sequence[str], *, are_
             raise InputError(
                 f"columns maps {name!r} to {to!r}, which the rows are not made of, as other columns decide "
                 f"their format; map what goes with it too, or leave it out with "
-                f"{as_given({name: None}, are_shared)}"
+                f"{as_given({name: None}, are_shared)}",
+                about="columns",
             )
 
 
@@ -116,7 +117,10 @@ def check_shared(columns: Mapping[str, str | None], names: Mapping[str, Sequence
     for name in columns:
         if not any(name in of_set for of_set in names.values()):
             have = ", ".join(f"{data_set} ({', '.join(of_set)})" for data_set, of_set in names.items())
-            raise InputError(f"columns maps {name!r}, and no data set has such a column: {have}; correct it")
+            raise InputError(
+                f"columns maps {name!r}, and no data set has such a column: {have}; correct it",
+                about="columns",
+            )
 
 
 def as_given(columns: Mapping[str, str | None], are_shared: bool) -> str:

@@ -11,7 +11,7 @@ from unsloth_pack.data.chosen_rows import ChosenRows
 from unsloth_pack.data.columns import check_renaming, renamed
 from unsloth_pack.data.raw_blocks import RowSource, first_columns
 from unsloth_pack.data.sources import check_there, load_rows, open_stream
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, about
 
 if TYPE_CHECKING:
     import datasets
@@ -28,6 +28,7 @@ class DataSet:
         limit: its first rows alone; None for all.
         columns: what its columns are called here; None for those that are left out.
         shares_columns: whether other data sets have the same `columns`, of which each uses those that it has.
+        option: the option that names it, for errors: `eval_dataset`, or `dataset.1` for the second of a list.
     """
 
     path: str
@@ -36,6 +37,7 @@ class DataSet:
     limit: int | None = None
     columns: Mapping[str, str | None] = field(default_factory=dict)
     shares_columns: bool = False
+    option: str = ""
 
     @property
     def name(self) -> str:
@@ -60,8 +62,9 @@ class DataSet:
         Raises:
             InputError: it cannot be read, or lacks the split; names the data set.
         """
-        self._check_split()
-        return load_rows(self.path, self.split or split, num_proc)
+        with about(self.option):
+            self._check_split()
+            return load_rows(self.path, self.split or split, num_proc)
 
     def chosen(self, rows: datasets.Dataset) -> datasets.Dataset:
         """Of the rows that were read those that are taken, under the column names that it gives them.
@@ -72,23 +75,35 @@ class DataSet:
         try:
             rows = renamed(rows, self.columns, are_shared=self.shares_columns)
         except InputError as error:
-            raise InputError(f"{self.name}: {error}") from None
+            raise InputError(f"{self.name}: {error}", about=self.option) from None
         return rows if self.limit is None else rows.select(range(min(self.limit, len(rows))))
 
-    def check(self, is_stream: bool = False) -> None:
-        """Refuse what can be told without reading all of it: no file, a split of a file, a column that is not
-        among those of the first rows.
+    def check_there(self, is_stream: bool = False) -> None:
+        """Refuse a path at which nothing lies, and a split of a file.
+
+        Args:
+            is_stream: whether a pattern stands for several files.
 
         Raises:
             InputError: names the data set.
         """
-        check_there(self.path, is_stream)
-        self._check_split()
+        with about(self.option):
+            check_there(self.path, is_stream)
+            self._check_split()
+
+    def check(self, is_stream: bool = False) -> None:
+        """Refuse what can be told without reading all of it: as `check_there`, and a column that is not among
+        those of the first rows.
+
+        Raises:
+            InputError: names the data set.
+        """
+        self.check_there(is_stream)
         if self.columns and not self.shares_columns and (names := self._first_columns()):
             try:
                 check_renaming(names, self.columns)
             except InputError as error:
-                raise InputError(f"{self.name}: {error}") from None
+                raise InputError(f"{self.name}: {error}", about=self.option) from None
 
     def _first_columns(self) -> list[str]:
         """The columns of the first rows; none where these lie elsewhere, or cannot be read for themselves."""
@@ -105,14 +120,13 @@ class DataSet:
         Raises:
             InputError: it cannot be read, or lacks the split.
         """
-        self._check_split()
-        return open_stream(self.path, self.split or "train")
+        with about(self.option):
+            self._check_split()
+            return open_stream(self.path, self.split or "train")
 
     def chosen_of(self, source: RowSource) -> RowSource:
         """Of a source that was opened the rows that are taken, under the column names that it gives them."""
-        if self.columns or self.limit is not None:
-            return ChosenRows(source, self.columns, self.limit)
-        return source
+        return ChosenRows(source, self.columns, self.limit, self.option)
 
     @property
     def is_file(self) -> bool:

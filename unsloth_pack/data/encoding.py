@@ -93,7 +93,8 @@ class Encoder:
             )
         if responses_only and column == "text":
             raise InputError(
-                "train_on_responses_only is set but the rows are plain text; give conversations, or drop it"
+                "train_on_responses_only is set but the rows are plain text; give conversations, or drop it",
+                about="train_on_responses_only",
             )
         self._has_plain_backend = _has_plain_backend(tokenizer)
         only_responses = responses_only and is_chat
@@ -309,7 +310,8 @@ def _has_plain_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _refuse_unmarked() -> None:
     raise InputError(
         "train_on_responses_only is set but the chat template does not mark assistant turns with "
-        "{% generation %}; mark them in tokenizer.chat_template, or leave the flag out"
+        "{% generation %}; mark them in tokenizer.chat_template, or leave the flag out",
+        about="train_on_responses_only",
     )
 
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data import fields
 from unsloth_pack.data.absent_keys import holds_objects, without_absent_keys
-from unsloth_pack.data.columns import KNOWN_COLUMNS, as_flag, suggested
+from unsloth_pack.data.columns import KNOWN_COLUMNS, suggested
 from unsloth_pack.data.fields import Row
 from unsloth_pack.data.other_columns import refuse_acting_columns, refuse_media, refuse_other_data
-from unsloth_pack.data.refusals import ColumnsRefused, listed
+from unsloth_pack.data.refusals import Column, ColumnsRefused, Offer, Piece, joined
 from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
 from unsloth_pack.errors import InputError
 
@@ -101,11 +101,15 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
             "column 'input_ids' holds token ids of an unknown tokenizer, perhaps packed without boundaries; "
             "give the text they were made of, or packs of it from `unsloth-pack pack`"
         )
-    types = {name: type(first.get(name)).__name__ for name in column_names}
+    types: list[list[Piece]] = [
+        [Column(name), f" ({type(first.get(name)).__name__})"] for name in column_names
+    ]
     mapping = suggested(column_names, first)
-    way = f"map them, perhaps with {as_flag(mapping)}, or " if mapping else "map them with --columns, or "
-    message = f"no known data format has the columns {listed(types)}; {way}rename them to {_WANTED}"
-    raise ColumnsRefused(message, offered=mapping, types=types)
+    way: list[Piece] = [", perhaps with ", Offer(mapping)] if mapping else [" with --columns"]
+    raise ColumnsRefused(
+        *("no known data format has the columns ", *joined(types), "; map them", *way),
+        f", or rename them to {_WANTED}",
+    )
 
 
 def _refuse_packed(boundaries: Sequence[str], first: Row) -> None:
@@ -355,9 +359,10 @@ def _conversation_features(
     if not chat_template:
         column = next(iter(sources.values()))
         raise ColumnsRefused(
-            f"column {column!r} holds conversations, but the tokenizer has no chat template; use an instruct "
-            "model, or set tokenizer.chat_template",
-            column,
+            "column ",
+            Column(column, is_quoted=True),
+            " holds conversations, but the tokenizer has no chat template; use an instruct model, or set "
+            "tokenizer.chat_template",
         )
     return {
         name: _messages_type() if _keys(rows.features[column]) in fields.PLAIN_TURNS else ExactJson()

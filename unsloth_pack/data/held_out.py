@@ -37,7 +37,8 @@ def held_out(documents: datasets.Dataset, fraction: float, seed: int) -> np.ndar
     if len(sizes) < 2:
         raise InputError(
             f"eval_fraction is {fraction:g}, and all {len(hashes):,} documents hold the same tokens, so that "
-            "none can be held out; give more data, or --eval_dataset"
+            "none can be held out; give more data, or --eval_dataset",
+            about="eval_fraction",
         )
     most = fraction * len(hashes)
     is_chosen = np.zeros(len(sizes), bool)

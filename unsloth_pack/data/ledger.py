@@ -89,6 +89,7 @@ def check_token_loss(
     max_length: int,
     n_positions: int,
     are_packed: bool = False,
+    option: str = "dataset",
 ) -> None:
     """Refuse to train if truncation and dropping discard too many tokens.
 
@@ -98,6 +99,7 @@ def check_token_loss(
         max_length: tokens at which rows were cut.
         n_positions: of the model; no row may be longer.
         are_packed: whether the rows come from packs on disk, which were cut when they were packed.
+        option: that names the data.
 
     Raises:
         InputError: more is lost; the error says why, and how to keep these tokens.
@@ -123,5 +125,6 @@ def check_token_loss(
     loses = "has lost" if are_packed else "would lose"
     raise InputError(
         f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
-        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {', or '.join(ways)}"
+        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {', or '.join(ways)}",
+        about=("max_token_loss", "max_seq_length", option),
     )

@@ -61,6 +61,8 @@ class MixedRows:
         InputError: a weight is a fraction, and the sources are concatenated.
     """
 
+    option = ""
+
     def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], how: str, seed: int):
         self.parts = tuple(sources)
         self._weights, self._how, self._seed = tuple(weights), how, seed
@@ -70,7 +72,8 @@ class MixedRows:
             source, weight = fractions[0]
             raise InputError(
                 f"{source.name}: weight {weight:g} is a share of documents that nobody has counted, as the "
-                "data streams; give a whole number, or --mixture interleave_under"
+                "data streams; give a whole number, or --mixture interleave_under",
+                about=f"{source.option}.weight",
             )
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
@@ -147,7 +150,10 @@ class MixedRows:
 
     def _refuse_nothing(self, part: int, place: Place) -> None:
         if not place.seen:
-            raise InputError(f"{self.parts[part].name}: 0 rows; give a dataset with at least one")
+            raise InputError(
+                f"{self.parts[part].name}: 0 rows; give a dataset with at least one",
+                about=self.parts[part].option,
+            )
 
 
 class _Reader:
@@ -188,7 +194,9 @@ class _Reader:
     def _next_block(self) -> RawBlock:
         self._look_ahead()
         if self._block is None:
-            raise InputError(f"{self._source.name}: 0 rows; give a dataset with at least one")
+            raise InputError(
+                f"{self._source.name}: 0 rows; give a dataset with at least one", about=self._source.option
+            )
         return self._block
 
     def _skip(self, rows: int) -> None:

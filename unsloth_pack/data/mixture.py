@@ -71,11 +71,12 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that takes part in a mixture."""
+    """A data set that takes part in a mixture, and the option that names it."""
 
     name: str
     weight: float
     documents: Documents
+    option: str = ""
 
 
 def mix(
@@ -116,7 +117,8 @@ def mix(
         if not len(numbers):
             raise InputError(
                 f"{source.name}: all of its {len(source.documents.rows):,} documents are held out by "
-                f"eval_fraction {eval_fraction:g}; lower it, or leave out the data set"
+                f"eval_fraction {eval_fraction:g}; lower it, or leave out the data set",
+                about=(source.option, "eval_fraction"),
             )
     order = _order(sources, left, how, seed)[:most]
     lengths = _Lengths.of(together)
@@ -178,7 +180,8 @@ def _refuse_long_pass(sources: Sequence[Source], left: Sequence[np.ndarray], sha
         source = sources[rarest]
         raise InputError(
             f"{source.name}: weight {source.weight:g} beside the others takes about {draws[rarest]:,.0f} "
-            "documents a pass until each of its own has come; raise it, or give --mixture interleave_under"
+            "documents a pass until each of its own has come; raise it, or give --mixture interleave_under",
+            about=(f"{source.option}.weight", "mixture"),
         )
 
 
@@ -188,12 +191,14 @@ def _times(source: Source, numbers: np.ndarray, seed: list[int]) -> np.ndarray:
     n_more = round(fraction * len(numbers))
     if not whole and not n_more:
         raise InputError(
-            f"{source.name}: weight {source.weight:g} of {len(numbers):,} documents leaves none; raise it"
+            f"{source.name}: weight {source.weight:g} of {len(numbers):,} documents leaves none; raise it",
+            about=f"{source.option}.weight",
         )
     if whole > 1 and whole * len(numbers) > _MOST_DRAWN:
         raise InputError(
             f"{source.name}: weight {source.weight:g} makes {whole * len(numbers):,.0f} of its "
-            f"{len(numbers):,} documents a pass; lower it, or train for more epochs"
+            f"{len(numbers):,} documents a pass; lower it, or train for more epochs",
+            about=f"{source.option}.weight",
         )
     more = np.random.default_rng(seed).permutation(len(numbers))[:n_more]
     return np.concatenate([np.tile(numbers, int(whole)), numbers[np.sort(more)]])

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.data.columns import as_flag
-from unsloth_pack.data.refusals import ColumnsRefused, fail
+from unsloth_pack.data.refusals import Column, ColumnsRefused, Offer, Piece, fail, joined
 from unsloth_pack.data.turn_keys import MEDIA
 
 if TYPE_CHECKING:
@@ -114,11 +113,16 @@ def refuse_other_data(column_names: Collection[str], first: Mapping[str, Any]) -
     """
     for columns, meaning in _OTHER_DATA.items():
         if set(columns) <= set(column_names):
-            shown = ", ".join(f"{name} {reprlib.repr(first.get(name))}" for name in columns)
+            named = {name: Column(name) for name in columns}
+            shown: list[list[Piece]] = [
+                [name, f" {reprlib.repr(first.get(column))}"] for column, name in named.items()
+            ]
             offered = _way_to_keep(columns[0], columns[1], column_names, first)
-            way = f", with {as_flag(offered)}" if offered else ""
-            message = f"columns {', '.join(columns)} {meaning} {columns[1]}{way} (row 0: {shown})"
-            raise ColumnsRefused(message, offered=offered)
+            way: list[Piece] = [", with ", Offer(offered)] if offered else []
+            raise ColumnsRefused(
+                *("columns ", *joined([[name] for name in named.values()]), f" {meaning} "),
+                *(named[columns[1]], *way, " (row 0: ", *joined(shown), ")"),
+            )
 
 
 def _way_to_keep(
@@ -177,7 +181,7 @@ def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range
             for index, value in zip(numbers, _values(dataset, name), strict=True):
                 if not rule.is_harmless(value):
                     offered = {name: None}
-                    fail(index, name, rule.problem, value, f"{rule.remedy} ({as_flag(offered)})", offered)
+                    fail(index, name, rule.problem, value, rule.remedy, offered)
 
 
 def _values(dataset: datasets.Dataset, name: str) -> Iterator[Any]:

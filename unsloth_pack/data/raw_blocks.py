@@ -67,6 +67,7 @@ class RawBlock:
         ends_pass: whether the pass over the data is complete; then the block has no rows.
         part: the number of the source that it comes from, where several are mixed.
         columns: the mapping by which the columns of the rows are renamed.
+        option: that names the data set, for errors.
     """
 
     name: str
@@ -77,6 +78,7 @@ class RawBlock:
     ends_pass: bool = False
     part: int = 0
     columns: Mapping[str, str | None] = field(default_factory=dict)
+    option: str = ""
 
     def rows(self, chosen: range) -> datasets.Dataset:
         """Those of a range of indices.
@@ -95,10 +97,12 @@ class RowSource(Protocol):
 
     Attributes:
         name: for errors.
+        option: that names it, for errors; empty where none does.
         parts: the sources that are mixed in it; itself, where none are.
     """
 
     name: str
+    option: str
     parts: tuple[RowSource, ...]
 
     def one_pass(self, place: Place) -> Iterator[RawBlock]:
@@ -120,7 +124,7 @@ def endless(source: RowSource, place: Place) -> Iterator[RawBlock]:
             place = block.end
             yield block
         if not place.seen:
-            raise InputError(f"{source.name}: 0 rows; give a dataset with at least one")
+            raise InputError(f"{source.name}: 0 rows; give a dataset with at least one", about=source.option)
         begin, place = place, Place(place.turn + 1)
         yield RawBlock(source.name, 0, _nothing, begin, place, ends_pass=True)
 
@@ -139,6 +143,8 @@ class FileRows:
         files: in the order in which they are read.
         root: the folder to which their names are relative.
     """
+
+    option = ""
 
     def __init__(self, name: str, files: Sequence[Path], root: Path):
         self.name = name
@@ -180,6 +186,8 @@ class FileRows:
 
 class IterableRows:
     """The rows of a `datasets.IterableDataset`, such as a hub data set that is read as it comes."""
+
+    option = ""
 
     def __init__(self, name: str, rows: datasets.IterableDataset):
         self.name, self._rows = name, rows

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from unsloth_pack.data.columns import as_flag, as_given
@@ -12,25 +14,87 @@ from unsloth_pack.errors import InputError
 Columns = Mapping[str, "str | None"]
 
 
-class ColumnsRefused(InputError):
-    """What is wrong with columns. They have the names of the formats, until `by_their_names` says it anew.
+@dataclass(frozen=True)
+class Names:
+    """How the data names its columns.
 
     Args:
-        message: names the column as `column 'name'`.
-        column: the name; empty where the message is of no single column.
-        offered: what the message offers, as `as_flag` writes it.
-        types: by the names of all columns, as `listed` writes them in the message.
+        columns: the mapping by which they were renamed.
+        are_shared: whether other data sets have the same mapping.
     """
 
-    def __init__(
-        self,
-        message: str,
-        column: str = "",
-        offered: Columns | None = None,
-        types: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.column, self.offered, self.types = column, offered or {}, types or {}
+    columns: Columns = field(default_factory=dict)
+    are_shared: bool = False
+
+    def of(self, column: str) -> str:
+        return next((name for name, to in self.columns.items() if to == column), column)
+
+    def way_to_give(self, offered: Columns) -> str:
+        """A mapping as it is given, beside what the present one says of other columns."""
+        if not self.columns:
+            return as_flag(offered)
+        new = {self.of(name): to for name, to in offered.items()}
+        kept = {name: to for name, to in self.columns.items() if to is None or to not in new.values()}
+        return as_given({**kept, **new}, self.are_shared)
+
+
+@dataclass(frozen=True)
+class Column:
+    """In a message, a column by the name that the formats have for it."""
+
+    name: str
+    is_quoted: bool = False
+
+    def said(self, names: Names) -> str:
+        name = names.of(self.name)
+        return repr(name) if self.is_quoted else name
+
+
+@dataclass(frozen=True)
+class Offer:
+    """In a message, a mapping of columns that would help."""
+
+    columns: Columns
+
+    def said(self, names: Names) -> str:
+        return names.way_to_give(self.columns)
+
+
+Piece = str | Column | Offer
+
+
+class ColumnsRefused(InputError):
+    """What is wrong with columns, in the names that the data has for them.
+
+    Args:
+        pieces: of the message.
+
+    Attributes:
+        names: those of the data; `telling_names` sets them.
+    """
+
+    names = Names()
+
+    def __init__(self, *pieces: Piece):
+        super().__init__(_said(pieces, self.names))
+        self.pieces = pieces
+
+    def __str__(self) -> str:
+        return _said(self.pieces, self.names) if self.names.columns else super().__str__()
+
+
+def _said(pieces: Iterable[Piece], names: Names) -> str:
+    return "".join(each if isinstance(each, str) else each.said(names) for each in pieces)
+
+
+@contextmanager
+def telling_names(columns: Columns, *, are_shared: bool = False) -> Iterator[None]:
+    """Errors inside this context name columns as the data did before `columns` renamed them."""
+    try:
+        yield
+    except ColumnsRefused as error:
+        error.names = Names(columns, are_shared)
+        raise
 
 
 def fail(
@@ -39,36 +103,13 @@ def fail(
     """Raise the InputError for row `index`, with the value shortened.
 
     Args:
-        offered: what the remedy offers, as `as_flag` writes it.
+        offered: a mapping of columns that does what the remedy says.
     """
-    message = f"row {index}, column {column!r}: {problem}, got {reprlib.repr(value)}; {remedy}"
-    raise ColumnsRefused(message, column, offered)
+    said = f": {problem}, got {reprlib.repr(value)}; {remedy}"
+    way: list[Piece] = [" (", Offer(offered), ")"] if offered else []
+    raise ColumnsRefused(f"row {index}, column ", Column(column, is_quoted=True), said, *way)
 
 
-def listed(types: Mapping[str, str]) -> str:
-    """Columns and their types."""
-    return ", ".join(f"{name} ({kind})" for name, kind in types.items())
-
-
-def by_their_names(error: InputError, columns: Columns, *, are_shared: bool = False) -> InputError:
-    """The error with the names that the columns have in the data, and a mapping that keeps the present one.
-
-    Args:
-        columns: the mapping by which they were renamed.
-        are_shared: whether other data sets have the same mapping.
-    """
-    if not isinstance(error, ColumnsRefused) or not columns:
-        return error
-    theirs = {to: name for name, to in columns.items() if to is not None}
-    said = str(error)
-    if error.column:
-        name = theirs.get(error.column, error.column)
-        said = said.replace(f"column {error.column!r}", f"column {name!r}", 1)
-    if error.types:
-        types = {theirs.get(name, name): kind for name, kind in error.types.items()}
-        said = said.replace(listed(error.types), listed(types), 1)
-    if error.offered:
-        offered = {theirs.get(name, name): to for name, to in error.offered.items()}
-        kept = {name: to for name, to in columns.items() if to is None or to not in offered.values()}
-        said = said.replace(as_flag(error.offered), as_given({**kept, **offered}, are_shared))
-    return InputError(said)
+def joined(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """Some of them, with commas between."""
+    return [piece for number, each in enumerate(pieces) for piece in ([", "] if number else []) + [*each]]

@@ -12,7 +12,7 @@ from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.data.formats import Conversion
 from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource, endless
-from unsloth_pack.data.refusals import by_their_names
+from unsloth_pack.data.refusals import telling_names
 from unsloth_pack.data.tally import Tally
 from unsloth_pack.data.tokenize import (
     DocumentMaker,
@@ -21,7 +21,7 @@ from unsloth_pack.data.tokenize import (
     check_counted,
     document_schema,
 )
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, about
 
 if TYPE_CHECKING:
     import datasets
@@ -185,15 +185,17 @@ class DocumentStream:
         if chosen:
             begin = block.begin.row
             numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
-            rows = block.rows(chosen)
+            with about(block.option):
+                rows = block.rows(chosen)
             try:
-                for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
-                    tally += of_batch
-                    tables.append(self._beside_images(table, numbers))
-                if tally.least_id < 0 or tally.last_id >= self._vocab_size:
-                    self._refuse_ids(tally, numbers)
+                with telling_names(block.columns):
+                    for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
+                        tally += of_batch
+                        tables.append(self._beside_images(table, numbers))
+                    if tally.least_id < 0 or tally.last_id >= self._vocab_size:
+                        self._refuse_ids(tally, numbers)
             except InputError as error:
-                raise InputError(f"{block.name}: {by_their_names(error, block.columns)}") from None
+                raise InputError(f"{block.name}: {error}", about=(*error.about, block.option)) from None
         if self.n_parts > 1:
             tally = tally.of_part(block.part)
         return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)

@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from unsloth_pack.data.sources import HUB_NAME
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.checked_weights import check_files, refuse_not_finite
+from unsloth_pack.files.places import check_model_there, is_adapter
 from unsloth_pack.lora.quantised_stacks import stand_ins
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -67,27 +66,11 @@ def resolve(model_name: str) -> tuple[str, str | None]:
     Raises:
         InputError: no such folder, one that holds no model, or an adapter that names no base model.
     """
-    if not isinstance(model_name, str | Path) or not str(model_name).strip():
-        raise InputError(f"model_name is {model_name!r}; give demo, a folder, or a hub name")
+    check_model_there(model_name)
     name = str(model_name)
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name]), None
-    if _is_adapter(name):
-        return _base_of(name), name
-    if os.path.isdir(name):
-        if not os.path.isfile(os.path.join(name, "config.json")):
-            raise InputError(
-                f"{name} holds neither config.json nor adapter_config.json; name a model's folder"
-            )
-    elif os.path.exists(name):
-        raise InputError(f"{name} is a file; name the folder of a model")
-    elif not HUB_NAME.fullmatch(name):
-        raise InputError(f"cannot load {name}: no such folder; check the path, relative to {Path.cwd()}")
-    return name, None
-
-
-def _is_adapter(name: str) -> bool:
-    return os.path.isfile(os.path.join(name, "adapter_config.json"))
+    return (_base_of(name), name) if is_adapter(name) else (name, None)
 
 
 def _base_of(adapter: str) -> str:
@@ -104,7 +87,7 @@ def _base_of(adapter: str) -> str:
         raise InputError(
             f"the adapter {adapter} is of type {config.peft_type.value}; only LORA can be loaded"
         )
-    if _is_adapter(base):
+    if is_adapter(base):
         raise InputError(
             f"the adapter {adapter} has another adapter, {base}, as its base; merge that one first, and name "
             "the result in base_model_name_or_path"

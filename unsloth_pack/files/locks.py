@@ -78,7 +78,8 @@ def _claim(folder: Path, made: list[Path]) -> int:
             os.close(descriptor)
             raise InputError(
                 f"output_dir {str(folder)!r} is in use by another run; wait for its end, or give another "
-                "folder"
+                "folder",
+                about="output_dir",
             ) from None
         if is_at(descriptor, folder):
             return descriptor

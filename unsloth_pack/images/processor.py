@@ -174,7 +174,8 @@ def load_image_processor(
             remedy = f"set {make.own_limit} in {' or '.join(_OF_IMAGES)} of a copy of {source}"
             raise InputError(
                 f"{name} is {value}, and images of model type {config.model_type!r} have no such limit; "
-                f"{remedy if make.own_limit else 'leave it out: every image becomes as many tokens'}"
+                f"{remedy if make.own_limit else 'leave it out: every image becomes as many tokens'}",
+                about=name,
             )
     processor = load_with(AutoImageProcessor, source, **hub)
     make(processor, config)
@@ -194,9 +195,14 @@ def limit_pixels(image_processor: Any, max_pixels: int | None, min_pixels: int |
         least = min(least, most)
     a_token = (image_processor.patch_size * image_processor.merge_size) ** 2
     if least > most:
-        raise InputError(f"min_pixels is {least} and max_pixels is {most}; give a range")
+        raise InputError(
+            f"min_pixels is {least} and max_pixels is {most}; give a range",
+            about=("min_pixels", "max_pixels"),
+        )
     if most < a_token:
-        raise InputError(f"max_pixels is {most}, and one token is {a_token} pixels; raise it")
+        raise InputError(
+            f"max_pixels is {most}, and one token is {a_token} pixels; raise it", about="max_pixels"
+        )
     image_processor.size = {"shortest_edge": least, "longest_edge": most}
     return image_processor
 

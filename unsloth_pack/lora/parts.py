@@ -21,11 +21,13 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str,
         InputError: names the argument, its value and the remedy.
     """
     if bias not in ("none", "all", "lora_only"):
-        raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only")
+        raise InputError(f"bias is {bias!r}; choose one of none, all, lora_only", about="bias")
     n_layers = model.config.get_text_config().num_hidden_layers
     tokens, whole = given.get("trainable_token_indices"), () if modules_to_save is None else modules_to_save
     if not isinstance(whole, list | tuple):
-        raise InputError(f"modules_to_save is {modules_to_save!r}; give a list of names")
+        raise InputError(
+            f"modules_to_save is {modules_to_save!r}; give a list of names", about="modules_to_save"
+        )
     at_once(
         [
             partial(check_layers, given.get("layers_to_transform"), n_layers),
@@ -56,7 +58,7 @@ def check_token_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
     for token in ids:
         require_whole(name, token, 0, vocab_size - 1)
     if twice := sorted({token for token in ids if [*ids].count(token) > 1}):
-        raise InputError(f"{name} holds {twice[0]} twice; keep one")
+        raise InputError(f"{name} holds {twice[0]} twice; keep one", about=name)
 
 
 def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> None:
@@ -66,13 +68,17 @@ def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> 
     by_module = tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
     for ids in by_module.values():
         if not isinstance(ids, list | tuple) or not ids:
-            raise InputError(f"trainable_token_indices is {tokens!r}; give a list of token ids")
+            raise InputError(
+                f"trainable_token_indices is {tokens!r}; give a list of token ids",
+                about="trainable_token_indices",
+            )
         check_token_ids("trainable_token_indices", ids, model.get_input_embeddings().num_embeddings)
     for name in modules_to_save:
         if name.rpartition(".")[2] in {each.rpartition(".")[2] for each in by_module}:
             raise InputError(
                 f"modules_to_save names {name}, of which trainable_token_indices trains some rows alone; "
-                "leave one of them out"
+                "leave one of them out",
+                about=("modules_to_save", "trainable_token_indices"),
             )
     head = next(
         (name for name, module in model.named_modules() if module is model.get_output_embeddings()), ""
@@ -82,7 +88,8 @@ def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> 
     if is_tied and saved:
         raise InputError(
             f"modules_to_save names {saved[0]}, which is tied to the embedding whose tokens "
-            "trainable_token_indices trains; leave one of them out"
+            "trainable_token_indices trains; leave one of them out",
+            about=("modules_to_save", "trainable_token_indices"),
         )
 
 
@@ -116,7 +123,8 @@ def refuse_adapted_rows(
             name = path.rpartition(".")[2]
             raise InputError(
                 f"target_modules puts an adapter on {name}, and {option} trains single rows of its weight; "
-                f"leave {name} out of target_modules, or leave out {option}"
+                f"leave {name} out of target_modules, or leave out {option}",
+                about=("target_modules", option),
             )
 
 
@@ -139,7 +147,8 @@ def refuse_rows_without_direction(adapted: Any) -> None:
                 adapted.unload()
                 raise InputError(
                     f"use_dora divides the rows of {path} by their lengths, and row {rows[0]} is zero, as "
-                    f"that of a padding token often is; leave {name} out of target_modules, or drop use_dora"
+                    f"that of a padding token often is; leave {name} out of target_modules, or drop use_dora",
+                    about=("use_dora", "target_modules"),
                 )
 
 
@@ -152,5 +161,6 @@ def _check_can_train(model: Any, modules_to_save: Collection[str]) -> None:
             if not weight.is_floating_point() or weight.dtype == torch.float8_e4m3fn:
                 raise InputError(
                     f"modules_to_save names {path}, whose {name} is quantised; load without load_in_4bit, "
-                    "load_in_8bit or load_in_fp8"
+                    "load_in_8bit or load_in_fp8",
+                    about="modules_to_save",
                 )

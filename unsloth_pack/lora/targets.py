@@ -269,7 +269,8 @@ class _Choice:
                     (found,) = halves & named
                     raise InputError(
                         f"target_modules names {found!r} of experts without {missing.pop()!r}, but one stack "
-                        "holds both; name both or neither"
+                        "holds both; name both or neither",
+                        about="target_modules",
                     )
                 doubles |= halves <= named
             chosen += [(path, stack) for stack in sorted({_STACK_OF[name] for name in named})]
@@ -334,7 +335,8 @@ def check_names(model: nn.Module, name: str, wanted: Collection[str], others: It
         weighted = [path for path, module in model.named_modules() if [*module.parameters(recurse=False)]]
         known = {_leaf(path) for path in [*weighted, *others]}
         raise InputError(
-            f"{name} names {', '.join(map(repr, absent))}; the model has {', '.join(sorted(known))}"
+            f"{name} names {', '.join(map(repr, absent))}; the model has {', '.join(sorted(known))}",
+            about=name,
         )
 
 
@@ -348,15 +350,20 @@ def _check_targets(
         try:
             matches = target_modules == "all-linear" or any(re.fullmatch(target_modules, p) for p in paths)
         except re.error as error:
-            raise InputError(f"target_modules is {target_modules!r}: {error}; correct the pattern") from None
+            raise InputError(
+                f"target_modules is {target_modules!r}: {error}; correct the pattern", about="target_modules"
+            ) from None
         if not target_modules or not matches:
             raise InputError(
                 f"target_modules is {target_modules!r}, which matches nothing; give 'all-linear', a list of "
-                "names, or a regular expression of whole paths"
+                "names, or a regular expression of whole paths",
+                about="target_modules",
             )
         return
     if not isinstance(target_modules, Sequence | Set) or not target_modules:
-        raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
+        raise InputError(
+            f"target_modules is {target_modules!r}; give the names of linear layers", about="target_modules"
+        )
     check_names(model, "target_modules", target_modules, of_experts)
 
 

@@ -34,7 +34,8 @@ def check_matches(option: str, patterns: Sequence[str], paths: Iterable[str]) ->
             some = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
             raise InputError(
                 f"{option} holds {pattern!r}, which matches no module that has weights; give a regular "
-                f"expression, or a JSON list of several (the model has {some}, ...)"
+                f"expression, or a JSON list of several (the model has {some}, ...)",
+                about=option,
             )
 
 
@@ -71,5 +72,6 @@ def train_only(model: nn.Module, train: Sequence[str] | None, freeze: Sequence[s
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise InputError(
             f"train_modules is {train} and freeze_modules is {freeze}, which leaves nothing to train; "
-            "freeze less"
+            "freeze less",
+            about=("train_modules", "freeze_modules"),
         )

@@ -3,20 +3,20 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from unsloth_pack.errors import Check, InputError, at_once, first_line, require_whole
+from unsloth_pack.errors import Check, InputError, about, at_once, first_line, require_whole
 from unsloth_pack.recipe.hub import check_hub
 from unsloth_pack.recipe.image_checks import check_images_together
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import check_data, evaluation_sets, name_of, training_sets
 from unsloth_pack.recipe.optimizers import check_masters, check_rounding, check_settings, check_updates
 from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
+from unsloth_pack.recipe.paths import check_paths
 from unsloth_pack.recipe.resolve import check_given, with_optimizer
 from unsloth_pack.recipe.run_folder import check_folders
 from unsloth_pack.recipe.second_stage import saved_config
-from unsloth_pack.recipe.sharding import check_sharding
+from unsloth_pack.recipe.sharding import check_sharding, check_sharding_here
 from unsloth_pack.recipe.what_trains import check_names_of_modules, check_tuning
 
 _SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
@@ -43,17 +43,17 @@ def check_here(options: TrainOptions, given: Mapping[str, Any]) -> None:
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    own: list[Callable[[TrainOptions], Iterator[str] | None]]
-    own = [check_sharding, check_folders, _check_loading, _check_loftq, _check_dtype, _check_push]
-    own += [_check_tracker_is_there, _check_model, _check_sources, _check_new_tokens]
+    own: list[Callable[[TrainOptions], Iterator[InputError] | None]]
+    own = [check_sharding_here, check_folders, _check_loading, _check_loftq, _check_dtype, _check_push]
+    own += [_check_tracker_is_there, _check_model, _check_sources]
     at_once([partial(check_anywhere, options, given), *(partial(check, options) for check in own)])
 
 
 def _together(options: TrainOptions) -> list[Check]:
-    """What contradicts each other."""
-    checks: list[Callable[[TrainOptions], Iterator[str] | None]]
+    """What contradicts each other, and paths at which nothing lies."""
+    checks: list[Callable[[TrainOptions], Iterator[InputError] | None]]
     checks = [_check_weights, _check_held_out, _check_packing, _check_saving, check_tuning]
-    checks += [check_updates, check_images_together, _check_evaluations]
+    checks += [check_updates, check_images_together, _check_evaluations, check_sharding, check_paths]
     return [partial(check_data, options.data), *(partial(check, options) for check in checks)]
 
 
@@ -78,73 +78,99 @@ def check_names(options: TrainOptions, given: Mapping[str, Any], told: Collectio
     at_once(check for names, check in checks.items() if names in wanted)
 
 
-def _check_weights(options: TrainOptions) -> Iterator[str]:
+def _check_weights(options: TrainOptions) -> Iterator[InputError]:
     model, adapter = options.model, options.adapter
     loaded_in = [name for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8") if getattr(model, name)]
     if len(loaded_in) > 1:
-        yield f"{' and '.join(loaded_in)} are set together; choose one"
+        yield InputError(f"{' and '.join(loaded_in)} are set together; choose one", about=loaded_in)
     if adapter.loftq_config is not None and loaded_in:
-        yield f"loftq_config starts from 16-bit weights; drop {loaded_in[0]}"
+        yield InputError(
+            f"loftq_config starts from 16-bit weights; drop {loaded_in[0]}",
+            about=("loftq_config", loaded_in[0]),
+        )
     if adapter.use_dora and model.load_in_fp8:
-        yield "use_dora needs the exact base weights; drop load_in_fp8"
+        yield InputError(
+            "use_dora needs the exact base weights; drop load_in_fp8", about=("use_dora", "load_in_fp8")
+        )
 
 
-def _check_held_out(options: TrainOptions) -> Iterator[str]:
+def _check_held_out(options: TrainOptions) -> Iterator[InputError]:
     data = options.data
     if data.eval_fraction is not None and data.eval_dataset is not None:
-        yield (
+        yield InputError(
             f"eval_fraction is {data.eval_fraction:g} and eval_dataset is {name_of(data.eval_dataset)}; give "
-            "one of them"
+            "one of them",
+            about=("eval_fraction", "eval_dataset"),
         )
     if data.eval_fraction is not None and data.streaming:
-        yield (
+        yield InputError(
             f"eval_fraction is {data.eval_fraction:g} and streaming is set, but nobody knows which documents "
-            "of a stream are equal; give --eval_dataset"
+            "of a stream are equal; give --eval_dataset",
+            about=("eval_fraction", "streaming"),
         )
 
 
-def _check_packing(options: TrainOptions) -> Iterator[str]:
+def _check_packing(options: TrainOptions) -> Iterator[InputError]:
     data = options.data
     if data.eval_packing is not None and not data.evaluates:
-        yield f"eval_packing is {data.eval_packing} without data to evaluate; give --eval_dataset"
+        yield InputError(
+            f"eval_packing is {data.eval_packing} without data to evaluate; give --eval_dataset",
+            about="eval_packing",
+        )
     if data.eval_packing and not data.sample_packing:
-        yield "eval_packing is set without sample_packing; give --sample_packing too"
+        yield InputError(
+            "eval_packing is set without sample_packing; give --sample_packing too",
+            about=("eval_packing", "sample_packing"),
+        )
     if data.keep_examples_per_update and not data.sample_packing:
-        yield "keep_examples_per_update is set without sample_packing; give --sample_packing too"
+        yield InputError(
+            "keep_examples_per_update is set without sample_packing; give --sample_packing too",
+            about=("keep_examples_per_update", "sample_packing"),
+        )
 
 
-def _check_saving(options: TrainOptions) -> Iterator[str]:
+def _check_saving(options: TrainOptions) -> Iterator[InputError]:
     output = options.output
     if output.save_path is not None and not output.save_model:
-        yield f"save_path is {output.save_path!r} but nothing is saved there; give --save_model too"
+        yield InputError(
+            f"save_path is {output.save_path!r} but nothing is saved there; give --save_model too",
+            about=("save_path", "save_model"),
+        )
 
 
-def _check_evaluations(options: TrainOptions) -> Iterator[str]:
+def _check_evaluations(options: TrainOptions) -> Iterator[InputError]:
     """Refuse what follows evaluations where there are none, and checkpoints at other updates than these."""
     training, output, evaluates = options.training, options.output, options.data.evaluates
     for name in ("eval_steps", "early_stopping_patience", "load_best_model_at_end"):
         if (value := getattr(training, name)) and not evaluates:
-            yield f"{name} is {value} without data to evaluate on; give --eval_dataset"
+            yield InputError(
+                f"{name} is {value} without data to evaluate on; give --eval_dataset", about=name
+            )
     if training.lr_scheduler_type in _SCHEDULES_BY_EVALUATION and not evaluates:
-        yield (
+        yield InputError(
             f"lr_scheduler_type is {training.lr_scheduler_type!r}, which follows the evaluation loss; "
-            "give --eval_dataset, or use linear"
+            "give --eval_dataset, or use linear",
+            about="lr_scheduler_type",
         )
     if training.load_best_model_at_end and output.save_steps and evaluates:
+        of_both = ("load_best_model_at_end", "save_steps", "eval_steps")
         if training.eval_steps is None:
-            yield (
+            yield InputError(
                 "load_best_model_at_end takes the best of the checkpoints, save_steps is "
                 f"{output.save_steps} and eval_steps is not given; give --eval_steps, of which save_steps is "
-                "a multiple"
+                "a multiple",
+                about=of_both,
             )
         elif output.save_steps % training.eval_steps:
-            yield (
+            yield InputError(
                 "load_best_model_at_end takes the best of the checkpoints, but save_steps "
-                f"{output.save_steps} is no multiple of eval_steps {training.eval_steps}; make it one"
+                f"{output.save_steps} is no multiple of eval_steps {training.eval_steps}; make it one",
+                about=of_both,
             )
     if output.save_delay_steps and not (output.save_steps or training.load_best_model_at_end):
-        yield (
-            f"save_delay_steps is {output.save_delay_steps} and no checkpoints are made; give --save_steps"
+        yield InputError(
+            f"save_delay_steps is {output.save_delay_steps} and no checkpoints are made; give --save_steps",
+            about="save_delay_steps",
         )
 
 
@@ -174,7 +200,7 @@ def _check_push(options: TrainOptions) -> None:
         check_hub(options.output.push_to_hub)
 
 
-def _check_tracker_is_there(options: TrainOptions) -> Iterator[str]:
+def _check_tracker_is_there(options: TrainOptions) -> Iterator[InputError]:
     name = options.output.report_to
     if name in ("none", "all"):
         return
@@ -182,7 +208,10 @@ def _check_tracker_is_there(options: TrainOptions) -> Iterator[str]:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     if name in INTEGRATION_TO_CALLBACK and name not in get_available_reporting_integrations():
-        yield f"report_to is {name!r}, which is not installed; pip install {name}, or use none"
+        yield InputError(
+            f"report_to is {name!r}, which is not installed; pip install {name}, or use none",
+            about="report_to",
+        )
 
 
 def _check_model(options: TrainOptions) -> None:
@@ -193,13 +222,11 @@ def _check_model(options: TrainOptions) -> None:
 
     if options.adapter.init_adapter is not None:
         saved_config(options.adapter.init_adapter)  # without which nobody knows the model
-    base, adapter = resolve(options.model.model_name)
-    if adapter is not None:
-        raise InputError(
-            f"model_name {adapter!r} is an adapter, and a run makes its own; give --init_adapter "
-            f"{adapter!r} to begin with it, or merge it first with `unsloth-pack merge`"
-        )
-    config = load_config(base).get_text_config()
+    with about("model_name", "init_adapter"):
+        base, adapter = resolve(options.model.model_name)
+        if adapter is not None:  # which `check_paths` refuses
+            return
+        config = load_config(base).get_text_config()
     model, is_full = options.model, options.adapter.tuning == "full"
     dtype = weight_dtype(model.dtype, is_full)
     checks: list[Check] = [
@@ -218,14 +245,7 @@ def _check_sources(options: TrainOptions) -> None:
     at_once([*checks, *(each.check for each in evaluation_sets(data))])
 
 
-def _check_new_tokens(options: TrainOptions) -> None:
-    from unsloth_pack.files.new_tokens import read_new_tokens
-
-    if options.adapter.add_tokens is not None:
-        read_new_tokens(Path(options.adapter.add_tokens))
-
-
-def _check_schedule(training: TrainingOptions) -> Iterator[str]:
+def _check_schedule(training: TrainingOptions) -> Iterator[InputError]:
     import torch
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
@@ -233,25 +253,28 @@ def _check_schedule(training: TrainingOptions) -> Iterator[str]:
     name, settings = training.lr_scheduler_type, dict(training.lr_scheduler_kwargs or {})
     schedules = [name.value for name in SchedulerType]
     if name not in schedules:
-        yield f"lr_scheduler_type is {name!r}; choose one of {', '.join(schedules)}"
+        yield InputError(
+            f"lr_scheduler_type is {name!r}; choose one of {', '.join(schedules)}", about="lr_scheduler_type"
+        )
         return
     try:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
         get_scheduler(name, optimizer, 0, 1, scheduler_specific_kwargs=settings)
     except (ValueError, TypeError) as error:
         given = f" and lr_scheduler_kwargs is {json.dumps(settings)}" if settings else ""
-        yield (
+        yield InputError(
             f"lr_scheduler_type is {name!r}{given}, which transformers refuses ({first_line(error)}); "
-            "correct lr_scheduler_kwargs, or give another lr_scheduler_type"
+            "correct lr_scheduler_kwargs, or give another lr_scheduler_type",
+            about=("lr_scheduler_type", "lr_scheduler_kwargs"),
         )
 
 
-def _check_tracker(report_to: str) -> Iterator[str]:
+def _check_tracker(report_to: str) -> Iterator[InputError]:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     known = ("none", "all", *INTEGRATION_TO_CALLBACK)
     if report_to not in known:
-        yield f"report_to is {report_to!r}; choose one of {', '.join(known)}"
+        yield InputError(f"report_to is {report_to!r}; choose one of {', '.join(known)}", about="report_to")
 
 
 def check_backend(attn_backend: str, config: Any, dtype: Any, device_type: str) -> None:
@@ -270,7 +293,8 @@ def check_backend(attn_backend: str, config: Any, dtype: Any, device_type: str) 
     from unsloth_pack.attention.options import AttentionNeed
     from unsloth_pack.models import spec_of
 
-    spec = spec_of(config.model_type)
+    with about("model_name", "init_adapter"):
+        spec = spec_of(config.model_type)
     attention = AttentionOptions(scale=1.0, softcap=getattr(config, spec.softcap) if spec.softcap else None)
     backend, source = requested_backend(attn_backend)
     for head_dim, v_head_dim in spec.head_sizes(config):

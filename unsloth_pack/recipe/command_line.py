@@ -1,27 +1,22 @@
 """From the command line of `train` to the options of a run."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import DEMO_DEFAULTS
-from unsloth_pack.errors import InputError, Mistakes, lines_of
+from unsloth_pack.errors import InputError, Mistakes, mistakes_of
 from unsloth_pack.recipe.checks import check_names
 from unsloth_pack.recipe.config_file import BASE, check_mappings, merged, read_config
 from unsloth_pack.recipe.flags import add_flags, build, options_of
 from unsloth_pack.recipe.mistakes import Found, Place
-from unsloth_pack.recipe.named_data import paths_of
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.other_trainers import REMEDIES
 from unsloth_pack.recipe.overrides import split_overrides
 from unsloth_pack.recipe.parser import Parser
 from unsloth_pack.recipe.resolve import resolve
 from unsloth_pack.recipe.yaml_file import Placed
-
-_BEHIND_PATHS = (":", " (", " holds ", " is a file")  # behind the path that a mistake is about
-_VERBS = "is|are|and|has|holds|needs|maps|names|puts|takes"  # behind the option that a mistake is about
 
 
 def read_options(arguments: Sequence[str]) -> TrainOptions:
@@ -44,7 +39,7 @@ def read_options(arguments: Sequence[str]) -> TrainOptions:
 
 @contextmanager
 def telling_places(placed: Mapping[str, Placed]) -> Iterator[None]:
-    """Of mistakes that are found meanwhile, tell the line of the config file that gave an option they name.
+    """Of mistakes that are found meanwhile, tell the line of the config file that gave what they are about.
 
     Raises:
         Mistakes: in place of an InputError about an option of a file.
@@ -52,29 +47,21 @@ def telling_places(placed: Mapping[str, Placed]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        found = [(_place_of(line, placed), line) for line in lines_of(error)]
+        found = [(_place_of(each, placed), each) for each in mistakes_of(error)]
         if not any(place for place, _ in found):
             raise
         found.sort(key=lambda each: (each[0] is None, each[0] or Place("", 0)))
-        raise Mistakes([f"{place}: {line}" if place else line for place, line in found]) from error
+        told = [InputError(f"{place}: {each}") if place else each for place, each in found]
+        raise Mistakes(told) from error
 
 
-def _place_of(line: str, placed: Mapping[str, Placed]) -> Place | None:
-    """Of the first option of a file that the line says something of, else of the first that it would change.
-
-    A word of English, such as `split`, names an option only before a verb or behind two dashes. A value in
-    quotes may hold the name of another option. Data and models are named by their paths.
-    """
-    places = {name: each.place for name, each in placed.items() if each.place is not None}
-    for name in ("dataset", "eval_dataset", "model_name"):
-        items = placed[name].items if name in places else ()
-        for number, path in enumerate(paths_of(placed[name].value) if name in places else ()):
-            if line.removeprefix("cannot load ").startswith(tuple(f"{path}{end}" for end in _BEHIND_PATHS)):
-                return items[number].get("path", items[number][""]) if items else places[name]
-    what, _, remedy = re.sub(r"'[^']*'", "''", line).partition("; ")
-    says = re.findall(rf"\b(\w+_\w+)\b|(?:--|\b)(\w+) (?:{_VERBS})\b|--(\w+)", what)
-    words = [word for groups in says for word in groups if word]
-    return next((places[word] for word in words + re.findall(r"--(\w+)", remedy) if word in places), None)
+def _place_of(error: InputError, placed: Mapping[str, Placed]) -> Place | None:
+    """Of the first option of a file that the error is about."""
+    for option in error.about:
+        name, _, part = option.partition(".")
+        if name in placed and (place := placed[name].place_of(part)):
+            return place
+    return None
 
 
 def train_parser(epilog: str = "") -> Parser:
@@ -131,16 +118,16 @@ def placed_options(parser: Parser, arguments: Sequence[str]) -> dict[str, Placed
 
 def _note_unknown_names(values: Mapping[str, Placed], found: Found) -> None:
     """Note what `check_names` refuses, beside the mistakes that were found in the file."""
-    told = [name for name in options_of(TrainOptions) if found.names(name)]
+    told = [name for name in options_of(TrainOptions) if name in found.options]
     given = values_of({name: each for name, each in values.items() if name not in told})
     if "lr_scheduler_type" not in given:
         told.append("lr_scheduler_type")  # the demo has another default, and who knows whether it is meant
     try:
         check_names(build(TrainOptions, given), given, told)
     except InputError as error:
-        for line in lines_of(error):
-            if place := _place_of(line, values):
-                found.add(place, *line.split("; ", 1))
+        for each in mistakes_of(error):
+            if place := _place_of(each, values):
+                found.add(place, *str(each).split("; ", 1))
 
 
 def _with_nulls_that_mean_something(name: str, placed: Placed) -> Placed:

@@ -19,7 +19,7 @@ from unsloth_pack.recipe.flags import Option, options_of, section_names
 from unsloth_pack.recipe.kinds import Refused, RefusedItems, is_secret, shown
 from unsloth_pack.recipe.mistakes import Found, Place
 from unsloth_pack.recipe.other_trainers import GROUPS, REMEDIES
-from unsloth_pack.recipe.remedies import remedy_for
+from unsloth_pack.recipe.remedies import Remedy, remedy_for
 from unsloth_pack.recipe.yaml_file import Placed, read_yaml
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def check_mappings(values: Mapping[str, Placed], kind: "type[DataclassInstance]"
             what = f"{name} is {shown(placed.value)}"
             if placed.place is None:
                 raise InputError(f"{what}; give {error.wanted}") from None
-            found.add(placed.place, what, f"give {error.wanted}")
+            found.add(placed.place, what, f"give {error.wanted}", name)
 
 
 def _mistakes(error: Refused, placed: Placed, place: Place) -> Iterator[tuple[Place, str]]:
@@ -163,8 +163,8 @@ class _Files:
         if isinstance(placed.value, dict):
             self._take_all(placed.value, (*section, name), own)
         elif placed.value is not None:
-            remedy = remedy_for(name, self.options, REMEDIES) or "write its options below it"
-            self.found.add(place, f"{name} is a section of options, not a value", remedy)
+            remedy = remedy_for(name, self.options, REMEDIES) or Remedy("write its options below it")
+            self.found.add(place, f"{name} is a section of options, not a value", *remedy)
 
     def _take_option(
         self, name: str, placed: Placed, place: Place, section: tuple[str, ...], own: dict[str, Placed]
@@ -173,11 +173,10 @@ class _Files:
         home = ".".join(option.path[:-1])
         if section and section != option.path[:-1]:
             what = f"{name} belongs in {home}, not in {'.'.join(section)}"
-            self.found.add(place, what, "move it there")
+            self.found.add(place, what, "move it there", option.name)
         if (first := own.get(option.name)) and first.place:
-            self.found.add(
-                place, f"{name} is there twice, first in line {first.place.line}", "keep one of them"
-            )
+            what = f"{name} is there twice, first in line {first.place.line}"
+            self.found.add(place, what, "keep one of them", option.name)
         own[option.name] = self._checked(name, option, placed, place)
 
     def _checked(self, name: str, option: Option, placed: Placed, place: Place) -> Placed:
@@ -188,14 +187,15 @@ class _Files:
             return Placed(option.kind(given), place, items=placed.items)
         except Refused as error:
             for at, wanted in _mistakes(error, placed, place):
-                self.found.add(at, f"{name} is {shown(given)}", f"give {wanted}")
+                self.found.add(at, f"{name} is {shown(given)}", f"give {wanted}", option.name)
             return Placed(None, place)
 
     def _note_unknown(self, name: str, placed: Placed, place: Place, section: tuple[str, ...]) -> None:
         if not section and name in GROUPS and isinstance(placed.value, dict) and placed.value:
             for part, inner in placed.value.items():
                 assert inner.place is not None
-                self._note(f"{name}.{part}", inner.place, GROUPS[name])
+                of_group = GROUPS[name]
+                self._note(f"{name}.{part}", inner.place, Remedy(of_group) if of_group else None)
         elif name in _FLAGS_ONLY:
             self.found.add(place, f"{name} cannot be set in a file", _FLAGS_ONLY[name])
         elif name == BASE:
@@ -206,16 +206,15 @@ class _Files:
             meant = remedy_for(name, self.options, REMEDIES) if section else self._nested(name)
             self._note(".".join((*section, name)), place, meant, sections)
 
-    def _note(self, name: str, place: Place, otherwise: str | None, more: list[str] | None = None) -> None:
+    def _note(self, name: str, place: Place, otherwise: Remedy | None, more: list[str] | None = None) -> None:
         remedy = remedy_for(name, [*self.options, BASE, *(more or [])], REMEDIES) or otherwise
         is_plain = re.fullmatch(r"[\w.-]{1,80}", name) and not is_secret(name)
-        self.found.add(
-            place, f"{name if is_plain else shown(name)} is unknown", remedy or "see `unsloth-pack --help`"
-        )
+        what = f"{name if is_plain else shown(name)} is unknown"
+        self.found.add(place, what, *(remedy or Remedy("see `unsloth-pack --help`")))
 
-    def _nested(self, name: str) -> str | None:
+    def _nested(self, name: str) -> Remedy | None:
         """What to write for a name with dots, if its first part is a section or takes a mapping."""
         first, _, rest = name.partition(".")
         option = self.options.get(first)
         is_parent = (first,) in self.sections or (option is not None and option.takes_mapping)
-        return f"write `{first}: {{{rest}: ...}}`" if rest and is_parent else None
+        return Remedy(f"write `{first}: {{{rest}: ...}}`", first) if rest and is_parent else None

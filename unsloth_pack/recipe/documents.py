@@ -17,7 +17,7 @@ from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mixed_rows import MixedRows
 from unsloth_pack.data.mixture import Mixture, Source, mix
 from unsloth_pack.data.raw_blocks import Place, RowSource, first_columns
-from unsloth_pack.data.refusals import by_their_names
+from unsloth_pack.data.refusals import telling_names
 from unsloth_pack.data.streamed import DocumentStream, StreamedImages
 from unsloth_pack.data.tokenize import Documents, documents_of
 from unsloth_pack.errors import InputError
@@ -114,14 +114,17 @@ def mixed_documents(
     for each in given:
         name, columns, are_shared = each.data_set.name, each.data_set.columns, each.data_set.shares_columns
         try:
-            documents = prepare_documents(
-                each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images
-            )
+            with telling_names(columns, are_shared=are_shared):
+                documents = prepare_documents(
+                    each.rows, tokenizer, max_length, train_on_responses_only, num_proc, images
+                )
             check_used(columns, documents.unused_columns, are_shared=are_shared)
         except InputError as error:
-            error = by_their_names(error, columns, are_shared=are_shared)
-            raise (InputError(f"{name}: {error}") if len(given) > 1 else error) from None
-        sources.append(Source(name, each.data_set.weight, documents))
+            error.about = (*error.about, each.data_set.option)
+            if len(given) == 1:
+                raise
+            raise InputError(f"{name}: {error}", about=error.about) from None
+        sources.append(Source(name, each.data_set.weight, documents, each.data_set.option))
     return mix(sources, how, seed=seed, eval_fraction=eval_fraction, most=most)
 
 

@@ -16,7 +16,9 @@ def check_new_folder(name: str, target: Path, may_replace: bool = False) -> None
     """Refuse a folder that cannot be written to, or holds anything."""
     check_writable(name, target)
     if not may_replace and target.is_dir() and (held := holds(target)):
-        raise InputError(f"{name} {str(target)!r} is not empty; give a new folder (it holds {held[0]})")
+        raise InputError(
+            f"{name} {str(target)!r} is not empty; give a new folder (it holds {held[0]})", about=name
+        )
 
 
 def check_picture(name: str, path: Path) -> None:
@@ -35,17 +37,17 @@ def check_picture(name: str, path: Path) -> None:
 
 def check_writable(name: str, folder: Path) -> None:
     """Refuse a folder that cannot be made or written to, without making it."""
+    begins, remedy = f"{name} is {str(folder)!r} but", "give another folder"
     too_long = any(len(os.fsencode(part)) > _LONGEST_NAME for part in folder.parts)
     if too_long or any(letter < " " or letter == "\x7f" for letter in str(folder)):
-        raise InputError(f"{name} is {reprlib.repr(str(folder))}, which cannot name a folder; give another")
+        shown = reprlib.repr(str(folder))
+        raise InputError(f"{name} is {shown}, which cannot name a folder; give another", about=name)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise InputError(f"{name} is {str(folder)!r} but {str(existing)!r} is a file; give another folder")
+        raise InputError(f"{begins} {str(existing)!r} is a file; {remedy}", about=name)
     try:
         with tempfile.TemporaryFile(dir=existing):  # it has no name, so nobody sees it
             pass
     except OSError as error:
-        raise InputError(
-            f"{name} is {str(folder)!r} but {str(existing)!r} cannot be written to ({error.strerror}); "
-            "give another folder"
-        ) from None
+        why = f"{str(existing)!r} cannot be written to ({error.strerror})"
+        raise InputError(f"{begins} {why}; {remedy}", about=name) from None

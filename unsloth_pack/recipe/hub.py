@@ -17,20 +17,22 @@ def check_hub(repository: str) -> None:
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    begins = f"push_to_hub is {repository!r}"
+    def refused(why: str, remedy: str = _LATER) -> InputError:
+        return InputError(f"push_to_hub is {repository!r}{why}; {remedy}", about="push_to_hub")
+
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise InputError(f"{begins}: {first_line(error).rstrip('.')}; give OWNER/NAME") from None
+        raise refused(f": {first_line(error).rstrip('.')}", "give OWNER/NAME") from None
     if constants.HF_HUB_OFFLINE:
-        raise InputError(f"{begins}, and HF_HUB_OFFLINE is set, so nothing can be uploaded; {_LATER}")
+        raise refused(", and HF_HUB_OFFLINE is set, so nothing can be uploaded")
     if get_token() is None:
-        raise InputError(f"{begins}, and no token of the hub is there; call `hf auth login`, or {_LATER}")
+        raise refused(", and no token of the hub is there", f"call `hf auth login`, or {_LATER}")
     try:
         HfApi().whoami()
     except Exception as error:  # of any of the libraries below
         reason = first_line(error).rstrip(".") or type(error).__name__
-        raise InputError(f"{begins}, and the hub cannot be used ({reason}); {_LATER}") from None
+        raise refused(f", and the hub cannot be used ({reason})") from None
 
 
 def upload(folder: Path, repository: str) -> str:

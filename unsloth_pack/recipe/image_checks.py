@@ -12,7 +12,7 @@ _RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}
 _OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indices", "add_tokens")
 
 
-def check_images_together(options: TrainOptions) -> Iterator[str]:
+def check_images_together(options: TrainOptions) -> Iterator[InputError]:
     """Refuse options of images that contradict each other, whatever the model.
 
     Raises:
@@ -21,21 +21,24 @@ def check_images_together(options: TrainOptions) -> Iterator[str]:
     images, adapter = options.images, options.adapter
     for rate, frozen in _RATES.items():
         if (value := getattr(images, rate)) is not None and getattr(images, frozen):
-            yield (
+            yield InputError(
                 f"{rate} is {value:g} and {frozen} is true, so that nothing learns at this rate; leave out "
-                f"--{rate}, or give --{frozen} false"
+                f"--{rate}, or give --{frozen} false",
+                about=(rate, frozen),
             )
     if images.freeze_vit and images.freeze_aligner and images.freeze_llm:
-        yield (
+        yield InputError(
             "freeze_vit, freeze_aligner and freeze_llm are true, which leaves nothing to train; set one of "
-            "them to false"
+            "them to false",
+            about=("freeze_vit", "freeze_aligner", "freeze_llm"),
         )
     if images.freeze_llm:
         for name in _OF_THE_TEXT:
             if (given := getattr(adapter, name)) is not None:
-                yield (
+                yield InputError(
                     f"freeze_llm is true and {name} is {given!r}, which is of the language model; leave out "
-                    "one of them"
+                    "one of them",
+                    about=("freeze_llm", name),
                 )
     check_image_options(images)
 
@@ -48,10 +51,13 @@ def check_image_options(images: ImageOptions) -> None:
     """
     if images.min_pixels is not None and images.min_pixels > (images.max_pixels or images.min_pixels):
         raise InputError(
-            f"min_pixels is {images.min_pixels} and max_pixels is {images.max_pixels}; give a range"
+            f"min_pixels is {images.min_pixels} and max_pixels is {images.max_pixels}; give a range",
+            about=("min_pixels", "max_pixels"),
         )
     if images.image_folder is not None and not os.path.isdir(images.image_folder):
-        raise InputError(f"image_folder is {images.image_folder!r}, which is no folder; correct it")
+        raise InputError(
+            f"image_folder is {images.image_folder!r}, which is no folder; correct it", about="image_folder"
+        )
 
 
 def refuse_image_options(images: ImageOptions, why: str) -> None:
@@ -67,7 +73,7 @@ def refuse_image_options(images: ImageOptions, why: str) -> None:
     for name, value in given.items():
         if value != defaults[name]:
             shown = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise InputError(f"{name} is {shown}, and {why}; leave out --{name}")
+            raise InputError(f"{name} is {shown}, and {why}; leave out --{name}", about=name)
 
 
 def check_run_with_images(options: TrainOptions) -> None:
@@ -80,5 +86,6 @@ def check_run_with_images(options: TrainOptions) -> None:
         if (value := getattr(options.training, name)) is not None:
             raise InputError(
                 f"{name} is {value!r} and the rows have images, but a process whose row has none would keep "
-                f"the others waiting; leave out --{name}"
+                f"the others waiting; leave out --{name}",
+                about=name,
             )

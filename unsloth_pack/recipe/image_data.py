@@ -119,7 +119,8 @@ class ImagePreparation:
         if self.options.shrink_images and not self.make_images.shrinks:
             raise InputError(
                 f"shrink_images is true, and images of model type {self.config.model_type!r} have no size to "
-                "shrink them by; leave out --shrink_images, or raise --max_seq_length"
+                "shrink them by; leave out --shrink_images, or raise --max_seq_length",
+                about=("shrink_images", "max_seq_length"),
             )
         tokenizer = self.processor.tokenizer
         relabel = answers_of(tokenizer) if responses_only else None
@@ -332,20 +333,23 @@ def preparation_of_packs(
             continue
         if not hasattr(config, "vision_config"):
             raise InputError(
-                f"{folder} holds rows with images, and {model_name} takes none; give another model"
+                f"{folder} holds rows with images, and {model_name} takes none; give another model",
+                about=("model_name", "dataset"),
             )
         decided = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels, "shrink_images": None}
         for name, value in decided.items():
             if getattr(options, name) not in (None, False, value):
                 raise InputError(
                     f"{name} is {getattr(options, name)}, and the images of {folder} are packed already; "
-                    f"leave out --{name}, or give it to `unsloth-pack pack`"
+                    f"leave out --{name}, or give it to `unsloth-pack pack`",
+                    about=name,
                 )
         limited = replace(options, min_pixels=images.least_pixels, max_pixels=images.most_pixels)
         found = preparation_of(processor_folder(model_name), config, tokenizer, limited)
         if (images.processor, images.placeholder) != (found.processor_hash, found.token_ids.placeholder):
             raise InputError(
                 f"{folder}: packed for another image processor, that of "
-                f"{manifest.model_name or 'another model'}; pack the data anew"
+                f"{manifest.model_name or 'another model'}; pack the data anew",
+                about="dataset",
             )
     return found

@@ -56,7 +56,8 @@ def refuse_unused_folder(options: ImageOptions, has_files: bool) -> None:
     if options.image_folder is not None and not has_files:
         raise InputError(
             f"image_folder is {options.image_folder!r}, and no image of the data is a file; leave out "
-            "--image_folder (null in a config file)"
+            "--image_folder (null in a config file)",
+            about="image_folder",
         )
 
 

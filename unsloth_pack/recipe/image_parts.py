@@ -44,7 +44,8 @@ def _refuse_frozen(model: Any, modules: Collection[str], images: ImageOptions) -
         if name is not None and option != "freeze_vit" and getattr(images, option):  # that is its default
             raise InputError(
                 f"{option} is true, and modules_to_save names {name}, of what it freezes; leave out one of "
-                "them"
+                "them",
+                about=(option, "modules_to_save"),
             )
 
 
@@ -60,7 +61,8 @@ def _targets(model: Any, given: str | Collection[str] | None, images: ImageOptio
     if of_experts and given == "all-linear":
         raise InputError(
             "freeze_vit is false and target_modules 'all-linear', which would mean routers of experts too; "
-            "give --target_modules names"
+            "give --target_modules names",
+            about=("freeze_vit", "target_modules"),
         )
     of_text = of_text_model(model, given if isinstance(given, str) else [*given])
     named = [path for path in of_experts if path.rpartition(".")[2] in given]
@@ -88,7 +90,8 @@ def freeze_parts(model: Any, images: ImageOptions, begun_with: str | None = None
         if begun_with is not None and not getattr(images, option) and not trains[name]:
             raise InputError(
                 f"{option} is false, and init_adapter {begun_with!r} has nothing of that part; give "
-                f"--{option}, or --merge_init_adapter to train a new adapter on top of it"
+                f"--{option}, or --merge_init_adapter to train a new adapter on top of it",
+                about=(option, "init_adapter"),
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("the options freeze all that would train; freeze less")

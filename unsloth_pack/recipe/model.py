@@ -3,7 +3,7 @@
 from typing import Any
 
 from unsloth_pack.api import FastLanguageModel
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, about
 from unsloth_pack.files.new_tokens import add_to_model, rows_to_train
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.modules.chosen import train_only
@@ -29,11 +29,12 @@ def load_run_model(options: TrainOptions, new_tokens: dict[int, list[int]], has_
     loading = {**flat(options.model), "full_finetuning": is_full, "random_state": adapter.random_state}
     if goes_on:
         loading["model_name"] = adapter.init_adapter
-    if adapter.merge_init_adapter:
-        del loading["model_name"]
-        model = load_merged_base(options, **loading)
-    else:
-        model, _ = FastLanguageModel.from_pretrained(**loading)
+    with about("model_name", "init_adapter"):
+        if adapter.merge_init_adapter:
+            del loading["model_name"]
+            model = load_merged_base(options, **loading)
+        else:
+            model, _ = FastLanguageModel.from_pretrained(**loading)
     if new_tokens:
         add_to_model(model, new_tokens)
     if is_full:
@@ -63,6 +64,7 @@ def _with_new_tokens(model: Any, arguments: dict[str, Any], ids: list[int]) -> A
         if name.rpartition(".")[2] in rows:
             raise InputError(
                 f"add_tokens trains rows of {name}, which modules_to_save or train_modules trains as a "
-                "whole; leave one of them out"
+                "whole; leave one of them out",
+                about=("add_tokens", "modules_to_save", "train_modules"),
             )
     return {name: [*(asked if name == embedding else []), *of_name] for name, of_name in rows.items()}

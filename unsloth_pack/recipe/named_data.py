@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unsloth_pack.data.data_sets import DataSet
+from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.data_options import DataOptions
 
 Named = str | Sequence[Mapping[str, Any]]
@@ -18,10 +19,12 @@ def data_sets_of(
     split: str | None = None,
     *,
     are_shared: bool = False,
+    option: str = "dataset",
 ) -> list[DataSet]:
     """The data sets.
 
     Args:
+        named: by the option `option`.
         columns, split: of those that have none of their own. A single file has no splits, and is read whole
             beside others.
         are_shared: whether data sets elsewhere have these columns too.
@@ -29,7 +32,11 @@ def data_sets_of(
     items: Sequence[Mapping[str, Any]] = [{"path": named}] if isinstance(named, str) else named
     without = [item for item in items if "columns" not in item]
     shared = {"columns": columns or {}, "shares_columns": are_shared or len(without) > 1}
-    sets = [DataSet(**{**({} if "columns" in item else shared), **item}) for item in items]
+    options = [option] if isinstance(named, str) else [f"{option}.{number}" for number in range(len(items))]
+    sets = [
+        DataSet(**{**({} if "columns" in item else shared), **item, "option": name})
+        for item, name in zip(items, options, strict=True)
+    ]
     have_splits = sets if all(each.is_file for each in sets) else [each for each in sets if not each.is_file]
     return [replace(each, split=each.split or split) if each in have_splits else each for each in sets]
 
@@ -46,7 +53,7 @@ def evaluation_sets(data: DataOptions) -> list[DataSet]:
     """
     if data.eval_dataset is None:
         return []
-    named = data_sets_of(data.eval_dataset, data.columns, are_shared=True)
+    named = data_sets_of(data.eval_dataset, data.columns, are_shared=True, option="eval_dataset")
     return [first_rows(each, data.sample_limit) for each in named]
 
 
@@ -56,17 +63,21 @@ def first_rows(data_set: DataSet, most: int | None) -> DataSet:
     return replace(data_set, limit=min(limits, default=None))
 
 
-def check_data(data: DataOptions) -> Iterator[str]:
+def check_data(data: DataOptions) -> Iterator[InputError]:
     """Refuse to mix a single data set, whose documents come as they are, and columns that no data set has."""
     if data.mixture != DataOptions().mixture and len(paths_of(data.dataset)) == 1:
-        yield (
+        yield InputError(
             f"mixture is {data.mixture!r}, and there is one data set, {name_of(data.dataset)}; leave out "
-            "--mixture, or name several in dataset"
+            "--mixture, or name several in dataset",
+            about="mixture",
         )
     named = (data.dataset, data.eval_dataset or [])
     is_used = any(isinstance(each, str) or any("columns" not in item for item in each) for each in named)
     if data.columns and not is_used:
-        yield "columns is set, and every item of dataset has columns of its own; leave out --columns"
+        yield InputError(
+            "columns is set, and every item of dataset has columns of its own; leave out --columns",
+            about="columns",
+        )
 
 
 def paths_of(named: Named | None) -> list[str]:

@@ -61,24 +61,28 @@ _ON_HOST = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # 
 _BY_GROUP = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw")
 
 
-def check_settings(training: TrainingOptions) -> Iterator[str]:
+def check_settings(training: TrainingOptions) -> Iterator[InputError]:
     """Refuse an optimizer that transformers does not know, and settings that it does not take."""
     from transformers.training_args import OptimizerNames
 
     optim, optimizers = str(training.optim), [name.value for name in OptimizerNames]
     if optim not in optimizers:
-        yield f"optim is {optim!r}; choose one of {', '.join(optimizers)}"
+        yield InputError(f"optim is {optim!r}; choose one of {', '.join(optimizers)}", about="optim")
         return
     takes = SETTINGS.get(optim, {})
     for name, value in (training.optim_args or {}).items():
         if name not in takes:
             known = f"give {', '.join(takes)}" if takes else "leave out optim_args"
-            yield f"optim_args has {name!r}, which {optim} does not take; {known}"
+            yield InputError(
+                f"optim_args has {name!r}, which {optim} does not take; {known}", about=f"optim_args.{name}"
+            )
             continue
         try:
             takes[name](value)
         except Refused as error:
-            yield f"optim_args has {name} {shown(value)}; give {error.wanted}"
+            yield InputError(
+                f"optim_args has {name} {shown(value)}; give {error.wanted}", about=f"optim_args.{name}"
+            )
 
 
 def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
@@ -96,50 +100,62 @@ def check_rounding(options: TrainOptions, dtype: "torch.dtype") -> None:
         )
         raise InputError(
             f"optim_args has {_ROUNDING}, which rounds weights in bfloat16, and {trains}; give --tuning full "
-            "--dtype bfloat16, or leave it out"
+            "--dtype bfloat16, or leave it out",
+            about=(f"optim_args.{_ROUNDING}", "tuning", "dtype"),
         )
 
 
-def check_updates(options: TrainOptions) -> Iterator[str]:
+def check_updates(options: TrainOptions) -> Iterator[InputError]:
     """Refuse gradients that are applied as they come, and masters on the host, where that cannot be right."""
     training = options.training
     for name in ("optimizer_in_backward", "masters_on_host"):
         if getattr(training, name) and options.adapter.tuning != "full":
-            yield (
+            yield InputError(
                 f"{name} is set and tuning is 'lora', but gradients and moments of an adapter take little "
-                "memory; leave it out, or give --tuning full"
+                "memory; leave it out, or give --tuning full",
+                about=(name, "tuning"),
             )
     if training.optimizer_in_backward and options.adapter.tuning == "full":
         yield from _check_in_backward(options)
     if training.masters_on_host and training.optim not in (None, *_ON_HOST):
-        yield (
+        yield InputError(
             f"masters_on_host is set and optim is {training.optim!r}, which does not update on the host; "
-            f"give one of {', '.join(_ON_HOST)}"
+            f"give one of {', '.join(_ON_HOST)}",
+            about=("masters_on_host", "optim"),
         )
 
 
-def _check_in_backward(options: TrainOptions) -> Iterator[str]:
+def _check_in_backward(options: TrainOptions) -> Iterator[InputError]:
     training, n_processes = options.training, count_processes()
-    refused = "optimizer_in_backward applies each gradient as it comes, and"
+
+    def refused(why: str, *others: str) -> InputError:
+        begins = "optimizer_in_backward applies each gradient as it comes, and"
+        return InputError(f"{begins} {why}", about=("optimizer_in_backward", *others))
+
     if options.data.keep_examples_per_update:
-        yield f"{refused} keep_examples_per_update may add up those of several steps; leave out one of them"
+        yield refused(
+            "keep_examples_per_update may add up those of several steps; leave out one of them",
+            "keep_examples_per_update",
+        )
     if training.gradient_accumulation_steps != 1:
-        yield (
-            f"{refused} gradient_accumulation_steps is {training.gradient_accumulation_steps}, which adds up "
-            "those of several steps; give --gradient_accumulation_steps 1, with longer rows or more of them "
-            "in a step"
+        yield refused(
+            f"gradient_accumulation_steps is {training.gradient_accumulation_steps}, which adds up those of "
+            "several steps; give --gradient_accumulation_steps 1, with longer rows or more of them in a step",
+            "gradient_accumulation_steps",
         )
     if training.max_grad_norm:
-        yield (
-            f"{refused} max_grad_norm is {training.max_grad_norm:g}, but the norm of all is known only when "
-            "all are there; give --max_grad_norm 0, which clips nothing"
+        yield refused(
+            f"max_grad_norm is {training.max_grad_norm:g}, but the norm of all is known only when all are "
+            "there; give --max_grad_norm 0, which clips nothing",
+            "max_grad_norm",
         )
     if n_processes > 1:
-        yield f"{refused} {n_processes} processes first sum theirs; train in one process, or leave it out"
+        yield refused(f"{n_processes} processes first sum theirs; train in one process, or leave it out")
     if training.optim not in (None, "adafactor", *SETTINGS) or str(training.optim) in _BY_GROUP:
-        yield (
-            f"{refused} optim {training.optim!r} keeps counts of whole updates; give adamw_torch, or another "
-            "that updates each weight by itself"
+        yield refused(
+            f"optim {training.optim!r} keeps counts of whole updates; give adamw_torch, or another that "
+            "updates each weight by itself",
+            "optim",
         )
 
 
@@ -154,7 +170,8 @@ def check_masters(options: TrainOptions, dtype: "torch.dtype") -> None:
     if options.training.masters_on_host and dtype == torch.float32:
         raise InputError(
             "masters_on_host is set and dtype is float32, in which weights need no masters; give --dtype "
-            "bfloat16, or leave it out"
+            "bfloat16, or leave it out",
+            about=("masters_on_host", "dtype"),
         )
 
 
@@ -187,9 +204,14 @@ def check_optimizer(arguments: "TrainingArguments") -> None:
         if name in _OF_TORCHAO:
             raise InputError(
                 f"optim is {name!r}, which needs torchao, and that cannot be imported; "
-                "pip install torchao, or use adamw_torch"
+                "pip install torchao, or use adamw_torch",
+                about="optim",
             ) from None
         why = first_line(error)
-        raise InputError(f"optim is {name!r}, which cannot be made ({why}); use adamw_torch") from None
+        raise InputError(
+            f"optim is {name!r}, which cannot be made ({why}); use adamw_torch", about="optim"
+        ) from None
     if kind.__module__.startswith("bitsandbytes") and not torch.cuda.is_available():
-        raise InputError(f"optim is {name!r}, which needs CUDA, and there is none here; use adamw_torch")
+        raise InputError(
+            f"optim is {name!r}, which needs CUDA, and there is none here; use adamw_torch", about="optim"
+        )

@@ -101,7 +101,8 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             if isinstance(error.__context__, RefusedItems):
                 lines = error.__context__.lines
-                raise Mistakes([f"argument {error.argument_name}: {line}" for line in lines]) from None
+                told = [InputError(f"argument {error.argument_name}: {line}") for line in lines]
+                raise Mistakes(told) from None
             self.error(str(error))
         if unknown:
             flag = unknown[0].partition("=")[0]
@@ -123,4 +124,4 @@ class Parser(argparse.ArgumentParser):
         if flag.endswith((".yaml", ".yml")) and "config" in known:
             return f"give --config {flag}"
         remedy = remedy_for(flag, known, self._remedies, spell=lambda name: f"--{name}")
-        return remedy or f"see `{self.prog} --help`"
+        return remedy.says if remedy else f"see `{self.prog} --help`"

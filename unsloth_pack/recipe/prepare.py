@@ -15,7 +15,7 @@ from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.data.mixture import Mixture, Part
 from unsloth_pack.data.streamed import Share
 from unsloth_pack.data.tokenize import Documents
-from unsloth_pack.errors import Together
+from unsloth_pack.errors import Together, about
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.kept_rows import pack_documents
@@ -135,33 +135,44 @@ def prepare(options: TrainOptions) -> Prepared:
             sets, limit = evaluation_sets(data), data.sample_limit
             eval_rows = _packs_in(data.eval_dataset) or load_all(sets, "test", data.num_proc, limit)
     together.check()
-    model_config = load_config(resolve(options.model.model_name)[0]).get_text_config()
+    with about("model_name", "init_adapter"):
+        model_config = load_config(resolve(options.model.model_name)[0]).get_text_config()
     model_config.vocab_size = max([model_config.vocab_size, *(token + 1 for token in new_tokens)])
     first: list[Dataset] = []
     if stream is not None and takes_images(options.model.model_name):
-        first = first_of_stream(stream.source)
-    images = images_of_run(options, tokenizer, train_rows, eval_rows, first)
-    if images is not None:
-        options = with_images(options, config)
-    beside = saved_beside_run(options, tokenizer, images)
+        with about("dataset"):
+            first = first_of_stream(stream.source)
+    with about("init_adapter", "model_name"):
+        images = images_of_run(options, tokenizer, train_rows, eval_rows, first)
+        if images is not None:
+            options = with_images(options, config)
+        beside = saved_beside_run(options, tokenizer, images)
     evaluation = None
     if stream is not None:
-        train = _stream_of(stream, tokenizer, options, config, model_config, images)
+        with about("dataset"):
+            train = _stream_of(stream, tokenizer, options, config, model_config, images)
     elif isinstance(train_rows, Path):
         name = name_of(data.dataset)
-        train = _packed_rows_of(train_rows, name, tokenizer, options, model_config, images)
+        with about("dataset"):
+            train = _packed_rows_of(train_rows, name, tokenizer, options, model_config, images)
     else:
         assert train_rows is not None
-        train, evaluation = _training_rows(train_rows, tokenizer, options, model_config, images)
+        with about("dataset"):
+            train, evaluation = _training_rows(train_rows, tokenizer, options, model_config, images)
     if data.keep_examples_per_update and isinstance(train.rows, Dataset):
         _keep_examples_per_update(config, train.rows)
     if isinstance(eval_rows, Path):
         name = name_of(data.eval_dataset)
-        evaluation = _packed_rows_of(eval_rows, name, tokenizer, options, model_config, images)
+        with about("eval_dataset"):
+            evaluation = _packed_rows_of(
+                eval_rows, name, tokenizer, options, model_config, images, "eval_dataset"
+            )
     elif eval_rows is not None:
-        evaluation = _evaluation_rows(eval_rows, tokenizer, options, model_config, images)
+        with about("eval_dataset"):
+            evaluation = _evaluation_rows(eval_rows, tokenizer, options, model_config, images)
     if images is not None:
-        check_images(images, train, evaluation, is_resumed=options.output.resume)
+        with about("dataset"):
+            check_images(images, train, evaluation, is_resumed=options.output.resume)
     return Prepared(options, config, dtype, tokenizer, beside, train, evaluation, new_tokens, images)
 
 
@@ -224,12 +235,14 @@ def _packed_rows_of(
     options: TrainOptions,
     model_config: Any,
     images: ImagePreparation | None,
+    option: str = "dataset",
 ) -> PreparedRows:
     """Rows that were packed on disk.
 
     Args:
         name: of the data.
         model_config: of the text model.
+        option: that names the data.
     """
     packs, rows = read_packs(folder, tokenizer_hash(tokenizer))
     check_token_ids(rows, model_config.vocab_size)
@@ -239,7 +252,9 @@ def _packed_rows_of(
     elif images is not None:
         has_files = check_files_of_packs(folder, rows, images)
     n_positions, most_lost = model_config.max_position_embeddings, options.data.max_token_loss
-    check_token_loss(name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True)
+    check_token_loss(
+        name, packs.ledger, most_lost, packs.capacity, n_positions, are_packed=True, option=option
+    )
     return PreparedRows(rows, packs.ledger, packs.data_fingerprint, packs, has_files=has_files)
 
 
@@ -299,7 +314,8 @@ def _checked_mixture(
         refuse_lost_images(mixture.train.rows, tokenizer, options, "document", "take it out of the text")
     name = ", ".join(each.data_set.name for each in given)
     n_positions = model_config.max_position_embeddings
-    check_token_loss(name, mixture.train.ledger, data.max_token_loss, capacity, n_positions)
+    option = given[0].data_set.option.partition(".")[0]
+    check_token_loss(name, mixture.train.ledger, data.max_token_loss, capacity, n_positions, option=option)
     return mixture
 
 

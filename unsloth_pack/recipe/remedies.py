@@ -1,6 +1,7 @@
 """What to write in place of a name that no option has."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from unsloth_pack.recipe.other_trainers import FLAGS, GROUPS
 
@@ -9,12 +10,19 @@ _TYPED = 4  # letters that a name needs for a slip in it to be recognised
 _LONG = 8  # and if the slip is another letter
 
 
+class Remedy(NamedTuple):
+    """What to write, and the option that was meant; empty where no single one was."""
+
+    says: str
+    option: str = ""
+
+
 def remedy_for(
     name: str,
     known: Collection[str],
     remedies: Mapping[str, str],
     spell: Callable[[str], str] = str,
-) -> str | None:
+) -> Remedy | None:
     """What to write in place of `name`; None if nobody can tell.
 
     Names of other trainers come first. A guess needs a slip of one letter, or a name that was cut off within
@@ -28,15 +36,19 @@ def remedy_for(
     """
     whole = name.strip("-").replace("-", "_").lower()
     group, _, last = whole.rpartition(".")
+
+    def meant(option: str) -> Remedy:
+        return Remedy(f"did you mean {spell(option)}?", option)
+
     if group in GROUPS and last in known and whole not in (*FLAGS, *remedies):
-        return f"did you mean {spell(last)}?"
+        return meant(last)
     for each in dict.fromkeys((whole, last)):
         if FLAGS.get(each) in known:
-            return f"did you mean {spell(FLAGS[each])}?"
+            return meant(FLAGS[each])
         if each in remedies:
-            return remedies[each]
-    meant = whole if whole in known else _cut_off(whole, known) or _slipped(whole, known)
-    return f"did you mean {spell(meant)}?" if meant else None
+            return Remedy(remedies[each])
+    alike = whole if whole in known else _cut_off(whole, known) or _slipped(whole, known)
+    return meant(alike) if alike else None
 
 
 def _cut_off(name: str, known: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
-from unsloth_pack.errors import InputError, at_once
+from unsloth_pack.errors import InputError, about, at_once
 from unsloth_pack.packing import find_packs, read_manifest
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import build, changed, flat, read_values
@@ -87,9 +87,14 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     from unsloth_pack.report.metrics import read_config, read_cwd
 
     if "output_dir" not in given:
-        raise InputError("--resume needs --output_dir; name the folder of the run to continue")
+        raise InputError(
+            "--resume needs --output_dir; name the folder of the run to continue", about="resume"
+        )
     if given.get("overwrite_output_dir"):
-        raise InputError("--resume and --overwrite_output_dir contradict each other; give one of them")
+        raise InputError(
+            "--resume and --overwrite_output_dir contradict each other; give one of them",
+            about=("resume", "overwrite_output_dir"),
+        )
     folder = Path(given["output_dir"])
     known = flat(TrainOptions()).keys() - {"overwrite_output_dir"}  # which was done when the run began
     recorded = {name: value for name, value in read_config(folder).items() if name in known}
@@ -102,7 +107,8 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in recorded and name not in FREE_ON_RESUME and not is_same:
             raise InputError(
                 f"--resume continues a run as it was started: {name} was {was!r}, not {value!r}; "
-                f"leave out --{name}, or start a new run"
+                f"leave out --{name}, or start a new run",
+                about=name,
             )
     return {name: found[name] for name in recorded}
 
@@ -164,38 +170,41 @@ def _with_packs(options: TrainOptions, asked: Mapping[str, Any]) -> TrainOptions
     """
     if folder := _packs_in(options.data.dataset):
         _refuse_choice_of_rows(options.data, asked, folder)
-        packs = read_manifest(folder)
+        with about("dataset"):
+            packs = read_manifest(folder)
         decided = {
             "sample_packing": True,
             "padding_free": True,
             "train_on_responses_only": packs.train_on_responses_only,
         }
-        _refuse_otherwise(asked, decided, folder)
+        _refuse_otherwise(asked, decided, folder, "dataset")
         length = asked.get("max_seq_length", packs.capacity)
         options = changed(options, {**decided, "max_seq_length": length})
-        _check_capacity(folder, packs.capacity, length)
-    if options.data.eval_dataset and (folder := _packs_in(options.data.eval_dataset)):
-        packs = read_manifest(folder)
+        _check_capacity(folder, packs.capacity, length, "dataset")
+    if options.data.eval_dataset and (folder := _packs_in(options.data.eval_dataset, "eval_dataset")):
+        with about("eval_dataset"):
+            packs = read_manifest(folder)
         decided = {"sample_packing": True, "train_on_responses_only": packs.train_on_responses_only}
-        _refuse_otherwise(flat(options), decided, folder)
-        _refuse_otherwise(asked, {"eval_packing": True}, folder)
+        _refuse_otherwise(flat(options), decided, folder, "eval_dataset")
+        _refuse_otherwise(asked, {"eval_packing": True}, folder, "eval_dataset")
         options = changed(options, {"eval_packing": True})
-        _check_capacity(folder, packs.capacity, options.model.max_seq_length)
+        _check_capacity(folder, packs.capacity, options.model.max_seq_length, "eval_dataset")
     return options
 
 
-def _packs_in(named: Named) -> Path | None:
-    """The folder of packed rows that is named, if one is.
+def _packs_in(named: Named, option: str = "dataset") -> Path | None:
+    """The folder of packed rows that an option names, if it does.
 
     Raises:
         InputError: something else is named beside it, or a part of it.
     """
-    for path in paths_of(named):
+    for number, path in enumerate(paths_of(named)):
         folder = find_packs(path)
         if folder is not None and not isinstance(named, str):
             raise InputError(
                 f"{folder} holds packed rows, which are trained on alone and as they were packed; name it as "
-                "a single path, or pack the data sets together with `unsloth-pack pack`"
+                "a single path, or pack the data sets together with `unsloth-pack pack`",
+                about=f"{option}.{number}",
             )
         if folder is not None:
             return folder
@@ -210,24 +219,29 @@ def _refuse_choice_of_rows(data: DataOptions, asked: Mapping[str, Any], folder: 
             )
             raise InputError(
                 f"{name} is set, and the rows in {folder} are packed already, each with several documents; "
-                f"{way}, or train on the data that it was packed from"
+                f"{way}, or train on the data that it was packed from",
+                about=(name, "dataset"),
             )
 
 
-def _refuse_otherwise(asked: Mapping[str, Any], decided: Mapping[str, Any], folder: Path) -> None:
+def _refuse_otherwise(
+    asked: Mapping[str, Any], decided: Mapping[str, Any], folder: Path, option: str
+) -> None:
     for name, value in decided.items():
         if asked.get(name, value) != value:
             raise InputError(
                 f"{name} is {asked[name]}, but {value} for the packed rows in {folder}; "
-                f"give --{name} {str(value).lower()}, or other data"
+                f"give --{name} {str(value).lower()}, or other data",
+                about=(name, option),
             )
 
 
-def _check_capacity(folder: Path, capacity: int, max_seq_length: int) -> None:
+def _check_capacity(folder: Path, capacity: int, max_seq_length: int, option: str) -> None:
     if max_seq_length < capacity:
         raise InputError(
             f"max_seq_length is {max_seq_length} and {folder} holds rows of up to {capacity} tokens; "
-            f"give --max_seq_length {capacity}, or pack the data anew"
+            f"give --max_seq_length {capacity}, or pack the data anew",
+            about=("max_seq_length", option),
         )
 
 
@@ -262,37 +276,46 @@ def _steps_of_an_update(training: TrainingOptions) -> tuple[int, int]:
     return divmod(training.effective_batch_size or 0, rows)
 
 
-def _check_stream(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[str]:
+def _check_stream(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[InputError]:
     """Refuse what needs to know all of the data, or contradicts a stream."""
     data = options.data
     if not data.streaming:
         return
     if options.training.max_steps is None:
-        yield "streaming is set and max_steps is not, but a stream has no length; give --max_steps"
+        yield InputError(
+            "streaming is set and max_steps is not, but a stream has no length; give --max_steps",
+            about="streaming",
+        )
     if given.get("sample_packing") is False:
-        yield (
+        yield InputError(
             "sample_packing is false, but the documents of a stream are packed as they come; leave out "
-            "--sample_packing, or --streaming"
+            "--sample_packing, or --streaming",
+            about=("sample_packing", "streaming"),
         )
     if data.keep_examples_per_update:
-        yield (
+        yield InputError(
             "keep_examples_per_update is set, but nobody knows the lengths of a stream's documents; give "
-            "--gradient_accumulation_steps"
+            "--gradient_accumulation_steps",
+            about=("keep_examples_per_update", "streaming"),
         )
     if folder := _packs_in(data.dataset):
-        yield (
+        yield InputError(
             f"streaming is set and {folder} holds packed rows, which stay on the disk anyway; leave out "
-            "--streaming"
+            "--streaming",
+            about=("streaming", "dataset"),
         )
 
 
-def _check_warmup(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[str]:
+def _check_warmup(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[InputError]:
     ratio = options.training.warmup_ratio
     if ratio is not None and "warmup_steps" in given:
-        yield f"warmup_ratio is {ratio:g} and warmup_steps is {given['warmup_steps']}; give one of them"
+        yield InputError(
+            f"warmup_ratio is {ratio:g} and warmup_steps is {given['warmup_steps']}; give one of them",
+            about=("warmup_ratio", "warmup_steps"),
+        )
 
 
-def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[str]:
+def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[InputError]:
     """Refuse an `effective_batch_size` that does not divide, or is not alone in deciding the steps."""
     training = options.training
     if training.effective_batch_size is None:
@@ -303,17 +326,19 @@ def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> Iter
     }
     for name, value in others.items():
         if value:
-            yield (
+            yield InputError(
                 f"effective_batch_size is {training.effective_batch_size} and {name} is {value}, but either "
-                f"decides the steps of an update; leave out --{name}"
+                f"decides the steps of an update; leave out --{name}",
+                about=("effective_batch_size", name),
             )
     steps, rest = _steps_of_an_update(training)
     if rest or not steps:
         rows = (training.per_device_train_batch_size or 1) * count_processes()
-        yield (
+        yield InputError(
             f"effective_batch_size is {training.effective_batch_size}, which {rows} rows a step "
             f"(per_device_train_batch_size times {count_processes()} processes) do not divide; give a "
-            f"multiple of {rows}"
+            f"multiple of {rows}",
+            about=("effective_batch_size", "per_device_train_batch_size"),
         )
 
 

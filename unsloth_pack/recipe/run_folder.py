@@ -2,12 +2,14 @@
 
 import math
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from unsloth_pack.data.ledger import TokenLedger
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import Check, InputError, about, at_once
 from unsloth_pack.files.saved_names import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -45,40 +47,55 @@ _PLOTS_AND_CARD = ("lengths.png", "loss.png", "report.html", CARD)
 
 
 def check_folders(options: TrainOptions) -> None:
-    """Refuse folders that cannot be written to, or hold files that the run would replace.
+    """Refuse folders that cannot be written to, or hold files that the run would replace, all at once.
 
     Raises:
         InputError: names the option, the folder and what it holds.
     """
     output, folder = options.output, options.folder
     if not str(output.output_dir).strip():
-        raise InputError(f"output_dir is {output.output_dir!r}; give a folder")
-    check_writable("output_dir", folder)
-    _check_apart(options, folder)
-    may_replace = _may_replace(options)
-    if not may_replace and is_main_process() and (found := run_files(folder)):
-        raise InputError(
-            f"output_dir {str(folder)!r} holds a run already ({found[0].name}); "
-            "give --resume, --overwrite_output_dir, or another folder"
-        )
-    if not may_replace and is_main_process() and (name := _in_the_way(folder)):
-        raise InputError(
-            f"output_dir {str(folder)!r} holds {name}, and the run writes a file of that name; give another "
-            "folder, or --overwrite_output_dir to replace it"
-        )
-    if is_main_process():
-        check_merged_base(options)
-    config = folder / RUN_CONFIG
-    if output.overwrite_output_dir and os.path.lexists(config) and not is_of_a_run(config):
-        raise InputError(
-            f"output_dir {str(folder)!r} holds a {RUN_CONFIG} that no run wrote; move it, or give another "
-            "folder"
-        )
-    if output.resume:
-        _check_resumable(folder)
+        raise InputError(f"output_dir is {output.output_dir!r}; give a folder", about="output_dir")
+    checks: list[Check] = [partial(_check_output, options)]
     if output.save_path is not None:
         target = Path(output.save_path)
-        _check_save_path(target, folder, may_replace and _is_of_the_run(target, folder))
+        if target.absolute().is_relative_to(folder.absolute()):  # what is wrong with the folder comes first
+            at_once(checks)
+            checks = []
+        checks.append(partial(_check_save_path, options, target))
+    at_once(checks)
+
+
+def _check_output(options: TrainOptions) -> None:
+    folder = options.folder
+    check_writable("output_dir", folder)
+    checks: list[Check] = [
+        partial(_check_apart_from_data, options, folder),
+        partial(_check_held, options, folder),
+    ]
+    checks += [partial(check_merged_base, options)] if is_main_process() else []
+    checks += [partial(_check_resumable, folder)] if options.output.resume else []
+    at_once(checks)
+
+
+def _check_held(options: TrainOptions, folder: Path) -> None:
+    """Refuse a folder with files of another model or run, or of the names that a run writes."""
+    begins, may_replace = f"output_dir {str(folder)!r} holds", _may_replace(options)
+    with about("output_dir"):
+        if holds_model(folder) and not (may_replace and _is_full_run(folder)):
+            raise InputError(f"{begins} a model; give another folder")
+        if not may_replace and is_main_process() and (found := run_files(folder)):
+            raise InputError(
+                f"{begins} a run already ({found[0].name}); "
+                "give --resume, --overwrite_output_dir, or another folder"
+            )
+        if not may_replace and is_main_process() and (name := _in_the_way(folder)):
+            raise InputError(
+                f"{begins} {name}, and the run writes a file of that name; give another folder, or "
+                "--overwrite_output_dir to replace it"
+            )
+        config = folder / RUN_CONFIG
+        if options.output.overwrite_output_dir and os.path.lexists(config) and not is_of_a_run(config):
+            raise InputError(f"{begins} a {RUN_CONFIG} that no run wrote; move it, or give another folder")
 
 
 def _may_replace(options: TrainOptions) -> bool:
@@ -113,20 +130,18 @@ def _is_of_the_run(target: Path, folder: Path) -> bool:
     return target.resolve() in [path.resolve() for path in saved]
 
 
-def _check_save_path(target: Path, folder: Path, may_replace: bool) -> None:
-    if target.resolve() == folder.resolve():
-        raise InputError(
-            f"save_path {str(target)!r} is output_dir, which gets the adapter; give another folder"
-        )
-    if _is_taken(target, folder):
-        raise InputError(
-            f"save_path {str(target)!r} is where the run itself writes in output_dir; give another folder"
-        )
-    if target.is_symlink() and target.parent.resolve() == folder.resolve():
-        raise InputError(
-            f"save_path {str(target)!r} is a link; remove it, or give the folder that it points to"
-        )
-    check_new_folder("save_path", target, may_replace)
+def _check_save_path(options: TrainOptions, target: Path) -> None:
+    folder, begins = options.folder, f"save_path {str(target)!r}"
+    check_writable("save_path", target)
+    may_replace = _may_replace(options) and _is_of_the_run(target, folder)
+    with about("save_path"):
+        if target.resolve() == folder.resolve():
+            raise InputError(f"{begins} is output_dir, which gets the adapter; give another folder")
+        if _is_taken(target, folder):
+            raise InputError(f"{begins} is where the run itself writes in output_dir; give another folder")
+        if target.is_symlink() and target.parent.resolve() == folder.resolve():
+            raise InputError(f"{begins} is a link; remove it, or give the folder that it points to")
+        check_new_folder("save_path", target, may_replace)
 
 
 def _is_taken(target: Path, folder: Path) -> bool:
@@ -137,19 +152,16 @@ def _is_taken(target: Path, folder: Path) -> bool:
     return name.startswith((".", "checkpoint-")) or Path(name).suffix[1:] in _SUFFIXES_OF_A_RUN
 
 
-def _check_apart(options: TrainOptions, folder: Path) -> None:
-    """Refuse a folder in which the run's files would be mistaken for a model's or for data."""
-    if holds_model(folder) and not (_may_replace(options) and _is_full_run(folder)):
-        raise InputError(f"output_dir {str(folder)!r} holds a model; give another folder")
-    named = [
-        (name, path) for name in ("dataset", "eval_dataset") for path in paths_of(getattr(options.data, name))
-    ]
-    for name, data in named:
-        if os.path.isdir(data) and folder.resolve().is_relative_to(Path(data).resolve()):
-            raise InputError(
-                f"output_dir {str(folder)!r} is in {name} {data!r}, where every file is read as data; "
-                "give another folder"
-            )
+def _check_apart_from_data(options: TrainOptions, folder: Path) -> Iterator[InputError]:
+    """Refuse a folder in which the run's files would be mistaken for data."""
+    for name in ("dataset", "eval_dataset"):
+        for data in paths_of(getattr(options.data, name)):
+            if os.path.isdir(data) and folder.resolve().is_relative_to(Path(data).resolve()):
+                yield InputError(
+                    f"output_dir {str(folder)!r} is in {name} {data!r}, where every file is read as data; "
+                    "give another folder",
+                    about=("output_dir", name),
+                )
 
 
 def _check_resumable(folder: Path) -> None:
@@ -217,7 +229,8 @@ def check_same_data(options: TrainOptions, use: str, ledger: TokenLedger, finger
         )
         raise InputError(
             f"--resume: {data} is not what the run began with ({name} was {was.get(name)}, is "
-            f"{now[name]}); give the same data and tokenizer, or start anew"
+            f"{now[name]}); give the same data and tokenizer, or start anew",
+            about="eval_dataset" if use == "eval" and options.data.eval_dataset else "dataset",
         )
 
 

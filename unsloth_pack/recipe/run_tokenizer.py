@@ -5,8 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unsloth_pack.errors import InputError
-from unsloth_pack.files.new_tokens import add_to_tokenizer, read_new_tokens
+from unsloth_pack.errors import InputError, about
+from unsloth_pack.files.new_tokens import add_to_tokenizer
+from unsloth_pack.files.token_file import read_new_tokens
 from unsloth_pack.recipe.documents import load_tokenizer
 from unsloth_pack.recipe.options import TrainOptions
 
@@ -18,11 +19,13 @@ def tokenizer_of_run(options: TrainOptions) -> PreTrainedTokenizerBase:
         InputError: it cannot be loaded, or has neither a token to pad with nor one that ends a text.
     """
     model_name = options.adapter.init_adapter or options.model.model_name
-    tokenizer = load_tokenizer(model_name)
+    with about("init_adapter", "model_name"):
+        tokenizer = load_tokenizer(model_name)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise InputError(
             f"the tokenizer of {model_name} has neither pad_token nor eos_token; name one of its tokens in "
-            "tokenizer_config.json"
+            "tokenizer_config.json",
+            about="model_name",
         )
     return tokenizer
 
@@ -46,6 +49,8 @@ def add_new_tokens(options: TrainOptions, tokenizer: Any) -> dict[int, list[int]
     if goes_on:
         raise InputError(
             f"add_tokens is {adapter.add_tokens!r} and init_adapter {adapter.init_adapter!r} has other "
-            "tokens; leave out --add_tokens, or give --merge_init_adapter to train a new adapter on top of it"
+            "tokens; leave out --add_tokens, or give --merge_init_adapter to train a new adapter on top of "
+            "it",
+            about=("add_tokens", "init_adapter"),
         )
     return add_to_tokenizer(tokenizer, tokens)

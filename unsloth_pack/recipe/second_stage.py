@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.errors import InputError, at_once
+from unsloth_pack.errors import InputError, about, at_once
 from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MERGED_BASE
 from unsloth_pack.recipe.flags import changed, flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
@@ -29,34 +29,47 @@ def with_init_adapter(options: TrainOptions, given: Mapping[str, Any]) -> TrainO
     folder, merges = options.adapter.init_adapter, options.adapter.merge_init_adapter
     if folder is None:
         if merges:
-            raise InputError("merge_init_adapter is set without an adapter; give --init_adapter")
+            raise InputError(
+                "merge_init_adapter is set without an adapter; give --init_adapter",
+                about="merge_init_adapter",
+            )
         return options
     if options.adapter.tuning == "full" and not merges:
         raise InputError(
             f"tuning is 'full' and init_adapter is {folder!r}, which is no whole model; give "
-            "--merge_init_adapter, or --tuning lora"
+            "--merge_init_adapter, or --tuning lora",
+            about=("tuning", "init_adapter"),
         )
     saved = saved_config(folder)
     base = saved["base_model_name_or_path"]
-    differ: list[str] = []
+    differ: list[InputError] = []
     if "model_name" in given and not _is_same_model(given["model_name"], folder):
         differ.append(
-            f"init_adapter {folder!r} was trained on {base!r}, and model_name is {given['model_name']!r}; "
-            "leave out --model_name, or give an adapter of that model"
+            InputError(
+                f"init_adapter {folder!r} was trained on {base!r}, and model_name is "
+                f"{given['model_name']!r}; leave out --model_name, or give an adapter of that model",
+                about=("init_adapter", "model_name"),
+            )
         )
     values: dict[str, Any] = {"model_name": base}
     for name in () if merges else _OF_ITS_OWN:
         values[name] = saved.get(name, flat(options)[name])
         if given.get(name, values[name]) != values[name]:
             differ.append(
-                f"init_adapter {folder!r} has {name} {values[name]}, not {given[name]}; leave out --{name}, "
-                f"or {_MERGE}"
+                InputError(
+                    f"init_adapter {folder!r} has {name} {values[name]}, not {given[name]}; leave out "
+                    f"--{name}, or {_MERGE}",
+                    about=("init_adapter", name),
+                )
             )
     at_once([lambda: differ])
     held = {} if merges or given.get("resume") or given.keys() & {*LOADED_IN} else held_by_run(Path(folder))
     values |= {name: held[name] for name in LOADED_IN if name in held}  # which it makes up the loss of
     if options.adapter.loftq_config is not None and not merges:
-        raise InputError(f"loftq_config is set and init_adapter {folder!r} has weights; leave out one")
+        raise InputError(
+            f"loftq_config is set and init_adapter {folder!r} has weights; leave out one",
+            about=("loftq_config", "init_adapter"),
+        )
     return changed(options, values)
 
 
@@ -93,12 +106,14 @@ def check_merged_base(options: TrainOptions) -> None:
     if os.path.lexists(base) and not is_replaced:
         raise InputError(
             f"merge_init_adapter puts the merged model into {str(base)!r}, which is there already; give "
-            "another --output_dir"
+            "another --output_dir",
+            about=("merge_init_adapter", "output_dir"),
         )
     if output.save_path is not None and Path(output.save_path).resolve().is_relative_to(base.resolve()):
         raise InputError(
             f"save_path is {output.save_path!r}, where merge_init_adapter puts the model that the run begins "
-            "with; give another folder"
+            "with; give another folder",
+            about=("save_path", "merge_init_adapter"),
         )
 
 
@@ -112,8 +127,12 @@ def saved_config(folder: str) -> dict[str, Any]:
 
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
-        raise InputError(f"init_adapter {folder!r} holds no {ADAPTER_CONFIG}; name a folder that train made")
-    resolve(folder)  # refuses what cannot be read, and other tuners than LoRA
+        raise InputError(
+            f"init_adapter {folder!r} holds no {ADAPTER_CONFIG}; name a folder that train made",
+            about="init_adapter",
+        )
+    with about("init_adapter"):
+        resolve(folder)  # refuses what cannot be read, and other tuners than LoRA
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config
 
@@ -151,7 +170,8 @@ def check_same_parts(model: Any, adapter: AdapterOptions, arguments: Mapping[str
     if tokens is not None and tokens != held:
         raise InputError(
             f"init_adapter {folder!r} has trainable_token_indices {held}, not {tokens}; leave out "
-            f"--trainable_token_indices, or {_MERGE}"
+            f"--trainable_token_indices, or {_MERGE}",
+            about=("init_adapter", "trainable_token_indices"),
         )
 
 
@@ -197,4 +217,6 @@ def _refuse_difference(folder: str, option: str, own: set[str], saved: set[str])
     for path in sorted(own ^ saved):
         says = "which the options leave out" if path in saved else "which the options name, is not among them"
         begins = f"init_adapter {folder!r} has other {option}"
-        raise InputError(f"{begins}: {path}, {says}; leave out --{option}, or {_MERGE}")
+        raise InputError(
+            f"{begins}: {path}, {says}; leave out --{option}, or {_MERGE}", about=("init_adapter", option)
+        )

@@ -2,11 +2,13 @@
 
 import copy
 import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import Check, InputError, about, at_once
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.options import TrainOptions
 
@@ -43,43 +45,77 @@ DEEPSPEED_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def check_sharding(options: TrainOptions) -> None:
-    """Refuse options that contradict sharding, settings that cannot be read, and a process on its own.
+    """Refuse options that contradict sharding, and settings that cannot be read, all at once.
 
     Raises:
         InputError: names the option, its value and the remedy.
     """
-    training = options.training
-    if training.fsdp is not None and training.deepspeed is not None:
-        raise InputError(
-            f"fsdp is {training.fsdp!r} and deepspeed is {training.deepspeed!r}; give one of them"
+    given = _given(options)
+    checks: list[Check] = [partial(_check_one_of_both, given)]
+    for name, value in given.items():
+        checks += [
+            partial(_check_settings, options, name),
+            partial(_check_bits, options, name),
+            partial(_check_recomputing, options, name, value),
+        ]
+    at_once(checks)
+
+
+def check_sharding_here(options: TrainOptions) -> Iterator[InputError]:
+    """Refuse to shard without the library, and in one process."""
+    given = _given(options)
+    if "deepspeed" in given and find_spec("deepspeed") is None:
+        yield InputError(
+            f"deepspeed is {given['deepspeed']!r} but is not installed; "
+            "pip install 'unsloth-pack[deepspeed]'",
+            about="deepspeed",
         )
-    for name, given in (("fsdp", training.fsdp), ("deepspeed", training.deepspeed)):
-        if given is not None:
-            _check_sharding_by(name, given, options)
+    if len(given) == 1 and count_processes() < 2:
+        ((name, value),) = given.items()
+        yield InputError(
+            f"{name} shards over several processes and this is one; start them with "
+            f"`torchrun --nproc_per_node N cli.py --{name} {value} ...`, or leave out --{name}",
+            about=name,
+        )
 
 
-def _check_sharding_by(name: str, given: str, options: TrainOptions) -> None:
-    sharding_arguments(options)  # reads the settings
+def _given(options: TrainOptions) -> dict[str, str]:
+    found = {"fsdp": options.training.fsdp, "deepspeed": options.training.deepspeed}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _check_one_of_both(given: Mapping[str, str]) -> Iterator[InputError]:
+    if len(given) > 1:
+        both = " and ".join(f"{name} is {value!r}" for name, value in given.items())
+        yield InputError(f"{both}; give one of them", about=given)
+
+
+def _check_settings(options: TrainOptions, name: str) -> None:
+    if name == "deepspeed":
+        zero_stage(options)
+    else:
+        _fsdp_config(str(options.training.fsdp))
+
+
+def _check_bits(options: TrainOptions, name: str) -> Iterator[InputError]:
     for loaded_in in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
         if getattr(options.model, loaded_in):
-            raise InputError(
+            yield InputError(
                 f"{name} shards 16-bit weights and {loaded_in} is set; drop one of them (without --{name}, "
-                "several GPUs train quantised weights)"
+                "several GPUs train quantised weights)",
+                about=(name, loaded_in),
             )
-    holds_all_weights = zero_stage(options) in (1, 2)
-    if options.training.use_gradient_checkpointing == "auto" and not holds_all_weights:
-        raise InputError(
+
+
+def _check_recomputing(options: TrainOptions, name: str, given: str) -> Iterator[InputError]:
+    if options.training.use_gradient_checkpointing != "auto":
+        return
+    holds_all_weights = name == "deepspeed" and zero_stage(options) in (1, 2)
+    if not holds_all_weights:
+        yield InputError(
             f"use_gradient_checkpointing is 'auto', which every process decides for itself, but under {name} "
-            f"{given!r} all must recompute the same layers; give true or offload"
-        )
-    if name == "deepspeed" and find_spec("deepspeed") is None:
-        raise InputError(
-            f"deepspeed is {given!r} but is not installed; pip install 'unsloth-pack[deepspeed]'"
-        )
-    if count_processes() < 2:
-        raise InputError(
-            f"{name} shards over several processes and this is one; start them with "
-            f"`torchrun --nproc_per_node N cli.py --{name} {given} ...`, or leave out --{name}"
+            f"{given!r} all must recompute the same layers; give true or offload",
+            about=("use_gradient_checkpointing", name),
         )
 
 
@@ -96,7 +132,8 @@ def zero_stage(options: TrainOptions) -> int | None:
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
     if stage not in (1, 2, 3):
         raise InputError(
-            f"deepspeed is {given!r}, which sets zero_optimization.stage to {stage!r}; give 1, 2 or 3"
+            f"deepspeed is {given!r}, which sets zero_optimization.stage to {stage!r}; give 1, 2 or 3",
+            about="deepspeed",
         )
     return stage
 
@@ -114,15 +151,7 @@ def sharding_arguments(options: TrainOptions) -> dict[str, Any]:
 def _fsdp_config(given: str) -> dict[str, Any]:
     settings = _settings("fsdp", given, FSDP_PRESETS)
     config = {str(name).removeprefix("fsdp_"): value for name, value in settings.items()}
-    for name, value in config.items():
-        if name not in _FSDP_SETTINGS:
-            known = ", ".join(_FSDP_SETTINGS)
-            raise InputError(f"fsdp is {given!r}, which sets {name}; leave it out, or set one of {known}")
-        allowed = _FSDP_SETTINGS[name]
-        if allowed is not None and value not in allowed:
-            raise InputError(
-                f"fsdp is {given!r}, which sets {name} to {value!r}; give {' or '.join(map(str, allowed))}"
-            )
+    at_once([partial(_wrong_settings, given, config)])
     required = {
         "version": 2,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -131,33 +160,49 @@ def _fsdp_config(given: str) -> dict[str, Any]:
     return required | config
 
 
+def _wrong_settings(given: str, config: Mapping[str, Any]) -> Iterator[InputError]:
+    for name, value in config.items():
+        allowed = _FSDP_SETTINGS.get(name)
+        if name not in _FSDP_SETTINGS:
+            known = ", ".join(_FSDP_SETTINGS)
+            yield InputError(
+                f"fsdp is {given!r}, which sets {name}; leave it out, or set one of {known}", about="fsdp"
+            )
+        elif allowed is not None and value not in allowed:
+            yield InputError(
+                f"fsdp is {given!r}, which sets {name} to {value!r}; give {' or '.join(map(str, allowed))}",
+                about="fsdp",
+            )
+
+
 def _settings(name: str, given: str, presets: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The settings of a preset, or of a JSON or YAML file, where accelerate puts them under `fsdp_config`.
 
     Raises:
         InputError: no such preset or file, or one that holds no settings.
     """
-    import yaml
-
     if given in presets:
         return copy.deepcopy(presets[given])
-    path = Path(given)
+    with about(name):
+        return _settings_in(name, given, presets)
+
+
+def _settings_in(name: str, given: str, presets: Iterable[str]) -> dict[str, Any]:
+    import yaml
+
+    path, begins = Path(given), f"{name} is {given!r}"
     if not path.suffix:
-        raise InputError(
-            f"{name} is {given!r}; choose one of {', '.join(presets)}, or give a .json or .yaml file"
-        )
+        raise InputError(f"{begins}; choose one of {', '.join(presets)}, or give a .json or .yaml file")
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
-        raise InputError(f"{name} is {given!r}: {error.strerror}; check the path") from None
+        raise InputError(f"{begins}: {error.strerror}; check the path") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = path.suffix.removeprefix(".")
-        raise InputError(
-            f"{name} is {given!r}: not {kind} ({' '.join(str(error).split())}); correct it"
-        ) from None
+        raise InputError(f"{begins}: not {kind} ({' '.join(str(error).split())}); correct it") from None
     if isinstance(values, dict):
         values = values.get(f"{name}_config", values)
     if not isinstance(values, dict) or not values:
-        raise InputError(f"{name} is {given!r}: it holds no settings by name; write some")
+        raise InputError(f"{begins}: it holds no settings by name; write some")
     return values

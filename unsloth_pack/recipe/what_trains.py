@@ -15,45 +15,53 @@ OF_AN_ADAPTER = (
 )
 
 
-def check_tuning(options: TrainOptions) -> Iterator[str]:
+def check_tuning(options: TrainOptions) -> Iterator[InputError]:
     """Refuse options that contradict what is tuned."""
     model, adapter = options.model, options.adapter
     if adapter.tuning == "full":
         for name in ("load_in_4bit", "load_in_8bit", "load_in_fp8"):
             if getattr(model, name):
-                yield (
+                yield InputError(
                     f"tuning is 'full' and {name} is set, but quantised weights have no gradient; drop "
-                    f"{name}, or give --tuning lora"
+                    f"{name}, or give --tuning lora",
+                    about=("tuning", name),
                 )
         if model.dtype == "float16":
-            yield (
+            yield InputError(
                 "tuning is 'full' and dtype is 'float16', in which small updates are lost and gradients "
-                "cannot be scaled; give bfloat16 or float32"
+                "cannot be scaled; give bfloat16 or float32",
+                about=("tuning", "dtype"),
             )
         for name in ("fsdp", "deepspeed"):
             if getattr(options.training, name) is not None:
-                yield (
+                yield InputError(
                     f"tuning is 'full' and {name} is set, but only adapters train on sharded weights; drop "
-                    "one of them"
+                    "one of them",
+                    about=("tuning", name),
                 )
         if (ratio := options.training.lora_plus_ratio) is not None:
-            yield (
-                f"tuning is 'full' and lora_plus_ratio is {ratio:g}, but there is no LoRA; drop one of them"
+            yield InputError(
+                f"tuning is 'full' and lora_plus_ratio is {ratio:g}, but there is no LoRA; drop one of them",
+                about=("tuning", "lora_plus_ratio"),
             )
         if options.output.save_method == "lora":
-            yield "tuning is 'full' and save_method is 'lora', but there is no adapter; drop one"
+            yield InputError(
+                "tuning is 'full' and save_method is 'lora', but there is no adapter; drop one",
+                about=("tuning", "save_method"),
+            )
 
 
-def check_of_an_adapter(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[str]:
+def check_of_an_adapter(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[InputError]:
     """Refuse values that somebody asked for and that say nothing about full tuning."""
     if options.adapter.tuning != "full":
         return
     defaults = flat(AdapterOptions())
     for name in OF_AN_ADAPTER:
         if given.get(name, defaults[name]) != defaults[name]:
-            yield (
+            yield InputError(
                 f"{name} is {given[name]!r} and tuning is 'full', which makes no adapter; leave out "
-                f"--{name}, or give --tuning lora"
+                f"--{name}, or give --tuning lora",
+                about=(name, "tuning"),
             )
 
 
@@ -153,5 +161,6 @@ def _refuse_quantised(options: TrainOptions, model: Any, modules: Sequence[str])
         if isinstance(module, nn.Linear) and is_meant:
             raise InputError(
                 f"{loaded} is set, and modules_to_save or train_modules names {path}, whose weight would be "
-                f"quantised and has no gradient; drop {loaded}, or leave that module out"
+                f"quantised and has no gradient; drop {loaded}, or leave that module out",
+                about=(loaded, "modules_to_save", "train_modules"),
             )

@@ -53,6 +53,15 @@ class Placed:
             return self.value
         return {name: each.plain for name, each in self.value.items() if each.value is not None}
 
+    def place_of(self, part: str) -> Place | None:
+        """Where a part of the value stands: `1.columns` of a list, or a name of a mapping; else the value."""
+        if self.items and part:
+            number, _, key = part.partition(".")
+            places = self.items[int(number)]
+            return places.get(key or "path", places[""])
+        inner = self.value.get(part) if isinstance(self.value, dict) else None
+        return (inner and inner.place) or self.place
+
 
 class _Loader(yaml.SafeLoader):
     """Knows the types of the core schema alone."""

@@ -74,7 +74,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         return dict(_read(path)[0]["options"])
     except (OSError, ValueError, LookupError, TypeError):
         raise InputError(
-            f"{path}: no configuration of a run to resume; check --output_dir, or start anew"
+            f"{path}: no configuration of a run to resume; check --output_dir, or start anew",
+            about=("output_dir", "resume"),
         ) from None
 
 

@@ -36,7 +36,8 @@ def check_host_memory(model: nn.Module) -> None:
     if needed > free:
         raise InputError(
             f"masters_on_host takes {needed / 2**30:.1f} GiB of host memory, of which {free / 2**30:.1f} GiB "
-            "are free; give --optim adamw_torch_8bit --optim_args bf16_stochastic_round=true in its place"
+            "are free; give --optim adamw_torch_8bit --optim_args bf16_stochastic_round=true in its place",
+            about="masters_on_host",
         )
 
 

@@ -13,6 +13,7 @@ from unsloth_pack.lora.vision_parts import VisionParts
 from unsloth_pack.modules.chosen import check_matches, matcher
 
 Groups = list[dict[str, Any]]  # as an optimizer takes them
+_OPTIONS = {"tower": "vit_lr", "aligner": "aligner_lr"}  # that set the rates of parts
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,22 @@ def check_rates(model: nn.Module, rates: LearningRates) -> None:
     if rates.lora_plus_ratio and not any(".lora_B." in name for name in trained):
         raise InputError(
             f"lora_plus_ratio is {rates.lora_plus_ratio:g}, and the model has no LoRA that trains; leave it "
-            "out"
+            "out",
+            about="lora_plus_ratio",
         )
     part_of = _part_of(model, rates)
     for part, rate in rates.of_parts.items():
         if not any(part_of(name) == part for name in trained):
             raise InputError(
-                f"the learning rate of the {part} is {rate:g}, and nothing of it trains; leave it out"
+                f"the learning rate of the {part} is {rate:g}, and nothing of it trains; leave it out",
+                about=_OPTIONS[part],
             )
     if rates.of_embeddings and not _embeddings(model, trained):
         raise InputError(
             f"embedding_learning_rate is {rates.of_embeddings:g}, and neither embeddings nor head train; "
             "leave it out, or have them train by --trainable_token_indices, --modules_to_save or "
-            "--target_modules"
+            "--target_modules",
+            about="embedding_learning_rate",
         )
 
 

@@ -45,7 +45,9 @@ def settings_refused_in_one_line(trainer: Trainer) -> Iterator[None]:
         if not trainer.is_deepspeed_enabled:
             raise
         said = " ".join(str(error).split())
-        raise InputError(f"DeepSpeed refuses its settings: {said}; correct the file") from error
+        raise InputError(
+            f"DeepSpeed refuses its settings: {said}; correct the file", about="deepspeed"
+        ) from error
 
 
 def adapt_patch(trainer: Trainer) -> None:

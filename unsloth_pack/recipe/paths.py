@@ -1,0 +1,41 @@
+"""The local paths that options name: what can be told of them without what reads them."""
+
+from functools import partial
+from pathlib import Path
+
+from unsloth_pack.errors import Check, InputError, about, at_once
+from unsloth_pack.files.places import check_model_there, is_adapter
+from unsloth_pack.files.token_file import read_new_tokens
+from unsloth_pack.recipe.named_data import evaluation_sets, training_sets
+from unsloth_pack.recipe.options import TrainOptions
+
+
+def check_paths(options: TrainOptions) -> None:
+    """Refuse paths at which nothing lies, all at once. What may be a name on the hub is not looked up.
+
+    An adapter that a run begins with may be missing here: an earlier run may have yet to make it.
+
+    Raises:
+        InputError: names the path.
+    """
+    checks: list[Check] = [
+        partial(each.check_there, options.data.streaming) for each in training_sets(options.data)
+    ]
+    checks += [each.check_there for each in evaluation_sets(options.data)]
+    at_once([*checks, partial(_check_model, options.model.model_name), partial(_check_tokens, options)])
+
+
+def _check_model(model_name: str) -> None:
+    with about("model_name", "init_adapter"):
+        check_model_there(model_name)
+    if is_adapter(model_name):
+        raise InputError(
+            f"model_name {model_name!r} is an adapter, and a run makes its own; give --init_adapter "
+            f"{model_name!r} to begin with it, or merge it first with `unsloth-pack merge`",
+            about="model_name",
+        )
+
+
+def _check_tokens(options: TrainOptions) -> None:
+    if options.adapter.add_tokens is not None:
+        read_new_tokens(Path(options.adapter.add_tokens))
