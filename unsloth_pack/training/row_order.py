@@ -8,12 +8,13 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_pack.packing import PackedSampler
+from unsloth_pack.training.attention_work import attention_share
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 from unsloth_pack.training.vision_work import vision_work
 
 
 def packed_sampler(
-    rows: Any, arguments: TrainingArguments, model: Any = None, image_rows: ImageRowCollator | None = None
+    rows: Any, arguments: TrainingArguments, model: Any, image_rows: ImageRowCollator | None = None
 ) -> PackedSampler | None:
     """What deals out these rows to the ranks; None if they are not packed, and have no `seq_lengths`.
 
@@ -25,9 +26,11 @@ def packed_sampler(
     work = None
     if image_rows is not None and arguments.world_size > 1:
         work = vision_work(rows, COLUMN, model, image_rows.make_images)
+    seq_lengths = rows.with_format("arrow")["seq_lengths"].to_pylist()
     return PackedSampler(
-        rows.with_format("arrow")["seq_lengths"].to_pylist(),
+        seq_lengths,
         arguments.world_size,
+        attention_weight=attention_share(model, seq_lengths),
         rows_per_rank=arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps,
         batch_size=arguments.per_device_train_batch_size,
         seed=arguments.seed,
