@@ -368,6 +368,30 @@ def test_paths_at_which_nothing_lies_are_told_at_once(capsys):
     assert "run.yaml:1: cannot load a/b/c: no such folder" in capsys.readouterr().err
 
 
+def test_names_that_a_model_here_does_not_have_are_told_without_its_weights(capsys):
+    Path("run.yaml").write_text(
+        "target_modules: q_prj\nmodules_to_save: [lm_hed]\nlearning_rates: {norm: 1e-5}\n"
+        "embedding_learning_rate: 1e-5\nfreeze_modules: layers.99\ndataset: gone.jsonl\n"
+    )
+    told = [
+        *("1: target_modules names 'q_prj'; the model has", "2: modules_to_save names 'lm_hed'; the model"),
+        "5: freeze_modules holds 'layers.99', which",
+        "6: gone.jsonl: file not found",
+    ]
+    for command in (["config", "check", "run.yaml"], ["--config=run.yaml"]):
+        assert main(command) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert [
+            line.partition("run.yaml:")[2][: len(part)] for line, part in zip(said, told, strict=True)
+        ] == told
+    Path("run.yaml").write_text("learning_rates: {norm: 1e-5}\nembedding_learning_rate: 1e-5\ntuning: lora\n")
+    for command in (["config", "check", "run.yaml"], ["--config=run.yaml"]):
+        assert main(command) == 2
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.startswith("run.yaml:1: learning_rates holds 'norm', which matches no module")
+        assert second.startswith("run.yaml:2: embedding_learning_rate is 1e-05, and neither embeddings nor")
+
+
 def test_folders_and_sharding_tell_all_of_their_mistakes(capsys):
     Path("rows/out").mkdir(parents=True)
     Path("rows/a.jsonl").write_text('{"text": "word"}\n')

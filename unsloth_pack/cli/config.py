@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from unsloth_pack.errors import InputError, printable
-from unsloth_pack.recipe.checks import check_anywhere
+from unsloth_pack.recipe.checks import check_file
 from unsloth_pack.recipe.command_line import placed_options, telling_places, values_of
 from unsloth_pack.recipe.flags import add_flags
 from unsloth_pack.recipe.json_schema import json_schema
@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
     if "config" not in given:
         raise InputError("config check is given no file; name one")
     with telling_places(placed):
-        check_anywhere(filled_in(given, may_lack_adapter=True), given)
+        check_file(filled_in(given, may_lack_adapter=True), given)
     print(printable(f"{given['config']}: no mistakes"))
     return 0
 

@@ -155,7 +155,7 @@ def _load_probed(prepared: "Prepared") -> Any:
     from unsloth_pack.patching.patch import patch_of
     from unsloth_pack.recipe.merged_base import removed_if_refused
     from unsloth_pack.recipe.model import load_run_model
-    from unsloth_pack.recipe.prepare import rates_of
+    from unsloth_pack.recipe.rates import rates_of
     from unsloth_pack.training.host_masters import check_host_memory
     from unsloth_pack.training.learning_rates import check_rates
     from unsloth_pack.training.sharded_weights import loaded_whole
@@ -201,7 +201,7 @@ def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFil
 
 
 def _trainer(model: Any, prepared: "Prepared", metrics: "MetricsFile", stop: "StopOnSignal") -> "RunTrainer":
-    from unsloth_pack.recipe.prepare import rates_of
+    from unsloth_pack.recipe.rates import rates_of
     from unsloth_pack.report.callbacks import MetricsCallback
     from unsloth_pack.training.best import DelayedSaves, EarlyStopping
     from unsloth_pack.training.trl import make_trainer

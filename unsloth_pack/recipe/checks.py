@@ -1,11 +1,14 @@
 """What can be refused about the options of a run before its model is loaded."""
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import Check, InputError, about, at_once, first_line, require_whole
+from unsloth_pack.files.saved_names import MODEL_CONFIG
 from unsloth_pack.recipe.hub import check_hub
 from unsloth_pack.recipe.image_checks import check_images_together
 from unsloth_pack.recipe.machine import device_type
@@ -32,6 +35,22 @@ def check_anywhere(options: TrainOptions, given: Mapping[str, Any]) -> None:
         InputError: names the option, its value and the remedy.
     """
     at_once([partial(check_given, options, given), *_together(options), partial(check_names, options, given)])
+
+
+def check_file(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    """As `check_anywhere`, and refuse names of modules that a model which lies here does not have.
+
+    Args:
+        given: as for `check_anywhere`.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    name = options.model.model_name
+    checks: list[Check] = [partial(check_anywhere, options, given)]
+    if name in BUNDLED_MODELS or os.path.isfile(os.path.join(name, MODEL_CONFIG)):
+        checks.append(partial(check_names_of_modules, options, str(BUNDLED_MODELS.get(name, name))))
+    at_once(checks)
 
 
 def check_here(options: TrainOptions, given: Mapping[str, Any]) -> None:

@@ -50,7 +50,6 @@ from unsloth_pack.recipe.run_images import (
 from unsloth_pack.recipe.run_tokenizer import add_new_tokens, tokenizer_of_run
 from unsloth_pack.recipe.sharding import sharding_arguments
 from unsloth_pack.report.fill import document_lengths
-from unsloth_pack.training.learning_rates import LearningRates
 from unsloth_pack.training.row_stream import RowStream
 from unsloth_pack.training.trl_setup import rows_of_an_update, sft_config
 
@@ -185,18 +184,6 @@ def _trl_config(options: TrainOptions, dtype: torch.dtype) -> SFTConfig:
     )
     check_optimizer(config)
     return config
-
-
-def rates_of(options: TrainOptions) -> LearningRates:
-    """The learning rates of groups of weights."""
-    training, images = options.training, options.images
-    return LearningRates(
-        training.lora_plus_ratio,
-        training.embedding_learning_rate,
-        dict(training.learning_rates or {}),
-        images.vit_lr,
-        images.aligner_lr,
-    )
 
 
 def _training_arguments(options: TrainOptions) -> dict[str, Any]:

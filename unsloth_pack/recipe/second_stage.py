@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +158,15 @@ def check_same_parts(model: Any, adapter: AdapterOptions, arguments: Mapping[str
     saved = saved_config(folder)
     excluded, layers = arguments.get("exclude_modules"), arguments.get("layers_to_transform")
     if adapter.target_modules is not None or layers is not None or excluded is not None:
-        own = _adapted(model, adapter.target_modules, excluded, layers)
-        of_saved = _adapted_by(model, saved)
+        own = adapted_by_options(model, adapter.target_modules, excluded, layers)
+        of_saved = adapted_by(model, saved)
         _refuse_difference(folder, "target_modules", own, of_saved)
     whole = arguments.get("modules_to_save")
     if whole is not None:
-        own = _meant(model, whole)
-        _refuse_difference(folder, "modules_to_save", own, _meant(model, saved.get("modules_to_save") or ()))
+        own = modules_meant(model, whole)
+        _refuse_difference(
+            folder, "modules_to_save", own, modules_meant(model, saved.get("modules_to_save") or ())
+        )
     tokens = arguments.get("trainable_token_indices")
     held = saved.get("trainable_token_indices")
     if tokens is not None and tokens != held:
@@ -175,19 +177,19 @@ def check_same_parts(model: Any, adapter: AdapterOptions, arguments: Mapping[str
         )
 
 
-def _adapted(model: Any, targets: Any, excluded: Sequence[str] | None, layers: Any) -> set[str]:
-    """Paths of the layers, and of stacks of experts, that get an adapter."""
+def adapted_by_options(model: Any, targets: Any, excluded: Sequence[str] | None, layers: Any) -> set[str]:
+    """As `adapted_by`, by what the options mean for `FastLanguageModel.get_peft_model`."""
     from unsloth_pack.lora.targets import lora_targets
 
     given = {"exclude_modules": excluded, "layers_to_transform": layers}
     found = lora_targets(model, targets, {name: value for name, value in given.items() if value is not None})
-    return _adapted_by(
+    return adapted_by(
         model, {"target_modules": found.modules, "target_parameters": found.parameters, **given}
     )
 
 
-def _adapted_by(model: Any, config: Mapping[str, Any]) -> set[str]:
-    """As `_adapted`, by the fields of a `LoraConfig`."""
+def adapted_by(model: Any, config: Mapping[str, Any]) -> set[str]:
+    """Paths of the layers, and of stacks of experts, that get an adapter by the fields of a `LoraConfig`."""
     import torch
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -208,9 +210,9 @@ def _adapted_by(model: Any, config: Mapping[str, Any]) -> set[str]:
     return found | {path for path in stacks if any(f".{path}".endswith(f".{name}") for name in names)}
 
 
-def _meant(model: Any, names: Sequence[str]) -> set[str]:
-    """Paths of modules, by their ends as PEFT reads them."""
-    return {path for path, _ in model.named_modules() if any(f".{path}".endswith(f".{n}") for n in names)}
+def modules_meant(model: Any, names: Collection[str]) -> set[str]:
+    """Paths of modules, by their ends as PEFT reads them: `norm` is also the end of `input_layernorm`."""
+    return {path for path, _ in model.named_modules() if path.endswith(tuple(names))}
 
 
 def _refuse_difference(folder: str, option: str, own: set[str], saved: set[str]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from unsloth_pack.errors import InputError, at_once
+from unsloth_pack.errors import Check, InputError, at_once
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 
@@ -74,39 +74,49 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
     Raises:
         InputError: names the option, and what the model has.
     """
-    adapter = options.adapter
-    asked: list[Any] = [adapter.target_modules, adapter.modules_to_save, adapter.train_modules]
-    asked += [adapter.freeze_modules, adapter.layers_to_transform, adapter.trainable_token_indices]
-    if all(each is None for each in asked):
+    if not names_modules(options):
         return
     import torch
 
     from unsloth_pack.files.loading import auto_class, load_config
     from unsloth_pack.lora.parts import check_parts
     from unsloth_pack.modules.chosen import check_matches, parameter_paths, train_only
+    from unsloth_pack.recipe.rates import check_names_of_rates
     from unsloth_pack.recipe.second_stage import check_same_parts
 
+    adapter = options.adapter
     config = load_config(source)
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     paths = parameter_paths(model)
     patterns = {name: getattr(adapter, name) or () for name in ("train_modules", "freeze_modules")}
-    at_once(partial(check_matches, name, given, paths) for name, given in patterns.items())
+    checks: list[Check] = [partial(check_matches, name, given, paths) for name, given in patterns.items()]
     if adapter.tuning == "full":
+        at_once(checks)
         train_only(model, adapter.train_modules, adapter.freeze_modules)
+        check_names_of_rates(options, model, {})
         return
     arguments = adapter_arguments(model, adapter)
     given = {name: arguments[name] for name in _FURTHER if arguments.get(name) is not None}
     if adapter.init_adapter is not None and not adapter.merge_init_adapter:
-        check_same_parts(model, adapter, arguments)
+        checks.append(partial(check_same_parts, model, adapter, arguments))
     whole = arguments["modules_to_save"]
-    at_once(
-        [
-            partial(_check_targets, model, adapter, given),
-            partial(check_parts, model, adapter.bias, whole, given),
-            partial(_refuse_quantised, options, model, whole or ()),
-        ]
-    )
+    checks += [
+        partial(_check_targets, model, adapter, given),
+        partial(check_parts, model, adapter.bias, whole, given),
+        partial(_refuse_quantised, options, model, whole or ()),
+        partial(check_names_of_rates, options, model, arguments),
+    ]
+    at_once(checks)
+
+
+def names_modules(options: TrainOptions) -> bool:
+    """Whether an option names modules or tokens of the model."""
+    adapter, training = options.adapter, options.training
+    named: list[Any] = [adapter.target_modules, adapter.modules_to_save, adapter.train_modules]
+    named += [adapter.freeze_modules, adapter.layers_to_transform, adapter.trainable_token_indices]
+    named += [training.learning_rates, training.embedding_learning_rate]
+    return any(each is not None for each in named)
 
 
 def _check_targets(model: Any, adapter: AdapterOptions, given: Mapping[str, Any]) -> None:

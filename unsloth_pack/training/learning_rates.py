@@ -1,14 +1,15 @@
 """Learning rates by group: of LoRA's second matrices, of the embeddings, of modules by their names."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, at_once
 from unsloth_pack.lora.vision_parts import VisionParts
 from unsloth_pack.modules.chosen import check_matches, matcher
 
@@ -44,28 +45,46 @@ class LearningRates:
 
 
 def check_rates(model: nn.Module, rates: LearningRates) -> None:
-    """Refuse a regular expression that matches nothing that trains.
+    """Refuse rates of what does not train, all at once.
 
     Raises:
-        InputError: names it.
+        InputError: names the regular expression or the option.
     """
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    check_matches("learning_rates", [*rates.by_name], trained)
+    trains_embeddings = bool(rates.of_embeddings and _embeddings(model, trained))
+    at_once(
+        [
+            partial(check_matches, "learning_rates", [*rates.by_name], trained),
+            partial(_check_lora_plus, rates, trained),
+            partial(_check_parts, model, rates, trained),
+            partial(check_rate_of_embeddings, rates, trains_embeddings),
+        ]
+    )
+
+
+def _check_lora_plus(rates: LearningRates, trained: Sequence[str]) -> Iterator[InputError]:
     if rates.lora_plus_ratio and not any(".lora_B." in name for name in trained):
-        raise InputError(
+        yield InputError(
             f"lora_plus_ratio is {rates.lora_plus_ratio:g}, and the model has no LoRA that trains; leave it "
             "out",
             about="lora_plus_ratio",
         )
+
+
+def _check_parts(model: nn.Module, rates: LearningRates, trained: Sequence[str]) -> Iterator[InputError]:
     part_of = _part_of(model, rates)
     for part, rate in rates.of_parts.items():
         if not any(part_of(name) == part for name in trained):
-            raise InputError(
+            yield InputError(
                 f"the learning rate of the {part} is {rate:g}, and nothing of it trains; leave it out",
                 about=_OPTIONS[part],
             )
-    if rates.of_embeddings and not _embeddings(model, trained):
-        raise InputError(
+
+
+def check_rate_of_embeddings(rates: LearningRates, do_train: bool) -> Iterator[InputError]:
+    """Refuse a rate of embeddings and head where neither trains."""
+    if rates.of_embeddings and not do_train:
+        yield InputError(
             f"embedding_learning_rate is {rates.of_embeddings:g}, and neither embeddings nor head train; "
             "leave it out, or have them train by --trainable_token_indices, --modules_to_save or "
             "--target_modules",
