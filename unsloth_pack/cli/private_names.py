@@ -138,7 +138,13 @@ PRIVATE_NAMES = (
         "transformers.configuration_utils",
         "_attn_implementation",
         "the masks that an ordinary batch gets",
-        ("bench/measure.py", "checks/subject.py", "forwards/decoder.py", "patching/patch.py"),
+        (
+            "bench/measure.py",
+            "checks/subject.py",
+            "forwards/decoder.py",
+            "patching/patch.py",
+            "patching/applied.py",
+        ),
     ),
     PrivateName(
         "transformers.configuration_utils",

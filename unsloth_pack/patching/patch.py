@@ -10,17 +10,13 @@ Patching changes two things outside the model: trainers give spare GPU memory ba
 
 import logging
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
-from weakref import WeakSet
 
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
-    GenericForTokenClassification,
 )
 
 from unsloth_pack.attention.backends import requested_backend
@@ -28,7 +24,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.activations import FAST_ACTIVATIONS
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.decoder import FastDecoder
-from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, forget, let_in, set_forwards
+from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, let_in, set_forwards
 from unsloth_pack.forwards.experts import FastExperts, FastExpertsLora
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.layer import FastLayer, is_plain
@@ -40,160 +36,28 @@ from unsloth_pack.forwards.rehearsal import Rehearsal
 from unsloth_pack.forwards.rotary import RotaryTables, rotary_module, rotary_tables
 from unsloth_pack.forwards.row_answers import FastRowAnswers
 from unsloth_pack.forwards.trained_tokens import FastTrainedTokens, trains_tokens
-from unsloth_pack.forwards.unpadding import Unpadding
 from unsloth_pack.forwards.vision_lm import FastVisionLM
 from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.lora.layers import FastLoraLinear
-from unsloth_pack.lora.stacks import is_experts
 from unsloth_pack.losses.cross_entropy import cross_entropy
 from unsloth_pack.models import spec_of, vision_spec_of
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.models.vision_spec import VisionSpec
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
+from unsloth_pack.patching.applied import PATCH, Patch
+from unsloth_pack.patching.classes import _new as _new  # which pickles of earlier releases name here
+from unsloth_pack.patching.classes import is_made
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.refusals import refuse_own_code, refuse_unknown_parts, refuse_what_would_leak
 from unsloth_pack.patching.report import (
-    PatchReport,
     report_of,
-    say,
-    say_experts,
-    say_loras,
-    say_loss,
-    say_padding,
     say_step,
 )
 from unsloth_pack.patching.towers import let_blocks_be_captured, swap_tower
 from unsloth_pack.patching.trainers import prepare_trainers
 
 logger = logging.getLogger("unsloth_pack")
-_PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
-_MADE: WeakSet[type] = WeakSet()  # the classes of patched modules
-_FAST_LORAS = (FastLoraLinear, FastExpertsLora)
-_SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
-
-
-class Patch:
-    """A patch on a model. `undo()` takes it off; used as a context manager, leaving the context does.
-
-    Args:
-        model: the patched transformers model.
-        attn_backend: the attention backend that was asked for, "auto" included.
-        unpad: whether padded batches lose their padding.
-        report: what patching did.
-    """
-
-    def __init__(self, model: PreTrainedModel, attn_backend: str, unpad: bool, report: PatchReport):
-        self.attn_backend = attn_backend
-        self.unpad = unpad
-        self.unpadding = Unpadding(_why_never_unpadded(model, unpad))
-        self._report = report
-        self._model = model
-        self._decoder = model.get_decoder()
-        self._swapped: list[tuple[nn.Module, type, tuple[str, ...]]] = []
-        self._attn_implementation = self._decoder.config._attn_implementation
-
-    @property
-    def report(self) -> PatchReport:
-        """What is fused in the model as it is now: adapters may have come or gone since the patch."""
-        if self._swapped:
-            # Of what `modules_to_save` has copied, the copy computes
-            modules = [one for path, one in self._decoder.named_modules() if ".original_module" not in path]
-            say_experts(self._report, [(m, isinstance(m, FastExperts)) for m in modules if is_experts(m)])
-            loras = [module for module in modules if isinstance(module, LoraLayer)]
-            say_loras(
-                self._report,
-                [lora for lora in loras if isinstance(lora, _FAST_LORAS)],
-                [lora for lora in loras if not isinstance(lora, _FAST_LORAS)],
-            )
-            say_loss(self._report, self._model)
-            say_padding(self._report, self.unpadding)
-        return self._report
-
-    def swap(self, module: Any, fast: type, later: Sequence[str] = (), **attributes: Any) -> None:
-        """Make `module` an instance of `fast` over its own class, with these instance attributes.
-
-        Args:
-            later: names of attributes that it may get while it is patched, and loses with the patch.
-        """
-        if isinstance(module, fast):  # layers may share it
-            return
-        self._swapped.append((module, type(module), (*attributes, *later)))
-        original: Any = type(module)
-        module.__class__ = _subclass(fast, original)
-        module.__dict__.update(attributes)
-
-    def skip_probe(self) -> None:
-        """Do not probe the model for leaks before its first packed row in training."""
-        self._decoder.leak_probe = None
-
-    @property
-    def kinds(self) -> dict[type, tuple[type, tuple[str, ...]]]:
-        """Each class that this patch put in, with the one it replaced and the attributes of its instances."""
-        return {type(module): (original, attributes) for module, original, attributes in self._swapped}
-
-    def undo(self) -> None:
-        """Restore the model that came in, bit for bit.
-
-        Copies that PEFT has made of patched modules since, for `modules_to_save`, are restored too, and
-        forwards that trainers have set on the model are removed. Undoing twice is harmless.
-        """
-        kinds = self.kinds
-        for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
-            if type(module) not in kinds:
-                continue
-            module.__class__, attributes = kinds[type(module)]
-            for name in attributes:
-                module.__dict__.pop(name, None)
-        self._swapped.clear()
-        forget(self._model, FastCausalLM.forward)
-        if self._model.__dict__.get(_PATCH) is self:
-            del self._model.__dict__[_PATCH]
-            self._decoder.config._attn_implementation = self._attn_implementation
-
-    def capture_nothing(self, why: str) -> None:
-        """Capture no steps from now on, and report why."""
-        self._decoder.step_graphs = StepGraphs(why)
-        say_step(self.report, self._decoder.step_graphs)
-
-    def adapt_to_sharding(self, how: str) -> None:
-        """Adapt to parameters that were sharded after patching, and report it.
-
-        Args:
-            how: what shards them, for the report.
-        """
-        self.capture_nothing(f"{how} shards the parameters")
-        for mixer, module in mixers_by_layer(self._decoder, self._decoder.spec):
-            _, not_fused = mixer.what_is_fused(module, self._decoder.spec, "")
-            for kind in not_fused.keys() & self._report.fused.keys():
-                say(self._report, kind, None, f"{how} gathers it by itself")
-
-    def __enter__(self) -> "Patch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-
-@cache
-def _subclass(fast: type, original: type) -> type:
-    """`original` with the forward of `fast`, under the original's name: `save_pretrained` writes it."""
-    names: dict[str, Any] = {
-        name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
-    }
-    made = type(original.__name__, (fast, original), {**names, "__reduce_ex__": _reduce})
-    _MADE.add(made)
-    return made
-
-
-def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """For pickles: the class is not to be found under its name."""
-    return _new, type(module).__bases__, *object.__reduce_ex__(module, protocol)[2:]
-
-
-def _new(fast: type, original: type) -> Any:
-    made: Any = _subclass(fast, original)
-    return made.__new__(made)
 
 
 def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True) -> Patch:
@@ -220,7 +84,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     base = _transformers_model(model)
     decoder = base.get_decoder()
     spec = spec_of(decoder.config.model_type)
-    earlier = base.__dict__.get(_PATCH)
+    earlier = base.__dict__.get(PATCH)
     refuse_what_would_leak(model, decoder)
     _refuse_shared_parts(base, earlier)
     for mixer, one in mixers_by_layer(decoder, spec):
@@ -255,7 +119,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     decoder.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
-    base.__dict__[_PATCH] = patch
+    base.__dict__[PATCH] = patch
     prepare_trainers()
     return patch
 
@@ -358,7 +222,7 @@ def _swap_causal_lm(
 
 def patch_of(model: nn.Module) -> Patch | None:
     """The patch in force on a model, or None."""
-    return _transformers_model(model).__dict__.get(_PATCH)
+    return _transformers_model(model).__dict__.get(PATCH)
 
 
 def _transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -381,20 +245,11 @@ def _refuse_shared_parts(base: nn.Module, earlier: Patch | None) -> None:
     """Refuse a second patch on a module: once one is undone, the module ignores the rows of the other."""
     own = {} if earlier is None else earlier.kinds
     for name, module in base.named_modules():
-        if type(module) in _MADE and type(module) not in own:
+        if is_made(type(module)) and type(module) not in own:
             raise InputError(
                 f"{name or type(base).__name__} is patched already, in another model that shares it; undo "
                 "that patch first, or load the model anew"
             )
-
-
-def _why_never_unpadded(base: nn.Module, unpad: bool) -> str | None:
-    """Why padded batches keep their padding, or None."""
-    if not unpad:
-        return "unpad=False"
-    if isinstance(base, _SCORE_PADDING):
-        return f"a {type(base).__name__} scores every place of a row, padding too"
-    return None
 
 
 def _why_never_captured(
