@@ -87,10 +87,22 @@ def test_a_trainer_that_turns_checkpointing_on_leaves_the_mode_as_it_is(mode):
     model.enable_input_require_grads()
     has_hook = bool(model.get_input_embeddings()._forward_hooks)
     assert has_hook is (mode == "offload")
+    plan = model.get_decoder().recompute_plan
     model.gradient_checkpointing_disable()
     assert not any(layer.gradient_checkpointing for layer in layers)
+    assert model.get_decoder().recompute_plan is None
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert all(layer.gradient_checkpointing for layer in layers)
+    assert all(layer._gradient_checkpointing_func is own for layer, own in zip(layers, chosen, strict=True))
+    assert model.get_decoder().recompute_plan is plan
+
+
+@pytest.mark.parametrize("mode", ["offload", "auto"])
+def test_another_mode_takes_the_place_of_one_that_is_switched_off(mode):
+    model = checkpointed(mode)
+    model.gradient_checkpointing_disable()
+    enable_checkpointing(model, True)
+    layers = model.get_decoder().layers
     assert model.get_decoder().recompute_plan is None
     for options in ({"use_reentrant": False}, {"use_reentrant": True}):
         model.gradient_checkpointing_enable(options)

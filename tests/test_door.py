@@ -20,7 +20,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
 from unsloth_pack.errors import InputError
+from unsloth_pack.graphs.decoder_state import DecoderState
+from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.losses.contract import LabelledHead
+from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.patching import ahead
 from unsloth_pack.row import from_call
 from unsloth_pack.training.trl_setup import _loss_needs_cuda
@@ -343,6 +346,33 @@ def test_dpo_gets_the_kernel(tmp_path, no_chunked_head):
     )
     trainer.train()
     assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("mode", [True, "offload", "auto"])
+def test_graphs_would_outlive_the_steps_of_dpo(mode, tmp_path, monkeypatch):
+    """Between two steps its reference runs without the adapter and without checkpointing."""
+    states = []
+
+    def look(graphs, decoder, *given):
+        if torch.is_grad_enabled():
+            kept = states[-1].matches(decoder) if states else None
+            states.append(DecoderState(decoder))
+            states[-1].kept = kept
+
+    monkeypatch.setattr(StepGraphs, "run", look)
+    model = patched()
+    enable_checkpointing(model, mode)
+    options = {"max_steps": 4, "gradient_accumulation_steps": 1, "gradient_checkpointing": True}
+    trainer = DPOTrainer(
+        model,
+        args=DPOConfig(**arguments(tmp_path, max_length=64, **options)),
+        train_dataset=Dataset.from_list([{"prompt": "ab", "chosen": "cdefg", "rejected": "hij"}] * 8),
+        processing_class=byte_tokenizer(),
+    )
+    trainer.train()
+    # In the first step the parameters move into one tensor, and checkpointing comes back with TRL's options
+    assert [state.kept for state in states[2:]] == [True, True]
+    assert (model.get_decoder().recompute_plan is not None) == (mode == "auto")
 
 
 def test_grpo_gets_the_kernel(tmp_path, no_chunked_head):

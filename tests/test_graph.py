@@ -16,13 +16,14 @@ from peft import IA3Config, get_peft_model
 from recorded_graphs import record_graphs
 from tiny import error, random_documents, tiny_model
 from torch import nn
+from trl.models.utils import disable_gradient_checkpointing
 from typing_extensions import get_protocol_members
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
-from unsloth_pack.forwards.unnoticed import left_alone
 from unsloth_pack.forwards.mixers import AttentionMixer, Choice, Request
 from unsloth_pack.forwards.rotary import rotary_tables
+from unsloth_pack.forwards.unnoticed import left_alone
 from unsloth_pack.graphs.capture import StepOutput, _Replayed, capture_form
 from unsloth_pack.graphs.decoder_state import DecoderState
 from unsloth_pack.graphs.flat_gradients import FlatGradients
@@ -322,6 +323,25 @@ def test_checkpointing_that_trainers_switch_on(options, why):
     assert state.why_not_captured() == why
     model.gradient_checkpointing_disable()
     assert not state.matches(model.get_decoder())
+
+
+@pytest.mark.parametrize("mode", [True, "offload", "auto"])
+@pytest.mark.parametrize("options", [None, {"use_reentrant": False}])
+def test_the_pass_of_a_reference_model_leaves_graphs_as_they_are(mode, options):
+    """TRL's DPO switches checkpointing off for it and on again, in every step."""
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    enable_checkpointing(model, mode)
+    decoder = model.get_decoder()
+    with disable_gradient_checkpointing(model, options):  # the first time TRL's options come
+        assert not any(layer.gradient_checkpointing for layer in decoder.layers)
+    state = DecoderState(decoder)
+    assert state.why_not_captured() is None
+    for _ in range(2):
+        with disable_gradient_checkpointing(model, options):
+            pass
+        assert state.matches(decoder)
+    assert all(layer.gradient_checkpointing for layer in decoder.layers)
 
 
 def test_a_layer_with_a_function_that_nobody_knows_is_not_captured():

@@ -169,9 +169,9 @@ PRIVATE_NAMES = (
         "_gradient_checkpointing_func",
         "to recompute by a plan, or to offload",
         (
-            "forwards/causal_lm.py",
             "forwards/gate_and_up.py",
             "forwards/layer_inputs.py",
+            "forwards/own_checkpointing.py",
             "graphs/decoder_state.py",
             "graphs/recomputed_layers.py",
             "memory/checkpointing.py",

@@ -5,7 +5,7 @@ Shapes: B rows of T tokens, C features, V outputs of the head.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import Door, trl_head_of
+from unsloth_pack.forwards.own_checkpointing import OwnCheckpointing
 from unsloth_pack.losses.contract import LabelledHead, Loss
 from unsloth_pack.losses.cross_entropy import cross_entropy, loss_output
 from unsloth_pack.losses.fusable import (
@@ -285,19 +286,29 @@ class FastCausalLM(CountedParameters):
             output.loss = loss + text_config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(**output, aux_loss=aux_loss, router_logits=decoded.router_logits)
 
+    # Generation in batches that change
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Where `generate_batch` enters: refused, since its thread would log an error and answer nothing."""
+        raise InputError(
+            "generate_batch keeps keys and values in pages, which a patched model does not read; call "
+            "generate (a trainer with use_transformers_continuous_batching=False), or undo the patch first"
+        )
+
     # Gradient checkpointing, as trainers switch it on
 
     def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
-        """Trainers turn checkpointing on by themselves: layers that offload or follow a plan go on so."""
+        """Trainers turn checkpointing on by themselves, and TRL's off and on again around every pass of its
+        reference model: layers that offload or follow a plan go on so."""
         decoder = self.fast_decoder
-        is_own = any(
-            layer.gradient_checkpointing and hasattr(layer._gradient_checkpointing_func, "recomputes")
-            for layer in decoder.layers
-        )
-        if not (enable and is_own):
+        mode = OwnCheckpointing.of(decoder) or decoder.own_checkpointing
+        if mode is None or not enable:
             decoder.recompute_plan = None
             theirs: Any = super()
             theirs._set_gradient_checkpointing(enable=enable, **options)
+        else:
+            mode.restore(decoder)
+        decoder.own_checkpointing = mode
 
     def enable_input_require_grads(self) -> None:
         """Not where layers follow a plan: it needs no such hook, with which no step is captured."""

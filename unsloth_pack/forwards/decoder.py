@@ -20,6 +20,7 @@ from unsloth_pack.forwards.deepstack import add_visual, visual_by_layer
 from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
 from unsloth_pack.forwards.layer_inputs import inputs_by_layer
 from unsloth_pack.forwards.leak_probe import OwnProbe
+from unsloth_pack.forwards.own_checkpointing import OwnCheckpointing
 from unsloth_pack.forwards.rehearsal import Rehearsal
 from unsloth_pack.forwards.rotary import RotaryTables
 from unsloth_pack.forwards.unpadding import Unpadding
@@ -60,6 +61,7 @@ class FastDecoder(nn.Module):
     numbers_sought: bool
     answers_by_row: str | None  # the model around it, where that makes one answer of all tokens of a row
     recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
+    own_checkpointing: OwnCheckpointing | None = None  # "auto" or "offload", also while it is switched off
 
     @runs_eagerly
     def forward(

@@ -1,5 +1,7 @@
 """What a graph takes for granted of a decoder: its parameters, its dropout and its checkpointing."""
 
+from functools import partial
+
 from unsloth_pack.graphs.module_state import ModuleState
 from unsloth_pack.graphs.protocols import CapturableDecoder
 from unsloth_pack.graphs.recomputed_layers import why_not_recomputed
@@ -38,7 +40,13 @@ class DecoderState(ModuleState):
         return "modules have hooks" if self.has_hooks else None
 
     def look(self) -> list[list[object]]:
-        return [*super().look(), [layer.get(name) for layer in self._layers for name in _CHECKPOINTING]]
+        checkpointing = [_alike(layer.get(name)) for layer in self._layers for name in _CHECKPOINTING]
+        return [*super().look(), checkpointing]
 
     def _look_at_dropouts(self) -> list[tuple[float, bool]]:
         return [(held[name], held["training"]) for held, name in self._dropouts]
+
+
+def _alike(value: object) -> object:
+    """The value; of a partial its parts. TRL's DPO makes these anew in every step: their parts are equal."""
+    return (value.func, value.args, value.keywords) if isinstance(value, partial) else value

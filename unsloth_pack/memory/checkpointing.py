@@ -47,6 +47,7 @@ def enable_checkpointing(model: PreTrainedModel | PeftModel, mode: Checkpointing
     decoder = base.get_decoder()
     if any(layer.gradient_checkpointing for layer in decoder.layers):  # perhaps in another mode
         base.gradient_checkpointing_disable()
+    decoder.own_checkpointing = None
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if mode == "auto":
         decoder.recompute_plan = RecomputePlan(decoder)
