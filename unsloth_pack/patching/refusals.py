@@ -1,6 +1,6 @@
 """Models that are refused before anything of them is patched."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,9 +15,9 @@ _KNOWN_CODE = ("transformers.", "peft.", "torch.", "bitsandbytes.", "unsloth_pac
 _OF_MODELS = ("transformers.", "transformers_modules.")  # the latter holds code that comes with a model
 
 
-def refuse_what_would_leak(model: Any, decoder: Any) -> None:
-    """Refuse adapters and options under which documents could not be kept apart."""
-    for name, config in getattr(model, "peft_config", {}).items():
+def refuse_adapters(configs: Mapping[str, Any]) -> None:
+    """Refuse adapters under which documents could not be kept apart, by their names and PEFT's settings."""
+    for name, config in configs.items():
         if getattr(config, "is_prompt_learning", False):
             raise InputError(
                 f"adapter {name!r} is {config.peft_type}: its virtual tokens shift the documents; use LoRA"
@@ -29,6 +29,11 @@ def refuse_what_would_leak(model: Any, decoder: Any) -> None:
                 f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
                 "document; leave them out"
             )
+
+
+def refuse_what_would_leak(model: Any, decoder: Any) -> None:
+    """Refuse adapters and options under which documents could not be kept apart."""
+    refuse_adapters(getattr(model, "peft_config", {}))
     bidirectional = getattr(decoder.config, "use_bidirectional_attention", False)
     if bidirectional and bidirectional != "vision":  # of an image's tokens alone
         raise InputError(

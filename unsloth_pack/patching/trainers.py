@@ -1,4 +1,4 @@
-"""What trainers do for patched models: all that patching changes outside a model."""
+"""What trainers and PEFT do for patched models: all that patching changes outside a model."""
 
 from typing import Any
 
@@ -9,12 +9,17 @@ from unsloth_pack.patching.ahead import LoadsAhead
 from unsloth_pack.patching.flat_updates import update_flat
 from unsloth_pack.patching.kept_boundaries import KeepsBoundaries
 from unsloth_pack.patching.late_metrics import ReadsMetricsLate
+from unsloth_pack.patching.later_adapters import refuse_later_adapters
 from unsloth_pack.patching.loss_filter import LogsEveryLoss
 
 
 def prepare_trainers() -> None:
-    """Give the callbacks for patched models to every trainer that is made from now on, and flat updates."""
+    """Give the callbacks for patched models to every trainer that is made from now on, and flat updates.
+
+    PEFT refuses what no patched model can have.
+    """
     update_flat()
+    refuse_later_adapters()
     callbacks: Any = DEFAULT_CALLBACKS
     for callback in (GiveBackSpareMemory, KeepsBoundaries, LogsEveryLoss, ReadsMetricsLate, LoadsAhead):
         if callback not in callbacks:
