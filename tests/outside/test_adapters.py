@@ -10,13 +10,14 @@ from outside_models import (
     assert_close,
     assert_same_training,
     calls_alone,
+    documents,
     fill_adapters,
     packed_call,
     plain_model,
 )
 from peft import LoraConfig, PeftModel
 
-from unsloth_pack import FastLanguageModel, patch_model
+from unsloth_pack import FastLanguageModel, InputError, patch_model
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONFIGURATIONS = {
@@ -159,6 +160,62 @@ def test_hotswapped(two_adapters, tmp_path):
     both(two_adapters, lambda m: hotswap_adapter(m, str(tmp_path), "default"))
     plain, patched = two_adapters
     assert_same_training(patched, plain)
+
+
+SHIFTED = "its virtual tokens shift the documents; use LoRA"
+REFUSED = {
+    "prompt tuning": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), SHIFTED),
+    "prefix tuning": (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), SHIFTED),
+    "adaption prompt": (
+        peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1),
+        "it wraps the attention; use LoRA",
+    ),
+    "activated LoRA": (
+        LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, alora_invocation_tokens=[5]),
+        "has alora_invocation_tokens: PEFT looks for them once a row, not in each document",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_leak_is_refused_on_a_patched_model(name):
+    """PEFT acts before a call enters the patched model, which sees the documents shifted, or as one."""
+    config, why = REFUSED[name]
+    model = plain_model()
+    patch = patch_model(model)
+    with pytest.raises(InputError, match=why):
+        peft.get_peft_model(model, config)
+    patch.undo()
+    assert peft.get_peft_model(model, config).peft_config  # a model that is not patched takes it
+
+
+def test_what_would_leak_is_refused_beside_another_adapter(two_adapters):
+    plain, patched = two_adapters
+    config, why = REFUSED["activated LoRA"]
+    plain.add_adapter("third", config)
+    with pytest.raises(InputError, match=why):
+        patched.add_adapter("third", config)
+    assert "third" not in patched.peft_config
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_row_has_an_adapter_of_its_own(side, two_adapters):
+    """`adapter_names` names one for each row of a padded batch, where there is no cache either."""
+    rows = documents()
+    width = max(map(len, rows))
+    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=rows[0].device)
+    for row, document in zip(ids, rows, strict=True):
+        (row[-len(document) :] if side == "left" else row[: len(document)]).copy_(document)
+    mask = (ids != 0).long()
+    names = ["default", "other", "__base__", "other", "default"]
+
+    def scored(model):
+        with torch.no_grad():
+            call = model(input_ids=ids, attention_mask=mask, use_cache=False, adapter_names=names)
+        return call.logits[mask.bool()]
+
+    plain, patched = (model.eval() for model in two_adapters)
+    assert_close(scored(patched), scored(plain))
 
 
 def test_copies_are_independent():

@@ -1,5 +1,7 @@
 """Hooks on modules. Code that bypasses `module()` skips its hooks, and has to check here first."""
 
+from functools import partial
+
 from torch import nn
 
 _OF_RECORDED_OUTPUTS = "transformers.utils.output_capturing"
@@ -27,3 +29,12 @@ def has_hooks(*modules: nn.Module) -> bool:
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
             return True
     return False
+
+
+def has_adapters_by_row(root: nn.Module) -> bool:
+    """Whether PEFT has put its hooks on layers that take another adapter for each row of the batch."""
+    return any(
+        isinstance(hook, partial) and "adapter_names" in hook.keywords
+        for module in root.modules()
+        for hook in module._forward_pre_hooks.values()
+    )
