@@ -5,7 +5,9 @@ from inspect import signature
 import pytest
 import torch
 from outside_models import ARCHITECTURES, DEVICE, packed_call, plain_and_patched
-from transformers import StoppingCriteria, TextIteratorStreamer
+from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
+
+from unsloth_pack import InputError
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -112,3 +114,15 @@ def test_streaming_and_stopping(pair, model_folder):
         assert out.shape[1] <= 15
         streamed.append("".join(streamer))
     assert streamed[0] == streamed[1]
+
+
+def test_continuous_batching_is_refused():
+    """Its thread would log an error, and answer nothing."""
+    plain, patched = plain_and_patched()
+    config = GenerationConfig(
+        max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=16, max_batch_tokens=64
+    )
+    asked = {"inputs": prompt().tolist(), "generation_config": config}
+    assert [len(answer.generated_tokens) for answer in plain.generate_batch(**asked).values()] == [4]
+    with pytest.raises(InputError, match=r"generate_batch keeps keys and values in pages.*; call generate "):
+        patched.generate_batch(**asked)
