@@ -50,9 +50,10 @@ def _load_with_images(
     """A model of vision and language, its tokenizer, and what makes its inputs of a prompt.
 
     Raises:
-        InputError: the model takes no images, or they are not prepared here.
+        InputError: the model takes no images, refuses one of these, or they are not prepared here.
     """
-    from unsloth_pack.cli.prompts import encode_with_images, open_images
+    from unsloth_pack.cli.prompts import encode_with_images, open_images, refuse_sizes
+    from unsloth_pack.images.families import image_maker
     from unsloth_pack.images.tokens import IMAGE_TOKENS
     from unsloth_pack.recipe.image_data import takes_images
     from unsloth_pack.vision.model import FastVisionModel
@@ -61,6 +62,7 @@ def _load_with_images(
         raise InputError(f"--image is {files[0]!r}, and {name} takes no images; leave it out")
     images = open_images(files)
     model, processor = FastVisionModel.from_pretrained(name, **options)
+    refuse_sizes(files, images, image_maker(model.config, processor.image_processor))
     tokens = IMAGE_TOKENS[model.config.model_type]
     return model, processor.tokenizer, partial(encode_with_images, processor, tokens, images=images)
 

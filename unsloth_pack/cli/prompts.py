@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.images.maker import ImageMaker
 from unsloth_pack.images.reading import pixels_of
 from unsloth_pack.images.rows import MARK, with_parts
-from unsloth_pack.images.sources import source_of
+from unsloth_pack.images.sources import ImageSource, UnreadableImage, source_of
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens
 
 
@@ -46,6 +47,19 @@ def _opened(file: str) -> Any:
         return pixels_of(source_of(0, "image", str(Path(file).absolute()), None))
     except InputError:  # its words are of a row of data
         raise InputError(f"--image is {file!r}, which cannot be read as an image; give another") from None
+
+
+def refuse_sizes(files: Sequence[str], images: Sequence[Any], make_images: ImageMaker[Any]) -> None:
+    """Refuse images that the model's processor would refuse, as it does one that is far wider than high."""
+    for file, image in zip(files, images, strict=True):
+        source = ImageSource(0, "image", image)
+        try:
+            make_images.cut(source, (image.height, image.width), of_document=len(images))
+        except UnreadableImage:  # its words are of a row of data
+            raise InputError(
+                f"--image is {file!r}, of {image.height} by {image.width} pixels, which the model's "
+                "processor refuses; cut it, or give another"
+            ) from None
 
 
 def encode_with_images(processor: Any, tokens: ImageTokens, prompt: str, images: list[Any]) -> Any:
