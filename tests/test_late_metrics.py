@@ -8,7 +8,7 @@ import pytest
 from device_reads import counted_reads
 from model_folder import byte_tokenizer
 from tiny import tiny_model
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from trl import SFTTrainer
 
 from unsloth_pack import patch_model
@@ -177,3 +177,31 @@ def test_other_losses_are_trls(options, tmp_path):
     plain = runs.log_of_run(tmp_path, True, trls_own=False)
     assert late[0]["loss"] != plain[0]["loss"]
     assert late[0].keys() == plain[0].keys()
+
+
+@pytest.mark.parametrize("ends", ["by its updates", "early"])
+def test_what_was_computed_is_counted_at_a_save_and_at_the_end(ends, tmp_path, monkeypatch):
+    """Elsewhere all processes would wait for each other."""
+    steps, store = [], Trainer.store_flos
+
+    def stored(trainer):
+        steps.append(trainer.state.global_step)
+        store(trainer)
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if ends == "early" and state.global_step == 3:
+                control.should_training_stop = True
+
+    monkeypatch.setattr(Trainer, "store_flos", stored)
+    options = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    arguments = runs.config(tmp_path, True, **options)
+    trainer = make_trainer(
+        runs.model(), byte_tokenizer(), arguments, runs.rows(True), runs.rows(True, 50), [Stops()]
+    )
+    trainer.train()
+    last = 3 if ends == "early" else 5
+    assert set(steps) == {*range(2, last, 2), last}
+    saved = TrainerState.load_from_json(str(tmp_path / "checkpoint-2" / "trainer_state.json"))
+    assert trainer.current_flos == 0
+    assert 0 < saved.total_flos < trainer.state.total_flos

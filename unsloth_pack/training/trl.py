@@ -277,6 +277,12 @@ class RunTrainer(SFTTrainer):
             self.control.should_log = True  # and so learn whether the updates were finite, see `log`
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    def store_flos(self) -> None:
+        """At a save and at the end: at every log line all processes would wait for each other once more."""
+        ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
+        if ends or self.control.should_save:
+            super().store_flos()
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         take_over_metrics(self)
         model: Any = self.model
