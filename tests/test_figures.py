@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -272,6 +273,52 @@ def test_large_models_in_full_on_one_gpu_are_told_as_measured():
                 assert run["optimizer"].startswith("adamw_8bit") == (eight_bits > run["weights"])
 
 
+def test_8b_in_full_on_one_h100_is_told_as_measured():
+    told = PERFORMANCE.read_text().split("\n## Full fine-tuning", 1)[1].split("\n## ")[0]
+    measured = json.loads((NEWEST.parent / "full-8b-h100-2026-11-26.json").read_text())
+    by_optimizer = {
+        "adamw_8bit": "`adamw_8bit`",
+        "adamw_torch_8bit": "`adamw_torch_8bit` with stochastic rounding",
+    }
+    by_optimizer["adamw_torch_fused"] = "`--masters_on_host`"
+    runs = [run for by_peer in measured["runs"].values() for (run,) in by_peer.values()]
+    assert len(runs) == 3
+    for run in runs:
+        how = by_optimizer[run["optimizer"].split()[0]]
+        figures = f"{run['ms']:,.1f} | {run['tokens_s']:,.0f} | {run['peak_GiB']:.2f} |"
+        assert f"| Llama-3.1-8B shape, {how} | H100 | {figures}" in told
+
+
+def test_the_tower_alone_is_told_as_measured():
+    told = PERFORMANCE.read_text()
+    for run in json.loads((NEWEST.parent / "vision-tower-h100-2026-11-26.json").read_text())["towers"]:
+        ours, plain = run["ours"], run["sdpa"]
+        times = f"{ours['ms']:.1f} | {plain['ms']:.1f} | {plain['ms'] / ours['ms']:.2f}"
+        peaks = f"{ours['peak_GiB']:.2f} / {plain['peak_GiB']:.2f}"
+        assert f"| {run['patches']:,} | {times} | {peaks} |" in told
+
+
+def test_where_two_ranks_wait_is_told_as_measured():
+    told = (PERFORMANCE.parent / "ranks.md").read_text()
+    found = json.loads((NEWEST.parent / "ranks-ddp-profile-h100-2026-11-26.json").read_text())
+    alone = [run["median_ms"] for run in found["alone_at_the_same_time"]]
+    together = found["two_ranks"]["median_ms"]
+    assert (
+        f"takes {alone[0]:.1f} ms on the one and {alone[1]:.1f} on the other. Together it takes {together:.1f}"
+        in (" ".join(told.split()))
+    )
+    of_gradients = [
+        exchange["ms"]
+        for rank in found["profile"]
+        for exchange in rank["exchanges"]
+        if "Sum_f32" in exchange["kernel"] and exchange["ms"] > 0.1
+    ]
+    itself = min(of_gradients)
+    waits = statistics.mean(ms - itself for ms in of_gradients)
+    assert f"**{waits:.1f} ms** the average rank waits" in told
+    assert f"**{itself:.1f} ms** is the exchange of the gradients" in told
+
+
 def test_the_memory_of_the_readme_is_that_of_its_table():
     peaks = re.findall(r" \| ([\d.]+) / ([\d.]+) \|$", README.read_text(), re.MULTILINE)
     assert len(peaks) == len(CASES_OF_README)
@@ -300,6 +347,15 @@ def test_padded_batches_of_dpo_are_told_as_measured():
     told = PERFORMANCE.read_text()
     newest = json.loads((NEWEST.parent / "dpo-h200-2026-11-26.json").read_text())
     runs = [*_measured("dpo")["runs"].values(), newest["runs"]["dpo-0.5b"], newest["shorter"]]
+    of_8b = json.loads((NEWEST.parent / "dpo-8b-h100-2026-11-26.json").read_text())
+    runs.append({peer: run for peer, (run,) in of_8b["runs"]["dpo-8b"].items()})
+    steps = of_8b["watched"]
+    first = next(number for number, step in enumerate(steps) if step["step"].startswith("captured"))
+    before, after = (
+        sum(step["tokens"] for step in part) / sum(step["seconds"] for step in part)
+        for part in (steps[1:first], steps[first:])
+    )
+    assert f"first capture trained {before:,.0f} tokens/s and those from there on {after:,.0f}" in told
     for by_peer in runs:
         ours, theirs = by_peer["ours"], by_peer.get("trl") or by_peer["unsloth"]
         places = f"{ours['tokens']:,.0f} of {ours['places']:,.0f}"

@@ -157,7 +157,8 @@ def test_the_packages_kernels_are_as_right_on_a_row_as_on_each_document_alone(ar
     assert report.attn_backend.startswith(IN_ONE_ROW), report.attn_reason
     row = judge_as_few(drawn, dtype)
     assert holds(row), row["failed"]
-    assert verify(model).passed
+    report = verify(model)
+    assert report.passed, str(report)
 
 
 def packages_of(mixer):
