@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -303,11 +304,17 @@ def check_positions(max_seq_length: int, model_name: str, text_config: Any) -> N
 
 
 def check_loftq(loftq_config: Mapping[str, Any]) -> None:
-    """Refuse LoftQ where PEFT cannot compute it.
+    """Refuse arguments that are not LoftQ's, and LoftQ where PEFT cannot compute it.
 
     Raises:
-        InputError: there is no CUDA device.
+        InputError: an argument is unknown, or there is no CUDA device.
     """
+    known = [each.name for each in fields(LoftQConfig)]
+    if unknown := [name for name in loftq_config if name not in known]:
+        raise InputError(
+            f"loftq_config has {unknown[0]!r}, which LoftQ does not take; give {', '.join(known)}",
+            about=f"loftq_config.{unknown[0]}",
+        )
     if not torch.cuda.is_available():
         given = json.dumps(dict(loftq_config))
         raise InputError(

@@ -131,6 +131,11 @@ def test_what_needs_a_gpu(flag, value, remedy, refused):
     assert remedy in error
 
 
+def test_arguments_that_loftq_does_not_take(refused):
+    said = refused(loftq_config='{"loftq_bit": 4}')
+    assert "loftq_config has 'loftq_bit', which LoftQ does not take; give loftq_bits, loftq_iter" in said
+
+
 def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
     monkeypatch.setattr("unsloth_pack.api.is_bitsandbytes_available", lambda: False)
     error = refused("--load_in_4bit")

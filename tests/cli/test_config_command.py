@@ -129,6 +129,7 @@ def test_check_of_settings_that_need_other_machines_is_fine(said):
             ["config", "check", "gone.yaml"],
             "config is 'gone.yaml': No such file or directory; check the path",
         ),
+        (["config", "check", "a.yaml", "b.yaml"], "config check takes one file, and is given 'b.yaml' too"),
         (["config", "show", "--sede=1"], "unknown argument '--sede'; did you mean --seed?"),
         (["config", "show", "a.yaml", "--config=b.yaml"], "config is given twice; give one file, "),
         (["config", "schema", "x"], "unknown argument 'x'; see `unsloth-pack config schema --help`"),
@@ -390,6 +391,84 @@ def test_names_that_a_model_here_does_not_have_are_told_without_its_weights(caps
         first, second = capsys.readouterr().err.splitlines()
         assert first.startswith("run.yaml:1: learning_rates holds 'norm', which matches no module")
         assert second.startswith("run.yaml:2: embedding_learning_rate is 1e-05, and neither embeddings nor")
+
+
+OF_STRANGERS = {
+    "pattern": ("dataset: '*.jsonl'\n", ["1: *.jsonl: file not found; give --streaming, by which a pattern"]),
+    "stream": (
+        "dataset: 'x*'\nstreaming: true\nmax_steps: 2\n",
+        ["1: x*: no file matches it; check the pattern"],
+    ),
+    "suffix": ("dataset: rows.xlsx\n", ["1: rows.xlsx: unknown suffix '.xlsx'; give a .json"]),
+    "address": (
+        "model_name: https://hub/a/b\ndataset: https://hub/a/b\n",
+        [
+            "1: cannot load https://hub/a/b: no such folder; give one",
+            "2: https://hub/a/b: file not found; give",
+        ],
+    ),
+    "secret": (
+        "push_to_hub: hf_averysecrettoken\n",
+        ["1: push_to_hub is what looks like a secret; give the name of a repository"],
+    ),
+    "all frozen": (
+        "freeze_modules: ['.*']\n",
+        ["1: no layer is left for an adapter by freeze_modules; choose others"],
+    ),
+    "adapter": (
+        "init_adapter: adapter\nr: 4\nlora_alpha: 3\ndataset: gone.jsonl\n",
+        [
+            "1: init_adapter 'adapter' has r 8",
+            "1: init_adapter 'adapter' has lora_alpha 16",
+            "4: gone.jsonl: ",
+        ],
+    ),
+    "images": (
+        "min_pixels: 9\nmax_pixels: 4\nimage_folder: gone\n",
+        ["1: min_pixels is 9 and max_pixels is 4", "3: image_folder is 'gone', which is no folder"],
+    ),
+    "zero": (
+        'add_tokens: "a\\0b"\n',
+        [r"1: add_tokens is 'a\x00b': no name of a file; give a file of tokens"],
+    ),
+    "nothing": ("add_tokens: ''\n", ["1: add_tokens is '': no name of a file; give a file of tokens"]),
+    "tokens": (
+        "trainable_token_indices: 9999\nmodules_to_save: embed_tokens\n",
+        ["1: trainable_token_indices is 9999", "2: modules_to_save names embed_tokens, of which"],
+    ),
+    "mappings as text": (
+        "optim_args: beta7=1\nlearning_rates: '{\"lm_hed\": 1}'\ncolumns: a=text,b=\n",
+        [
+            "1: optim_args has 'beta7'",
+            "2: learning_rates holds 'lm_hed', which matches no module that trains",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_STRANGERS)
+def test_what_else_a_file_of_a_stranger_holds(name, capsys):
+    text, told = OF_STRANGERS[name]
+    Path("rows.xlsx").write_bytes(b"PK")
+    Path("adapter").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "demo", "r": 8, "lora_alpha": 16}
+    Path("adapter/adapter_config.json").write_text(json.dumps(adapter | {"target_modules": ["q_proj"]}))
+    Path("run.yaml").write_text(text)
+    assert main(["config", "check", "run.yaml"]) == 2
+    for line, part in zip(capsys.readouterr().err.splitlines(), told, strict=True):
+        assert line.startswith(f"run.yaml:{part}")
+
+
+def test_options_of_images_for_a_model_that_takes_none(capsys):
+    Path("run.yaml").write_text("max_pixels: 4096\nfreeze_vit: false\ndataset: gone.jsonl\n")
+    assert main(["--config=run.yaml"]) == 2
+    told = [
+        "1: max_pixels is 4096, and demo takes no images",
+        "2: freeze_vit is false, and demo takes",
+        "3: gone.",
+    ]
+    for line, part in zip(capsys.readouterr().err.splitlines(), told, strict=True):
+        assert line.startswith(f"run.yaml:{part}")
 
 
 def test_folders_and_sharding_tell_all_of_their_mistakes(capsys):

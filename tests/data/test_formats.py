@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unsloth_pack.data import DataFormat, detect_format, load_rows, to_trl
 from unsloth_pack.data.formats import Conversion
-from unsloth_pack.data.refusals import ColumnsRefused, fail, telling_names
+from unsloth_pack.data.refusals import ColumnsRefused, Offer, fail, telling_names
 from unsloth_pack.errors import InputError
 
 USER = {"role": "user", "content": "hello"}
@@ -404,8 +404,15 @@ def test_a_refusal_names_columns_as_the_data_does_whatever_process_made_it():
         raise error
     assert "the columns ask (str), text_of_it (str); map them, perhaps with --columns" in str(told.value)
     with pytest.raises(ColumnsRefused) as told, telling_names({"ask": "prompt"}, are_shared=True):
-        fail(3, "prompt", "column 'prompt' holds", "column 'prompt'", "leave it out", {"prompt": None})
+        fail(
+            3,
+            "prompt",
+            "column 'prompt' holds",
+            "column 'prompt'",
+            "leave it out with ",
+            Offer({"prompt": None}),
+        )
     assert str(told.value) == (
-        """row 3, column 'ask': column 'prompt' holds, got "column 'prompt'"; leave it out """
-        """(columns of its own: {"ask": null} in its item of dataset)"""
+        """row 3, column 'ask': column 'prompt' holds, got "column 'prompt'"; leave it out with """
+        """columns of its own: {"ask": null} in its item of dataset"""
     )

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from refusals import Case, train
@@ -219,6 +220,7 @@ SHARDING = [
     settings("deepspeed", "a.json", '{"zero_optimization": {"stage": 4}}', "stage to 4"),
     settings("deepspeed", "a.json", '{"zero_optimization": 3}', "stage to 0"),
 ]
+SHARDING = [replace(case, beside="this is one|is not installed") for case in SHARDING]
 
 
 def config(name: str, content: str | bytes, says: str) -> Case:

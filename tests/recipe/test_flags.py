@@ -216,3 +216,13 @@ def test_kinds_read_text_and_typed_values(kind, given, value):
 def test_an_object_of_anything_else_is_refused(given):
     with pytest.raises(Exception, match="give a JSON object of single values"):
         json_object("{}")(given)
+
+
+def test_all_flags_that_are_wrong_are_told_at_once(parser):
+    with pytest.raises(InputError) as told:
+        parser.parse(["--heat=9", "--frob", "3", "--thickness", "no", "--fan", "--hee=7"])
+    parts = ["argument --degrees/--heat: got '9'; give", "argument --thickness: got 'no'; give"]
+    parts += ["unknown argument '--frob'; see", "unknown argument '--hee'; "]
+    for line, part in zip(str(told.value).splitlines(), parts, strict=True):
+        assert line.startswith(part)
+    assert parser.parse(["--heat=90"]) == {"degrees": 90}

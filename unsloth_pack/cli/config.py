@@ -38,6 +38,8 @@ def run(arguments: Sequence[str]) -> int:
         LastingConsole().show_json(json_schema(TrainOptions))
         return 0
     file, flags = (rest[:1], rest[1:]) if rest and not rest[0].startswith("-") else ([], rest)
+    if file and flags and not flags[0].startswith("-"):
+        raise InputError(f"config {action} takes one file, and is given {flags[0]!r} too; call it for each")
     placed = placed_options(_parser(), [*(f"--config={name}" for name in file), *flags])
     given = values_of(placed)
     if action == "show":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.data.refusals import fail
+from unsloth_pack.data.refusals import Offer, fail
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -206,8 +206,8 @@ class Encoder:
                 "chat_template_kwargs",
                 f"the chat template does not read {unread[0]!r}",
                 kwargs,
-                "use a model whose template does, or leave them out with --columns chat_template_kwargs=",
-                {"chat_template_kwargs": None},
+                "use a model whose template does, or leave them out with ",
+                Offer({"chat_template_kwargs": None}),
             )
 
     def _check_shown(
@@ -242,8 +242,8 @@ class Encoder:
                     "tools",
                     "the chat template does not show them",
                     tools,
-                    "use a model whose template does, or leave them out with --columns tools=",
-                    {"tools": None},
+                    "use a model whose template does, or leave them out with ",
+                    Offer({"tools": None}),
                 )
             if calls and shown == rendered([_without_calls(turn) for turn in conversation], tools):
                 fail(

@@ -180,8 +180,7 @@ def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range
         if rule := rules.get(name):
             for index, value in zip(numbers, _values(dataset, name), strict=True):
                 if not rule.is_harmless(value):
-                    offered = {name: None}
-                    fail(index, name, rule.problem, value, rule.remedy, offered)
+                    fail(index, name, rule.problem, value, rule.remedy, " (", Offer({name: None}), ")")
 
 
 def _values(dataset: datasets.Dataset, name: str) -> Iterator[Any]:

@@ -97,17 +97,10 @@ def telling_names(columns: Columns, *, are_shared: bool = False) -> Iterator[Non
         raise
 
 
-def fail(
-    index: int, column: str, problem: str, value: Any, remedy: str, offered: Columns | None = None
-) -> NoReturn:
-    """Raise the InputError for row `index`, with the value shortened.
-
-    Args:
-        offered: a mapping of columns that does what the remedy says.
-    """
-    said = f": {problem}, got {reprlib.repr(value)}; {remedy}"
-    way: list[Piece] = [" (", Offer(offered), ")"] if offered else []
-    raise ColumnsRefused(f"row {index}, column ", Column(column, is_quoted=True), said, *way)
+def fail(index: int, column: str, problem: str, value: Any, *remedy: Piece) -> NoReturn:
+    """Raise the InputError for row `index`, with the value shortened."""
+    said = f": {problem}, got {reprlib.repr(value)}; "
+    raise ColumnsRefused(f"row {index}, column ", Column(column, is_quoted=True), said, *remedy)
 
 
 def joined(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.compressed import COMPRESSED, plain_name
 from unsloth_pack.data.raw_blocks import FileRows, IterableRows, RowSource
-from unsloth_pack.data.readers import SUFFIXES, read_files
+from unsloth_pack.data.readers import SUFFIXES, kind_of, read_files
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError
 
@@ -96,9 +96,7 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
     if os.path.exists(path):
         return FileRows(dataset, [path], path.parent)
     if glob.has_magic(dataset):
-        found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
-        if not found:
-            raise InputError(f"{dataset}: no file matches it; check the pattern, relative to {Path.cwd()}")
+        found = _matching(dataset)
         return FileRows(dataset, found, Path(os.path.commonpath([file.parent for file in found])))
     check_there(dataset)
     rows = _load_hub(dataset, split, streaming=True)
@@ -107,7 +105,8 @@ def open_stream(dataset: str, split: str = "train") -> RowSource:
 
 
 def check_there(dataset: str, is_stream: bool = False) -> None:
-    """Refuse a path at which nothing lies. What may be a name on the hub is not looked up.
+    """Refuse a path at which nothing lies, or a file of an unknown suffix. What may be a name on the hub is
+    not looked up.
 
     Args:
         is_stream: whether a pattern stands for several files.
@@ -116,9 +115,30 @@ def check_there(dataset: str, is_stream: bool = False) -> None:
         InputError: names the path.
     """
     _check_named(dataset)
-    is_pattern = is_stream and glob.has_magic(dataset)
-    if not os.path.exists(os.path.expanduser(dataset)) and not is_pattern and _looks_like_path(dataset):
+    path = os.path.expanduser(dataset)
+    if os.path.isfile(path):
+        kind_of(Path(path))
+    elif os.path.exists(path):
+        return
+    elif glob.has_magic(dataset):
+        if not is_stream:
+            raise InputError(
+                f"{dataset}: file not found; give --streaming, by which a pattern stands for all its files, "
+                "or a folder, or the files with commas between them"
+            )
+        _matching(dataset)
+    elif "://" in dataset:
+        raise InputError(f"{dataset}: file not found; give a file, or of a hub data set its OWNER/NAME alone")
+    elif _looks_like_path(dataset):
         raise InputError(f"{dataset}: file not found; check the path, which is relative to {Path.cwd()}")
+
+
+def _matching(pattern: str) -> list[Path]:
+    """The files that match a pattern."""
+    names = glob.glob(os.path.expanduser(pattern), recursive=True)
+    if found := sorted(Path(name) for name in names if os.path.isfile(name)):
+        return found
+    raise InputError(f"{pattern}: no file matches it; check the pattern, relative to {Path.cwd()}")
 
 
 def _check_named(dataset: Any) -> None:

@@ -33,5 +33,9 @@ def check_model_there(model_name: Any) -> None:
             )
     elif os.path.exists(name):
         raise InputError(f"{name} is a file; name the folder of a model")
+    elif "://" in name:
+        raise InputError(
+            f"cannot load {name}: no such folder; give one, or of a hub model its OWNER/NAME alone"
+        )
     elif not HUB_NAME.fullmatch(name):
         raise InputError(f"cannot load {name}: no such folder; check the path, relative to {Path.cwd()}")

@@ -33,7 +33,8 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str,
             partial(check_layers, given.get("layers_to_transform"), n_layers),
             partial(check_names, model, "modules_to_save", whole),
             partial(_check_can_train, model, whole),
-            partial(_check_tokens, model, whole, tokens),
+            partial(_check_tokens, model, tokens),
+            partial(_check_tokens_apart, model, whole, tokens),
         ]
     )
 
@@ -61,20 +62,28 @@ def check_token_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
         raise InputError(f"{name} holds {twice[0]} twice; keep one", about=name)
 
 
-def _check_tokens(model: Any, modules_to_save: Collection[str], tokens: Any) -> None:
-    """Refuse tokens that are not there, and a head that would have to be tied and trained apart at once."""
-    if tokens is None:
-        return
-    by_module = tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
-    for ids in by_module.values():
+def _by_module(tokens: Any) -> Mapping[str, Any]:
+    """PEFT's `trainable_token_indices` by the layer whose rows they are."""
+    return tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
+
+
+def _check_tokens(model: Any, tokens: Any) -> None:
+    """Refuse tokens that are not there."""
+    for ids in () if tokens is None else _by_module(tokens).values():
         if not isinstance(ids, list | tuple) or not ids:
             raise InputError(
                 f"trainable_token_indices is {tokens!r}; give a list of token ids",
                 about="trainable_token_indices",
             )
         check_token_ids("trainable_token_indices", ids, model.get_input_embeddings().num_embeddings)
+
+
+def _check_tokens_apart(model: Any, modules_to_save: Collection[str], tokens: Any) -> None:
+    """Refuse tokens of a layer that trains as a whole, and a head to be tied and trained apart at once."""
+    if tokens is None:
+        return
     for name in modules_to_save:
-        if name.rpartition(".")[2] in {each.rpartition(".")[2] for each in by_module}:
+        if name.rpartition(".")[2] in {each.rpartition(".")[2] for each in _by_module(tokens)}:
             raise InputError(
                 f"modules_to_save names {name}, of which trainable_token_indices trains some rows alone; "
                 "leave one of them out",

@@ -18,12 +18,15 @@ def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
     return lambda path: any(pattern.fullmatch(path) for pattern in compiled)
 
 
-def check_matches(option: str, patterns: Sequence[str], paths: Iterable[str]) -> None:
+def check_matches(
+    option: str, patterns: Sequence[str], paths: Iterable[str], which: str = "has weights"
+) -> None:
     """Refuse a pattern that chooses nothing.
 
     Args:
         option: that holds the patterns.
-        paths: of all parameters.
+        paths: of all parameters that may be chosen.
+        which: what their modules have in common.
 
     Raises:
         InputError: names the pattern, and a few names that the model has.
@@ -33,7 +36,7 @@ def check_matches(option: str, patterns: Sequence[str], paths: Iterable[str]) ->
         if not any(map(matcher([pattern]), known)):
             some = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
             raise InputError(
-                f"{option} holds {pattern!r}, which matches no module that has weights; give a regular "
+                f"{option} holds {pattern!r}, which matches no module that {which}; give a regular "
                 f"expression, or a JSON list of several (the model has {some}, ...)",
                 about=option,
             )

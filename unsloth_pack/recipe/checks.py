@@ -10,7 +10,7 @@ from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import Check, InputError, about, at_once, first_line, require_whole
 from unsloth_pack.files.saved_names import MODEL_CONFIG
 from unsloth_pack.recipe.hub import check_hub
-from unsloth_pack.recipe.image_checks import check_images_together
+from unsloth_pack.recipe.image_checks import check_images_together, refuse_image_options
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import check_data, evaluation_sets, name_of, training_sets
 from unsloth_pack.recipe.optimizers import check_masters, check_rounding, check_settings, check_updates
@@ -245,7 +245,8 @@ def _check_model(options: TrainOptions) -> None:
         base, adapter = resolve(options.model.model_name)
         if adapter is not None:  # which `check_paths` refuses
             return
-        config = load_config(base).get_text_config()
+        whole = load_config(base)
+    config = whole.get_text_config()
     model, is_full = options.model, options.adapter.tuning == "full"
     dtype = weight_dtype(model.dtype, is_full)
     checks: list[Check] = [
@@ -253,6 +254,9 @@ def _check_model(options: TrainOptions) -> None:
         partial(check_names_of_modules, options, base),
         partial(check_backend, model.attn_backend, config, dtype, device_type()),
     ]
+    if not hasattr(whole, "vision_config"):
+        why = f"{model.model_name} takes no images"
+        checks.append(partial(refuse_image_options, options.images, why))
     checks += [] if is_full else [partial(require_whole, "r", options.adapter.r, 1, config.hidden_size)]
     at_once(checks)
 

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.flags import Option, options_of, section_names
@@ -79,6 +79,13 @@ def check_mappings(values: Mapping[str, Placed], kind: "type[DataclassInstance]"
             if placed.place is None:
                 raise InputError(f"{what}; give {error.wanted}") from None
             found.add(placed.place, what, f"give {error.wanted}", name)
+
+
+def _placed(value: Any, place: Place, items: tuple[Mapping[str, Place], ...]) -> Placed:
+    """A value that was read; that of a mapping is one of `Placed`, also where the file has it as text."""
+    if isinstance(value, dict):
+        value = {name: Placed(inner, place) for name, inner in value.items()}
+    return Placed(value, place, items=items)
 
 
 def _mistakes(error: Refused, placed: Placed, place: Place) -> Iterator[tuple[Place, str]]:
@@ -184,7 +191,7 @@ class _Files:
             return placed
         given = placed.spelt if placed.spelt and option.takes_text else placed.plain
         try:
-            return Placed(option.kind(given), place, items=placed.items)
+            return _placed(option.kind(given), place, placed.items)
         except Refused as error:
             for at, wanted in _mistakes(error, placed, place):
                 self.found.add(at, f"{name} is {shown(given)}", f"give {wanted}", option.name)

@@ -9,7 +9,7 @@ from typing import Any
 from unsloth_pack.errors import at_once
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import Option, options_of
-from unsloth_pack.recipe.image_checks import check_image_options
+from unsloth_pack.recipe.image_checks import image_mistakes
 from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.recipe.named_data import check_data
 from unsloth_pack.recipe.parser import Parser, once
@@ -64,7 +64,7 @@ def image_options(given: Mapping[str, Any]) -> ImageOptions:
         InputError: they contradict each other.
     """
     options = ImageOptions(**{name: given[name] for name in _OF_IMAGES if name in given})
-    check_image_options(options)
+    at_once([lambda: image_mistakes(options)])
     return options
 
 

@@ -175,10 +175,11 @@ def add_flags(parser: Parser, kind: "type[DataclassInstance]") -> None:
         for each in section.options:
             takes: dict[str, Any] = {"nargs": "?", "const": each.bare} if each.bare is not None else {}
             takes |= {"action": once(each.kind.several)} if each.kind.several else {}
+            names = [f"--{name}" for name in each.names]
             group.add_argument(
-                *(f"--{name}" for name in each.names),
+                *names,
                 dest=each.name,
-                type=_or_null(each.kind),
+                type=parser.noting(names, _or_null(each.kind)),
                 metavar=each.unit,
                 help=f"{each.help} (default: {each.shown_default})".replace("%", "%%"),
                 **takes,

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, at_once
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.recipe.options import TrainOptions
@@ -13,11 +14,7 @@ _OF_THE_TEXT = ("target_modules", "layers_to_transform", "trainable_token_indice
 
 
 def check_images_together(options: TrainOptions) -> Iterator[InputError]:
-    """Refuse options of images that contradict each other, whatever the model.
-
-    Raises:
-        InputError: a size or the folder is wrong.
-    """
+    """Refuse options of images that contradict each other, whatever the model."""
     images, adapter = options.images, options.adapter
     for rate, frozen in _RATES.items():
         if (value := getattr(images, rate)) is not None and getattr(images, frozen):
@@ -40,40 +37,39 @@ def check_images_together(options: TrainOptions) -> Iterator[InputError]:
                     "one of them",
                     about=("freeze_llm", name),
                 )
-    check_image_options(images)
+    yield from image_mistakes(images)
 
 
-def check_image_options(images: ImageOptions) -> None:
-    """Refuse sizes that are no range, and a folder that is not there.
-
-    Raises:
-        InputError: names the option, its value and the remedy.
-    """
+def image_mistakes(images: ImageOptions) -> Iterator[InputError]:
+    """Refuse sizes that are no range, and a folder that is not there."""
     if images.min_pixels is not None and images.min_pixels > (images.max_pixels or images.min_pixels):
-        raise InputError(
+        yield InputError(
             f"min_pixels is {images.min_pixels} and max_pixels is {images.max_pixels}; give a range",
             about=("min_pixels", "max_pixels"),
         )
     if images.image_folder is not None and not os.path.isdir(images.image_folder):
-        raise InputError(
+        yield InputError(
             f"image_folder is {images.image_folder!r}, which is no folder; correct it", about="image_folder"
         )
 
 
 def refuse_image_options(images: ImageOptions, why: str) -> None:
-    """Refuse options of images where a run has none.
+    """Refuse options of images where a run has none, all at once.
 
     Args:
         why: it has none.
 
     Raises:
-        InputError: names the first option that differs from its default.
+        InputError: names the options that differ from their defaults.
     """
     given, defaults = flat(images), flat(ImageOptions())
-    for name, value in given.items():
-        if value != defaults[name]:
-            shown = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise InputError(f"{name} is {shown}, and {why}; leave out --{name}", about=name)
+    names = [name for name, value in given.items() if value != defaults[name]]
+    at_once([lambda: [_left_out(name, given[name], why) for name in names]])
+
+
+def _left_out(name: str, value: Any, why: str) -> InputError:
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    return InputError(f"{name} is {shown}, and {why}; leave out --{name}", about=name)
 
 
 def check_run_with_images(options: TrainOptions) -> None:

@@ -90,11 +90,12 @@ def is_secret(text: str) -> bool:
     return _SECRET.search(text) is not None
 
 
-def name_of(what: str) -> Kind:
+def name_of(what: str, *, may_be_secret: bool = True) -> Kind:
     """The kind of a text.
 
     Args:
         what: to give where no text is given.
+        may_be_secret: whether a text may look like the token of a hub.
     """
 
     def read(value: object) -> str:
@@ -105,6 +106,8 @@ def name_of(what: str) -> Kind:
             str(value).encode()
         except ValueError:  # half of a surrogate pair, or more digits than Python spells
             raise Refused(value, "text in UTF-8") from None
+        if is_secret(str(value)) and not may_be_secret:
+            raise Refused(value, what)
         return str(value)
 
     return Kind(read, {"type": "string"})

@@ -323,7 +323,7 @@ class OutputOptions:
     )
     push_to_hub: str | None = option(
         None,
-        name_of("the name of a repository, OWNER/NAME, or leave it out"),
+        name_of("the name of a repository, OWNER/NAME, or leave it out", may_be_secret=False),
         "repository on the Hugging Face hub that gets the result at the end; needs a token and a network",
         "OWNER/NAME",
         unset="nothing is uploaded",

@@ -1,10 +1,11 @@
 """argparse whose errors are `InputError`."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
-from unsloth_pack.errors import InputError, Mistakes
+from unsloth_pack.errors import InputError, at_once
 from unsloth_pack.recipe.kinds import RefusedItems, boolean, one_of, switch_or, whole
 from unsloth_pack.recipe.remedies import remedy_for
 
@@ -46,7 +47,31 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False, **options
         )
         self._remedies = remedies or {}
+        self._refused: list[str] = []
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """As argparse's; values that the flag does not take are told together with those of others."""
+        if "type" in options:
+            options["type"] = self.noting(names, options["type"])
+        return super().add_argument(*names, **options)
+
+    def noting(self, names: Sequence[str], kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        """The kind of a flag, by which a wrong value does not end the parsing. `parse` tells all of them.
+
+        Args:
+            names: of the flag.
+        """
+
+        def read(text: str) -> Any:
+            try:
+                return kind(text)
+            except argparse.ArgumentTypeError as error:
+                lines = error.lines if isinstance(error, RefusedItems) else [str(error)]
+                self._refused += [f"argument {'/'.join(names)}: {line}" for line in lines]
+                return None
+
+        return read
 
     def add_choice(self, name: str, choices: Sequence[str], help: str) -> None:
         """A flag that takes one word out of a few, which its help lists."""
@@ -79,15 +104,17 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        remedy = "" if ";" in message else f"; see `{self.prog} --help`"
-        raise InputError(message + remedy)
+        raise InputError(message + self._see_help(message))
+
+    def _see_help(self, message: str) -> str:
+        """The remedy of a message that has none."""
+        return "" if ";" in message else f"; see `{self.prog} --help`"
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The flags that were given, by name.
 
         Raises:
-            InputError: an unknown flag, or a value that its flag does not take or that is no text.
-            Mistakes: several items of a list are wrong.
+            InputError: unknown flags, and values that their flags do not take or that are no text.
         """
         for argument in arguments:
             try:
@@ -96,20 +123,23 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"argument {argument!r} is not UTF-8; rename what it names") from None
             if argument.startswith("--") and argument.endswith("=--"):  # argparse makes a list of it
                 raise InputError(f"argument {argument[:-3]}: got '--'; see `{self.prog} --help`")
+        self._refused.clear()
         try:
             given, unknown = self.parse_known_args(arguments)
-        except argparse.ArgumentError as error:
-            if isinstance(error.__context__, RefusedItems):
-                lines = error.__context__.lines
-                told = [InputError(f"argument {error.argument_name}: {line}") for line in lines]
-                raise Mistakes(told) from None
-            self.error(str(error))
-        if unknown:
-            flag = unknown[0].partition("=")[0]
-            # without its value: some are secret
-            remedy = self._values_remedy(arguments, unknown[0]) or self.remedy(flag)
-            raise InputError(f"unknown argument {flag!r}; {remedy}")
+        except argparse.ArgumentError as error:  # of a flag without a value; what follows is not read
+            self._refused.append(str(error))
+            given, unknown = argparse.Namespace(), []
+        at_once([partial(self._mistakes, arguments, unknown)])
         return {name: value for name, value in vars(given).items() if name != "debug"}  # `main` has read it
+
+    def _mistakes(self, arguments: Sequence[str], unknown: Sequence[str]) -> Iterator[InputError]:
+        for message in self._refused:
+            yield InputError(message + self._see_help(message))
+        for word in [*unknown[:1], *(word for word in unknown[1:] if word.startswith("--"))]:
+            flag = word.partition("=")[0]
+            # without its value: some are secret
+            remedy = self._values_remedy(arguments, word) or self.remedy(flag)
+            yield InputError(f"unknown argument {flag!r}; {remedy}")
 
     def _values_remedy(self, arguments: Sequence[str], word: str) -> str | None:
         """How to write several values of a flag, if the word stands behind those that it takes."""

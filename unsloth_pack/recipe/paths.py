@@ -1,7 +1,6 @@
 """The local paths that options name: what can be told of them without what reads them."""
 
 from functools import partial
-from pathlib import Path
 
 from unsloth_pack.errors import Check, InputError, about, at_once
 from unsloth_pack.files.places import check_model_there, is_adapter
@@ -38,4 +37,4 @@ def _check_model(model_name: str) -> None:
 
 def _check_tokens(options: TrainOptions) -> None:
     if options.adapter.add_tokens is not None:
-        read_new_tokens(Path(options.adapter.add_tokens))
+        read_new_tokens(options.adapter.add_tokens)

@@ -53,7 +53,7 @@ def check_names_of_rates(options: TrainOptions, model: Any, arguments: Mapping[s
     names = [*trained.names(model)]
     at_once(
         [
-            partial(check_matches, "learning_rates", [*rates.by_name], names),
+            partial(check_matches, "learning_rates", [*rates.by_name], names, "trains"),
             partial(check_rate_of_embeddings, rates, any(name.startswith(of_ends) for name in names)),
         ]
     )
@@ -77,9 +77,9 @@ class _Trained:
 
     def names(self, model: Any) -> Iterator[str]:
         """Those of the parameters, as PEFT makes them."""
-        for path in self.adapted:
+        for path in sorted(self.adapted):
             yield from (f"{path}.{end}.default.weight" for end in _OF_LORA)
-        for path in modules_meant(model, self.whole):
+        for path in sorted(modules_meant(model, self.whole)):
             inside = model.get_submodule(path).named_parameters()
             yield from (f"{path}.modules_to_save.default.{name}" for name, _ in inside)
         for path in modules_meant(model, self.of_tokens):

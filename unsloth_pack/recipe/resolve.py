@@ -17,7 +17,7 @@ from unsloth_pack.recipe.flags import build, changed, flat, read_values
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.named_data import Named, paths_of, with_paths
 from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
-from unsloth_pack.recipe.second_stage import saved_config, with_init_adapter
+from unsloth_pack.recipe.second_stage import check_init_adapter, saved_config, with_init_adapter
 from unsloth_pack.recipe.what_trains import check_of_an_adapter
 
 # What a resumed run may change: nothing that alters the order of the data, the steps or the weights.
@@ -53,7 +53,7 @@ def check_given(options: TrainOptions, given: Mapping[str, Any]) -> None:
     Raises:
         InputError: names the options, their values and the remedy.
     """
-    checks = [_check_warmup, _check_accumulation, _check_stream, check_of_an_adapter]
+    checks = [_check_warmup, _check_accumulation, _check_stream, check_of_an_adapter, check_init_adapter]
     at_once(partial(check, options, given) for check in checks)
 
 

@@ -1,6 +1,5 @@
 """The tokenizer of a run, and the tokens that the run adds to it."""
 
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -42,7 +41,7 @@ def add_new_tokens(options: TrainOptions, tokenizer: Any) -> dict[int, list[int]
     adapter = options.adapter
     if adapter.add_tokens is None:
         return {}
-    tokens = read_new_tokens(Path(adapter.add_tokens))
+    tokens = read_new_tokens(adapter.add_tokens)
     goes_on = adapter.init_adapter is not None and not adapter.merge_init_adapter
     if goes_on and tokens.keys() <= tokenizer.get_vocab().keys():
         return {}

@@ -2,11 +2,11 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.errors import InputError, about, at_once
+from unsloth_pack.errors import InputError, about
 from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MERGED_BASE
 from unsloth_pack.recipe.flags import changed, flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
@@ -18,59 +18,69 @@ _MERGE = "give --merge_init_adapter to train a new adapter on top of it"
 
 
 def with_init_adapter(options: TrainOptions, given: Mapping[str, Any]) -> TrainOptions:
-    """The options with those of the adapter that the run begins with.
+    """The options with those of the adapter that the run begins with, whatever was asked for.
 
     Args:
-        given: the values that somebody asked for, by name.
+        given: the values that somebody asked for, by name. `check_init_adapter` refuses those that differ.
 
     Raises:
-        InputError: it is no adapter, or of another base model; another rank or the like was asked for.
+        InputError: it is no adapter that can be loaded.
     """
     folder, merges = options.adapter.init_adapter, options.adapter.merge_init_adapter
     if folder is None:
+        return options
+    saved = saved_config(folder)
+    values: dict[str, Any] = {"model_name": saved["base_model_name_or_path"]}
+    if not merges:
+        values |= {name: saved[name] for name in _OF_ITS_OWN if name in saved}
+    held = {} if merges or given.get("resume") or given.keys() & {*LOADED_IN} else held_by_run(Path(folder))
+    values |= {name: held[name] for name in LOADED_IN if name in held}  # which it makes up the loss of
+    return changed(options, values)
+
+
+def check_init_adapter(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[InputError]:
+    """Refuse what was asked for and is not of the adapter that the run begins with.
+
+    Args:
+        options: of `with_init_adapter`.
+    """
+    adapter, values = options.adapter, flat(options)
+    folder, merges = adapter.init_adapter, adapter.merge_init_adapter
+    if folder is None:
         if merges:
-            raise InputError(
+            yield InputError(
                 "merge_init_adapter is set without an adapter; give --init_adapter",
                 about="merge_init_adapter",
             )
-        return options
-    if options.adapter.tuning == "full" and not merges:
-        raise InputError(
+        return
+    if adapter.tuning == "full" and not merges:
+        yield InputError(
             f"tuning is 'full' and init_adapter is {folder!r}, which is no whole model; give "
             "--merge_init_adapter, or --tuning lora",
             about=("tuning", "init_adapter"),
         )
-    saved = saved_config(folder)
-    base = saved["base_model_name_or_path"]
-    differ: list[InputError] = []
-    if "model_name" in given and not _is_same_model(given["model_name"], folder):
-        differ.append(
-            InputError(
-                f"init_adapter {folder!r} was trained on {base!r}, and model_name is "
-                f"{given['model_name']!r}; leave out --model_name, or give an adapter of that model",
-                about=("init_adapter", "model_name"),
-            )
-        )
-    values: dict[str, Any] = {"model_name": base}
-    for name in () if merges else _OF_ITS_OWN:
-        values[name] = saved.get(name, flat(options)[name])
-        if given.get(name, values[name]) != values[name]:
-            differ.append(
-                InputError(
-                    f"init_adapter {folder!r} has {name} {values[name]}, not {given[name]}; leave out "
-                    f"--{name}, or {_MERGE}",
-                    about=("init_adapter", name),
-                )
-            )
-    at_once([lambda: differ])
-    held = {} if merges or given.get("resume") or given.keys() & {*LOADED_IN} else held_by_run(Path(folder))
-    values |= {name: held[name] for name in LOADED_IN if name in held}  # which it makes up the loss of
-    if options.adapter.loftq_config is not None and not merges:
-        raise InputError(
+        return
+    if adapter.loftq_config is not None and not merges:
+        yield InputError(
             f"loftq_config is set and init_adapter {folder!r} has weights; leave out one",
             about=("loftq_config", "init_adapter"),
         )
-    return changed(options, values)
+    if not (Path(folder) / ADAPTER_CONFIG).is_file():  # an earlier run may have yet to make it
+        return
+    name = given.get("model_name")
+    if name is not None and not _is_same_model(name, folder):
+        yield InputError(
+            f"init_adapter {folder!r} was trained on {values['model_name']!r}, and model_name is {name!r}; "
+            "leave out --model_name, or give an adapter of that model",
+            about=("init_adapter", "model_name"),
+        )
+    for name in () if merges else _OF_ITS_OWN:
+        if given.get(name, values[name]) != values[name]:
+            yield InputError(
+                f"init_adapter {folder!r} has {name} {values[name]}, not {given[name]}; leave out --{name}, "
+                f"or {_MERGE}",
+                about=("init_adapter", name),
+            )
 
 
 def held_by_run(folder: Path) -> dict[str, Any]:

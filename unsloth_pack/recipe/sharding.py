@@ -64,14 +64,14 @@ def check_sharding(options: TrainOptions) -> None:
 def check_sharding_here(options: TrainOptions) -> Iterator[InputError]:
     """Refuse to shard without the library, and in one process."""
     given = _given(options)
-    if "deepspeed" in given and find_spec("deepspeed") is None:
+    if len(given) != 1:  # which `check_sharding` refuses, or nothing shards
+        return
+    ((name, value),) = given.items()
+    if name == "deepspeed" and find_spec("deepspeed") is None:
         yield InputError(
-            f"deepspeed is {given['deepspeed']!r} but is not installed; "
-            "pip install 'unsloth-pack[deepspeed]'",
-            about="deepspeed",
+            f"deepspeed is {value!r} but is not installed; pip install 'unsloth-pack[deepspeed]'", about=name
         )
-    if len(given) == 1 and count_processes() < 2:
-        ((name, value),) = given.items()
+    if count_processes() < 2:
         yield InputError(
             f"{name} shards over several processes and this is one; start them with "
             f"`torchrun --nproc_per_node N cli.py --{name} {value} ...`, or leave out --{name}",

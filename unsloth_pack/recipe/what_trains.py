@@ -123,13 +123,21 @@ def _check_targets(model: Any, adapter: AdapterOptions, given: Mapping[str, Any]
     from unsloth_pack.files.new_tokens import rows_to_train
     from unsloth_pack.lora.parts import refuse_adapted_rows
     from unsloth_pack.lora.targets import adapted_paths, lora_targets
+    from unsloth_pack.recipe.second_stage import adapted_by_options
 
     adapted = adapted_paths(model, lora_targets(model, adapter.target_modules, given), given)
+    excluded, layers = given.get("exclude_modules"), given.get("layers_to_transform")
+    if not adapted_by_options(model, adapter.target_modules, excluded, layers):
+        given_so = [name for name in _LIMITING if getattr(adapter, name) is not None]
+        raise InputError(
+            f"no layer is left for an adapter by {' and '.join(given_so)}; choose others", about=given_so
+        )
     refuse_adapted_rows(model, adapted, given.get("trainable_token_indices"), tied_head=True)
     if adapter.add_tokens is not None:
         refuse_adapted_rows(model, adapted, rows_to_train(model, [0]), "add_tokens", tied_head=True)
 
 
+_LIMITING = ("target_modules", "train_modules", "freeze_modules", "layers_to_transform")
 _FURTHER = ("layers_to_transform", "exclude_modules", "trainable_token_indices")
 
 

@@ -54,7 +54,7 @@ def check_rates(model: nn.Module, rates: LearningRates) -> None:
     trains_embeddings = bool(rates.of_embeddings and _embeddings(model, trained))
     at_once(
         [
-            partial(check_matches, "learning_rates", [*rates.by_name], trained),
+            partial(check_matches, "learning_rates", [*rates.by_name], trained, "trains"),
             partial(_check_lora_plus, rates, trained),
             partial(_check_parts, model, rates, trained),
             partial(check_rate_of_embeddings, rates, trains_embeddings),
