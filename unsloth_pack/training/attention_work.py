@@ -9,9 +9,10 @@ from torch import nn
 
 from unsloth_pack.lora.vision_parts import VisionParts
 
-# Multiplications of attention take longer than those of GEMMs. On an H200 377 TFLOP/s are what longer
-# documents cost (docs/speed.md, from documents of 512 tokens to one of 8,192), and GEMMs of a step have 630.
-_SLOWER = 1.7
+# Multiplications of attention take longer than those of GEMMs, of which a step does 630 TFLOP/s on an H200:
+# 1.7 times as long over long documents (docs/speed.md: 377 TFLOP/s from documents of 512 tokens to one of
+# 8,192), and 3.6 times where a token's document has 290 tokens (docs/ranks.md), as tiles are not full.
+_SLOWER, _NOT_FULL = 1.7, 320
 _PASSES = 3.5  # forward once, backward 2.5 times
 _FROZEN_PASSES, _TRAINED_PASSES = 2, 3  # through a linear layer: its weight's gradient is one of them
 
@@ -28,8 +29,9 @@ def attention_share(model: Any, seq_lengths: Sequence[Sequence[int]]) -> float:
         seq_lengths: document lengths of the packed rows.
     """
     lengths = np.fromiter(chain.from_iterable(seq_lengths), np.int64)
-    seen = float((lengths**2).sum() / max(1, lengths.sum())) / 2
-    of_attention = _PASSES * _SLOWER * 2 * _attention_width(model.config.get_text_config()) * seen
+    of_token = float((lengths**2).sum() / max(1, lengths.sum()))  # tokens of its document, on average
+    width = _attention_width(model.config.get_text_config())
+    of_attention = _PASSES * _SLOWER * width * (of_token + _NOT_FULL)
     of_weights = sum(_weights_by_passes(model))
     return of_attention / (of_attention + of_weights) if of_attention else 0.0
 
