@@ -162,6 +162,7 @@ WITHOUT_A_CASE = {  # fields of LoraConfig that change what is trained, and not 
     *("use_qalora", "qalora_group_size"),  # on GPTQ layers, which are not loaded
 }
 CASES = TUNERS | VARIANTS
+NOT_ON_A_PATCHED_MODEL = ("ADAPTION_PROMPT", "alora_invocation_tokens")  # nor virtual tokens
 BASES = {"untied": {}, "tied": {"tie_word_embeddings": True}}
 
 
@@ -203,6 +204,8 @@ def adapted(case, model, tmp_path):
         get_peft_model(copy.deepcopy(model), lora_config()).save_pretrained(tmp_path / "expert")
         options = {**options, "adapters": {"one": str(tmp_path / "expert")}}
     config = getattr(peft, peft_type)(**options)
+    if getattr(config, "is_prompt_learning", False) or case in NOT_ON_A_PATCHED_MODEL:
+        patch_model(model).undo()
     if case != "arrow_config":
         return get_peft_model(model, config)
     model = get_peft_model(model, lora_config(), adapter_name="one")
@@ -380,6 +383,17 @@ def test_on_eight_bits(case, folders, tmp_path):
     assert torch.equal(logits(model), trained)
     moved = (logits(reloaded(folders(case, "untied"))) - trained).norm()
     assert (logits(reloaded(target)) - trained).norm() < 0.1 * moved  # int8 rounds activations too
+
+
+def test_an_adapter_that_was_refused_before_is_no_part_of_it(folders, tmp_path):
+    """A notebook keeps its last error, and with it what PEFT had begun to make."""
+    model, _ = loaded(folders("LORA", "untied"))
+    with pytest.raises(InputError) as kept:
+        get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    model = train(get_peft_model(model, lora_config()))
+    model.save_pretrained_merged(tmp_path / "merged")
+    require_equal(tmp_path / "merged", logits(model))
+    del kept
 
 
 def test_a_trained_weight_without_a_place_is_refused(folders, tmp_path):

@@ -185,7 +185,8 @@ def _peft_models_of(base: nn.Module) -> list[PeftModel]:
     A method that a PEFT model lacks runs on its transformers model, which does not know its PEFT model.
     """
     alive = [one for one in gc.get_objects() if issubclass(type(one), PeftModel)]
-    return [one for one in alive if any(module is base for module in one.modules())]
+    made = [one for one in alive if "_modules" in vars(one)]  # not one that was refused, which an error holds
+    return [one for one in made if any(module is base for module in one.modules())]
 
 
 def _of_another_model(name: str, shape: object, expected: Tensor | None) -> InputError:
