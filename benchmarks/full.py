@@ -59,7 +59,7 @@ class Case:
     Args:
         shape: of the model, by its name in `shapes`.
         row_tokens: of a packed row at most; an update is one row.
-        optim: as transformers calls it. Masters on the host have `adamw_torch_fused`.
+        optim, optim_args: as transformers calls them. Masters on the host have `adamw_torch_fused`.
         steps: updates of a run.
         warm: of them, the first that do not count.
     """
@@ -67,6 +67,7 @@ class Case:
     shape: str
     row_tokens: int
     optim: str = "adamw_torch_fused"
+    optim_args: str | None = None
     steps: int = 16
     warm: int = 6
 
@@ -75,6 +76,14 @@ CASES = {
     "0.5b": Case("qwen2.5-0.5b", row_tokens=2048, steps=40, warm=15),
     "3b": Case("llama3.2-3b", row_tokens=8192),
     "8b": Case("llama3.1-8b", row_tokens=8192, optim="adamw_8bit", steps=12, warm=5),
+    "8b-torchao": Case(
+        "llama3.1-8b",
+        row_tokens=8192,
+        optim="adamw_torch_8bit",
+        optim_args="bf16_stochastic_round=true",
+        steps=12,
+        warm=5,
+    ),
     "tiny": Case("tiny", row_tokens=256, steps=6, warm=2),
 }
 
@@ -188,6 +197,7 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
         max_grad_norm=0.0 if "optimizer_in_backward" in options else 1.0,
         logging_steps=5,
         optim="adamw_torch_fused" if "masters_on_host" in options else case.optim,
+        optim_args=None if "masters_on_host" in options else case.optim_args,
         gradient_checkpointing=False,
         bf16=on_gpu,
         use_cpu=not on_gpu,
@@ -275,9 +285,12 @@ def look_at(model: Any) -> dict[str, Any]:
 
 
 def moment_dtypes(optimizer: Any) -> dict[str, int]:
-    """Of the state that has a number for each of a weight, not of scales and counts."""
+    """Of the state that has a number for each of a weight, not of scales and counts.
+
+    torchao's moments in 8 bits say that they are of the weight's dtype; what they hold is their `codes`.
+    """
     return elements(
-        value
+        getattr(value, "codes", value)
         for weight, state in optimizer.state.items()
         for value in state.values()
         if hasattr(value, "dtype") and value.numel() == weight.numel() > 1
