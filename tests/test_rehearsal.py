@@ -162,7 +162,6 @@ class _Kernel:
 @pytest.fixture
 def no_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.autograd.graph.save_on_cpu())
-    monkeypatch.setattr(side_by_side.os, "sched_getaffinity", lambda pid: range(3))
 
 
 def test_kernels_are_compiled_at_the_same_time_once_for_each_form(no_device):

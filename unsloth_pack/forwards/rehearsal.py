@@ -58,16 +58,16 @@ class Rehearsal:
         if not _compiles_for(row.device) or _has_to_be_real(decoder):
             return
         only = layers_of_each_kind(decoder)
-        with compiled_side_by_side(row.device), torch.autograd.set_multithreading_enabled(False):
-            try:
+        try:
+            with compiled_side_by_side(row.device), torch.autograd.set_multithreading_enabled(False):
                 with left_alone(decoder, dropout=True), without_hooks(decoder), without_cached_casts(decoder):
                     hidden = _passed(decoder, row, only)
                     loss = loss_of(hidden if batch is None else batch.padded(hidden))
                     _send_back(loss, decoder)
                 if probe is not None and probe.is_due(decoder, row):
                     probe.rehearse(decoder, only)
-            except Exception as error:  # the step itself is to say so
-                logger.debug("kernels are not compiled side by side: %s", error)
+        except Exception as error:  # the step itself is to say so
+            logger.debug("kernels are not compiled side by side: %s", error)
 
 
 def layers_of_each_kind(decoder: PackedDecoder) -> Collection[int]:

@@ -7,7 +7,6 @@ Triton is in its compiler, in `ptxas` or in `gcc`, where threads do not wait for
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ class _Wanted:
     def __init__(self, device: torch.device):
         self._device = device
         self._asked: set[tuple[Any, ...]] = set()
-        self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compiles a kernel")
+        self._threads = ThreadPoolExecutor(thread_name_prefix="compiles a kernel")
 
     def add(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Have a kernel compiled for such arguments, once.
