@@ -82,8 +82,8 @@ def test_two_processes_train_on_top_of_an_adapter(train, model, data, tmp_path):
     assert late.returncode == 1
     assert "lora_embedding_B" in late.stderr
     # The slower process may find the merged base gone, and refuses that in a line of its own
-    others = [line for line in late.stderr.splitlines() if "unsloth-pack:" not in line]
-    assert "Error" not in "\n".join(others).replace("ChildFailedError", "")
+    said = re.sub("cannotload.*?orgiveafolder", "", "".join(late.stderr.split()))
+    assert "Error" not in said.replace("ChildFailedError", "")
     assert not [*tmp_path.glob("two/**/*")]
     done = torchrun(2, "--sample_packing", "--dtype=float32", **two)
     assert done.returncode == 0, done.stderr
