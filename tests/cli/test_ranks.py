@@ -81,9 +81,7 @@ def test_two_processes_train_on_top_of_an_adapter(train, model, data, tmp_path):
     late = torchrun(2, "--sample_packing", **two, learning_rates='{"lora_embedding_B": 1e-3}')
     assert late.returncode == 1
     assert "lora_embedding_B" in late.stderr
-    # The slower process may find the merged base gone, and refuses that in a line of its own
-    said = re.sub("cannotload.*?orgiveafolder", "", "".join(late.stderr.split()))
-    assert "Error" not in said.replace("ChildFailedError", "")
+    assert "Error" not in late.stderr.replace("ChildFailedError", "")
     assert not [*tmp_path.glob("two/**/*")]
     done = torchrun(2, "--sample_packing", "--dtype=float32", **two)
     assert done.returncode == 0, done.stderr
