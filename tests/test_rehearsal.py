@@ -201,7 +201,7 @@ def test_kernels_of_this_package_are_not_launched_meanwhile_and_in_other_threads
     monkeypatch.setattr(
         triton.JITFunction, "run", lambda self, *args, grid, warmup, **options: launched.append(args)
     )
-    kernel = launch._Kernel(nothing_kernel)
+    kernel = launch.Kernel(nothing_kernel)
     with compiled_side_by_side(torch.device("cpu")):
         monkeypatch.setattr(side_by_side.wanted_instead(), "add", lambda *given: asked.append(given))
         kernel[(1,)](1, num_warps=2)

@@ -48,17 +48,19 @@ def jit(kernel=None, **options):
         return lambda kernel: jit(kernel, **options)
     if triton is None:
         return kernel
-    return triton.jit(kernel, **options) if INTERPRETED else _Kernel(kernel, **options)
+    return triton.jit(kernel, **options) if INTERPRETED else Kernel(kernel, **options)
 
 
-class _Kernel(object if triton is None else triton.JITFunction):  # type: ignore[misc]
-    """A kernel that is compiled ahead where its thread asks for that, see `compiled_side_by_side`."""
+if triton is not None:
 
-    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        wanted = None if warmup else wanted_instead()
-        if wanted is None:
-            return super().run(*args, grid=grid, warmup=warmup, **options)
-        return wanted.add(self, args, options)
+    class Kernel(triton.JITFunction):
+        """A kernel that is compiled ahead where its thread asks for that, see `compiled_side_by_side`."""
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            wanted = None if warmup else wanted_instead()
+            if wanted is None:
+                return super().run(*args, grid=grid, warmup=warmup, **options)
+            return wanted.add(self, args, options)
 
 
 def floor_power_of_2(n: int) -> int:

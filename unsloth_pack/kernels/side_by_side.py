@@ -43,10 +43,10 @@ class _Wanted:
             self._asked.add(form)
             self._threads.submit(self._compile, kernel, args, options)
 
-    def _compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A kernel's launcher, which is made when it is asked for, and loads the kernel."""
         with torch.cuda.device(self._device):
-            compiled = kernel.warmup(*args, grid=(1,), **options)
-            compiled.run  # noqa: B018 - to look at it makes the launcher and loads the kernel
+            return kernel.warmup(*args, grid=(1,), **options).run
 
     def await_all(self) -> None:
         """Wait for the threads. What could not be compiled fails again where it is launched."""
