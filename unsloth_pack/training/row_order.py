@@ -23,18 +23,19 @@ def packed_sampler(
     """
     if "seq_lengths" not in rows.column_names:
         return None
-    work = None
-    if image_rows is not None and arguments.world_size > 1:
-        work = vision_work(rows, COLUMN, model, image_rows.make_images)
     seq_lengths = rows.with_format("arrow")["seq_lengths"].to_pylist()
+    work: dict[str, Any] = {}  # of one process the shares are all of it
+    if arguments.world_size > 1:
+        work["attention_weight"] = attention_share(model, seq_lengths)
+        if image_rows is not None:
+            work["vision_work"] = vision_work(rows, COLUMN, model, image_rows.make_images)
     return PackedSampler(
         seq_lengths,
         arguments.world_size,
-        attention_weight=attention_share(model, seq_lengths),
         rows_per_rank=arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps,
         batch_size=arguments.per_device_train_batch_size,
         seed=arguments.seed,
-        vision_work=work,
+        **work,
     )
 
 
