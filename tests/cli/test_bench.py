@@ -115,7 +115,8 @@ def test_no_breakdown_of_a_run_that_failed(model, data, answers, capsys):
 
 
 def test_fp8_is_for_the_patched_model(model, data, answers, capsys, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.api.check_loading", lambda *_: None)  # as on a GPU that has it
+    # As on a GPU that has it
+    monkeypatch.setattr("unsloth_pack.files.loading_checks.check_loading", lambda *_: None)
     planned, asked = answers
     planned[True, True, True] = bench_figures(kernel_ms=dict.fromkeys(CATEGORIES, 1.0), busy_ms=6.0)
     assert main(["bench", "--model_name", model, "--dataset", data, "--load_in_fp8", "--json"]) == 0

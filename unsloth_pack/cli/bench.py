@@ -117,9 +117,9 @@ def _parser() -> Parser:
 
 def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     """Documents and packed rows on disk, and the four runs over them, the patched packed one first."""
-    from unsloth_pack.api import check_loading, check_positions
     from unsloth_pack.bench import Case
     from unsloth_pack.files.loading import load_config, resolve, weight_dtype
+    from unsloth_pack.files.loading_checks import check_loading, check_positions
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.recipe.checks import check_backend
 

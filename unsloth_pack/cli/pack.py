@@ -28,10 +28,10 @@ def run(arguments: Sequence[str]) -> int:
     out = Path(given["out"])
     check_new_folder("out", out)
 
-    from unsloth_pack.api import check_positions
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash
     from unsloth_pack.files.loading import load_config, resolve
+    from unsloth_pack.files.loading_checks import check_positions
     from unsloth_pack.packing import write_packs
     from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
     from unsloth_pack.recipe.image_data import prepared_images

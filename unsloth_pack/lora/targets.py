@@ -17,7 +17,7 @@ from typing import Any
 from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
 from torch import nn
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, about
 from unsloth_pack.lora.patterns import check_patterns
 from unsloth_pack.lora.stacks import UNGATED_STACKS, is_experts, is_ungated_experts
 from unsloth_pack.models import spec_of
@@ -182,7 +182,8 @@ def _targets_of(
         return Targets(target_modules)
     names = default_names(model) if target_modules is None else _as_joined(model, target_modules)
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
-    _check_targets(model, names, experts)
+    with about("target_modules"):
+        _check_targets(model, names, experts)
     if not experts:
         modules = of_text_model(model, names if isinstance(names, str) else list(names), given)
         return Targets(modules, _wanted_stacks(model, names, given))
@@ -350,20 +351,15 @@ def _check_targets(
         try:
             matches = target_modules == "all-linear" or any(re.fullmatch(target_modules, p) for p in paths)
         except re.error as error:
-            raise InputError(
-                f"target_modules is {target_modules!r}: {error}; correct the pattern", about="target_modules"
-            ) from None
+            raise InputError(f"target_modules is {target_modules!r}: {error}; correct the pattern") from None
         if not target_modules or not matches:
             raise InputError(
                 f"target_modules is {target_modules!r}, which matches nothing; give 'all-linear', a list of "
-                "names, or a regular expression of whole paths",
-                about="target_modules",
+                "names, or a regular expression of whole paths"
             )
         return
     if not isinstance(target_modules, Sequence | Set) or not target_modules:
-        raise InputError(
-            f"target_modules is {target_modules!r}; give the names of linear layers", about="target_modules"
-        )
+        raise InputError(f"target_modules is {target_modules!r}; give the names of linear layers")
     check_names(model, "target_modules", target_modules, of_experts)
 
 

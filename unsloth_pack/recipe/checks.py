@@ -194,14 +194,14 @@ def _check_evaluations(options: TrainOptions) -> Iterator[InputError]:
 
 
 def _check_loading(options: TrainOptions) -> None:
-    from unsloth_pack.api import check_loading
+    from unsloth_pack.files.loading_checks import check_loading
 
     model = options.model
     check_loading(model.max_seq_length, model.load_in_4bit, model.load_in_8bit, model.load_in_fp8)
 
 
 def _check_loftq(options: TrainOptions) -> None:
-    from unsloth_pack.api import check_loftq
+    from unsloth_pack.files.loading_checks import check_loftq
 
     if options.adapter.loftq_config is not None:
         check_loftq(options.adapter.loftq_config)
@@ -236,8 +236,8 @@ def _check_tracker_is_there(options: TrainOptions) -> Iterator[InputError]:
 def _check_model(options: TrainOptions) -> None:
     """Refuse a model that is not there, what it has no modules or positions for, and attention that cannot
     run it."""
-    from unsloth_pack.api import check_positions
     from unsloth_pack.files.loading import load_config, resolve, weight_dtype
+    from unsloth_pack.files.loading_checks import check_positions
 
     if options.adapter.init_adapter is not None:
         saved_config(options.adapter.init_adapter)  # without which nobody knows the model
