@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
@@ -18,12 +17,11 @@ from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.decoder import FastDecoder
 from unsloth_pack.forwards.door import Door, trl_head_of
 from unsloth_pack.forwards.own_checkpointing import OwnCheckpointing
+from unsloth_pack.forwards.step_labels import StepLabels
 from unsloth_pack.losses.contract import LabelledHead, Loss
 from unsloth_pack.losses.cross_entropy import cross_entropy, loss_output
 from unsloth_pack.losses.fusable import (
-    has_own_loss,
     head_of,
-    outputs_of_head,
     refuse_passed_over,
     why_head_not_fused,
     why_loss_not_fused,
@@ -34,8 +32,6 @@ from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.modules.walk import CountedParameters
 from unsloth_pack.row.from_call import row_of_call
 from unsloth_pack.row.keywords import ROW_KEYWORDS
-from unsloth_pack.row.labels import ContradictingLabels, CountedLabels, checked_labels, watch_gradient
-from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
 
 
@@ -113,7 +109,7 @@ class FastCausalLM(CountedParameters):
             raise InputError(
                 "fused_lm_head=True, but no trainer has prepared this model; make it a new trainer"
             )
-        step_labels = _StepLabels(self, call, labels, asked_by_trl=trl_head is not None)
+        step_labels = StepLabels(self, call, labels, asked_by_trl=trl_head is not None)
         if trl_head is not None:
             out = self._scored_for_trl(trl_head, call, step_labels)
         elif self._takes_fused_loss(call, step_labels, logits_to_keep):
@@ -175,7 +171,7 @@ class FastCausalLM(CountedParameters):
         """Whether a call goes through a model around a text model as it is: images may come with it."""
         return self.is_wrapper and call.described is None
 
-    def _for_theirs(self, call: Call, step_labels: "_StepLabels") -> dict[str, Any]:
+    def _for_theirs(self, call: Call, step_labels: StepLabels) -> dict[str, Any]:
         """The arguments of transformers' forward or of TRL's, which hand them on to the decoder."""
         arguments = {**call.inputs, **call.rest, **step_labels.as_given()}
         if not self._is_left_alone(call):  # where what lies before the decoder takes no row
@@ -184,7 +180,7 @@ class FastCausalLM(CountedParameters):
 
     # A step of training: the loss alone
 
-    def _takes_fused_loss(self, call: Call, step_labels: "_StepLabels", logits_to_keep: int | Tensor) -> bool:
+    def _takes_fused_loss(self, call: Call, step_labels: StepLabels, logits_to_keep: int | Tensor) -> bool:
         """Whether a call is a training step whose loss can be computed with the head."""
 
         def asked(name: str) -> Any:
@@ -210,7 +206,7 @@ class FastCausalLM(CountedParameters):
             asked = getattr(self.config.get_text_config(), "output_router_logits", False)
         return bool(asked)
 
-    def _with_fused_loss(self, call: Call, step_labels: "_StepLabels") -> Any:
+    def _with_fused_loss(self, call: Call, step_labels: StepLabels) -> Any:
         head = head_of(self, self.spec, self.is_wrapper)
         labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
         call.rest.pop("return_dict", None)
@@ -227,7 +223,7 @@ class FastCausalLM(CountedParameters):
 
     # TRL's trainers: scores of tokens
 
-    def _scored_for_trl(self, trl_head: TrlHead, call: Call, step_labels: "_StepLabels") -> Any:
+    def _scored_for_trl(self, trl_head: TrlHead, call: Call, step_labels: StepLabels) -> Any:
         call.inputs["use_cache"] = False
         why_not = trl_head.why_not or why_head_not_fused(self)
         if self._is_left_alone(call):
@@ -254,13 +250,13 @@ class FastCausalLM(CountedParameters):
 
     # Everything else: logits, as transformers makes them
 
-    def _with_logits(self, call: Call, step_labels: "_StepLabels", logits_to_keep: int | Tensor) -> Any:
+    def _with_logits(self, call: Call, step_labels: StepLabels, logits_to_keep: int | Tensor) -> Any:
         if self.is_wrapper and call.described is not None:
             return self._text_with_logits(call, step_labels, logits_to_keep)
         return super().forward(**self._for_theirs(call, step_labels), logits_to_keep=logits_to_keep)
 
     def _text_with_logits(
-        self, call: Call, step_labels: "_StepLabels", logits_to_keep: int | Tensor
+        self, call: Call, step_labels: StepLabels, logits_to_keep: int | Tensor
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """A packed row through a model around a text model, past all that it does with images."""
         call.rest.pop("return_dict", None)
@@ -316,96 +312,3 @@ class FastCausalLM(CountedParameters):
         if self.fast_decoder.recompute_plan is None:
             theirs: Any = super()
             theirs.enable_input_require_grads()
-
-
-class _StepLabels:
-    """The labels of a call: checked, and masked where no loss may see them. Made before the decoder runs.
-
-    Args:
-        model: a `FastCausalLM`.
-        call: what belongs to the loss alone is taken out of its `rest`.
-        labels: `[B, T]`, or None.
-        asked_by_trl: whether one of TRL's trainers asks, which counts labels without telling the model.
-    """
-
-    def __init__(self, model: Any, call: Call, labels: Tensor | None, asked_by_trl: bool):
-        self.ignore_index: int = call.rest.pop("ignore_index", IGNORE_INDEX)
-        self.num_items = call.rest.pop("num_items_in_batch", None)
-        self._model, self._row = model, call.row
-        self._late: list[CountedLabels | ContradictingLabels] = []
-        shape = None if call.row is None else call.row.shape
-        n_outputs = None if has_own_loss(model) else outputs_of_head(model)
-
-        def checked(name: str, given: Tensor | None) -> Tensor | None:
-            return None if given is None else checked_labels(name, given, shape, n_outputs, self.ignore_index)
-
-        self.labels = checked("labels", labels)
-        self.shift_labels = checked("shift_labels", call.rest.pop("shift_labels", None))
-        if call.row is not None:
-            self._mask(call.row, asked_by_trl)
-
-    def shifted(self) -> Tensor:
-        """`[B, T]`: of every token, the label that it predicts."""
-        if self.shift_labels is not None:
-            return self.shift_labels
-        if self.labels is None:
-            raise InputError("fused_lm_head=True scores labels, and there are none; give labels")
-        return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
-
-    def as_given(self) -> dict[str, Any]:
-        """What another forward gets for its loss."""
-        given = {
-            "labels": self.labels,
-            "shift_labels": self.shift_labels,
-            "num_items_in_batch": self.num_items,
-            "ignore_index": None if self.ignore_index == IGNORE_INDEX else self.ignore_index,
-        }
-        return {name: value for name, value in given.items() if value is not None}
-
-    def watch(self, logits: Tensor) -> None:
-        """Look at the logits' gradient: the caller may compute a loss from them, with labels of its own."""
-        if self._row is None or not (logits.requires_grad and self._model.training):
-            return
-        is_counted = self.num_items is not None and self.labels is None
-        if logits.shape[:-1] == self._row.shape and (is_counted or self._is_first_look()):
-            watch_gradient(self._row, logits, is_counted)
-
-    def _is_first_look(self) -> bool:
-        """Labels that nobody has counted are looked at in one step: on a device the look waits for it."""
-        is_first = not self._model.boundary_labels_sought
-        self._model.boundary_labels_sought = True
-        return is_first
-
-    def refuse(self) -> None:
-        """After the decoder: refuse what could be known only now.
-
-        Raises:
-            InputError: labels of document starts that were counted; labels that contradict each other.
-        """
-        for check in self._late:
-            check.refuse()
-
-    def _mask(self, row: PackedRow, asked_by_trl: bool) -> None:
-        if self.num_items is not None:
-            if self.shift_labels is not None:  # trainers count these rather than `labels`
-                counted = CountedLabels(
-                    row, self.shift_labels, is_shifted=True, ignore_index=self.ignore_index
-                )
-                self._look(counted)
-            elif self.labels is not None:
-                self._look(CountedLabels(row, self.labels, ignore_index=self.ignore_index))
-        elif asked_by_trl and self.labels is not None and self._model.training and self._is_first_look():
-            CountedLabels(row, self.labels).warn()
-        if self.labels is not None:
-            self.labels = row.mask_labels(self.labels, self.ignore_index)
-        if self.shift_labels is not None:
-            self.shift_labels = row.mask_shifted_labels(self.shift_labels, self.ignore_index)
-        if self.labels is not None and self.shift_labels is not None:
-            self._look(ContradictingLabels(self.labels, self.shift_labels, self.ignore_index))
-
-    def _look(self, check: CountedLabels | ContradictingLabels) -> None:
-        """On the host at once, and on a device when the decoder has run."""
-        if check.is_on_host:
-            check.refuse()
-        else:
-            self._late.append(check)

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 
 from unsloth_pack.errors import LeakFound
 from unsloth_pack.forwards.layer_inputs import own_embeddings
-from unsloth_pack.forwards.unnoticed import (
-    left_alone,
-    packed_forward,
-    without_cached_casts,
-    without_hooks,
-)
+from unsloth_pack.forwards.unnoticed import left_alone, packed_forward, without_cached_casts, without_hooks
 from unsloth_pack.graphs.protocols import PackedDecoder
 from unsloth_pack.modules.sharding import sharded_by
 from unsloth_pack.row.packed_row import PackedRow

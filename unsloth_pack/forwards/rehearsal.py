@@ -14,12 +14,7 @@ from torch import Tensor
 
 from unsloth_pack.forwards.layer_inputs import own_embeddings
 from unsloth_pack.forwards.leak_probe import OwnProbe
-from unsloth_pack.forwards.unnoticed import (
-    left_alone,
-    packed_forward,
-    without_cached_casts,
-    without_hooks,
-)
+from unsloth_pack.forwards.unnoticed import left_alone, packed_forward, without_cached_casts, without_hooks
 from unsloth_pack.graphs.protocols import PackedDecoder
 from unsloth_pack.kernels.launch import triton
 from unsloth_pack.kernels.side_by_side import compiled_side_by_side

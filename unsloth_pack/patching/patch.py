@@ -49,10 +49,7 @@ from unsloth_pack.patching.classes import _new as _new  # which pickles of earli
 from unsloth_pack.patching.classes import is_made
 from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.refusals import refuse_own_code, refuse_unknown_parts, refuse_what_would_leak
-from unsloth_pack.patching.report import (
-    report_of,
-    say_step,
-)
+from unsloth_pack.patching.report import report_of, say_step
 from unsloth_pack.patching.towers import let_blocks_be_captured, swap_tower
 from unsloth_pack.patching.trainers import prepare_trainers
 
