@@ -137,7 +137,7 @@ def test_arguments_that_loftq_does_not_take(refused):
 
 
 def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.api.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("unsloth_pack.files.loading_checks.is_bitsandbytes_available", lambda: False)
     error = refused("--load_in_4bit")
     assert "load_in_4bit" in error
     assert "pip install" in error
