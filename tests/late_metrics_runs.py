@@ -17,6 +17,7 @@ from unsloth_pack.training.trl_setup import sft_config
 
 LENGTHS = [[5, 1, 9, 3], [12, 4], [7], [2, 2, 20], [6, 6], [30, 1], [8, 3, 3], [11], [4, 17]]
 TRLS_OWN = "unsloth_pack.patching.late_metrics.reads_late"
+ON_A_GPU = "unsloth_pack.training.log_lines._computes_while_the_host_goes_on"
 NOT_FLAT = "unsloth_pack.patching.flat_updates.why_not_flat"
 
 
@@ -64,11 +65,13 @@ def logged(trainer):
     ]
 
 
-def log_of_run(folder, packed, trls_own, arch="qwen3", flat=True, **options):
+def log_of_run(folder, packed, trls_own, arch="qwen3", flat=True, on_a_gpu=False, **options):
     arguments = config(folder, packed, **options)
     with ExitStack() as patches:
         if trls_own:
             patches.enter_context(patch(TRLS_OWN, lambda trainer: False))
+        if on_a_gpu:
+            patches.enter_context(patch(ON_A_GPU, lambda trainer: True))
         if not flat:
             patches.enter_context(patch(NOT_FLAT, lambda arguments, model: "for comparison"))
         return logged(

@@ -317,7 +317,7 @@ PRIVATE_NAMES = (
         "trl.trainer.sft_trainer",
         "_metrics",
         "what the log says of entropy, accuracy and tokens",
-        ("patching/late_metrics.py", "training/trl.py"),
+        ("patching/late_metrics.py", "training/log_lines.py", "training/trl.py"),
     ),
     PrivateName(
         "trl.trainer.sft_trainer",

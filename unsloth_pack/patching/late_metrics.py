@@ -8,7 +8,9 @@ log. Everything else goes through TRL's functions.
 """
 
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -52,7 +54,8 @@ def _wrap(trainer_class: Any) -> None:
 
     @wraps(log)
     def log_all(self: Any, *args: Any, **kwargs: Any) -> None:
-        take_over_metrics(self)
+        if not _takes_over_itself(self):
+            take_over_metrics(self)
         log(self, *args, **kwargs)
 
     trainer_class.compute_loss, trainer_class.log = compute_loss, log_all
@@ -64,15 +67,29 @@ def take_over_metrics(trainer: Any) -> None:
 
     With several processes, all of them have to call this.
     """
-    if (metrics := vars(trainer).get(_METRICS)) is not None:
-        metrics.hand_over(trainer)
+    if (held := vars(trainer).get(_METRICS)) is not None:
+        held.hand_over(trainer)
+
+
+def noted_sums(trainer: Any) -> "NotedSums | None":
+    """Take what has been noted since the last call, without waiting for the device; None if nothing was."""
+    held = vars(trainer).get(_METRICS)
+    return None if held is None else held.take(trainer)
+
+
+def _takes_over_itself(trainer: Any) -> bool:
+    """Whether the trainer takes its metrics over before it logs, in every process.
+
+    Such a trainer says so by `takes_over_metrics`, and counts its tokens itself.
+    """
+    return getattr(trainer, "takes_over_metrics", False)
 
 
 def reads_late(trainer: Any) -> bool:
     """Whether TRL would compute the loss as `default_loss` does, of a patched model.
 
-    With several processes the trainer has to say by `logs_in_every_process` that all of them log: reading
-    the sums gathers them.
+    With several processes the trainer has to take its metrics over in all of them: reading the sums gathers
+    them.
     """
     arguments = trainer.args
     return (
@@ -80,7 +97,7 @@ def reads_late(trainer: Any) -> bool:
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
         and trainer.accelerator.parallelism_config is None
-        and (trainer.accelerator.num_processes == 1 or getattr(trainer, "logs_in_every_process", False))
+        and (trainer.accelerator.num_processes == 1 or _takes_over_itself(trainer))
         and is_patched(trainer.model)
     )
 
@@ -107,6 +124,31 @@ def default_loss(
     return loss, outputs
 
 
+@dataclass(frozen=True)
+class NotedSums:
+    """The sums behind the metrics of several micro-batches, in this process.
+
+    Args:
+        sums: `[micro-batches, 3]`, or 4 with routed experts; float64, on the device.
+        ranks: for each micro-batch, how many processes count; None for all.
+    """
+
+    sums: Tensor
+    ranks: Sequence[int | None]
+
+    def metrics(self, gathered: Tensor) -> dict[str, list[float]]:
+        """The values of every micro-batch, by TRL's names.
+
+        Args:
+            gathered: the sums of all processes, `[processes, micro-batches, 3 or 4]`, on the host.
+        """
+        values = defaultdict(list)
+        for number, n_ranks in enumerate(self.ranks):
+            for name, value in _metrics_of(gathered[:n_ranks, number]):
+                values[name].append(value)
+        return values
+
+
 class LateMetrics:
     """The sums behind a trainer's metrics, on the device until somebody reads them."""
 
@@ -127,21 +169,26 @@ class LateMetrics:
         mode = _mode(trainer)
         # float64 holds every count and every float32
         self._sums[mode].append((torch.stack([x.double() for x in sums]), _ranks_that_count(trainer)))
-        if mode == "train":
+        if mode == "train" and not _takes_over_itself(trainer):
             self._tokens.append(_tokens_as_trl_counts(inputs))
+
+    def take(self, trainer: Any) -> NotedSums | None:
+        """The sums of every micro-batch since the last call, of training or of evaluation."""
+        noted = self._sums[_mode(trainer)]
+        if not noted:
+            return None
+        sums, ranks = zip(*noted, strict=True)
+        noted.clear()
+        return NotedSums(torch.stack(sums), ranks)
 
     def hand_over(self, trainer: Any) -> None:
         """Put TRL's metrics of every micro-batch since the last call where the trainer keeps them."""
-        mode = _mode(trainer)
-        if not self._sums[mode]:
+        mode, noted = _mode(trainer), self.take(trainer)
+        if noted is None:
             return
-        sums, ranks = zip(*self._sums[mode], strict=True)
-        self._sums[mode].clear()
-        gathered = trainer.accelerator.gather(torch.stack(sums)[None]).cpu()
         metrics = trainer._metrics[mode]
-        for number, n_ranks in enumerate(ranks):
-            for name, value in _metrics_of(gathered[:n_ranks, number]):
-                metrics[name].append(value)
+        for name, values in noted.metrics(trainer.accelerator.gather(noted.sums[None]).cpu()).items():
+            metrics[name].extend(values)
         self.count_tokens(trainer)
         metrics["num_tokens"] = [trainer._total_train_tokens]
 

@@ -1,7 +1,7 @@
 """Updates whose loss or gradient is not finite: left out, and named, without waiting for the device.
 
-The device decides whether an update is finite, and leaves it out if not. The host looks at the next log line,
-where the trainer waits for the device anyway, and only then searches for the document.
+The device decides whether an update is finite, and leaves it out if not. The host learns of it with the next
+log line, and only then searches for the document.
 """
 
 import copy
@@ -114,14 +114,13 @@ class FiniteUpdates:
             leave_out(optimizer, (p for group in optimizer.param_groups for p in group["params"]), ~is_finite)
         return norm
 
-    def steps_left_out(self) -> list[int]:
-        """The updates that were left out since the last call. Waits for the device."""
+    def take_verdicts(self) -> tuple[list[int], Tensor]:
+        """The updates since the last call, and whether each is finite, on the device."""
         if not self._verdicts:
-            return []
+            return [], torch.empty(0, dtype=torch.bool)
         steps, verdicts = zip(*self._verdicts, strict=True)
         self._verdicts.clear()
-        finite = torch.stack(verdicts).tolist()
-        return [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
+        return list(steps), torch.stack(verdicts)
 
     def handle(self, trainer: Any, step: int) -> None:
         """Search for the documents that an update was left out for, report it, and stop the run or go on."""

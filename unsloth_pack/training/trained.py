@@ -47,10 +47,15 @@ class TrainedCounts:
         """What this run has trained on, in all the processes that it took."""
         return Trained(
             self._seconds(),
-            self._before.tokens + int(self._tokens),
+            int(self.tokens),
             self._before.slots + int(self._slots),
             self._before.counted + int(self._counted),
         )
+
+    @property
+    def tokens(self) -> Any:
+        """The tokens of `trained`; a tensor on the device, perhaps."""
+        return self._before.tokens + self._tokens
 
     def _seconds(self) -> float:
         return self._before.seconds + (0.0 if self._started is None else time.monotonic() - self._started)
