@@ -50,7 +50,7 @@ def _qwen3_vl_moe(**text):
 
 
 def _qwen2_5_vl(**text):
-    tower = dict(hidden_size=32, intermediate_size=48, out_hidden_size=64, window_size=16)
+    tower = dict(hidden_size=32, intermediate_size=49, out_hidden_size=64, window_size=16)
     tower |= dict(fullatt_block_indexes=[1])
     config = Qwen2_5_VLConfig(
         text_config=_text("qwen2_5_vl_text", **text), vision_config=_TOWER | tower, **_TOKENS

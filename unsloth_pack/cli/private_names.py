@@ -205,8 +205,12 @@ PRIVATE_NAMES = (
     PrivateName(
         "transformers.trainer",
         "_maybe_log_save_evaluate",
-        "updates that are not finite",
+        "log lines that do not wait, and updates that are not finite",
         ("training/trl.py",),
+    ),
+    *(
+        PrivateName("transformers.trainer", name, "log lines that do not wait", ("training/log_lines.py",))
+        for name in ("_globalstep_last_logged", "_total_loss_scalar")
     ),
     *(
         PrivateName(

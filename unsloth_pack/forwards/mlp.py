@@ -97,4 +97,9 @@ def _activation_of(mlp: nn.Module, spec: ArchSpec) -> str | None:
     if spec.activation is not None:
         return spec.activation
     act = mlp._modules.get(spec.name("act_fn"))
-    return None if act is None or has_hooks(act) else ACTIVATIONS.get(type(act))
+    return None if act is None else activation_of(act)
+
+
+def activation_of(act: nn.Module) -> str | None:
+    """The kernel's name of an activation's module, or None where it has hooks or is not known."""
+    return None if has_hooks(act) else ACTIVATIONS.get(type(act))

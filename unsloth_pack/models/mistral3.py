@@ -9,4 +9,6 @@ VISION = VisionSpec(
     sizes="image_sizes",
     options=("vision_feature_layer",),
     dimensions=(4,),
+    rms_norms=("ln_pre", "attention_norm", "ffn_norm"),
+    gated_mlp="feed_forward",
 )

@@ -13,4 +13,4 @@ SPEC = ArchSpec(
         rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
     ),
 )
-VISION = VisionSpec("qwen2_5_vl", windows=True)
+VISION = VisionSpec("qwen2_5_vl", windows=True, rms_norms=("norm1", "norm2", "ln_q"), gated_mlp="mlp")

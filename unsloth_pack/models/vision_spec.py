@@ -40,6 +40,8 @@ class VisionSpec:
         both_ways: the tokens of images that stand side by side in a document see each other in both
             directions, which a call marks by 1 in `TOKEN_TYPES`.
         interpolates: the tower resamples a table of learned positions to the grid of every image.
+        rms_norms: the names of the tower's RMS norms.
+        gated_mlp: the name of a gated MLP in the layers of the tower; None where they have none.
     """
 
     model_type: str
@@ -60,6 +62,8 @@ class VisionSpec:
     windows: bool = False
     both_ways: bool = False
     interpolates: bool = False
+    rms_norms: tuple[str, ...] = ()
+    gated_mlp: str | None = None
 
     @property
     def needed(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
@@ -11,7 +12,9 @@ from unsloth_pack.attention.backends import backend_of_other_keys, why_not_captu
 from unsloth_pack.forwards.frozen_tower import READ_ON_HOST, FrozenTower
 from unsloth_pack.forwards.mixers import Choice, Request
 from unsloth_pack.forwards.mixers.attention import attention_options
+from unsloth_pack.forwards.norm import FastRMSNorm
 from unsloth_pack.forwards.tower import FastPatchEmbed, FastTower, FastTowerAttention
+from unsloth_pack.forwards.tower_mlp import FastTowerMLP
 from unsloth_pack.forwards.tower_norm import NORMS, FastTowerNorm
 from unsloth_pack.forwards.tower_of_sizes import FastAttentionOfSizes, FastTowerOfSizes
 from unsloth_pack.graphs.step_graphs import StepGraphs
@@ -35,10 +38,15 @@ def swap_tower(swap: Swap, report: PatchReport, base: Any, spec: VisionSpec, bac
         swap, report, tower, spec, backend
     )
     for path, module in tower.named_modules():
+        name = path.rpartition(".")[2]
         if is_lora_linear(module):
             swap(module, FastLoraLinear)
-        elif type(module) is nn.LayerNorm and path.rpartition(".")[2] in NORMS:
+        elif type(module) is nn.LayerNorm and name in NORMS:
             swap(module, FastTowerNorm)
+        elif name in spec.rms_norms and not isinstance(module, AuxiliaryTrainingWrapper):
+            swap(module, FastRMSNorm, norm_offset=0.0, norm_keeps_dtype=False)
+        elif name == spec.gated_mlp and "gate_proj" in dict(module.named_children()):
+            swap(module, FastTowerMLP)
 
 
 def let_blocks_be_captured(

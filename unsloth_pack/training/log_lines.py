@@ -30,7 +30,6 @@ class LogLine:
         learning_rate: that the last of them was made with.
 
     Attributes:
-        loss_sum: of these updates, the mean of all processes; once it is read.
         left_out: the updates that were left out; once it is read.
     """
 
@@ -38,6 +37,7 @@ class LogLine:
         state = trainer.state
         self._step, self._epoch = state.global_step, state.epoch
         self._n_updates = state.global_step - trainer._globalstep_last_logged
+        trainer._globalstep_last_logged = state.global_step
         self._learning_rate = learning_rate
         self._noted = noted_sums(trainer)
         self._of_all = HostCopy(trainer.accelerator.gather(self._of_this_process(loss)[None]))
@@ -46,7 +46,6 @@ class LogLine:
         self._finite = HostCopy(finite)
         self._grad_norm = _Number(whole(grad_norm))
         self._tokens = _Number(trainer.counts.tokens)
-        self.loss_sum = 0.0
         self.left_out: list[int] = []
 
     def _of_this_process(self, loss: Tensor) -> Tensor:
@@ -56,7 +55,8 @@ class LogLine:
     def read(self, trainer: Any) -> dict[str, float]:
         """What transformers logs; TRL's metrics are put where its `log` looks. Waits for the numbers."""
         of_all = self._of_all.read()
-        self.loss_sum = of_all[:, 0].float().mean().item()
+        loss_sum = of_all[:, 0].float().mean().item()  # the mean of all processes
+        trainer._total_loss_scalar += loss_sum
         finite = self._finite.read().tolist()
         self.left_out = [step for step, is_finite in zip(self._steps, finite, strict=True) if not is_finite]
         metrics = trainer._metrics["train"]
@@ -65,7 +65,7 @@ class LogLine:
             metrics.update(self._noted.metrics(of_batches))
         if metrics:  # TRL does not count rows that come again so that all ranks have some
             metrics["num_tokens"] = [int(self._tokens.read())]
-        logs = {"loss": math.nan if self.left_out else self.loss_sum / self._n_updates}
+        logs = {"loss": math.nan if self.left_out else loss_sum / self._n_updates}
         if (grad_norm := self._grad_norm.read()) is not None:
             logs["grad_norm"] = grad_norm
         return logs | {"learning_rate": self._learning_rate}
@@ -89,6 +89,12 @@ class _Number:
 
     def read(self) -> Any:
         return self._number.read().item() if isinstance(self._number, HostCopy) else self._number
+
+
+def has_news(trainer: Any) -> bool:
+    """Whether an update was made since the last line."""
+    made: int = trainer.state.global_step
+    return made > trainer._globalstep_last_logged
 
 
 def has_to_be_written(trainer: Any) -> bool:

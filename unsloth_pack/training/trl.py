@@ -31,7 +31,7 @@ from unsloth_pack.training.host_masters import HostMasters
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.in_backward import InBackward
 from unsloth_pack.training.learning_rates import LearningRates, grouped
-from unsloth_pack.training.log_lines import LogLine, has_to_be_written, may_wait
+from unsloth_pack.training.log_lines import LogLine, has_news, has_to_be_written, may_wait
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.row_stream import EpochOfStream, RowStream
@@ -287,9 +287,8 @@ class RunTrainer(SFTTrainer):
         if self.log_line is not None:
             self._write_and_judge(self.log_line)
         is_due = is_due or has_to_be_written(self)
-        if is_due and self.state.global_step > self._globalstep_last_logged:
+        if is_due and has_news(self):
             self.log_line = LogLine(self, tr_loss, grad_norm, kwargs["learning_rate"])
-            self._globalstep_last_logged = self.state.global_step
             if not may_wait(self):
                 self.store_flos()
                 self._write_and_judge(self.log_line)
@@ -304,7 +303,6 @@ class RunTrainer(SFTTrainer):
     def _write(self, line: LogLine) -> None:
         self.log_line = None
         logs = line.read(self)
-        self._total_loss_scalar += line.loss_sum
         with line.as_of_then(self.state):
             super().log(logs)
 

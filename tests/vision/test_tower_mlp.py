@@ -1,0 +1,171 @@
+"""Gated MLPs and RMS norms of towers: as right as transformers' own, and products over aligned rows."""
+
+from unittest.mock import patch
+
+import pytest
+import tiled_models
+import torch
+import vision_models
+from peft import LoraConfig, get_peft_model
+from tiny import DEVICE, error
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
+
+from unsloth_pack import patch_model
+from unsloth_pack.forwards.norm import FastRMSNorm
+from unsloth_pack.forwards.tower_mlp import FastTowerMLP
+from unsloth_pack.lora.layers import FastLoraLinear, is_lora_linear
+
+BF16 = torch.bfloat16
+WIDTH = 32
+
+
+class MLP(FastTowerMLP, Qwen2_5_VLMLP):
+    """As a patch makes it."""
+
+
+def mlp_of(dtype, features, bias=True, kind=MLP):
+    torch.manual_seed(0)
+    config = Qwen2_5_VLVisionConfig(hidden_size=WIDTH, intermediate_size=features)
+    mlp = kind(config, bias=bias)
+    for weight in mlp.parameters():
+        nn.init.normal_(weight, 0, 0.3)
+    return mlp.to(BF16).to(DEVICE, dtype)
+
+
+def input_of(dtype, rows=517):
+    torch.manual_seed(1)
+    return torch.randn(rows, WIDTH).to(BF16).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("features", [7, 44, 48])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@torch.no_grad()
+def test_an_mlp_is_as_right_as_plain(dtype, features, bias):
+    truth = mlp_of(torch.float64, features, bias, Qwen2_5_VLMLP)(input_of(torch.float64))
+    plain = mlp_of(dtype, features, bias, Qwen2_5_VLMLP)(input_of(dtype))
+    ours = mlp_of(dtype, features, bias)(input_of(dtype))
+    assert ours.dtype == dtype
+    assert error(ours.double(), truth) <= 1.1 * error(plain.double(), truth) + 1e-7
+
+
+@pytest.mark.parametrize("features", [44, 48, 107])
+def test_gradients_are_as_right_as_plain(features):
+    def gradients(mlp, x):
+        x.requires_grad_()
+        return torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
+
+    truth = gradients(mlp_of(torch.float64, features, kind=Qwen2_5_VLMLP), input_of(torch.float64))
+    plain = gradients(mlp_of(BF16, features, kind=Qwen2_5_VLMLP), input_of(BF16))
+    ours = gradients(mlp_of(BF16, features), input_of(BF16))
+    for got, theirs, exact in zip(ours, plain, truth, strict=True):
+        assert error(got.double(), exact) <= 1.1 * error(theirs.double(), exact)
+
+
+@pytest.mark.parametrize("given", ["16 bits", "autocast"])
+def test_rows_of_products_begin_where_fast_ones_need_them(given):
+    """44 features are 88 bytes in 16 bits, and 176 in 32."""
+    aligned, linear = [], F.linear
+
+    def watched(x, weight, bias=None):
+        out = linear(x, weight, bias)
+        aligned.extend(row.stride(0) * out.element_size() % 16 == 0 for row in (x, weight, out))
+        return out
+
+    dtype = BF16 if given == "16 bits" else torch.float32
+    mlp, x = mlp_of(dtype, 44).requires_grad_(False), input_of(dtype)
+    with patch.object(F, "linear", watched), torch.autocast(DEVICE, BF16, enabled=given == "autocast"):
+        mlp(x)
+        assert aligned == [True] * 9
+        aligned.clear()
+        Qwen2_5_VLMLP.forward(mlp, x)
+        assert not all(aligned)
+
+
+def test_a_backward_pass_keeps_no_copies_of_weights():
+    mlp, x = mlp_of(BF16, 44).requires_grad_(False), input_of(BF16).requires_grad_()
+    with patch.object(F, "pad", None):
+        mlp(x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_weights_that_changed_count_at_once():
+    mlp, x = mlp_of(BF16, 44), input_of(BF16)
+    with torch.no_grad():
+        before = mlp(x)
+        mlp.down_proj.weight.zero_()
+        assert torch.equal(mlp(x), mlp.down_proj.bias.expand_as(before))
+
+
+@pytest.mark.parametrize("adapted", [["gate_proj", "up_proj", "down_proj"], ["up_proj"], ["down_proj"]])
+@pytest.mark.parametrize("grads", [True, False])
+def test_adapters(adapted, grads):
+    def adapted_mlp(kind, dtype):
+        holder = nn.ModuleDict({"mlp": mlp_of(dtype, 44, kind=kind)})
+        config = LoraConfig(r=4, target_modules=[f"mlp.{name}" for name in adapted], init_lora_weights=False)
+        torch.manual_seed(2)
+        model = get_peft_model(holder, config, autocast_adapter_dtype=False)
+        if kind is MLP:
+            for module in model.modules():
+                if is_lora_linear(module):
+                    module.__class__ = type("Fast", (FastLoraLinear, type(module)), {})
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.data = weight.data.to(BF16).to(DEVICE, dtype)
+        return model, model.base_model.model["mlp"]
+
+    def made(kind, dtype):
+        model, mlp = adapted_mlp(kind, dtype)
+        with torch.set_grad_enabled(grads):
+            out = mlp(input_of(dtype))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return [out, *(torch.autograd.grad(out.square().sum(), trained) if grads else ())]
+
+    truth, plain = (made(Qwen2_5_VLMLP, dtype) for dtype in (torch.float64, BF16))
+    for got, theirs, exact in zip(made(MLP, BF16), plain, truth, strict=True):
+        assert error(got.double(), exact) <= 1.2 * error(theirs.double(), exact)
+
+
+@pytest.mark.parametrize("change", ["replaced", "hooked", "a layer hooked"])
+@torch.no_grad()
+def test_what_is_changed_is_obeyed(change):
+    ours, plain = (mlp_of(torch.float32, 43, kind=kind) for kind in (MLP, Qwen2_5_VLMLP))
+    for mlp in (ours, plain):
+        if change == "replaced":
+            mlp.act_fn = nn.Tanh()
+        else:
+            changed = mlp.act_fn if change == "hooked" else mlp.up_proj
+            changed.register_forward_hook(lambda module, given, out: 2 * out)
+    x = input_of(torch.float32)
+    torch.testing.assert_close(ours(x), plain(x))
+    assert not torch.allclose(ours(x), mlp_of(torch.float32, 43)(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "n_norms", "n_mlps"), [("qwen2_5_vl", 7, 3), ("mistral3", 5, 2), ("qwen3_vl", 0, 0)]
+)
+def test_those_of_a_tower_are_swapped_and_come_back(name, n_norms, n_mlps):
+    family = vision_models if name in vision_models.MODELS else tiled_models
+    model = family.made(name, torch.float32)
+    base = model.get_base_model().model
+    tower = base.visual if name in vision_models.MODELS else base.vision_tower
+    before = {path: type(module) for path, module in tower.named_modules()}
+    patched = patch_model(model)
+    fast = [type(module).__mro__ for module in tower.modules()]
+    assert sum(FastRMSNorm in kinds for kinds in fast) == n_norms
+    assert sum(FastTowerMLP in kinds for kinds in fast) == n_mlps
+    patched.undo()
+    assert {path: type(module) for path, module in tower.named_modules()} == before
+
+
+def test_a_norm_that_peft_wraps_stays_plain():
+    model = vision_models.made("qwen2_5_vl", torch.float32, trained="all")
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["norm1"])
+    peft_model = get_peft_model(model, config)
+    patch_model(peft_model)
+    norms = [m for path, m in peft_model.named_modules() if "norm1" in path.split(".")]
+    assert norms
+    assert not any(isinstance(module, FastRMSNorm) for module in norms)
