@@ -14,6 +14,7 @@ from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import load_adapter
 from unsloth_pack.files.merging import merged_weights
+from unsloth_pack.lora.stacked_options import refuse_on_stacks
 from unsloth_pack.lora.targets import default_names, lora_targets
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -84,6 +85,39 @@ def test_what_is_refused():
             adapted(base(**EVERY_LAYER), targets)
     with pytest.raises(InputError, match="lora_dropout"):
         adapted(base(**EVERY_LAYER), None, lora_dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1, which PEFT's LoRA does not have on stacked parameters"),
+        ({"use_dora": True}, "use_dora is True, which .* drop use_dora, or give target_modules without"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which PEFT's LoRA does not have"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"lora_dropout": 0.1, "use_dora": True}, "(?s)lora_dropout is 0.1.*use_dora is True"),
+    ],
+    ids=str,
+)
+def test_what_peft_lacks_for_stacks_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        adapted(base(), None, **options)
+    assert places(adapted(base(), ["q_proj"], **options)) == {
+        place for place in ATTENTION if "q_proj" in place
+    }
+
+
+def test_loftq_is_refused_for_stacks():
+    """`get_peft_model` takes it on CUDA only."""
+    targets = lora_targets(base(), ["down_proj"])
+    with pytest.raises(InputError, match=r"loftq_config is \{'loftq_bits': 4\}, which PEFT's LoRA does not"):
+        refuse_on_stacks(targets, {"loftq_config": {"loftq_bits": 4}})
+
+
+@pytest.mark.parametrize("beginning", [True, False, "gaussian"])
+def test_how_stacks_may_begin(beginning):
+    model = adapted(base(), ["down_proj"], init_lora_weights=beginning)
+    assert any("experts" in place for place in places(model))
 
 
 def test_all_linear_says_that_routers_stay(caplog):

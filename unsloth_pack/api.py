@@ -46,6 +46,7 @@ from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.lora.nf4 import keep_from_packing
 from unsloth_pack.lora.parts import check_parts, refuse_adapted_rows, refuse_rows_without_direction
 from unsloth_pack.lora.quantised_stacks import stand_ins
+from unsloth_pack.lora.stacked_options import refuse_on_stacks
 from unsloth_pack.lora.stacks import quantise_experts
 from unsloth_pack.lora.targets import adapted_paths, lora_targets
 from unsloth_pack.lora.vision_parts import kept_in_16_bits
@@ -233,6 +234,7 @@ class FastLanguageModel:
         given = {"layers_to_transform": layers_to_transform, **lora_kwargs}
         of_peft = {"lora_dropout": lora_dropout, "use_dora": use_dora}
         targets = lora_targets(model, target_modules, given | of_peft)
+        refuse_on_stacks(targets, given | of_peft | {"loftq_config": loftq_config})
         check_parts(model, bias, modules_to_save, given)
         rows = given.get("trainable_token_indices")
         refuse_adapted_rows(model, adapted_paths(model, targets, given), rows)

@@ -228,6 +228,15 @@ def test_dora_on_a_row_of_zeros_is_refused(tied, refused):
     assert "leave lm_head out of target_modules, or drop use_dora" in line
 
 
+def test_what_stacked_experts_cannot_have_is_refused_before_they_are_loaded(refused, tmp_path, monkeypatch):
+    folder = save_model(tmp_path / "experts", "qwen3_moe")
+    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    line = refused("--packing", "--use_dora", model_name=folder)
+    assert "use_dora is True, which PEFT's LoRA does not have on stacked parameters of experts" in line
+    line = refused("--packing", model_name=folder, lora_dropout=0.05)
+    assert "drop lora_dropout, or give target_modules without layers of experts" in line
+
+
 def test_modules_that_train_beside_weights_in_4_bits_keep_their_dtype(train, tmp_path):
     """TRL casts them to bfloat16, in which a router of experts in float32 cannot read them."""
     pytest.importorskip("bitsandbytes")

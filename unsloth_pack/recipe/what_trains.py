@@ -102,7 +102,7 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
         checks.append(partial(check_same_parts, model, adapter, arguments))
     whole = arguments["modules_to_save"]
     checks += [
-        partial(_check_targets, model, adapter, given),
+        partial(_check_targets, model, adapter, given, _of_linear_layers(arguments)),
         partial(check_parts, model, adapter.bias, whole, given),
         partial(_refuse_quantised, options, model, whole or ()),
         partial(check_names_of_rates, options, model, arguments),
@@ -116,16 +116,27 @@ def names_modules(options: TrainOptions) -> bool:
     named: list[Any] = [adapter.target_modules, adapter.modules_to_save, adapter.train_modules]
     named += [adapter.freeze_modules, adapter.layers_to_transform, adapter.trainable_token_indices]
     named += [training.learning_rates, training.embedding_learning_rate]
-    return any(each is not None for each in named)
+    return any(each is not None for each in named) or any(_of_linear_layers(flat(adapter)).values())
 
 
-def _check_targets(model: Any, adapter: AdapterOptions, given: Mapping[str, Any]) -> None:
+def _of_linear_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What experts of the model may not have."""
+    return {name: arguments[name] for name in ("lora_dropout", "use_dora", "loftq_config")}
+
+
+def _check_targets(
+    model: Any, adapter: AdapterOptions, given: Mapping[str, Any], of_linear_layers: Mapping[str, Any]
+) -> None:
     from unsloth_pack.files.new_tokens import rows_to_train
     from unsloth_pack.lora.parts import refuse_adapted_rows
+    from unsloth_pack.lora.stacked_options import refuse_on_stacks
     from unsloth_pack.lora.targets import adapted_paths, lora_targets
     from unsloth_pack.recipe.second_stage import adapted_by_options
 
-    adapted = adapted_paths(model, lora_targets(model, adapter.target_modules, given), given)
+    wanted = {**given, **of_linear_layers}
+    targets = lora_targets(model, adapter.target_modules, wanted)
+    refuse_on_stacks(targets, wanted)
+    adapted = adapted_paths(model, targets, given)
     excluded, layers = given.get("exclude_modules"), given.get("layers_to_transform")
     if not adapted_by_options(model, adapter.target_modules, excluded, layers):
         given_so = [name for name in _LIMITING if getattr(adapter, name) is not None]
