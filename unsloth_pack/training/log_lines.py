@@ -8,7 +8,7 @@ same.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,6 +17,50 @@ from torch import Tensor
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.modules.sharding import whole
 from unsloth_pack.patching.late_metrics import noted_sums, reads_late
+
+
+class LogLines:
+    """Writes the line of each update that has one: at once, or when the next update is launched."""
+
+    def __init__(self) -> None:
+        self._waiting: LogLine | None = None
+
+    def see_to(self, trainer: Any, loss: Tensor, grad_norm: Any, learning_rate: float) -> None:
+        """An update is launched: write the line that waits, and make its own if it is to have one.
+
+        Args:
+            loss, grad_norm, learning_rate: as `LogLine` takes them.
+        """
+        is_due = trainer.control.should_log  # writing takes it back
+        self._write(trainer)
+        is_due = is_due or _has_to_be_written(trainer)
+        if is_due and trainer.state.global_step > trainer._globalstep_last_logged:
+            self._waiting = LogLine(trainer, loss, grad_norm, learning_rate)
+            if not _may_wait(trainer):
+                trainer.store_flos()
+                self._write(trainer)
+        trainer.control.should_log = False
+
+    @contextmanager
+    def not_lost(self, trainer: Any) -> Iterator[None]:
+        """An error inside this context does not take the line that waits with it."""
+        self._waiting = None
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # of a device that has failed
+                self._write(trainer, judge=False)
+            raise
+
+    def _write(self, trainer: Any, judge: bool = True) -> None:
+        line, self._waiting = self._waiting, None
+        if line is None:
+            return
+        logs = line.read(trainer)
+        with line.as_of_then(trainer.state):
+            trainer.write_line(logs)
+        for step in line.left_out if judge else ():
+            trainer.finite_updates.handle(trainer, step)
 
 
 class LogLine:
@@ -91,21 +135,15 @@ class _Number:
         return self._number.read().item() if isinstance(self._number, HostCopy) else self._number
 
 
-def has_news(trainer: Any) -> bool:
-    """Whether an update was made since the last line."""
-    made: int = trainer.state.global_step
-    return made > trainer._globalstep_last_logged
-
-
-def has_to_be_written(trainer: Any) -> bool:
+def _has_to_be_written(trainer: Any) -> bool:
     """Whether the updates so far have to be looked at now: they are saved, or were the last."""
     control, state = trainer.control, trainer.state
     return control.should_save or control.should_training_stop or state.global_step >= state.max_steps
 
 
-def may_wait(trainer: Any) -> bool:
+def _may_wait(trainer: Any) -> bool:
     """Whether a line may be written once the next update is launched, and something is gained."""
-    if trainer.control.should_evaluate or has_to_be_written(trainer):
+    if trainer.control.should_evaluate or _has_to_be_written(trainer):
         return False
     return _computes_while_the_host_goes_on(trainer) and reads_late(trainer)
 

@@ -1,7 +1,6 @@
 """TRL's trainer as a run uses it. What it is set up with is in `trl_setup.py`."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from unsloth_pack.training.host_masters import HostMasters
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.in_backward import InBackward
 from unsloth_pack.training.learning_rates import LearningRates, grouped
-from unsloth_pack.training.log_lines import LogLine, has_news, has_to_be_written, may_wait
+from unsloth_pack.training.log_lines import LogLines
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.row_stream import EpochOfStream, RowStream
@@ -65,7 +64,7 @@ class RunTrainer(SFTTrainer):
         finite_updates                                finite_updates.py
         averaged gradients, of all processes          averaging.py
         memory_watch                                  memory_watch.py
-        log_line, None if none waits to be written    log_lines.py
+        log_lines, which nobody waits for             log_lines.py
         document losses, in evaluations               evaluation.py
         weights shared out over processes             sharded_weights.py
         rates, of groups of weights                   learning_rates.py
@@ -116,7 +115,7 @@ class RunTrainer(SFTTrainer):
         self._averaged = AveragedGradients()
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()
-        self.log_line: LogLine | None = None
+        self.log_lines = LogLines()
 
     # What a run asks of it
 
@@ -182,15 +181,8 @@ class RunTrainer(SFTTrainer):
             self.row_stream.load(Path(resume_from_checkpoint))
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.log_line = None
-        with self.counts.running():
-            try:
-                return super()._inner_training_loop(*args, **kwargs)
-            except BaseException:
-                if self.log_line is not None:
-                    with suppress(RuntimeError):  # of a device that has failed
-                        self._write(self.log_line)
-                raise
+        with self.counts.running(), self.log_lines.not_lost(self):
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _send_telemetry(self) -> None:
         """TRL's own reports its use over the network; this one does not."""
@@ -283,28 +275,12 @@ class RunTrainer(SFTTrainer):
     # After an update
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        is_due = self.control.should_log  # writing takes it back
-        if self.log_line is not None:
-            self._write_and_judge(self.log_line)
-        is_due = is_due or has_to_be_written(self)
-        if is_due and has_news(self):
-            self.log_line = LogLine(self, tr_loss, grad_norm, kwargs["learning_rate"])
-            if not may_wait(self):
-                self.store_flos()
-                self._write_and_judge(self.log_line)
-        self.control.should_log = False
+        self.log_lines.see_to(self, tr_loss, grad_norm, kwargs["learning_rate"])
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
-    def _write_and_judge(self, line: LogLine) -> None:
-        self._write(line)
-        for step in line.left_out:
-            self.finite_updates.handle(self, step)
-
-    def _write(self, line: LogLine) -> None:
-        self.log_line = None
-        logs = line.read(self)
-        with line.as_of_then(self.state):
-            super().log(logs)
+    def write_line(self, logs: dict[str, float]) -> None:
+        """Log what `log_lines` has of updates, and TRL's metrics of them."""
+        super().log(logs)
 
     def store_flos(self) -> None:
         """At a save and at the end: at every log line all processes would wait for each other once more."""
@@ -313,7 +289,7 @@ class RunTrainer(SFTTrainer):
             super().store_flos()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Of evaluations, and of the end; `_write` is for lines of training."""
+        """Of evaluations, and of the end; `write_line` is for updates."""
         take_over_metrics(self)
         model: Any = self.model
         metrics = self._metrics["train" if model.training else "eval"]
