@@ -10,6 +10,8 @@ tokens, trained on some of them. Each case runs in a process of its own, with an
     again       the same once more, with what the cache holds
     trl         SFTTrainer's own preparation, with packing
     map         prompt and answer tokenised row by row in `datasets.map`, as axolotl does; not packed
+    pack        `unsloth-pack pack`, all of it, into a folder
+    stats       `unsloth-pack stats`, all of it
 
 "cpu" is the time of all processes together, which other work on the machine changes less than "seconds".
 Memory is the largest sum over all processes, in which shared pages count once (PSS), and the largest process
@@ -32,7 +34,7 @@ from itertools import islice
 from pathlib import Path
 
 CAPACITY = 2048
-CASES = ("tokenizer", "ours", "again", "trl", "map")
+CASES = ("tokenizer", "ours", "again", "trl", "map", "pack", "stats")
 PROMPT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 
 
@@ -133,7 +135,7 @@ def _measured(
         "OMP_NUM_THREADS": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
-    if case in ("trl", "map"):  # nothing that another case has left
+    if case in ("trl", "map", "pack", "stats"):  # nothing that another case has left
         environment["HF_DATASETS_CACHE"] = f"{cache}-{case}"
     command = [sys.executable, __file__, "--case", case, "--data", str(data), "--num_proc", str(num_proc)]
     command += ["--model", str(data.parent / "model"), *(["--no_step"] if args.no_step else [])]
@@ -173,8 +175,9 @@ def _one(args: argparse.Namespace) -> dict:
     import datasets
 
     datasets.disable_progress_bars()
-    prepare = {"tokenizer": _tokenizer, "ours": _ours, "again": _ours, "trl": _trl, "map": _map}[args.case]
-    return prepare(args)
+    prepare = {"tokenizer": _tokenizer, "ours": _ours, "again": _ours, "trl": _trl, "map": _map}
+    prepare |= {"pack": _pack, "stats": _stats}
+    return prepare[args.case](args)
 
 
 def _clock():
@@ -284,6 +287,24 @@ def _map(args) -> dict:
     rows = datasets.load_dataset("json", data_files=args.data, split="train", num_proc=num_proc)
     rows.map(encode, remove_columns=rows.column_names, num_proc=num_proc)
     return _since(began)
+
+
+def _pack(args) -> dict:
+    with tempfile.TemporaryDirectory(dir=Path(args.data).parent) as out:
+        return _command(args, "pack", f"--max_seq_length={CAPACITY}", f"--out={out}/packed")
+
+
+def _stats(args) -> dict:
+    return _command(args, "stats")
+
+
+def _command(args, name, *more) -> dict:
+    from unsloth_pack.cli import main as run
+
+    flags = [f"--dataset={args.data}", f"--model_name={args.model}", f"--num_proc={args.num_proc[0]}"]
+    began = _clock()
+    code = run([name, *flags, *more])
+    return _since(began) | ({"failed": code} if code else {})
 
 
 def _versions() -> dict[str, str]:

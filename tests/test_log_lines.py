@@ -11,8 +11,9 @@ import torch
 from device_reads import counted_reads
 from model_folder import byte_tokenizer
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
-from unsloth_pack.training.log_lines import LogLine
+from unsloth_pack.patching.late_lines import LogLine
 from unsloth_pack.training.trl import make_trainer
 
 EVERY_LINE = {"logging_steps": 1, "eval_strategy": "no"}
@@ -39,10 +40,19 @@ class Watch(TrainerCallback):
         self.events.append(("save", state.global_step))
 
 
-def trainer_of(folder, *callbacks, packed=True, **options):
+def trainer_of(folder, *callbacks, packed=True, kind="run", **options):
+    """The trainer of a run, or TRL's own."""
+    if kind == "trl":
+        made = runs.sft_trainer(folder, packed, **options)
+        for callback in callbacks:
+            made.add_callback(callback)
+        return made
     arguments = runs.config(folder, packed, **options)
     rows, evaluated = runs.rows(packed), runs.rows(packed, 50)
     return make_trainer(runs.model(), byte_tokenizer(), arguments, rows, evaluated, list(callbacks))
+
+
+both_trainers = pytest.mark.parametrize("kind", ["run", "trl"])
 
 
 def make_nan_at(trainer, update):
@@ -65,11 +75,15 @@ def as_on_a_gpu():
 @pytest.mark.parametrize("logging_steps", [1, 2])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_late_lines_say_the_same(packed, accumulation, logging_steps, tmp_path):
-    options = {"accumulation": accumulation, "logging_steps": logging_steps}
-    at_once = runs.log_of_run(tmp_path, packed, trls_own=False, **options)
-    late = runs.log_of_run(tmp_path, packed, trls_own=False, on_a_gpu=True, **options)
+@both_trainers
+def test_late_lines_say_the_same(kind, packed, accumulation, logging_steps, tmp_path):
+    options = {"packed": packed, "accumulation": accumulation, "logging_steps": logging_steps, "kind": kind}
+    at_once = runs.logged(trainer_of(tmp_path, **options))
+    with as_on_a_gpu():
+        late = runs.logged(trainer_of(tmp_path, watch := Watch(), **options))
     assert late == at_once
+    if logging_steps == 1:
+        assert watch.events.index(("update", 2)) < watch.events.index(("line", 1))
     assert {"loss", "grad_norm", "learning_rate", "entropy", "num_tokens"} <= late[0].keys()
 
 
@@ -82,8 +96,9 @@ def test_late_lines_of_several_processes(tmp_path):
     assert late == at_once
 
 
-def test_a_line_is_written_once_the_next_update_is_launched(tmp_path):
-    trainer = trainer_of(tmp_path, watch := Watch(), max_steps=5, **EVERY_LINE)
+@both_trainers
+def test_a_line_is_written_once_the_next_update_is_launched(kind, tmp_path):
+    trainer = trainer_of(tmp_path, watch := Watch(), kind=kind, max_steps=5, **EVERY_LINE)
     with as_on_a_gpu():
         trainer.train()
     late = [("update", 1)]
@@ -92,16 +107,18 @@ def test_a_line_is_written_once_the_next_update_is_launched(tmp_path):
     assert watch.events == [*late, ("line", 5)]
 
 
-def test_a_cpu_writes_at_once(tmp_path):
-    trainer = trainer_of(tmp_path, watch := Watch(), max_steps=3, **EVERY_LINE)
+@both_trainers
+def test_a_cpu_writes_at_once(kind, tmp_path):
+    trainer = trainer_of(tmp_path, watch := Watch(), kind=kind, max_steps=3, **EVERY_LINE)
     trainer.train()
     assert watch.events == [(what, step) for step in (1, 2, 3) for what in ("update", "line")]
 
 
-def test_what_others_look_at_is_written_before(tmp_path):
+@both_trainers
+def test_what_others_look_at_is_written_before(kind, tmp_path):
     """A checkpoint holds the lines so far, and an evaluation comes after the line of its update."""
     options = {"logging_steps": 1, "eval_steps": 3, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
-    trainer = trainer_of(tmp_path, watch := Watch(), **options)
+    trainer = trainer_of(tmp_path, watch := Watch(), kind=kind, **options)
     with as_on_a_gpu():
         trainer.train()
     assert watch.events[:4] == [("update", 1), ("update", 2), ("line", 1), ("line", 2)]
@@ -129,13 +146,14 @@ def test_a_run_that_is_stopped_has_its_last_line(logging_steps, tmp_path):
     assert watch.events[-1] == ("line", 3)
 
 
-def test_an_error_does_not_take_the_line_before_with_it(tmp_path):
+@both_trainers
+def test_an_error_does_not_take_the_line_before_with_it(kind, tmp_path):
     class Fails(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
             if state.global_step == 3:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-    trainer = trainer_of(tmp_path, watch := Watch(), Fails(), **EVERY_LINE)
+    trainer = trainer_of(tmp_path, watch := Watch(), Fails(), kind=kind, **EVERY_LINE)
     with as_on_a_gpu(), pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert watch.events[-1] == ("line", 3)
@@ -144,16 +162,17 @@ def test_an_error_does_not_take_the_line_before_with_it(tmp_path):
     assert [event for event in watch.events if event == ("line", 3)] == [("line", 3)] * 2
 
 
-def test_a_device_that_has_failed_hides_no_error(tmp_path):
+@both_trainers
+def test_a_device_that_has_failed_hides_no_error(kind, tmp_path):
     class Fails(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
             if state.global_step == 1:
                 raise ValueError("the first one")
 
-    def failed(line, trainer):
+    def failed(*_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    trainer = trainer_of(tmp_path, Fails(), **EVERY_LINE)
+    trainer = trainer_of(tmp_path, Fails(), kind=kind, **EVERY_LINE)
     with as_on_a_gpu(), patch.object(LogLine, "read", failed), pytest.raises(ValueError, match="the first"):
         trainer.train()
 
@@ -190,7 +209,8 @@ def test_a_run_that_such_an_update_stops_is_saved_with_all_its_lines(tmp_path):
     assert watch.events[-4:] == [("update", 3), ("line", 2), ("line", 3), ("save", 3)]
 
 
-def test_no_number_is_read_while_a_line_is_made(tmp_path, monkeypatch):
+@both_trainers
+def test_no_number_is_read_while_a_line_is_made(kind, tmp_path, monkeypatch):
     """What reads the device would wait for the update at hand."""
     places, make = [], LogLine.__init__
 
@@ -201,15 +221,47 @@ def test_no_number_is_read_while_a_line_is_made(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LogLine, "__init__", watched)
     with as_on_a_gpu():
-        trainer_of(tmp_path, packed=False, max_steps=3, **EVERY_LINE).train()
+        trainer_of(tmp_path, kind=kind, packed=False, max_steps=3, **EVERY_LINE).train()
     assert places == []
 
 
-def test_trls_own_loss_waits_anyway(tmp_path):
-    trainer = trainer_of(tmp_path, watch := Watch(), max_steps=2, **EVERY_LINE)
-    with as_on_a_gpu(), patch("unsloth_pack.training.log_lines.reads_late", lambda trainer: False):
+@both_trainers
+def test_trls_own_loss_waits_anyway(kind, tmp_path):
+    trainer = trainer_of(tmp_path, watch := Watch(), kind=kind, max_steps=2, **EVERY_LINE)
+    with as_on_a_gpu(), patch("unsloth_pack.patching.late_lines.reads_late", lambda trainer: False):
         trainer.train()
     assert watch.events == [(what, step) for step in (1, 2) for what in ("update", "line")]
+
+
+def test_a_count_of_input_tokens_waits_anyway(tmp_path):
+    options = {"max_steps": 2, "include_num_input_tokens_seen": "all", "kind": "trl", **EVERY_LINE}
+    trainer = trainer_of(tmp_path, watch := Watch(), **options)
+    with as_on_a_gpu():
+        trainer.train()
+    assert watch.events == [(what, step) for step in (1, 2) for what in ("update", "line")]
+    seen = [line["num_input_tokens_seen"] for line in trainer.state.log_history if "loss" in line]
+    assert 0 < seen[0] < seen[1]
+
+
+def test_a_trainer_with_a_log_and_metrics_of_its_own(tmp_path):
+    """Each line has the metrics of its own update."""
+
+    class Own(SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            self._metrics["train"]["updates before"].append(self.state.global_step)
+            return super().compute_loss(*args, **kwargs)
+
+        def log(self, logs, start_time=None):
+            super().log({**logs, "own": True}, start_time)
+
+    def lines():
+        trained = runs.logged(runs.sft_trainer(tmp_path, True, kind=Own, max_steps=4, **EVERY_LINE))
+        return [line for line in trained if "loss" in line]
+
+    at_once = lines()
+    with as_on_a_gpu():
+        assert lines() == at_once
+    assert [line["updates before"] for line in at_once] == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu

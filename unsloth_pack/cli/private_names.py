@@ -191,7 +191,13 @@ PRIVATE_NAMES = (
     ),
     *(
         PrivateName("transformers.trainer", name, _CHECKPOINTS, ("training/trl.py",))
-        for name in ("_get_output_dir", "_inner_training_loop", "_load_from_checkpoint", "_save_checkpoint")
+        for name in ("_get_output_dir", "_load_from_checkpoint", "_save_checkpoint")
+    ),
+    PrivateName(
+        "transformers.trainer",
+        "_inner_training_loop",
+        "the seconds of a run, and log lines that an error does not take along",
+        ("patching/late_lines.py", "training/trl.py"),
     ),
     *(
         PrivateName(
@@ -206,10 +212,10 @@ PRIVATE_NAMES = (
         "transformers.trainer",
         "_maybe_log_save_evaluate",
         "log lines that do not wait, and updates that are not finite",
-        ("training/trl.py",),
+        ("patching/late_lines.py", "training/trl.py"),
     ),
     *(
-        PrivateName("transformers.trainer", name, "log lines that do not wait", ("training/log_lines.py",))
+        PrivateName("transformers.trainer", name, "log lines that do not wait", ("patching/late_lines.py",))
         for name in ("_globalstep_last_logged", "_total_loss_scalar")
     ),
     *(
@@ -321,7 +327,7 @@ PRIVATE_NAMES = (
         "trl.trainer.sft_trainer",
         "_metrics",
         "what the log says of entropy, accuracy and tokens",
-        ("patching/late_metrics.py", "training/log_lines.py", "training/trl.py"),
+        ("patching/late_metrics.py", "training/trl.py"),
     ),
     PrivateName(
         "trl.trainer.sft_trainer",

@@ -8,8 +8,8 @@ log. Everything else goes through TRL's functions.
 """
 
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
 from unsloth_pack.forwards.causal_lm import FastCausalLM
+from unsloth_pack.host_copy import HostCopy
 
-_HOME = "trl.trainer.sft_trainer"  # in sys.modules if a trainer of TRL's can be there
+TRLS_TRAINER = "trl.trainer.sft_trainer"  # in sys.modules if a trainer of TRL's can be there
 _METRICS = "unsloth_pack_late_metrics"  # where a trainer holds what it has not logged yet
 
 
@@ -30,7 +31,7 @@ class ReadsMetricsLate(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        home = sys.modules.get(_HOME)
+        home = sys.modules.get(TRLS_TRAINER)
         if home is not None and model is not None and is_patched(model):
             _wrap(home.SFTTrainer)
 
@@ -54,8 +55,7 @@ def _wrap(trainer_class: Any) -> None:
 
     @wraps(log)
     def log_all(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not _takes_over_itself(self):
-            take_over_metrics(self)
+        take_over_metrics(self)
         log(self, *args, **kwargs)
 
     trainer_class.compute_loss, trainer_class.log = compute_loss, log_all
@@ -77,7 +77,30 @@ def noted_sums(trainer: Any) -> "NotedSums | None":
     return None if held is None else held.take(trainer)
 
 
-def _takes_over_itself(trainer: Any) -> bool:
+def metrics_so_far(trainer: Any) -> dict[str, list[float]]:
+    """Take the metrics of training that lie where TRL's `log` looks for them."""
+    there = trainer._metrics["train"]
+    taken = dict(there)
+    there.clear()
+    return taken
+
+
+@contextmanager
+def only_these_metrics(trainer: Any, metrics: Mapping[str, list[float]]) -> Iterator[None]:
+    """Inside, TRL's `log` adds these metrics of training, and none that are of later updates."""
+    put_since, noted_since = metrics_so_far(trainer), vars(trainer).pop(_METRICS, None)
+    there = trainer._metrics["train"]
+    there.update(metrics)
+    try:
+        yield
+    finally:
+        there.clear()
+        there.update(put_since)
+        if noted_since is not None:
+            vars(trainer)[_METRICS] = noted_since
+
+
+def takes_over_itself(trainer: Any) -> bool:
     """Whether the trainer takes its metrics over before it logs, in every process.
 
     Such a trainer says so by `takes_over_metrics`, and counts its tokens itself.
@@ -97,7 +120,7 @@ def reads_late(trainer: Any) -> bool:
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
         and trainer.accelerator.parallelism_config is None
-        and (trainer.accelerator.num_processes == 1 or _takes_over_itself(trainer))
+        and (trainer.accelerator.num_processes == 1 or takes_over_itself(trainer))
         and is_patched(trainer.model)
     )
 
@@ -131,22 +154,26 @@ class NotedSums:
     Args:
         sums: `[micro-batches, 3]`, or 4 with routed experts; float64, on the device.
         ranks: for each micro-batch, how many processes count; None for all.
+        tokens: of training, on their way to the host where they were not known there.
     """
 
     sums: Tensor
     ranks: Sequence[int | None]
+    tokens: Sequence[HostCopy | int]
 
-    def metrics(self, gathered: Tensor) -> dict[str, list[float]]:
-        """The values of every micro-batch, by TRL's names.
+    def put(self, trainer: Any, metrics: dict[str, list[float]], gathered: Tensor) -> None:
+        """Put the values of every micro-batch among metrics, and the trainer's tokens, which go up by these.
 
         Args:
+            metrics: by TRL's names.
             gathered: the sums of all processes, `[processes, micro-batches, 3 or 4]`, on the host.
         """
-        values = defaultdict(list)
         for number, n_ranks in enumerate(self.ranks):
             for name, value in _metrics_of(gathered[:n_ranks, number]):
-                values[name].append(value)
-        return values
+                metrics.setdefault(name, []).append(value)
+        tokens = (int(n.read()) if isinstance(n, HostCopy) else n for n in self.tokens)
+        trainer._total_train_tokens += sum(tokens)
+        metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
 class LateMetrics:
@@ -169,7 +196,7 @@ class LateMetrics:
         mode = _mode(trainer)
         # float64 holds every count and every float32
         self._sums[mode].append((torch.stack([x.double() for x in sums]), _ranks_that_count(trainer)))
-        if mode == "train" and not _takes_over_itself(trainer):
+        if mode == "train" and not takes_over_itself(trainer):
             self._tokens.append(_tokens_as_trl_counts(inputs))
 
     def take(self, trainer: Any) -> NotedSums | None:
@@ -178,19 +205,18 @@ class LateMetrics:
         if not noted:
             return None
         sums, ranks = zip(*noted, strict=True)
+        tokens = [HostCopy(n) if isinstance(n, Tensor) else n for n in self._tokens]
         noted.clear()
-        return NotedSums(torch.stack(sums), ranks)
+        self._tokens.clear()
+        return NotedSums(torch.stack(sums), ranks, tokens)
 
     def hand_over(self, trainer: Any) -> None:
         """Put TRL's metrics of every micro-batch since the last call where the trainer keeps them."""
         mode, noted = _mode(trainer), self.take(trainer)
         if noted is None:
             return
-        metrics = trainer._metrics[mode]
-        for name, values in noted.metrics(trainer.accelerator.gather(noted.sums[None]).cpu()).items():
-            metrics[name].extend(values)
-        self.count_tokens(trainer)
-        metrics["num_tokens"] = [trainer._total_train_tokens]
+        gathered = trainer.accelerator.gather(noted.sums[None]).cpu()
+        noted.put(trainer, trainer._metrics[mode], gathered)
 
     def count_tokens(self, trainer: Any) -> None:
         """Add the tokens noted since the last call to the trainer's."""

@@ -93,7 +93,7 @@ class ProgressCallback(TrainerCallback):
         if name not in logs:
             return
         line = f"{name.replace('_', ' ')} {logs[name]:.4f}"
-        self.progress.update(self.task, description=line, completed=state.global_step)
+        self.progress.update(self.task, description=line)
         every = -(-state.max_steps // _LINES)
         if not self.console.is_terminal and (name == "eval_loss" or state.global_step % every == 0):
             self.console.print(f"update {state.global_step}/{state.max_steps}  {line}")

@@ -30,7 +30,7 @@ from unsloth_pack.training.host_masters import HostMasters
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
 from unsloth_pack.training.in_backward import InBackward
 from unsloth_pack.training.learning_rates import LearningRates, grouped
-from unsloth_pack.training.log_lines import LogLines
+from unsloth_pack.training.log_lines import RunLines
 from unsloth_pack.training.memory_watch import MemoryWatch
 from unsloth_pack.training.row_order import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.row_stream import EpochOfStream, RowStream
@@ -115,7 +115,7 @@ class RunTrainer(SFTTrainer):
         self._averaged = AveragedGradients()
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()
-        self.log_lines = LogLines()
+        self.log_lines = RunLines()
 
     # What a run asks of it
 
