@@ -5,6 +5,11 @@ _BIASES = ("attention_bias", "mlp_bias")
 _YARN = ({}, {"attention_factor": 0.7}, {"truncate": False}, {"mscale": 0.7, "mscale_all_dim": 1.3})
 _GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
+_FALCON = (
+    *("lm_head_multiplier", "embedding_multiplier", "key_multiplier", "ssm_in_multiplier"),
+    *("ssm_out_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
+)
+
 
 def draw_overrides(spec, rng):
     """Overrides of `spec.tiny_config`, drawn by a `random.Random`."""
@@ -93,6 +98,13 @@ def _draw_states(known, width, rng):
         drawn["mamba_chunk_size"] = rng.choice([8, 256])
         drawn["mamba_proj_bias"], drawn["mamba_conv_bias"] = rng.random() < 0.5, rng.random() < 0.5
         drawn["position_embedding_type"] = rng.choice([None, "rope"])
+    if hasattr(known, "mamba_d_ssm"):
+        drawn["mamba_d_ssm"] = rng.choice([None, 12 * drawn["mamba_n_heads"]])
+        drawn["mamba_d_head"] = 12 if drawn["mamba_d_ssm"] else drawn["mamba_d_head"]
+        drawn["mamba_rms_norm"], drawn["mamba_norm_before_gate"] = rng.random() < 0.5, rng.random() < 0.5
+        drawn |= {name: rng.choice([1.0, 0.3, 3.0]) for name in _FALCON}
+        for name, parts in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
+            drawn[name] = [rng.choice([0.5, 1.0, 2.0]) for _ in range(parts)]
     if hasattr(known, "conv_L_cache"):
         drawn["conv_L_cache"], drawn["conv_bias"] = rng.choice([2, 3, 5]), rng.random() < 0.5
     return drawn

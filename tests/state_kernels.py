@@ -204,6 +204,8 @@ class Kernels:
             dt_limit=dt_limit,
         ).flatten(-2)
         gated = (out * F.silu(z)).unflatten(-1, (ngroups, -1))
+        if rmsnorm_weight is None:
+            return F.linear(gated.flatten(-2), outproj_weight, outproj_bias)
         normed = gated * (gated.square().mean(-1, keepdim=True) + rmsnorm_eps).rsqrt()
         return F.linear(normed.flatten(-2) * rmsnorm_weight, outproj_weight, outproj_bias)
 

@@ -246,8 +246,11 @@ class FastDecoder(nn.Module):
         """All layers, or only those of these numbers."""
         kwargs.pop("logits_to_keep", None)  # the model around the decoder cuts them
         hidden_BTC = self._embedded(row, input_ids) if inputs_embeds is None else inputs_embeds
-        if self.spec.embedding_multiplier:
-            hidden_BTC = hidden_BTC * getattr(self.config, self.spec.embedding_multiplier)
+        multiplier = self.spec.embedding_multiplier
+        if inputs_embeds is None:
+            multiplier = multiplier or self.spec.token_multiplier
+        if multiplier:
+            hidden_BTC = hidden_BTC * getattr(self.config, multiplier)
         own_inputs = inputs_by_layer(self, input_ids, hidden_BTC, kwargs)
         deepstack = visual_by_layer(row, kwargs)
         rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}

@@ -71,6 +71,10 @@ class FastMLP(nn.Module):
     def _gated(self, hidden_states: Tensor, activation: str) -> Tensor:
         inner: list[Any] = [getattr(self, name) for name in self.projections.inner]
         down: Any = getattr(self, self.projections.down)
+        if self.spec.mlp_multipliers is not None:
+            of_gate, of_down = (getattr(self, name) for name in self.spec.mlp_multipliers)
+            gate, up = gate_and_up(project(hidden_states, inner))
+            return down(gated(gate * of_gate, up, activation)) * of_down
         if run_fused(hidden_states, [*inner, down]):
             return gated_mlp(hidden_states, inner, down, activation, self._keeps(hidden_states))
         if trains_fused([*inner, down]):
@@ -88,7 +92,8 @@ def gated_projections(mlp: nn.Module, spec: ArchSpec) -> GatedProjections | None
     joined, gate, up, down = map(spec.name, ("gate_up_proj", "gate_proj", "up_proj", "down_proj"))
     names = own_names(mlp)
     named = GatedProjections((joined,) if joined in names else (gate, up), down)
-    is_known = names <= {*_KNOWN, *map(spec.name, _KNOWN)} and names >= {*named.inner, down}
+    known = {*_KNOWN, *map(spec.name, _KNOWN), *(spec.mlp_multipliers or ())}
+    is_known = {*named.inner, down} <= names <= known
     return named if is_known and _activation_of(mlp, spec) is not None else None
 
 

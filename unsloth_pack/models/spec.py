@@ -16,8 +16,8 @@ class ArchSpec:
     Args:
         model_type: `config.model_type` of the text model.
         attention: the mixer of the layers that attend.
-        mixers: for layer types of `config.layer_types` that do not attend, which mixer they have; "" where a
-            layer is an MLP alone.
+        mixers: for layer types of `config.layer_types` that do not attend alone, which mixer they have, or
+            which several with spaces between; "" where a layer is an MLP alone.
         names: what modules are called here, by their names in Llama: of the decoder (`norm`, `rotary_emb`;
             "" where nothing rotates), of its layers (`self_attn`, `mlp`), inside attention (`o_proj`,
             `q_norm`) and the MLP (`gate_proj`). Also mixers, by the `attribute` that they have elsewhere, and
@@ -51,6 +51,9 @@ class ArchSpec:
             not 0.
         rotary_per_layer_type: sliding and full layers rotate with different bases.
         embedding_multiplier: config field by which the embeddings are multiplied on entry.
+        token_multiplier: the same, where embeddings that come as `inputs_embeds` are taken as they are.
+        key_multiplier: config field by which keys are multiplied.
+        mlp_multipliers: attributes of the MLP by which gate and what comes down are multiplied.
         logit_divisor: config field by which the head's logits are divided.
         logit_multiplier: config field by which the head's logits are multiplied.
         logit_softcap: config field of the softcap of the head's logits.
@@ -91,6 +94,9 @@ class ArchSpec:
     per_layer_inputs: bool = False
     rotary_per_layer_type: bool = False
     embedding_multiplier: str | None = None
+    token_multiplier: str | None = None
+    key_multiplier: str | None = None
+    mlp_multipliers: tuple[str, str] | None = None
     logit_divisor: str | None = None
     logit_multiplier: str | None = None
     logit_softcap: str | None = None
@@ -105,9 +111,11 @@ class ArchSpec:
         """What this architecture calls a module that has this name in Llama."""
         return self.names.get(usual, usual)
 
-    def mixer_of(self, config: Any, layer: int) -> str:
-        """What a layer, counted from 0, does between tokens: a key of `forwards.mixers.MIXERS`, or ""."""
-        return self.mixers.get(config.layer_types[layer], self.attention) if self.mixers else self.attention
+    def mixers_of(self, config: Any, layer: int) -> tuple[str, ...]:
+        """What a layer, counted from 0, does between tokens: keys of `forwards.mixers.MIXERS`."""
+        if not self.mixers:
+            return (self.attention,)
+        return tuple(self.mixers.get(config.layer_types[layer], self.attention).split())
 
     def head_sizes(self, config: Any) -> set[tuple[int, int]]:
         """The head sizes that the layers have: of q and k, and of v."""

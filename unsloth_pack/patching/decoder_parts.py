@@ -113,8 +113,11 @@ class DecoderParts:
 
 def mixers_by_layer(decoder: Any, spec: ArchSpec) -> list[tuple[Mixer, Any]]:
     """What each layer does between tokens, and the module that does it. Some layers do nothing there."""
-    names = [spec.mixer_of(decoder.config, number) for number in range(len(decoder.layers))]
-    pairs = [(MIXERS[name], layer) for name, layer in zip(names, decoder.layers, strict=True) if name]
+    pairs = [
+        (MIXERS[name], layer)
+        for number, layer in enumerate(decoder.layers)
+        for name in spec.mixers_of(decoder.config, number)
+    ]
     return [(mixer, getattr(layer, spec.name(mixer.attribute))) for mixer, layer in pairs]
 
 

@@ -155,8 +155,9 @@ def refuse_attention_weights(config: PreTrainedConfig, asked_for: Mapping[str, A
 def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
     """What an attention module needs of a backend, read off the module where its spec declares it."""
     config = attention.config
+    of_keys = getattr(config, spec.key_multiplier) if spec.key_multiplier else 1.0
     return AttentionOptions(
-        scale=attention.scaling,
+        scale=attention.scaling * of_keys,
         window=window_of(attention, spec),
         softcap=getattr(config, spec.softcap) if spec.softcap else None,
         # LFM2's has none
@@ -239,6 +240,8 @@ def _known_by_field(spec: ArchSpec) -> Iterator[str]:
         yield "use_rope"
     if spec.softcap is not None:
         yield spec.softcap
+    if spec.key_multiplier is not None:
+        yield spec.key_multiplier
     if spec.sinks:
         yield "sinks"
 

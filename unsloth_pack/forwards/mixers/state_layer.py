@@ -143,12 +143,21 @@ class StateMixer:
         own = getattr(module, "original_module", module)
         theirs = type(own).__bases__[1] if isinstance(own, FastStateLayer) else type(own)
         assert request.config is not None
-        make = partial(theirs, request.config, own.layer_idx)
+        make = partial(_made_anew, theirs, request.config, own)
         place = torch.device(request.device_type), request.dtype, request.config.hidden_size
         why_not: str | None = request.once(
             (self.kind, theirs), partial(why_not_in_one_row, make, self.boundaries, *place)
         )
         return why_not
+
+
+def _made_anew(kind: type[nn.Module], config: Any, own: Any) -> nn.Module:
+    """Another module of its kind, with the buffers that the model around it gives such modules."""
+    made = kind(config, own.layer_idx)
+    for name, buffer in own.named_buffers(recurse=False):
+        if name not in dict(made.named_buffers(recurse=False)):
+            made.register_buffer(name, buffer.clone(), persistent=False)
+    return made
 
 
 def why_not_in_one_row(
