@@ -129,6 +129,25 @@ def test_preparation_is_told_as_measured():
     assert f"TRL's own preparation takes {steps['trl', 1]} and {steps['trl', 2]} s" in text
 
 
+def test_commands_over_many_documents_are_told_as_measured():
+    runs = json.loads((NEWEST.parent / "preparation-commands-cpu-2026-11-26.json").read_text())["results"]
+    found = {(run["case"], run["documents"]): run for run in runs}
+    told = (ROOT / "docs" / "data.md").read_text()
+
+    gib = [
+        [f"{found[name, n]['peak_bytes'] / 2**30:.2f}" for n in (200_000, 2_000_000)]
+        for name in ("pack", "stats")
+    ]
+    assert f"{gib[0][0]} GiB for 200,000 documents and {gib[0][1]} for 2,000,000, and {gib[1][0]} and" in told
+    assert f"and {gib[1][1]}\n(`preparation-commands" in told
+    seconds, minutes = (
+        [f"{found[name, n]['seconds'] / unit:.{digits}f}" for name in ("pack", "stats")]
+        for n, unit, digits in ((200_000, 1, 0), (2_000_000, 60, 1))
+    )
+    assert f"take {' and '.join(seconds)} s for 200,000, and {' and '.join(minutes)} minutes for" in told
+    assert all(run["peak_bytes"] < 1.2e9 for run in runs)
+
+
 def test_captures_are_told_as_measured():
     cases = json.loads(CAPTURES.read_text())["cases"]
     told = [*_table(SPEED, "| shape | before, s | after, s |").values()]
