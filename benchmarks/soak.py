@@ -243,30 +243,30 @@ def note_updates(notes: Path) -> None:
         return ((ids.flatten() + 1) * hashed[: ids.numel()].to(ids.device)).sum()
 
     class NotingTrainer(unsloth_pack.training.trl.RunTrainer):
-        rows_of_update: tuple[Any, ...] = ()
-        tokens_of_update = 0
-
         def train_from(self, checkpoint: Path | None) -> None:
             rows = [int(mark(torch.tensor(row["input_ids"]))) for row in self.train_dataset]
             start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
             about = {"device": device_name(), "versions": versions(), "rows": rows}
             write(about | {"from": start, "rows_per_update": self.args.gradient_accumulation_steps})
+            self.rows_seen: dict[int, list[Any]] = {}  # by update: a line may be written after the next one
+            self.tokens_seen: dict[int, int] = {}
             super().train_from(checkpoint)
 
         def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
-            if not self.rows_of_update and torch.cuda.is_available():
+            update = self.state.global_step + 1
+            if update not in self.rows_seen and torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            self.rows_of_update += (mark(inputs["input_ids"]),)
-            self.tokens_of_update += inputs["input_ids"].numel()
+            self.rows_seen.setdefault(update, []).append(mark(inputs["input_ids"]))
+            self.tokens_seen[update] = self.tokens_seen.get(update, 0) + inputs["input_ids"].numel()
             return super().training_step(model, inputs, *more)
 
         def log(self, logs: dict[str, float], *more: Any) -> None:
             super().log(logs, *more)
             line = {name: logs[name] for name in ("loss", "eval_loss") if name in logs}
             if "loss" in logs:
-                line |= {"rows": torch.stack(self.rows_of_update).tolist(), "tokens": self.tokens_of_update}
+                rows = torch.stack(self.rows_seen.pop(self.state.global_step)).tolist()
+                line |= {"rows": rows, "tokens": self.tokens_seen.pop(self.state.global_step)}
                 line |= {"time": time.time()} | memory()
-                self.rows_of_update, self.tokens_of_update = (), 0
             if line:
                 write({"step": self.state.global_step, **line})
 

@@ -177,6 +177,36 @@ def test_a_device_that_has_failed_hides_no_error(kind, tmp_path):
         trainer.train()
 
 
+@both_trainers
+def test_a_listener_that_fails_is_told_once(kind, tmp_path):
+    class Fails(Watch):
+        def on_log(self, args, state, control, **more):
+            super().on_log(args, state, control, **more)
+            raise ValueError("of the listener")
+
+    trainer = trainer_of(tmp_path, watch := Fails(), kind=kind, **EVERY_LINE)
+    with as_on_a_gpu(), pytest.raises(ValueError, match="of the listener"):
+        trainer.train()
+    assert watch.events == [("update", 1), ("update", 2), ("line", 1)]
+
+
+@both_trainers
+def test_an_interrupt_while_the_numbers_are_awaited_loses_no_line(kind, tmp_path):
+    """Where the host waits most of the time."""
+    read, interrupted = LogLine.read, []
+
+    def awaited(*args):
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return read(*args)
+
+    trainer = trainer_of(tmp_path, watch := Watch(), kind=kind, **EVERY_LINE)
+    with as_on_a_gpu(), patch.object(LogLine, "read", awaited), pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert watch.events == [("update", 1), ("update", 2), ("line", 1)]
+
+
 def test_updates_that_are_not_finite_are_told_one_update_later(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=5, **EVERY_LINE)
     trainer.finite_updates.on_nonfinite = "skip"

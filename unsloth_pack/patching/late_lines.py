@@ -110,17 +110,18 @@ class LogLine:
         numbers = loss.double().view(1)
         return numbers if self._noted is None else torch.cat([numbers, self._noted.sums.flatten()])
 
-    def write(self, trainer: Any) -> None:
-        """Log it as of its update; unless another training has begun. Waits for its numbers."""
-        if trainer.state is not self._state:
-            return
-        logs = self.read(trainer, self._of_trl)
-        with self._as_of_then(), only_these_metrics(trainer, self._of_trl):
-            self.log(trainer, logs)
+    def is_of(self, trainer: Any) -> bool:
+        """Whether the trainer is still at the training that this line is of."""
+        return trainer.state is self._state
 
-    def read(self, trainer: Any, metrics: dict[str, list[float]]) -> dict[str, float]:
-        """What transformers logs; and into `metrics`, which TRL adds, what is read only now."""
-        of_all = self._of_all.read()
+    def write(self, trainer: Any, logs: dict[str, float]) -> None:
+        """Log what `read` has found, as of this line's update."""
+        with self._as_of_then(), only_these_metrics(trainer, self._of_trl):
+            trainer.log(logs, self._start_time)
+
+    def read(self, trainer: Any) -> dict[str, float]:
+        """What transformers logs. Waits for the numbers. What TRL adds to them is ready then, too."""
+        of_all, metrics = self._of_all.read(), self._of_trl
         loss_sum = of_all[:, 0].float().mean().item()  # the mean of all processes
         trainer._total_loss_scalar += loss_sum
         if self._noted is not None:
@@ -129,10 +130,6 @@ class LogLine:
         if (grad_norm := self._grad_norm.read()) is not None:
             logs["grad_norm"] = grad_norm
         return logs | {"learning_rate": self._learning_rate}
-
-    def log(self, trainer: Any, logs: dict[str, float]) -> None:
-        """Have the trainer log."""
-        trainer.log(logs, self._start_time)
 
     @contextmanager
     def _as_of_then(self) -> Iterator[None]:
@@ -169,9 +166,12 @@ class LateLines:
     def write(self, trainer: Any) -> LogLine | None:
         """Write the line that waits; returns it. A line that is due stays due."""
         line, is_due = self._waiting, trainer.control.should_log
-        if line is not None:
-            line.write(trainer)
-            self._waiting, trainer.control.should_log = None, is_due
+        if line is None or not line.is_of(trainer):
+            return None
+        logs = line.read(trainer)
+        self._waiting = None  # before anybody is told, who may raise an error
+        line.write(trainer, logs)
+        trainer.control.should_log = is_due
         return line
 
     @contextmanager

@@ -30,16 +30,13 @@ class RunLine(LogLine):
         self._tokens = OnItsWay(trainer.counts.tokens)
         self.left_out: list[int] = []
 
-    def read(self, trainer: Any, metrics: dict[str, list[float]]) -> dict[str, float]:
-        logs = super().read(trainer, metrics)
+    def read(self, trainer: Any) -> dict[str, float]:
+        logs, metrics = super().read(trainer), self._of_trl
         finite = self._finite.read().tolist()
         self.left_out = [step for step, is_finite in zip(self._steps, finite, strict=True) if not is_finite]
         if metrics:  # TRL does not count rows that come again so that all ranks have some
             metrics["num_tokens"] = [int(self._tokens.read())]
         return logs | ({"loss": math.nan} if self.left_out else {})
-
-    def log(self, trainer: Any, logs: dict[str, float]) -> None:
-        trainer.write_line(logs)
 
 
 class RunLines(LateLines):

@@ -278,10 +278,6 @@ class RunTrainer(SFTTrainer):
         self.log_lines.see_to(self, tr_loss, grad_norm, kwargs["learning_rate"])
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
-    def write_line(self, logs: dict[str, float]) -> None:
-        """Log what `log_lines` has of updates, and TRL's metrics of them."""
-        super().log(logs)
-
     def store_flos(self) -> None:
         """At a save and at the end: at every log line all processes would wait for each other once more."""
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
@@ -289,11 +285,8 @@ class RunTrainer(SFTTrainer):
             super().store_flos()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Of evaluations, and of the end; `write_line` is for updates."""
         take_over_metrics(self)
-        model: Any = self.model
-        metrics = self._metrics["train" if model.training else "eval"]
-        if metrics:
+        if metrics := self._metrics["eval"]:  # those of updates have been counted by `log_lines`
             metrics["num_tokens"] = [self.trained.tokens]
         super().log(logs, *args, **kwargs)
 
