@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiled_models import IMAGE, documents, images_of, made, row_of, run_alone, run_packed
+from tiled_models import IMAGE, SIDE, documents, images_of, made, row_of, run_alone, run_packed
 from tiny import DEVICE, error
 from transformers import masking_utils
 
@@ -371,6 +371,43 @@ def test_generates_what_plain_generates_with_any_cache(cache):
     plain = model.generate(**given, **options)
     patch_model(model)
     assert torch.equal(model.generate(**given, **options), plain)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("places", [{"apart": range(2, 6)}, {"touching": range(8, 16)}, {}], ids=str)
+def test_the_model_without_its_head_joins_no_images_of_two_documents(places, training):
+    """There transformers makes the masks, and images that touch see each other."""
+    ids = torch.randint(1, 200, (1, 24), generator=torch.Generator().manual_seed(0))
+    ids[0, [place for of_kind in places.values() for place in of_kind]] = IMAGE
+    positions = torch.cat([torch.arange(12), torch.arange(12)])[None]
+    call = {"input_ids": ids, "position_ids": positions, "token_type_ids": (ids == IMAGE).int()}
+    n_images = int((ids == IMAGE).sum()) // 4
+    if n_images:
+        call["pixel_values"] = torch.randn(n_images, 3, SIDE, SIDE)
+    call = {name: value.to(DEVICE) for name, value in call.items()}
+    plain = made(GEMMA, torch.float32, trained="all").to(DEVICE).train(training).model
+    with torch.no_grad():
+        expected = plain(**call).last_hidden_state
+    model = made(GEMMA, torch.float32, trained="all").to(DEVICE).train(training)
+    patch_model(model)
+    if "touching" in places:
+        with pytest.raises(InputError, match=r"token 8 of row 0 would see token 12 of another document"):
+            model.model(**call)
+    else:
+        with torch.no_grad():
+            assert error(model.model(**call).last_hidden_state, expected) < 1e-5
+
+
+def test_a_batch_with_padding_in_front_is_let_through_with_masks_of_every_layer():
+    model = made(GEMMA, torch.float32, trained="all").to(DEVICE).eval()
+    patch_model(model)
+    ids = torch.randint(1, 200, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    for padding in (0, 1):
+        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, padding)
+        types = torch.zeros_like(ids)
+        model.model(input_ids=ids, attention_mask=mask, position_ids=positions, token_type_ids=types)
 
 
 @pytest.mark.parametrize("bug", ["images that meet", "blocks of the first document"])

@@ -31,6 +31,7 @@ from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.models.vision_spec import DEEPSTACK
 from unsloth_pack.modules.eager import runs_eagerly
 from unsloth_pack.row.from_call import refuse_document_ids, row_of_call
+from unsloth_pack.row.joining_masks import refuse_joining_masks
 from unsloth_pack.row.keywords import ROW_KEYWORDS
 from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.row.padded_batch import PaddedBatch
@@ -110,6 +111,7 @@ class FastDecoder(nn.Module):
             return output if batch is None else batch.padded(output)
         self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
         self._refuse_other_masks(attention_mask)
+        refuse_joining_masks(attention_mask, position_ids)
         if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
             position_ids = position_ids[None]
         return super().forward(
