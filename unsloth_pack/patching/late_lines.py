@@ -8,7 +8,6 @@ same. The lines of an update that is evaluated or saved, and of the last one, ar
 `SFTTrainer` is wrapped once for all trainers; it acts for patched models on a GPU.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -21,12 +20,11 @@ from transformers.trainer_callback import TrainerCallback
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.modules.sharding import whole
 from unsloth_pack.patching.late_metrics import (
-    TRLS_TRAINER,
-    is_patched,
     metrics_so_far,
     noted_sums,
     only_these_metrics,
     reads_late,
+    sft_trainer_of,
     takes_over_itself,
 )
 
@@ -39,9 +37,8 @@ class WritesLinesLate(TrainerCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        home = sys.modules.get(TRLS_TRAINER)
-        if home is not None and model is not None and is_patched(model):
-            _wrap(home.SFTTrainer)
+        if (trainer_class := sft_trainer_of(model)) is not None:
+            _wrap(trainer_class)
 
     on_train_begin = on_init_end
 

@@ -21,7 +21,7 @@ from transformers.trainer_callback import TrainerCallback
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.host_copy import HostCopy
 
-TRLS_TRAINER = "trl.trainer.sft_trainer"  # in sys.modules if a trainer of TRL's can be there
+_HOME = "trl.trainer.sft_trainer"  # in sys.modules if a trainer of TRL's can be there
 _METRICS = "unsloth_pack_late_metrics"  # where a trainer holds what it has not logged yet
 
 
@@ -31,9 +31,14 @@ class ReadsMetricsLate(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        home = sys.modules.get(TRLS_TRAINER)
-        if home is not None and model is not None and is_patched(model):
-            _wrap(home.SFTTrainer)
+        if (trainer_class := sft_trainer_of(model)) is not None:
+            _wrap(trainer_class)
+
+
+def sft_trainer_of(model: nn.Module | None) -> Any:
+    """TRL's `SFTTrainer`, if it may train this model and the model is patched; else None."""
+    home = sys.modules.get(_HOME)
+    return None if home is None or model is None or not is_patched(model) else home.SFTTrainer
 
 
 def _wrap(trainer_class: Any) -> None:
