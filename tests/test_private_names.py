@@ -16,7 +16,8 @@ from trl import SFTTrainer
 
 import unsloth_pack
 from unsloth_pack.cli.known import TESTED
-from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName, missing_names
+from unsloth_pack.cli.missing_names import missing_names
+from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName
 
 ROOT = Path(unsloth_pack.__file__).parent
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")

@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
-from unsloth_pack.cli.private_names import PRIVATE_NAMES, missing_names
+from unsloth_pack.cli.missing_names import missing_names
+from unsloth_pack.cli.private_names import PRIVATE_NAMES
 from unsloth_pack.errors import InputError, first_line, printable
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.parser import Parser

@@ -20,8 +20,8 @@ class FastTowerMLP(nn.Module):
     """Takes the place of the class of a tower's gated MLP.
 
     Qwen2.5-VL's has 3,420 features, so that their rows in 16 bits do not begin where fast GEMMs need them to.
-    Where nothing is kept for a backward pass, features of zero are added. The weights are copied every time, so
-    that no copy can be an old one.
+    Where nothing is kept for a backward pass, features of zero are added. The weights are copied every time,
+    so that no copy can be an old one.
     """
 
     act_fn: nn.Module

@@ -82,6 +82,12 @@ def is_ungated_experts(module: Any) -> bool:
     )
 
 
+def ungated_stacks(model: nn.Module) -> list[str]:
+    """The paths of stacked parameters of experts without a gate."""
+    found = [path for path, module in model.named_modules() if is_ungated_experts(module)]
+    return [f"{path}.{stack}" for path in found for stack in UNGATED_STACKS]
+
+
 def quantise_experts(model: Any, kind: str) -> int:
     """Quantise the experts of a model's decoder, one layer after another, and return in how many layers.
 

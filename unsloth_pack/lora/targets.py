@@ -19,7 +19,7 @@ from torch import nn
 
 from unsloth_pack.errors import InputError, about
 from unsloth_pack.lora.patterns import check_patterns
-from unsloth_pack.lora.stacks import UNGATED_STACKS, is_experts, is_ungated_experts
+from unsloth_pack.lora.stacks import is_experts, ungated_stacks
 from unsloth_pack.models import spec_of
 
 PROJECTIONS = (
@@ -133,12 +133,6 @@ def _wanted_stacks(
         )
         return ()
     return tuple(found)
-
-
-def ungated_stacks(model: nn.Module) -> list[str]:
-    """The paths of stacked parameters of experts without a gate."""
-    found = [path for path, module in model.named_modules() if is_ungated_experts(module)]
-    return [f"{path}.{stack}" for path in found for stack in UNGATED_STACKS]
 
 
 def lora_targets(
