@@ -22,7 +22,7 @@ from typing import Any
 
 from full import Case, texts
 from peer_runs import parser_of, run_peers
-from shapes import HYBRIDS, SHAPES, build
+from shapes import EVERY_SHAPE, build
 from watched import Watched
 
 PEERS = ("ours", "ours-without", "trl")
@@ -67,7 +67,7 @@ def load(peer: str, case: Case, folder: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     on_gpu = torch.cuda.is_available()
-    targets = [*(SHAPES | HYBRIDS)[case.shape].projections]
+    targets = [*EVERY_SHAPE[case.shape].projections]
     lora: dict[str, Any] = {"r": 16, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": targets}
     if peer != "trl":
         from unsloth_pack import FastLanguageModel

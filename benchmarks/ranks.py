@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shapes import PUBLISHED, SHAPES, build, device_name, versions
+from shapes import EVERY_SHAPE, build, device_name, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = {
@@ -35,7 +35,6 @@ MODES = {
     "zero2": ["--deepspeed=zero2"],
     "zero3": ["--deepspeed=zero3"],
 }
-EVERY_SHAPE = SHAPES | PUBLISHED
 LETTERS_A_TOKEN = 6  # an upper limit in English text: too many rows are better than too few
 
 

@@ -195,6 +195,7 @@ HYBRIDS = {  # with layers that carry a state
         _QWEN3_5_PROJECTIONS,
     ),
 }
+EVERY_SHAPE = SHAPES | PUBLISHED | HYBRIDS
 
 
 def build(name: str, work: Path, texts: list[str] | None = None, layers: int | None = None) -> str:
@@ -208,7 +209,7 @@ def build(name: str, work: Path, texts: list[str] | None = None, layers: int | N
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    shape = (SHAPES | PUBLISHED | HYBRIDS)[name]
+    shape = EVERY_SHAPE[name]
     overrides = {} if layers is None else {"num_hidden_layers": layers}
     folder = work / (name if layers is None else f"{name}-of-{layers}-layers")
     if (folder / "tokenizer.json").exists():

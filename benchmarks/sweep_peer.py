@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shapes import PUBLISHED, SHAPES, build, device_name
+from shapes import EVERY_SHAPE, build, device_name
 
 SEED = 3407
 SPARE_ROWS = 1.5  # how much more text a run gets than it trains, so that no epoch ends within it
@@ -145,7 +145,7 @@ def load(peer: str, point: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
     on_gpu, folder, in_4bit = torch.cuda.is_available(), point["model"], point["base"] == "4-bit"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    targets = list((SHAPES | PUBLISHED)[point["shape"]].projections)
+    targets = list(EVERY_SHAPE[point["shape"]].projections)
     lora = {"r": point["rank"], "lora_alpha": point["rank"], "lora_dropout": point["dropout"]}
     if peer in ("ours", "unsloth"):
         if peer == "unsloth":
