@@ -56,7 +56,7 @@ class Case:
 
 CASES = {
     "dpo-0.5b": Case("qwen0.5b", pairs=8, max_length=1024, checkpointing=False, steps=120, warm=40),
-    "dpo-8b": Case("llama8b", pairs=4, max_length=1024, checkpointing=True, steps=20, warm=8),
+    "dpo-8b": Case("llama8b", pairs=4, max_length=1024, checkpointing=True, steps=60, warm=8),
     "tiny": Case("tiny", pairs=4, max_length=128, checkpointing=False, steps=8, warm=3),
 }
 
