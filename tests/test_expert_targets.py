@@ -260,6 +260,42 @@ def test_the_ranks_are_those_that_peft_makes_of_these_names():
     assert given.get_base_model().model.layers[0].self_attn.q_proj.r == {"default": 1}
 
 
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {"rank_pattern": {"gate_up_proj": 2}},
+        {"alpha_pattern": {"gate_up_proj": 64}},
+        {"alpha_pattern": {"mlp.experts.gate_up_proj": 64, "down_proj": 7}},
+        {"rank_pattern": {r"layers\.0\.mlp\.experts\.gate_up_proj": 2}, "alpha_pattern": {"q_proj": 9}},
+        {"alpha_pattern": {"v_proj": 64, ".*_proj": 3}},
+    ],
+    ids=str,
+)
+def test_patterns_mean_the_same_in_a_saved_adapter(patterns, tmp_path):
+    model = adapted(base(**EVERY_LAYER), SEVEN, **patterns)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(std=0.2)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base(**EVERY_LAYER), tmp_path)
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-4)
+
+
+def test_target_parameters_that_are_not_there():
+    for names, says in (
+        (["mlp.experts.gate_upp"], "target_parameters names 'mlp.experts.gate_upp'"),
+        (["mlp.experts.gate_up_proj", "nothing.down_proj"], "target_parameters names 'nothing.down_proj'"),
+        ("mlp.experts.gate_up_proj", "give a list"),
+    ):
+        with pytest.raises(InputError, match=says):
+            adapted(base(), ["q_proj"], target_parameters=names)
+
+
+def test_target_parameters_alone():
+    model = adapted(base(**EVERY_LAYER), [], target_parameters=["mlp.experts.down_proj"])
+    assert places(model) == {f"layers.{i}.mlp.experts" for i in (0, 1)}
+
+
 @pytest.fixture(scope="module", params=[EVERY_LAYER, {}], ids=str)
 def trained(request, tmp_path_factory):
     """A folder of a model, one with an adapter, and what both give."""

@@ -287,6 +287,18 @@ def test_resume_refuses_other_data(train, rows, tmp_path, capsys):
     assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
 
 
+def test_a_run_without_a_checkpoint_starts_over_with_the_data_that_is_there(train, rows, tmp_path):
+    """As its last line says, when a row that cannot be trained on has been mended or removed."""
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    assert train(dataset=path, save_steps=2, max_steps=3) == 0
+    for saved in [*(tmp_path / "out").glob("checkpoint-*"), *(tmp_path / "out").glob("adapter_*")]:
+        shutil.rmtree(saved) if saved.is_dir() else saved.unlink()
+    path.write_text(json.dumps(rows[:-1]))
+    assert main(["--resume", "--output_dir", str(tmp_path / "out")]) == 0
+    assert [line["ledger"]["rows_read"] for line in read_metrics(tmp_path / "out")["data"]] == [len(rows) - 1]
+
+
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 def test_resume_refuses_data_in_another_order(flag, train, rows, tmp_path, capsys):
     """No token count differs, and yet the rows to come are others."""

@@ -249,7 +249,7 @@ def test_two_stages_run_one_after_the_other_on_the_demo():
     assert second["init_adapter"] == "outputs/stage1"
     assert Path("outputs/stage2/adapter_model.safetensors").is_file()
     base = json.loads(Path("outputs/stage2/adapter_config.json").read_text())["base_model_name_or_path"]
-    assert Path(base).resolve() == Path("outputs/stage2/base").resolve()
+    assert base == str(Path("outputs/stage2/base").absolute())  # from any folder
     merged = load_file("outputs/stage2/base/model.safetensors")
     assert any(not torch.equal(weight, merged[name]) for name, weight in load_file(DEMO_WEIGHTS).items())
     trained = load_file("outputs/stage2/adapter_model.safetensors")

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -420,6 +421,20 @@ def test_adapters_that_cannot_be(given, says, folder):
             ],
         ),
         (
+            lambda model, tokenizer: model.push_to_hub_gguf(
+                "it", quantization_type="Q8_0", repo_id="me/its-gguf", token="t"
+            ),
+            ["save_pretrained_merged('it', tokenizer)", "`hf upload me/its-gguf it-q8_0.gguf`"],
+        ),
+        (
+            lambda model, tokenizer: model.save_pretrained_gguf("my model", tokenizer),
+            ["save_pretrained_merged('my model', tokenizer)", "'my model' --outfile 'my model-q8_0.gguf'"],
+        ),
+        (
+            lambda model, tokenizer: model.save_pretrained_gguf("out", tokenizer, quantization_method="zz"),
+            ["quantization_method is 'zz'", "q4_k_m"],
+        ),
+        (
             lambda model, tokenizer: model.push_to_hub_merged("me/it", tokenizer, token="t"),
             ["cannot push to 'me/it'", "hf upload"],
         ),
@@ -444,6 +459,31 @@ def test_what_cannot_be_saved_here_says_what_to_do(call, says, folder):
     assert all(part in line for part in says), line
     assert "\n" not in line
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize("method", ["merged_4bit", "lora"])
+def test_no_repository_is_made_for_what_cannot_be_saved(method, folder, monkeypatch):
+    made = []
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: made.append(args))
+    model, tokenizer = loaded(folder)
+    with pytest.raises(InputError, match=f"save_method is '{method}'"):
+        model.push_to_hub_merged("me/it", tokenizer, save_method=method, token="t")
+    assert not made
+
+
+def test_generates_from_all_that_a_chat_template_makes(folder):
+    model, tokenizer = loaded(folder)
+    tokenizer = get_chat_template(tokenizer, "chatml")
+    turns = [{"role": "user", "content": "Say a word."}]
+    made = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")
+    assert isinstance(made, Mapping)
+    adapted_model = FastModel.for_inference(adapted(model))
+    expected = adapted_model.generate(**made, max_new_tokens=4, do_sample=False)
+    for answer in (
+        adapted_model.generate(input_ids=made, max_new_tokens=4, do_sample=False),
+        adapted_model.generate(made, max_new_tokens=4, do_sample=False),
+    ):
+        assert torch.equal(answer, expected)
 
 
 def test_a_model_can_be_pickled_with_its_methods(folder):

@@ -60,6 +60,10 @@ _TEMPLATE = """\
 """
 _SYSTEM_APART = """\
 {%- if seen.system is not none -%}{{- @SYSTEM@ + seen.system + @BEHIND_SYSTEM@ -}}{%- endif -%}"""
+_QUESTION_FIRST = """\
+{%- if turns|length < messages|length and (not turns or turns[0][@ROLE@] != @USER_ROLE@) -%}
+  {{- raise_exception('this chat template puts the system text into the first question; begin with one') -}}
+{%- endif -%}"""
 _SYSTEM_WITHIN = """\
 {%- if loop.first and seen.system is not none -%}
       {{- @SYSTEM@ + seen.system + @BEHIND_SYSTEM@ -}}
@@ -102,7 +106,7 @@ def template_of(chat: ChatFormat, mapping: Mapping[str, str], end: str | None) -
     asks = {"hybrid": _NO_THOUGHTS, "always": _BEGIN_THINKING}.get(chat.thinking or "", "")
     prompt = chat.answer.rstrip(" ")
     values = {
-        "SYSTEM_APART": "" if chat.is_within_user else _SYSTEM_APART,
+        "SYSTEM_APART": _QUESTION_FIRST if chat.is_within_user else _SYSTEM_APART,
         "SYSTEM_WITHIN": _SYSTEM_WITHIN if chat.is_within_user else "",
         "THOUGHTS": _HYBRID if thinks else "",
         "PROMPT_OF_THOUGHTS": asks,

@@ -1,5 +1,7 @@
 """Methods of a loaded model that put it on the hub, or say which command writes another format."""
 
+import re
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from torch import nn
 
 from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.files.saving import SaveMethod, save_pretrained_merged
+from unsloth_pack.files.saving import SaveMethod, check_save_method, save_pretrained_merged
 
 
 def push_to_hub_merged(
@@ -37,6 +39,7 @@ def push_to_hub_merged(
     Raises:
         InputError: the hub cannot be reached or refuses; what `save_pretrained_merged` refuses.
     """
+    check_save_method(model, save_method)
     hub = huggingface_hub.HfApi(token=token)
     try:
         made = hub.create_repo(repo_id, private=private, exist_ok=True)
@@ -74,37 +77,48 @@ def save_pretrained_gguf(
 
 def push_to_hub_gguf(
     model: nn.Module,
-    repo_id: str,
+    name: str | None = None,
     tokenizer: Any = None,
     quantization_method: str | list[str] = "q8_0",
+    *,
+    repo_id: str | None = None,
     **others: Any,
 ) -> None:
     """Not written here: refuses with the commands that write a GGUF file and upload it.
 
+    Args:
+        name: of the repository; where `repo_id` is given, of the folder.
+
     Raises:
         InputError: always.
     """
-    name = str(repo_id).rpartition("/")[2] or "model"
-    commands, files = _gguf(name, quantization_method, others)
-    uploads = ", ".join(f"`hf upload {repo_id} {file}`" for file in files)
+    repository = str(repo_id or name or "NAME/MODEL")
+    folder = str(name or repository).rpartition("/")[2] or "model"
+    commands, files = _gguf(folder, quantization_method, others)
+    uploads = ", ".join(f"`{shlex.join(['hf', 'upload', repository, file])}`" for file in files)
     raise InputError(f"no GGUF files are written here; {commands}; then {uploads}")
 
 
 _AS_CONVERTED = ("f32", "f16", "bf16", "q8_0")  # what llama.cpp's converter writes by itself
+_OF_UNSLOTH = {"not_quantized": "bf16", "fast_quantized": "q8_0", "quantized": "q4_k_m"}
+_BY_LLAMA_CPP = re.compile(r"(i?q\d|tq\d|mxfp4)[a-z0-9_]*")  # what its llama-quantize is called with
 
 
 def _gguf(folder: str | Path, method: Any, others: dict[str, Any]) -> tuple[str, list[str]]:
     """The commands that make GGUF files of a model, and the files that were asked for."""
-    methods = others.get("quantization_type") or method
+    methods = others.get("quantization_type") or method or "q8_0"
     methods = [methods] if isinstance(methods, str) else list(methods)
     commands, files, name = [], [], str(folder).rstrip("/")
     for wanted in (str(one).lower() for one in methods):
-        kind = {"not_quantized": "bf16", "fast_quantized": "q8_0", "quantized": "q4_k_m"}.get(wanted, wanted)
+        kind = _OF_UNSLOTH.get(wanted, wanted)
+        if kind not in _AS_CONVERTED and not _BY_LLAMA_CPP.fullmatch(kind):
+            raise InputError(f"quantization_method is {wanted!r}; give one of llama.cpp's, such as 'q4_k_m'")
         converted = kind if kind in _AS_CONVERTED else "bf16"
         begun, file = f"{name}-{converted}.gguf", f"{name}-{kind}.gguf"
-        commands.append(f"python convert_hf_to_gguf.py {name} --outfile {begun} --outtype {converted}")
+        options = ["--outfile", begun, "--outtype", converted]
+        commands.append(shlex.join(["python", "convert_hf_to_gguf.py", name, *options]))
         if converted != kind:
-            commands.append(f"llama-quantize {begun} {file} {kind.upper()}")
+            commands.append(shlex.join(["llama-quantize", begun, file, kind.upper()]))
         files.append(file)
     steps = ", ".join(f"`{command}`" for command in dict.fromkeys(commands))
     return f"call model.save_pretrained_merged({name!r}, tokenizer), then run llama.cpp's {steps}", files

@@ -69,17 +69,8 @@ def save_pretrained_merged(
             be merged; a merged weight that is not finite; a folder that cannot be written to, or that holds
             the base model of the adapter, a model that this function has not saved, or the adapter of a run.
     """
-    if save_method not in ("merged_16bit", "lora"):
-        raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
+    check_save_method(model, save_method)
     adapted = model if isinstance(model, PeftModel) and save_method == "lora" else None
-    if save_method == "lora" and adapted is None and has_adapter(model):
-        raise InputError(
-            "save_method is 'lora', but FastLanguageModel did not put the adapter on; save it with PEFT's "
-            "save_pretrained"
-        )
-    if save_method == "lora" and adapted is None:
-        raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
-
     if not str(save_directory).strip():
         raise InputError(f"save_directory is {save_directory!r}; give a folder")
 
@@ -98,6 +89,24 @@ def save_pretrained_merged(
             _write_merged(model, folder, _of_16_bits(model))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def check_save_method(model: nn.Module, save_method: str) -> None:
+    """Refuse a `save_method` that does not exist, or that a model has no adapter for.
+
+    Raises:
+        InputError: says which to use.
+    """
+    if save_method not in ("merged_16bit", "lora"):
+        raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
+    if save_method != "lora" or isinstance(model, PeftModel):
+        return
+    if has_adapter(model):
+        raise InputError(
+            "save_method is 'lora', but FastLanguageModel did not put the adapter on; save it with PEFT's "
+            "save_pretrained"
+        )
+    raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
 
 
 def save_in_own_dtype(

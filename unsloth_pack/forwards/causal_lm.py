@@ -282,7 +282,17 @@ class FastCausalLM(CountedParameters):
             output.loss = loss + text_config.router_aux_loss_coef * aux_loss
         return MoeCausalLMOutputWithPast(**output, aux_loss=aux_loss, router_logits=decoded.router_logits)
 
-    # Generation in batches that change
+    # Generation
+
+    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'. Older notebooks give what a chat template made, which was a tensor. So
+        `inputs` or `input_ids` may be all that a tokenizer returns.
+        """
+        given = kwargs.get("input_ids", inputs)
+        if isinstance(given, Mapping):
+            inputs, kwargs = None, {**kwargs, **given}
+        theirs: Any = super()
+        return theirs.generate(inputs, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Where `generate_batch` enters: refused, since its thread would log an error and answer nothing."""

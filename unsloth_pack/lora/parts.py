@@ -34,7 +34,7 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str,
             partial(check_names, model, "modules_to_save", whole),
             partial(_check_can_train, model, whole),
             partial(_check_tokens, model, tokens),
-            partial(_check_tokens_apart, model, whole, tokens),
+            partial(check_rows_apart, model, whole, tokens),
         ]
     )
 
@@ -78,27 +78,42 @@ def _check_tokens(model: Any, tokens: Any) -> None:
         check_token_ids("trainable_token_indices", ids, model.get_input_embeddings().num_embeddings)
 
 
-def _check_tokens_apart(model: Any, modules_to_save: Collection[str], tokens: Any) -> None:
-    """Refuse tokens of a layer that trains as a whole, and a head to be tied and trained apart at once."""
+def check_rows_apart(
+    model: Any,
+    modules: Collection[str],
+    tokens: Any,
+    option: str = "modules_to_save",
+    asked: str = "trainable_token_indices",
+) -> None:
+    """Refuse tokens of a layer that trains as a whole, and a head to be tied and trained apart at once.
+
+    Args:
+        modules: that train as a whole.
+        tokens: as PEFT's `trainable_token_indices`; None where there are none.
+        option: that names the modules.
+        asked: the option that asks for the tokens.
+
+    Raises:
+        InputError: names the module and both options.
+    """
     if tokens is None:
         return
-    for name in modules_to_save:
+    for name in modules:
         if name.rpartition(".")[2] in {each.rpartition(".")[2] for each in _by_module(tokens)}:
             raise InputError(
-                f"modules_to_save names {name}, of which trainable_token_indices trains some rows alone; "
-                "leave one of them out",
-                about=("modules_to_save", "trainable_token_indices"),
+                f"{option} names {name}, of which {asked} trains some rows alone; leave one of them out",
+                about=(option, asked),
             )
     head = next(
         (name for name, module in model.named_modules() if module is model.get_output_embeddings()), ""
     )
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    saved = [name for name in modules_to_save if name == head or head.endswith(f".{name}")]
+    saved = [name for name in modules if name == head or head.endswith(f".{name}")]
     if is_tied and saved:
         raise InputError(
-            f"modules_to_save names {saved[0]}, which is tied to the embedding whose tokens "
-            "trainable_token_indices trains; leave one of them out",
-            about=("modules_to_save", "trainable_token_indices"),
+            f"{option} names {saved[0]}, which is tied to the embedding whose rows {asked} trains; leave one "
+            "of them out",
+            about=(option, asked),
         )
 
 

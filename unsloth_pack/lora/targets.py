@@ -10,7 +10,7 @@ the MLPs of layers without experts, and shared experts. Here they are adapted to
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
 from torch import nn
 
 from unsloth_pack.errors import InputError, about
-from unsloth_pack.lora.patterns import check_patterns
+from unsloth_pack.lora.patterns import check_parameters, check_patterns, in_any_order
 from unsloth_pack.lora.stacks import is_experts, ungated_stacks
 from unsloth_pack.models import spec_of
 
@@ -61,11 +61,13 @@ class Targets:
         modules: `target_modules`.
         parameters: `target_parameters`.
         doubles_gate_and_up: whether the stacks of gate and up have twice the rank, once for each of the two.
+        paths: of the layers and the stacked parameters that these are.
     """
 
     modules: str | list[str]
     parameters: tuple[str, ...] = ()
     doubles_gate_and_up: bool = False
+    paths: tuple[str, ...] = ()
 
     def config_fields(self, r: int, lora_alpha: float, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a `LoraConfig`.
@@ -76,10 +78,11 @@ class Targets:
         fields = {**given, "target_modules": self.modules}
         if self.parameters:
             fields["target_parameters"] = sorted({*(given.get("target_parameters") or ()), *self.parameters})
-        if self.doubles_gate_and_up:
-            for name, value in (("rank_pattern", 2 * r), ("alpha_pattern", 2 * lora_alpha)):
-                fields[name] = {**(given.get(name) or {})}
-                fields[name].setdefault(r".*\.gate_up_proj", value)  # the pattern that PEFT itself makes
+        for name, value in (("rank_pattern", 2 * r), ("alpha_pattern", 2 * lora_alpha)):
+            patterns = dict(given.get(name) or {})
+            if self.doubles_gate_and_up:
+                patterns.setdefault(r".*\.gate_up_proj", value)  # the pattern that PEFT itself makes
+            fields[name] = in_any_order(patterns, self.paths)
         return fields
 
 
@@ -150,9 +153,11 @@ def lora_targets(
         InputError: a target that the model does not have, a pattern that matches nothing, or gate without up.
     """
     given = given or {}
+    check_parameters(model, given.get("target_parameters") or ())
     found = _targets_of(model, target_modules, given)
-    check_patterns(adapted_paths(model, found, given), given)
-    return found
+    paths = adapted_paths(model, found, given)
+    check_patterns(paths, given)
+    return replace(found, paths=tuple(paths))
 
 
 def adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) -> list[str]:
@@ -172,7 +177,7 @@ def adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) -> lis
 def _targets_of(
     model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any]
 ) -> Targets:
-    if target_modules == NO_LAYERS:
+    if target_modules == NO_LAYERS or (target_modules == [] and given.get("target_parameters")):
         return Targets(target_modules)
     names = default_names(model) if target_modules is None else _as_joined(model, target_modules)
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
@@ -217,11 +222,7 @@ class _Choice:
         self._by_name = is_whole and not isinstance(names, str)
 
     def targets(self) -> Targets:
-        """The choice.
-
-        Raises:
-            InputError: gate without up.
-        """
+        """The choice; an `InputError` for gate without up."""
         stacks, doubles = self._stacks()
         of_mlps = [path for path in self._wanted_linear() if _leaf(path) in _STACK_OF]
         quantised = [path for path in of_mlps if type(self._linear[path]) is not nn.Linear]
@@ -233,7 +234,7 @@ class _Choice:
                 len(quantised) - 1,
             )
         if self._names == "all-linear":
-            logger.warning("all-linear leaves the routers of experts as they are; name them to adapt them")
+            logger.warning("all-linear leaves the routers of experts as they are")
         plain = [path for path in of_mlps if path not in quantised]
         return Targets(self._modules(), (*stacks, *self._weights(plain)), doubles)
 

@@ -48,7 +48,9 @@ def load_merged_base(options: TrainOptions, **loading: Any) -> Any:
     wait_for_all()
     model, _ = FastLanguageModel.from_pretrained(str(aside), **loading)
     wait_for_all()  # a process that refuses the run next removes what the others would still read
-    model.name_or_path = model.config._name_or_path = str(folder)  # which the adapter will name as its base
+    model.name_or_path = model.config._name_or_path = str(
+        folder.absolute()
+    )  # the base that the adapter names
     return model
 
 

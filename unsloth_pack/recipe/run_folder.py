@@ -206,7 +206,7 @@ def _check_resumable(folder: Path) -> None:
 
 
 def check_same_data(options: TrainOptions, use: str, ledger: TokenLedger, fingerprint: str | None) -> None:
-    """Refuse to resume with other data than the run began with.
+    """Refuse to resume with other data than the run began with. Before a checkpoint it begins anew with any.
 
     Args:
         use: "train" or "eval".
@@ -216,8 +216,10 @@ def check_same_data(options: TrainOptions, use: str, ledger: TokenLedger, finger
         InputError: its rows or tokens have changed, or how they are tokenised or packed.
     """
     from unsloth_pack.report.metrics import read_data
+    from unsloth_pack.training.checkpoints import last_checkpoint
 
-    before = read_data(options.folder, use) if options.output.resume else None
+    goes_on = options.output.resume and last_checkpoint(options.folder) is not None
+    before = read_data(options.folder, use) if goes_on else None
     if before is None:
         return
     was, now = asdict(TokenLedger(**before["ledger"])), asdict(ledger)
