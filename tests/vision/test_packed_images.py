@@ -415,6 +415,15 @@ def test_axes_of_several_documents_without_boundaries_are_refused(name):
     call(model, docs[2:3], packed_seq_lengths=None, position_ids=text_and_axes(docs[2:3])[1:])
 
 
+@each_model
+def test_sizes_of_a_packed_row_without_boundaries_are_refused(name):
+    model, docs = made(name), documents()
+    patch_model(model)
+    grids = [grid for doc in docs for grid in doc.grids]
+    with pytest.raises(InputError, match=r"image_grid_thw is a list, .* nothing says where documents end"):
+        call(model, docs, packed_seq_lengths=None, image_grid_thw=grids)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     model, docs = made("qwen3_vl"), documents([[1, (4, 4), 3], [2, (2, 4), 2]])

@@ -91,6 +91,11 @@ def lost_boundaries(spec: VisionSpec, inputs: Mapping[str, Any], rest: Mapping[s
             "nothing says where documents end; give packed_seq_lengths, or to the processor a list of images "
             "for each row"
         )
+    if isinstance(rest.get(spec.grid or ""), list):
+        raise InputError(
+            f"{spec.grid} is a list, as VisionDataCollator makes it for a packed row, and nothing says where "
+            "documents end; give packed_row or packed_seq_lengths, too"
+        )
     axes = inputs["position_ids"]
     if not isinstance(axes, Tensor) or axes.shape != (_AXES, *ids.shape):
         return []
