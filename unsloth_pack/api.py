@@ -44,7 +44,12 @@ from unsloth_pack.files.saving import (
 )
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.lora.nf4 import keep_from_packing
-from unsloth_pack.lora.parts import check_parts, refuse_adapted_rows, refuse_rows_without_direction
+from unsloth_pack.lora.parts import (
+    check_parts,
+    refuse_adapted_rows,
+    refuse_rows_without_direction,
+    tell_of_longer_names,
+)
 from unsloth_pack.lora.quantised_stacks import stand_ins
 from unsloth_pack.lora.stacked_options import refuse_on_stacks
 from unsloth_pack.lora.stacks import quantise_experts
@@ -236,6 +241,7 @@ class FastLanguageModel:
         targets = lora_targets(model, target_modules, given | of_peft)
         refuse_on_stacks(targets, given | of_peft | {"loftq_config": loftq_config})
         check_parts(model, bias, modules_to_save, given)
+        tell_of_longer_names(model, modules_to_save or ())
         rows = given.get("trainable_token_indices")
         refuse_adapted_rows(model, adapted_paths(model, targets, given), rows)
         set_seed(random_state)

@@ -301,3 +301,22 @@ def test_an_adapter_by_anothers_hand_loads(tmp_path, model_folder):
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     again = PeftModel.from_pretrained(base, tmp_path / "ours", is_trainable=True).to(ours.device)
     assert_same_training(ours, again.train())
+
+
+@pytest.mark.parametrize(
+    ("name", "n_trained", "says"),
+    [
+        ("norm", 5, "input_layernorm, post_attention_layernorm end so: all 5 train as a whole; name model.norm"),
+        ("model.norm", 1, None),
+        ("lm_head", 1, None),
+    ],
+)
+def test_names_that_are_ends_of_longer_ones(name, n_trained, says, caplog):
+    """PEFT trains them all as a whole."""
+    patch_model(model := plain_model())
+    model = FastLanguageModel.get_peft_model(model, r=2, modules_to_save=[name])
+    saved = [path for path, p in model.named_parameters() if p.requires_grad and "modules_to_save" in path]
+    assert len(saved) == n_trained
+    told = [record.getMessage() for record in caplog.records if "end so" in record.getMessage()]
+    assert len(told) == (says is not None)
+    assert all(says in line for line in told)

@@ -1,5 +1,6 @@
 """What trains beside LoRA's matrices, checked: biases, whole modules, single tokens, some of the layers."""
 
+import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 
 from unsloth_pack.errors import InputError, at_once, require_whole
 from unsloth_pack.lora.targets import check_names
+
+logger = logging.getLogger("unsloth_pack")
 
 
 def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str, Any]) -> None:
@@ -37,6 +40,24 @@ def check_parts(model: Any, bias: str, modules_to_save: Any, given: Mapping[str,
             partial(check_rows_apart, model, whole, tokens),
         ]
     )
+
+
+def tell_of_longer_names(model: Any, modules_to_save: Collection[str]) -> None:
+    """Say which modules train as a whole too, because PEFT takes a name for the end of a path: `norm` is
+    `input_layernorm`, too."""
+    paths = [path for path, _ in model.named_modules()]
+    for name in modules_to_save:
+        meant = [path for path in paths if path.endswith(name)]
+        longer = {path.rpartition(".")[2] for path in meant if not f".{path}".endswith(f".{name}")}
+        whole = next((path for path in meant if f".{path}".endswith(f".{name}")), name)
+        if longer:
+            logger.warning(
+                "modules_to_save names %s, and %s end so: all %d train as a whole; name %s for that one alone",
+                name,
+                ", ".join(sorted(longer)),
+                len(meant),
+                whole,
+            )
 
 
 def check_layers(layers: int | list[int] | None, n_layers: int) -> None:
