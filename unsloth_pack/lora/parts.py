@@ -52,7 +52,7 @@ def tell_of_longer_names(model: Any, modules_to_save: Collection[str]) -> None:
         whole = next((path for path in meant if f".{path}".endswith(f".{name}")), name)
         if longer:
             logger.warning(
-                "modules_to_save names %s, and %s end so: all %d train as a whole; name %s for that one alone",
+                "modules_to_save names %s, and %s end so: all %d train as a whole; name %s for one alone",
                 name,
                 ", ".join(sorted(longer)),
                 len(meant),
