@@ -92,6 +92,7 @@ _TRAIN = (
     "give train_modules, regular expressions that stand for whole parts of names; with tuning: full nothing "
     "else trains"
 )
+_METHOD = "that method is not here; leave it out, and give tuning: lora, or tuning: full"
 _LOWER_LAYERS = "give freeze_modules with a pattern of the lower layers"
 _VIDEO = "images are trained on, and no video; leave it out"
 _PAD = "the tokenizer's own is used; name one in tokenizer_config.json"
@@ -164,7 +165,11 @@ _OTHERWISE = {
     _LORA_EMBEDDINGS: "loraplus_lr_embedding",
     _FREEZE: "freeze_parameters freeze_parameters_regex exclude_modules",
     _LOWER_LAYERS: "freeze_parameters_ratio",
-    _TRAIN: "trainable_parameters trainable_parameters_regex",
+    _TRAIN: "trainable_parameters trainable_parameters_regex freeze_extra_modules freeze_trainable_modules",
+    _METHOD: "use_galore use_badam use_apollo use_llama_pro relora relora_steps lisa_n_layers"
+    " lisa_activated_layers",
+    "attention within a document is exact; leave it out": "s2_attention shift_attn",
+    "an unknown name is always refused; leave it out": "strict",
     _BATCH: "batch_size train_batch_size auto_find_batch_size mini_batch_size",
     _WARMUP: "warmup",
     _FLOOR: "cosine_min_lr_ratio min_lr min_lr_ratio min_learning_rate",
@@ -180,7 +185,7 @@ _OTHERWISE = {
     "give attn_backend: sdpa": "sdp_attention",
     "give use_gradient_checkpointing: offload": "enable_activation_offloading activation_offloading",
     _TEMPLATE: "chat_template template agent_template chat_template_jinja chat_template_path"
-    " prompt_format prompt_template use_chat_template",
+    " prompt_format prompt_template use_chat_template tool_prompt",
     _SYSTEM: "default_system system system_prompt default_system_message",
     _COLUMNS: "dataset_text_field field_messages formatting formatting_func message_field text_field"
     " column_map column_mapping columns_mapping conversation_column field_human field_input"
@@ -207,7 +212,7 @@ _OTHERWISE = {
     _OVERLONG: "excess_length_strategy overlong packing_allow_single_long truncation truncation_strategy",
     "packed rows are even; leave it out": "group_by_length length_column_name",
     _ORDERED: "data_seed dataset_shuffle shuffle shuffle_buffer_size buffer_size shuffle_dataset"
-    " shuffle_merged_datasets",
+    " shuffle_merged_datasets curriculum_sampling train_dataloader_shuffle",
     "pages are locked where there is a GPU; leave it out": "dataloader_pin_memory",
     _ADAM: "adam_beta1 adam_beta2 adam_epsilon betas eps adam_eps beta1 beta2",
     "give optim: adamw_torch_fused": "optimizer.fused",
@@ -218,6 +223,7 @@ _OTHERWISE = {
     " liger_glu_activation liger_layer_norm liger_rms_norm liger_rope liger_swiglu lora_mlp_kernel"
     " lora_o_kernel lora_qkv_kernel torch_compile_backend torch_compile_mode unsloth_lora_mlp"
     " unsloth_lora_o unsloth_lora_qkv unsloth_rms_norm unsloth_rope",
+    "it is of Axolotl itself; leave it out": "plugins",
     _CHECKPOINTS: "save_only_model save_strategy save_total_limit saves_per_epoch",
     "give init_adapter, the folder of the first run": "resume_only_model",
     _RESUME: "auto_resume_from_checkpoints resume_from_checkpoint",
@@ -241,12 +247,13 @@ _OTHERWISE = {
     " tokenizer_type tokenizer.path split_special_tokens tokenizer_legacy tokenizer_use_fast"
     " use_fast_tokenizer",
     _DEVICE: "device device_map no_cuda use_cpu",
-    "give model_name": "model._component_ checkpointer._component_ tokenizer._component_",
+    "give model_name": "model._component_ checkpointer._component_ tokenizer._component_"
+    " checkpointer.checkpoint_files",
     "give optim, a name of transformers": "optimizer._component_",
-    "give lr_scheduler_type, a name of transformers": "lr_scheduler._component_",
+    "give lr_scheduler_type, a name of transformers": "lr_scheduler._component_ cosine_constant_lr_ratio",
     "give max_steps, updates of the whole run": "max_steps_per_epoch",
     _GENERATES: "do_sample eval_max_new_tokens max_new_tokens num_beams predict_with_generate temperature"
-    " top_k top_p",
+    " top_k top_p do_predict eval_table_size infer_backend",
     _PEFT: "alpha_pattern init_lora_weights init_weights lora_bias lora_target_parameters"
     " peft_init_lora_weights pissa_init rank_pattern target_parameters",
     "give loftq_config: {loftq_bits: 4}": "loftq",
@@ -260,15 +267,17 @@ _OTHERWISE = {
     "give deepspeed: zero2, or zero3": "zero_stage",
     _ONE_GPU: "context_parallel_degree context_parallel_size pipeline_parallel_size"
     " sequence_parallel_degree sequence_parallel_size tensor_parallel_dim tensor_parallel_size",
-    _CACHED: "dataset_kwargs dataset_prepared_path preprocessing_only skip_prepare_dataset tokenized_path",
+    _CACHED: "dataset_kwargs dataset_prepared_path lazy_tokenize preprocessing_only skip_prepare_dataset"
+    " tokenized_path",
     "unused columns are left out, and named; leave it out": "remove_unused_columns",
     "a resumed run goes on with the rows that it has not seen; leave it out": "ignore_data_skip",
     "give eval_dataset: [{path: ..., split: ...}]": "dataset_test_split eval_split test_split",
     "any lower evaluation loss is better; leave it out": "early_stopping_threshold",
     _IN_CONFIG: "config_overrides model_init_kwargs model_kwargs moe_aux_loss_coef output_router_logits"
     " overrides_of_model_config overrides_of_model_kwargs rope_scaling rope_theta router_aux_loss_coef",
-    "add_tokens makes room for its tokens; leave it out": "resize_token_embeddings resize_vocab",
-    _ANSWERS: "instruction_template response_template",
+    "add_tokens makes room for its tokens; leave it out": "resize_token_embeddings resize_vocab"
+    " resize_token_embeddings_to_32x",
+    _ANSWERS: "instruction_template response_template loss_scale",
     "write it into the data, in a column chat_template_kwargs": "enable_thinking",
     "give learning_rates, a rate for each regular expression": "lr_groups",
     "give lr_scheduler_kwargs: {num_cycles: ...}": "num_cycles",
