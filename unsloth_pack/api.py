@@ -20,7 +20,12 @@ from unsloth_pack.drop_in.arguments import (
     take_loading_arguments,
     take_trained_ends,
 )
-from unsloth_pack.drop_in.exports import push_to_hub_gguf, push_to_hub_merged, save_pretrained_gguf
+from unsloth_pack.drop_in.exports import (
+    push_to_hub_gguf,
+    push_to_hub_merged,
+    save_pretrained_gguf,
+    save_pretrained_merged,
+)
 from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
 from unsloth_pack.files.loading import (
     load_adapter,
@@ -36,12 +41,7 @@ from unsloth_pack.files.loading import (
 )
 from unsloth_pack.files.loading_checks import check_loading, check_loftq, check_positions
 from unsloth_pack.files.quantised import quantization, refuse_stored_quantised
-from unsloth_pack.files.saving import (
-    remember_use_cache,
-    remember_vocabulary,
-    save_adapter,
-    save_pretrained_merged,
-)
+from unsloth_pack.files.saving import remember_use_cache, remember_vocabulary, save_adapter
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.lora.nf4 import keep_from_packing
 from unsloth_pack.lora.parts import (

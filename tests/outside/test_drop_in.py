@@ -461,6 +461,31 @@ def test_what_cannot_be_saved_here_says_what_to_do(call, says, folder):
     assert os.listdir() == []
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"push_to_hub": True}, "push_to_hub is True, .* call push_to_hub_merged"),
+        ({"max_shard_size": "2GB"}, "max_shard_size is '2GB', .* no file is larger than 5GB"),
+        ({"safe_serialization": 0}, "safe_serialization is 0"),
+        ({"tags": ["mine"]}, "README.md"),
+        ({"shards": 2}, "does not take shards"),
+    ],
+)
+def test_further_arguments_of_saving_that_ask_for_something_are_refused(given, says, folder):
+    model, tokenizer = loaded(folder)
+    for save in (model.save_pretrained_merged, model.push_to_hub_merged):
+        with pytest.raises(InputError, match=says):
+            save("out", tokenizer, **given)
+    assert os.listdir() == []
+
+
+def test_further_arguments_of_saving_that_ask_for_nothing(folder):
+    model, tokenizer = loaded(folder)
+    asked = {"push_to_hub": False, "token": "", "max_shard_size": "5GB", "maximum_memory_usage": 0.7}
+    model.save_pretrained_merged("out", tokenizer, safe_serialization=True, tags=None, **asked)
+    assert "model.safetensors" in os.listdir("out")
+
+
 @pytest.mark.parametrize("method", ["merged_4bit", "lora"])
 def test_no_repository_is_made_for_what_cannot_be_saved(method, folder, monkeypatch):
     made = []

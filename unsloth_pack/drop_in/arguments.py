@@ -1,4 +1,4 @@
-"""Arguments of Unsloth's `from_pretrained` and `get_peft_model` that are none of transformers' or PEFT's."""
+"""Arguments of Unsloth's functions that are none of ours, transformers' or PEFT's."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -33,6 +33,22 @@ _LOADING: dict[str, tuple[Collection[Any], str]] = {
     "whisper_language": ((None,), "models of sound are not trained; leave it out"),
     "whisper_task": ((None,), "models of sound are not trained; leave it out"),
 }
+# Of save_pretrained_merged and push_to_hub_merged, likewise; None for any value
+_SAVING: dict[str, tuple[Collection[Any] | None, str]] = {
+    "push_to_hub": ((False, None), "call push_to_hub_merged"),
+    "token": (None, ""),
+    "maximum_memory_usage": (None, ""),  # weights are merged and written one after the other
+    "temporary_location": (None, ""),
+    "max_shard_size": (("5GB", None), "no file is larger than 5GB; leave it out"),
+    "safe_serialization": ((True, None), "weights are saved as safetensors; leave it out"),
+    "is_main_process": ((True, None), "call it in the main process alone"),
+    "save_peft_format": ((True, None), "leave it out"),
+    "variant": ((None,), "files have their usual names; leave it out"),
+    "tags": ((None,), "write them into the README.md of the folder; leave it out"),
+    "datasets": ((None,), "write them into the README.md of the folder; leave it out"),
+    "create_pr": ((False, None), "give revision, or leave it out"),
+    "use_temp_dir": (None, ""),
+}
 _PARTS = ("vision_layers", "language_layers", "attention_modules", "mlp_modules")
 _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 _MAPS = ("sequential",)  # Unsloth's default: the model on as few GPUs as hold it
@@ -46,13 +62,32 @@ def take_loading_arguments(given: dict[str, Any]) -> None:
     Raises:
         InputError: one asks for what is not here; the line says what to do.
     """
-    for name in _LOADING.keys() & given.keys():
-        meaningless, remedy = _LOADING[name]
-        value = given.pop(name)
-        if not any(value is one for one in meaningless):
-            raise InputError(f"{name} is {value!r}, which from_pretrained does not take; {remedy}")
+    _take(_LOADING, given, "from_pretrained")
     if "use_gradient_checkpointing" in given and given["use_gradient_checkpointing"] in (False, None, "none"):
         del given["use_gradient_checkpointing"]
+
+
+def take_saving_arguments(given: dict[str, Any], method: str) -> None:
+    """Take Unsloth's own arguments out of those of a method that saves.
+
+    Raises:
+        InputError: one asks for what is not here, or is unknown.
+    """
+    _take(_SAVING, given, method)
+    if given:
+        raise InputError(f"{method} does not take {', '.join(sorted(given))}; leave it out")
+
+
+def _take(known: Mapping[str, tuple[Collection[Any] | None, str]], given: dict[str, Any], taker: str) -> None:
+    for name in [name for name in known if name in given]:
+        meaningless, remedy = known[name]
+        value = given.pop(name)
+        if meaningless is not None and not any(value is one or _is_text(value, one) for one in meaningless):
+            raise InputError(f"{name} is {value!r}, which {taker} does not take; {remedy}")
+
+
+def _is_text(value: Any, text: Any) -> bool:
+    return isinstance(value, str) and value == text
 
 
 def device_map_of(given: Any) -> Any:

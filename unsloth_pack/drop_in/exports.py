@@ -8,10 +8,32 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, HTTPError
-from torch import nn
+from torch import Tensor, nn
 
+from unsloth_pack.drop_in.arguments import take_saving_arguments
 from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.files.saving import SaveMethod, check_save_method, save_pretrained_merged
+from unsloth_pack.files import saving
+from unsloth_pack.files.saving import SaveMethod, check_save_method
+
+
+def save_pretrained_merged(
+    model: nn.Module,
+    save_directory: str | Path,
+    tokenizer: Any = None,
+    save_method: SaveMethod = "merged_16bit",
+    state_dict: dict[str, Tensor] | None = None,
+    **others: Any,
+) -> None:
+    """`unsloth_pack.files.saving.save_pretrained_merged`, as the method of a loaded model.
+
+    Args:
+        others: Unsloth's further arguments; those that would change what is saved are refused.
+
+    Raises:
+        InputError: as that function; a further argument that asks for what is not here.
+    """
+    take_saving_arguments(others, "save_pretrained_merged")
+    saving.save_pretrained_merged(model, save_directory, tokenizer, save_method, state_dict)
 
 
 def push_to_hub_merged(
@@ -23,6 +45,7 @@ def push_to_hub_merged(
     private: bool | None = None,
     commit_message: str = "Upload a model",
     revision: str | None = None,
+    **others: Any,
 ) -> str:
     """Merge as `save_pretrained_merged` does, and upload the result to the Hugging Face hub.
 
@@ -32,6 +55,7 @@ def push_to_hub_merged(
         repo_id: "name/model" on the hub.
         tokenizer, save_method: as in `save_pretrained_merged`.
         token, private, commit_message, revision: as in huggingface_hub.
+        others: as in `save_pretrained_merged`.
 
     Returns:
         The address of the repository.
@@ -39,12 +63,13 @@ def push_to_hub_merged(
     Raises:
         InputError: the hub cannot be reached or refuses; what `save_pretrained_merged` refuses.
     """
+    take_saving_arguments(others, "push_to_hub_merged")
     check_save_method(model, save_method)
     hub = huggingface_hub.HfApi(token=token)
     try:
         made = hub.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            save_pretrained_merged(model, Path(folder, "model"), tokenizer, save_method)
+            saving.save_pretrained_merged(model, Path(folder, "model"), tokenizer, save_method)
             hub.upload_folder(
                 repo_id=made.repo_id,
                 folder_path=Path(folder, "model"),
