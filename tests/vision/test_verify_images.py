@@ -91,6 +91,17 @@ def test_each_wrong_description_of_plain_transformers_is_found(name, wrong):
     assert failed(report) & of_images(report), report
 
 
+@each_model
+def test_a_row_that_is_not_described_is_found_or_refused_by_the_model_itself(name):
+    try:
+        report = verify(made(name), describe=lambda lengths: TRAINING, documents=SHORT)
+    except InputError as refusal:
+        assert "the model takes no row of images that is described so: Multimodal data" in str(refusal)
+        assert "\n" not in str(refusal)
+    else:
+        assert failed(report) & of_images(report), report
+
+
 # Models whose images come without grids: as tiles or with sizes
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unsloth_pack.checks.drawn_images import Drawn, Size, drawn
 from unsloth_pack.checks.subject import Subject
+from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen
 from unsloth_pack.models.vision_spec import TOKEN_TYPES, VisionSpec
 from unsloth_pack.row.images import RowImages
@@ -104,11 +105,23 @@ class PicturedSubject:
         return before + 1, behind
 
     def logits(self, documents: Sequence[Pictured], pixels: Tensor | None = None) -> tuple[Tensor, ...]:
-        """`[L, V]` of every document in one row of all."""
+        """`[L, V]` of every document in one row of all.
+
+        Raises:
+            InputError: the model does not take a row that is described so.
+        """
         lengths = [len(document.ids) for document in documents]
         given = self._images(documents, pixels) | self._described(documents, lengths)
         ids = torch.cat([document.ids for document in documents])[None].to(self.subject.device)
-        return self.subject.model(input_ids=ids, **given).logits[0].split(lengths)
+        try:
+            return self.subject.model(input_ids=ids, **given).logits[0].split(lengths)
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(
+                f"the model takes no row of images that is described so: {first_line(error)}; describe it as "
+                "the model asks"
+            ) from error
 
     def logits_alone(self, document: Pictured) -> Tensor:
         """`[L, V]` of a document in a row of its own."""
