@@ -24,6 +24,11 @@ def untied(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tied(tmp_path_factory):
+    return str(save_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="session")
 def rows():
     """The answer repeats the question: something that a few updates make likelier."""
     rng = random.Random(0)

@@ -415,6 +415,21 @@ OF_STRANGERS = {
         "freeze_modules: ['.*']\n",
         ["1: no layer is left for an adapter by freeze_modules; choose others"],
     ),
+    "frozen": (
+        "freeze_modules: [norm, embed_tokens]\ntrain_modules: [norm]\ntrainable_token_indices: [5]\n",
+        [
+            "2: train_modules holds 'norm', and freeze_modules freezes all",
+            "3: trainable_token_indices trains rows of model.embed_tokens, and freeze_modules freezes",
+        ],
+    ),
+    "floor": (
+        "learning_rate: 1e-4\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs:\n  min_lr: 1e-2\n",
+        ["4: lr_scheduler_kwargs has min_lr 0.01; give a number from 0 to learning_rate, which is 0.0001"],
+    ),
+    "floor of a wrong rate": (
+        "learning_rate: -1\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 0.01}\n",
+        ["1: learning_rate is -1"],
+    ),
     "adapter": (
         "init_adapter: adapter\nr: 4\nlora_alpha: 3\ndataset: gone.jsonl\n",
         [

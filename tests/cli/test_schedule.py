@@ -94,6 +94,14 @@ def test_groups_of_other_rates_are_adamw_s(fused):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def with_floor(course="cosine_with_min_lr", **settings):
+    return {
+        "lr_scheduler_type": course,
+        "lr_scheduler_kwargs": json.dumps(settings),
+        "learning_rate": 0.01,
+    }
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -109,6 +117,12 @@ def test_groups_of_other_rates_are_adamw_s(fused):
         ({"effective_batch_size": 8, "gradient_accumulation_steps": 2}, "either decides the steps of an up"),
         ({"lr_scheduler_kwargs": '{"floor": 1}'}, "kwargs is {\"floor\": 1}, which transformers"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "which transformers refuses"),
+        (with_floor(min_lr=0.1), "has min_lr 0.1; give a number from 0 to learning_rate, which is 0.01"),
+        (with_floor(min_lr=-1e-6), "has min_lr -1e-06; give a number from 0 to learning_rate, which is 0.01"),
+        (with_floor(min_lr_rate=1.5), "has min_lr_rate 1.5; give a number from 0 to 1"),
+        (with_floor(min_lr_rate=-0.1), "has min_lr_rate -0.1; give a number from 0 to 1"),
+        (with_floor("warmup_stable_decay", num_decay_steps=2, min_lr_ratio=2), "has min_lr_ratio 2; give a"),
+        (with_floor("polynomial", lr_end=-1), "has lr_end -1; give a number from 0 to learning_rate, which"),
         ({"eval_steps": 5}, "eval_steps is 5 without data to evaluate on; give --eval_dataset"),
         ({"early_stopping_patience": 2}, "early_stopping_patience is 2 without data to evaluate on"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end is True without data"),

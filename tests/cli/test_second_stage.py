@@ -212,6 +212,11 @@ def test_what_differs_between_stages(first_stage, refused, untied, tmp_path):
     }
     for (name, value), says in say.items():
         assert says in refused(init_adapter=first, **{name: value})
+    line = refused(init_adapter=first, freeze_modules="layers.0")
+    assert "has other target_modules: model.layers.0." in line
+    assert "leave out --freeze_modules, or give --merge" in line
+    line = refused(init_adapter=first, layers_to_transform="1", train_modules="layers.1.self_attn")
+    assert "leave out --layers_to_transform and --train_modules, or give --merge" in line
     assert f"and model_name is {untied!r}" in refused(init_adapter=first, model_name=untied)
     assert "holds no adapter_config.json" in refused(init_adapter=tmp_path)
     assert "merge_init_adapter is set without" in refused("--merge_init_adapter")
@@ -219,7 +224,7 @@ def test_what_differs_between_stages(first_stage, refused, untied, tmp_path):
 
 def test_the_same_options_in_both_stages(first_stage, train, tmp_path):
     """As where one file inherits from another."""
-    flags = {"target_modules": "q_proj,v_proj", "modules_to_save": "norm", "freeze_modules": "layers.0"}
+    flags = {"target_modules": "q_proj,v_proj", "modules_to_save": "model.norm", "freeze_modules": "layers.0"}
     first = first_stage(**flags)
     second = {"output_dir": tmp_path / "second", "init_adapter": first, "r": 4, "lora_alpha": 8}
     assert train("--packing", max_steps=1, **second, **flags) == 0

@@ -14,11 +14,6 @@ from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
 
 
-@pytest.fixture(scope="session")
-def tied(tmp_path_factory):
-    return str(save_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True))
-
-
 def weights(folder):
     return {name: weight.clone() for name, weight in plain(folder).state_dict().items()}
 

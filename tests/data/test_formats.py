@@ -277,6 +277,10 @@ TURNS = [
     ),
     ([{"role": ["user"], "content": "x"}], "turn 0 has an unknown role, got ['user']"),
     ([USER, reply(None)], "turn 1 (assistant) needs a string as 'content', got None"),
+    (
+        [{"role": "user", "content": [{"type": "text", "text": "Name it", "image": "0.png"}]}, reply("red")],
+        "turn 0 (user) needs a string as 'content'",
+    ),
     ([USER, reply([{"type": "image"}])], "got [{'type': 'image'}]; write its text as one string"),
     ([USER, reply(" ")], "turn 1 (assistant) is an empty response, got ' '; fill in the response"),
     ([USER, REPLY | {"train": False}], "turn 1 (assistant) is excluded from training"),

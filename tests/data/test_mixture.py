@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import datasets
@@ -314,6 +315,13 @@ def test_a_mapped_column_that_a_later_row_lacks(tmp_path, small_blocks):
     stream = data_set.chosen_of(data_set.open())
     for block in stream.one_pass(Place()):
         assert block.read(range(block.n_rows)).column_names == ["text"]
+    all_left_out = replace(data_set, columns={"words": None, "id": None})
+    stream = all_left_out.chosen_of(all_left_out.open())
+    block = next(iter(stream.one_pass(Place())))
+    of_rows = partial(all_left_out.chosen, datasets.Dataset.from_list(rows[:3]))
+    for call in (partial(block.read, range(block.n_rows)), all_left_out.check, of_rows):
+        with pytest.raises(InputError, match=r"columns leaves out every column \(words, id\), so that nothi"):
+            call()
     data_set = replace(data_set, columns={"word": "text"})
     stream = data_set.chosen_of(data_set.open())
     block = next(iter(stream.one_pass(Place())))

@@ -180,6 +180,30 @@ def test_images_shrink_to_fit(collate):
         collate(max_seq_length=text + 1, overlong="shrink")([row])
 
 
+@pytest.mark.parametrize("size", [(160, 130), (60, 400), (96, 96), (64, 33)])
+def test_images_shrink_no_further_than_min_pixels(size):
+    """A limit is rounded to whole tokens: what is left has the pixels all the same."""
+    least, a_token = 5000, 32 * 32
+    model, processor = vision_model(), vision_processor(min_pixels=least)
+    row = asked("two", picture(*size), "and", picture(120, 90, 1), answer="word")
+    whole = VisionDataCollator(model, processor)([row])
+    (length,) = whole["packed_seq_lengths"]
+
+    def shrunk(limit):
+        return VisionDataCollator(model, processor, max_seq_length=limit, overlong="shrink")([row])
+
+    text = length - int(whole["image_grid_thw"].prod(1).sum()) // 4
+    shortest = text + 2 * -(-least // a_token)
+    made = []
+    with pytest.raises(InputError, match=r"with the smallest images .*, lower min_pixels, or remove the row"):
+        made += (shrunk(limit) for limit in range(length - 1, 0, -1))
+    for limit, batch in zip(range(length - 1, 0, -1), made, strict=False):
+        assert shortest <= batch["packed_seq_lengths"][0] <= limit
+        assert (batch["image_grid_thw"].prod(1) // 4 * a_token >= least).all()
+    assert made
+    assert limit == made[-1]["packed_seq_lengths"][0]  # none that would fit is refused
+
+
 def test_broken_images_are_counted(collate):
     data = encoded(picture(64, 64), "JPEG")
     rows = [asked(data), asked(b"no image"), asked(data[: len(data) // 2]), asked("text")]

@@ -93,13 +93,17 @@ def test_each_wrong_description_of_plain_transformers_is_found(name, wrong):
 
 @each_model
 def test_a_row_that_is_not_described_is_found_or_refused_by_the_model_itself(name):
-    try:
-        report = verify(made(name), describe=lambda lengths: TRAINING, documents=SHORT)
-    except InputError as refusal:
-        assert "the model takes no row of images that is described so: Multimodal data" in str(refusal)
-        assert "\n" not in str(refusal)
-    else:
-        assert failed(report) & of_images(report), report
+    def report():
+        return verify(made(name), describe=lambda lengths: TRAINING, documents=SHORT)
+
+    if name == "qwen2_5_vl":
+        assert failed(report()) & of_images(report())
+        return
+    with pytest.raises(
+        InputError, match="the model takes no row of images that is described so: Multi"
+    ) as refused:
+        report()
+    assert "\n" not in str(refused.value)
 
 
 # Models whose images come without grids: as tiles or with sizes

@@ -72,6 +72,11 @@ def check_renaming(
             f"columns maps {', '.join(map(repr, missing))}, and there is no such column among "
             f"{', '.join(names)}; correct it"
         )
+    if not may_lack and names and all(columns.get(name, name) is None for name in names):
+        raise InputError(
+            f"columns leaves out every column ({', '.join(names)}), so that nothing is left to train on; "
+            "take those to train on out of columns"
+        )
     for name, to in _new_names(names, columns).items():
         if to in names and to not in columns:
             raise InputError(

@@ -34,6 +34,7 @@ _NO_VARIABLES = {
     *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
 }
+KEYS_OF_IMAGES = ("image", "images", "image_url", "path", "url", "bytes", "base64")  # in a part of a message
 
 
 def role_of(given: Any) -> str | None:
@@ -112,9 +113,11 @@ def _message(index: int, column: str, number: int, turn: Any, learned: Mapping[s
 def _text_of(parts: list[Any]) -> Any:
     """The joined text of content in parts {type: text, text: ...}, or value: ... as LLaMA-Factory writes it.
 
-    The parts themselves come back if one is not text.
+    The parts themselves come back if one is not text, or holds an image beside it.
     """
-    are_texts = all(isinstance(p, dict) and p.get("type") == "text" for p in parts)
+    are_texts = all(
+        isinstance(p, dict) and p.get("type") == "text" and not any(map(p.get, KEYS_OF_IMAGES)) for p in parts
+    )
     texts = [
         p["value"] if p.get("text") is None and "value" in p else p.get("text") for p in parts if are_texts
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -324,19 +325,28 @@ class VisionEncoder:
 
     def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
         """The images with as many pixels as let all of them fit into `room` tokens, or the smallest."""
-        sizes = [(image.height, image.width) for image in images]
         make = self._make_images
+        top = -(-make.most_pixels // make.pixels_of_tokens(1))  # tokens of the largest image
+        least = -(-make.pixel_limits[0] // make.pixels_of_tokens(1)) if make.pixel_limits else 1
+
+        def smaller(image: PlacedImage, most_tokens: int) -> PlacedImage:
+            most = min(make.pixels_of_tokens(most_tokens), make.most_pixels)
+            size = (image.height, image.width)
+            small = self._placed(image.source, image.of_document, most, size)
+            return small if small.tokens < image.tokens else image
+
+        def lowest(image: PlacedImage) -> int:
+            """The smallest limit that leaves `least` tokens: rounding leaves fewer than a limit says."""
+            wanted, limits = min(least, image.cut.tokens), range(1, top)
+            return 1 + bisect_left(limits, wanted, key=lambda limit: smaller(image, limit).cut.tokens)
+
+        bottoms = [lowest(image) if least > 1 else 1 for image in images]
 
         def limited(most_tokens: int) -> list[PlacedImage]:
-            most = min(make.pixels_of_tokens(most_tokens), make.most_pixels)
-            smaller = [
-                self._placed(image.source, image.of_document, most, size)
-                for image, size in zip(images, sizes, strict=True)
-            ]
-            pairs = zip(images, smaller, strict=True)
-            return [small if small.tokens < image.tokens else image for image, small in pairs]
+            pairs = zip(images, bottoms, strict=True)
+            return [smaller(image, max(most_tokens, bottom)) for image, bottom in pairs]
 
-        low, high = 0, -(-make.most_pixels // make.pixels_of_tokens(1)) if images else 0
+        low, high = 0, top if images else 0
         while low < high:  # the most tokens an image may have
             middle = (low + high + 1) // 2
             if sum(image.tokens for image in limited(middle)) <= room:
@@ -344,7 +354,8 @@ class VisionEncoder:
             else:
                 high = middle - 1
         if not low and not self._skip_overlong:
-            self._refuse(row, length, "raise max_seq_length, or remove the row", _TOO_LONG_TEXT)
+            remedy = f"raise max_seq_length, {'lower min_pixels, ' if least > 1 else ''}or remove the row"
+            self._refuse(row, length, remedy, _TOO_LONG_TEXT)
         return limited(max(low, 1))
 
     def _refuse(

@@ -20,6 +20,7 @@ from unsloth_pack.data.tally import FILES, Tally
 from unsloth_pack.data.tokenize import SpanMaker, table_of
 from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
 from unsloth_pack.images.documents import VisionDocument, VisionEncoder
+from unsloth_pack.images.parts import hide_images
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.stored import image_document_schema, stored
 
@@ -39,6 +40,7 @@ _USED = {
     "chat_template_kwargs",
 }
 _IN_JSON = '"type": "image'  # as `data.exact` writes parts
+_MAY_HIDE = r'"type": "text".*"(image|path|url|bytes|base64)|"(image|path|url|bytes|base64).*"type": "text"'
 
 
 def holds_images(dataset: datasets.Dataset) -> bool:
@@ -58,6 +60,10 @@ def holds_images(dataset: datasets.Dataset) -> bool:
         for table in dataset.select_columns(name).with_format("arrow").iter(batch_size=1000):
             texts = table[name].combine_chunks().storage
             if pc.any(pc.match_substring(texts, _IN_JSON)).as_py():
+                return True
+            # Rows with images refuse an image in a part that says it is text; rows of text would train on it
+            suspects = texts.filter(pc.match_substring_regex(texts, _MAY_HIDE))
+            if any(hide_images(json.loads(text)) for text in suspects.to_pylist()):
                 return True
     return False
 

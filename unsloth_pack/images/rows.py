@@ -10,13 +10,13 @@ from typing import Any
 from unsloth_pack.data import fields
 from unsloth_pack.data.fields import Message
 from unsloth_pack.data.refusals import fail
+from unsloth_pack.images.parts import check_text, image_in, refuse_unknown, unknown_keys, without_nulls
 from unsloth_pack.images.sources import ImageSource, source_of
 
 MARK = "<image>"  # of LLaVA, LLaMA-Factory and ms-swift, in text
 _IMAGE_COLUMNS = ("images", "image")
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _CONVERSATIONS = ("messages", "conversations")
-_OF_PARTS = ("image", "path", "url", "bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +141,11 @@ class _Waiting:
         self.found: list[ImageSource] = []
         self._marks = 0
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the column has no image for a further place."""
+        return self._marks >= len(self._values)
+
     def mark(self) -> None:
         """A place in the text takes the next image of the column."""
         if self._marks < len(self._values):
@@ -201,25 +206,21 @@ def _text_of(index: int, column: str, part: Any, waiting: _Waiting) -> str:
     """One part of a message as text, `MARK` for an image."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
-    if isinstance(part, dict):  # Arrow holds null for each key that only other parts have
-        part = {key: value for key, value in part.items() if value is not None}
+    if isinstance(part, dict):
+        part = without_nulls(part)
+        check_text(index, column, part)
     match part:
         case {"type": "text", "text": str(text)} | {"type": "text", "value": str(text)}:
             _take_marks(text, waiting)
             return text
-        case {"type": "image_url", "image_url": {"url": value}} | {"type": "image_url", "image_url": value}:
-            waiting.add(column, value)
-            return MARK
-        case {"type": "image"}:
-            given = [key for key in _OF_PARTS if key in part]
-            if given:
-                waiting.add(column, part[given[0]] if len(given) == 1 else _one_of(part))
+        case {"type": "image"} | {"type": "image_url", "image_url": _}:
+            image = image_in(index, column, part)
+            if image is not None:
+                waiting.add(column, image)
             else:
+                if waiting.is_used_up and (unknown := unknown_keys(part)):
+                    refuse_unknown(index, column, part, unknown)
                 waiting.mark()
             return MARK
     remedy = "write parts as {'type': 'text', 'text': ...} and {'type': 'image', 'image': ...}"
     fail(index, column, "a part of a message that is neither text nor an image", part, remedy)
-
-
-def _one_of(part: dict[str, Any]) -> dict[str, Any]:
-    return {key: part[key] for key in _OF_PARTS if key in part}

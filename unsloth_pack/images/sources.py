@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: `C:` is a drive
-_KEYS = ("bytes", "image", "path", "url")  # the first that is given is the image
+KEYS = ("bytes", "image", "path", "url", "base64")  # one of which holds the image
+OF_PARTS = (*KEYS, "image_url")  # so do these in a part of a message
+_NAMED_BYTES = ["bytes", "path"]  # of `datasets.Image`: the path is a name alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +84,8 @@ def source_of(index: int, column: str, value: Any, folder: Path | None) -> Image
     """The image that a value of a row names.
 
     Args:
-        value: bytes, a path, a `file:` address, a data URI, an image of Pillow, or an object with one of the
-            keys bytes, image, path and url, such as `datasets.Image` gives when it does not decode.
+        value: bytes, a path, a `file:` address, a data URI, an image of Pillow, or an object with one of
+            `KEYS`, or with bytes and path, as `datasets.Image` gives when it does not decode.
         folder: where relative paths begin. No path may lead out of it.
 
     Raises:
@@ -107,9 +109,14 @@ def source_of(index: int, column: str, value: Any, folder: Path | None) -> Image
 
 
 def _of_mapping(index: int, column: str, value: Mapping[str, Any]) -> Any:
-    given = next((value[key] for key in _KEYS if value.get(key) is not None), None)
+    keys = [key for key in OF_PARTS if value.get(key) is not None]
+    if len(keys) > 1 and keys != _NAMED_BYTES:
+        fail(index, column, f"an image under {' and '.join(keys)}", dict(value), "keep one of them")
+    given = value[keys[0]] if keys else None
     if given is None or isinstance(given, Mapping):
-        fail(index, column, "no image", dict(value), f"give one of {', '.join(_KEYS)}, or remove the row")
+        fail(index, column, "no image", dict(value), f"give one of {', '.join(KEYS)}, or remove the row")
+    if keys == ["base64"] and isinstance(given, str) and not given.lstrip().lower().startswith("data:"):
+        return _of_base64(index, column, given, "an image under base64 that is not base64")
     return given
 
 
@@ -137,10 +144,14 @@ def _of_data_uri(index: int, column: str, text: str) -> bytes:
         refuse_image(index, column, "a data URI without a comma", text, "write data:image/png;base64,...")
     if not head.lower().endswith(";base64"):
         return unquote_to_bytes(body)
+    return _of_base64(index, column, unquote(body), "a data URI that is not base64")
+
+
+def _of_base64(index: int, column: str, text: str, problem: str) -> bytes:
     try:
-        return base64.b64decode("".join(unquote(body).split()), validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        refuse_image(index, column, f"a data URI that is not base64 ({error})", text, "encode the image anew")
+        refuse_image(index, column, f"{problem} ({error})", text, "encode the image anew")
 
 
 def _of_file_uri(index: int, column: str, text: str) -> str:

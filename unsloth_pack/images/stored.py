@@ -61,12 +61,17 @@ def source_of_stored(image: Mapping[str, Any], folder: Path | None) -> ImageSour
         folder: where its path begins, and out of which it may not lead.
 
     Raises:
-        UnreadableImage: its file is gone, or is not what it was when the row was made.
+        UnreadableImage: its file is gone, or it is not what it was when the row was made.
         InputError: its path leads out of the folder, or is relative without one.
     """
     row, column = image["row"], image["column"]
     if image["bytes"] is not None:
-        return ImageSource(row, column, image["bytes"])
+        source = ImageSource(row, column, image["bytes"])
+        said = image.get("sha256")
+        if said is not None and hashlib.sha256(image["bytes"]).hexdigest() != said:
+            problem = "an image that has changed since it was prepared (its SHA-256 is another)"
+            refuse_image(row, column, problem, source.shown, "prepare it anew")
+        return source
     path = file_of(row, column, image["path"], folder)
     source = ImageSource(row, column, path)
     about = stat_of(source, path)

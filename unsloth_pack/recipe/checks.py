@@ -89,7 +89,9 @@ def check_names(options: TrainOptions, given: Mapping[str, Any], told: Collectio
     """
     optimizer = with_optimizer(options, "cpu").training  # that of CUDA has the same settings
     checks: dict[tuple[str, ...], Check] = {
-        ("lr_scheduler_type", "lr_scheduler_kwargs"): partial(_check_schedule, options.training),
+        ("lr_scheduler_type", "lr_scheduler_kwargs"): partial(
+            _check_schedule, options.training, "learning_rate" not in told
+        ),
         ("optim", "optim_args"): partial(check_settings, optimizer),
         ("report_to",): partial(_check_tracker, options.output.report_to),
     }
@@ -268,7 +270,12 @@ def _check_sources(options: TrainOptions) -> None:
     at_once([*checks, *(each.check for each in evaluation_sets(data))])
 
 
-def _check_schedule(training: TrainingOptions) -> Iterator[InputError]:
+def _check_schedule(training: TrainingOptions, knows_rate: bool) -> Iterator[InputError]:
+    """Refuse what transformers refuses, and a floor at which the rate would rise, or be negative.
+
+    Args:
+        knows_rate: whether `learning_rate` is what was meant, so that a floor can be held against it.
+    """
     import torch
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
@@ -290,6 +297,17 @@ def _check_schedule(training: TrainingOptions) -> Iterator[InputError]:
             "correct lr_scheduler_kwargs, or give another lr_scheduler_type",
             about=("lr_scheduler_type", "lr_scheduler_kwargs"),
         )
+        return
+    of_rate = f"learning_rate, which is {training.learning_rate:g}"
+    floors: dict[str, tuple[float, str]] = {"min_lr_rate": (1, "1"), "min_lr_ratio": (1, "1")}
+    floors |= {name: (training.learning_rate, of_rate) for name in ("min_lr", "lr_end") if knows_rate}
+    for name, (most, says) in floors.items():
+        value = settings.get(name)
+        if isinstance(value, int | float) and not 0 <= value <= most:
+            yield InputError(
+                f"lr_scheduler_kwargs has {name} {json.dumps(value)}; give a number from 0 to {says}",
+                about=(f"lr_scheduler_kwargs.{name}", "learning_rate"),
+            )
 
 
 def _check_tracker(report_to: str) -> Iterator[InputError]:

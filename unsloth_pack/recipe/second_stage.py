@@ -170,13 +170,14 @@ def check_same_parts(model: Any, adapter: AdapterOptions, arguments: Mapping[str
     if adapter.target_modules is not None or layers is not None or excluded is not None:
         own = adapted_by_options(model, adapter.target_modules, excluded, layers)
         of_saved = adapted_by(model, saved)
-        _refuse_difference(folder, "target_modules", own, of_saved)
+        given = _given(adapter, "target_modules", "layers_to_transform", "train_modules", "freeze_modules")
+        _refuse_difference(folder, "target_modules", own, of_saved, given)
     whole = arguments.get("modules_to_save")
     if whole is not None:
         own = modules_meant(model, whole)
-        _refuse_difference(
-            folder, "modules_to_save", own, modules_meant(model, saved.get("modules_to_save") or ())
-        )
+        of_saved = modules_meant(model, saved.get("modules_to_save") or ())
+        given = _given(adapter, "modules_to_save", "train_modules")
+        _refuse_difference(folder, "modules_to_save", own, of_saved, given)
     tokens = arguments.get("trainable_token_indices")
     held = saved.get("trainable_token_indices")
     if tokens is not None and tokens != held:
@@ -225,10 +226,19 @@ def modules_meant(model: Any, names: Collection[str]) -> set[str]:
     return {path for path, _ in model.named_modules() if path.endswith(tuple(names))}
 
 
-def _refuse_difference(folder: str, option: str, own: set[str], saved: set[str]) -> None:
+def _given(adapter: AdapterOptions, *names: str) -> list[str]:
+    return [name for name in names if getattr(adapter, name) is not None]
+
+
+def _refuse_difference(
+    folder: str, field: str, own: set[str], saved: set[str], given: Collection[str]
+) -> None:
+    """Refuse modules that differ in a field of the adapter, by the options that were given for it."""
+    named = given or [field]
+    options = " and ".join(f"--{name}" for name in named)
     for path in sorted(own ^ saved):
         says = "which the options leave out" if path in saved else "which the options name, is not among them"
-        begins = f"init_adapter {folder!r} has other {option}"
         raise InputError(
-            f"{begins}: {path}, {says}; leave out --{option}, or {_MERGE}", about=("init_adapter", option)
+            f"init_adapter {folder!r} has other {field}: {path}, {says}; leave out {options}, or {_MERGE}",
+            about=("init_adapter", *named),
         )

@@ -81,6 +81,7 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
     from unsloth_pack.files.loading import auto_class, load_config
     from unsloth_pack.lora.parts import check_parts
     from unsloth_pack.modules.chosen import check_matches, parameter_paths, train_only
+    from unsloth_pack.recipe.frozen import check_frozen
     from unsloth_pack.recipe.rates import check_names_of_rates
     from unsloth_pack.recipe.second_stage import check_same_parts
 
@@ -91,6 +92,7 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
     paths = parameter_paths(model)
     patterns = {name: getattr(adapter, name) or () for name in ("train_modules", "freeze_modules")}
     checks: list[Check] = [partial(check_matches, name, given, paths) for name, given in patterns.items()]
+    checks.append(partial(check_frozen, model, adapter))
     if adapter.tuning == "full":
         at_once(checks)
         train_only(model, adapter.train_modules, adapter.freeze_modules)
@@ -100,11 +102,12 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
     given = {name: arguments[name] for name in _FURTHER if arguments.get(name) is not None}
     if adapter.init_adapter is not None and not adapter.merge_init_adapter:
         checks.append(partial(check_same_parts, model, adapter, arguments))
-    whole = arguments["modules_to_save"]
+    saved = None if adapter.modules_to_save is None else [*adapter.modules_to_save]
     checks += [
         partial(_check_targets, model, adapter, given, _of_linear_layers(arguments)),
-        partial(check_parts, model, adapter.bias, whole, given),
-        partial(_refuse_quantised, options, model, whole or ()),
+        partial(check_parts, model, adapter.bias, saved, given),
+        partial(_check_rows_apart, model, adapter),
+        partial(_refuse_quantised, options, model, arguments["modules_to_save"] or ()),
         partial(check_names_of_rates, options, model, arguments),
     ]
     at_once(checks)
@@ -146,6 +149,24 @@ def _check_targets(
     refuse_adapted_rows(model, adapted, given.get("trainable_token_indices"), tied_head=True)
     if adapter.add_tokens is not None:
         refuse_adapted_rows(model, adapted, rows_to_train(model, [0]), "add_tokens", tied_head=True)
+
+
+def _check_rows_apart(model: Any, adapter: AdapterOptions) -> None:
+    """Refuse rows of a layer that trains as a whole, by the options that ask for both."""
+    from unsloth_pack.files.new_tokens import rows_to_train
+    from unsloth_pack.lora.parts import check_rows_apart
+    from unsloth_pack.modules.chosen import chosen_modules
+
+    new = None if adapter.add_tokens is None else rows_to_train(model, [0])
+    saved, chosen = adapter.modules_to_save or (), adapter.train_modules
+    trained = chosen_modules(model, chosen) if chosen else []
+    at_once(
+        [
+            partial(check_rows_apart, model, saved, new, asked="add_tokens"),
+            partial(check_rows_apart, model, trained, new, "train_modules", "add_tokens"),
+            partial(check_rows_apart, model, trained, adapter.trainable_token_indices, "train_modules"),
+        ]
+    )
 
 
 _LIMITING = ("target_modules", "train_modules", "freeze_modules", "layers_to_transform")

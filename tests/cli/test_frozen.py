@@ -1,0 +1,92 @@
+"""What is asked to train, and is frozen or trained otherwise by another option."""
+
+from pathlib import Path
+
+import pytest
+
+TOKENS = "tokens.txt"
+FROZEN = {
+    "saved": (
+        {"modules_to_save": "norm", "freeze_modules": "norm"},
+        "modules_to_save names norm, by which model.norm trains as a whole, and freeze_modules freezes it; "
+        "leave norm out of modules_to_save, or freeze less",
+    ),
+    "saved, a part": (
+        {"modules_to_save": "mlp", "freeze_modules": "layers.1.mlp.up_proj"},
+        "names mlp, by which model.layers.1.mlp trains as a whole",
+    ),
+    "saved, by its end": (
+        {"modules_to_save": "norm", "freeze_modules": "layers.0"},
+        "names norm, by which model.layers.0.input_layernorm trains as a whole, and freeze_modules freezes "
+        "it; give whole paths in modules_to_save, such as model.norm, or freeze less",
+    ),
+    "new tokens": (
+        {"add_tokens": TOKENS, "freeze_modules": "embed_tokens"},
+        "add_tokens trains rows of model.embed_tokens, and freeze_modules freezes that; freeze less, or "
+        "leave out add_tokens",
+    ),
+    "new tokens' head": ({"add_tokens": TOKENS, "freeze_modules": "lm_head"}, "trains rows of lm_head, and"),
+    "tokens": (
+        {"trainable_token_indices": 5, "freeze_modules": "embed_tokens"},
+        "trainable_token_indices trains rows of model.embed_tokens, and freeze_modules freezes that",
+    ),
+    "new tokens, full": (
+        {"tuning": "full", "add_tokens": TOKENS, "freeze_modules": "embed_tokens"},
+        "add_tokens trains rows of model.embed_tokens, and freeze_modules freezes that",
+    ),
+    "patterns": (
+        {"train_modules": '["norm", "mlp"]', "freeze_modules": '["norm", "mlp.up_proj"]'},
+        "train_modules holds 'norm', and freeze_modules freezes all that it stands for; leave 'norm' out of "
+        "train_modules, or freeze less",
+    ),
+    "patterns, full": (
+        {"tuning": "full", "train_modules": '["norm", "mlp"]', "freeze_modules": "norm"},
+        "train_modules holds 'norm', and freeze_modules freezes all",
+    ),
+    "a layer and its part": (
+        {"train_modules": "layers.0.input_layernorm", "freeze_modules": "layers.0"},
+        "train_modules holds 'layers.0.input_layernorm', and freeze_modules freezes all",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_what_is_frozen_and_asked_to_train(case, refused, untied, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    Path(TOKENS).write_text("<a>\n")
+    flags, says = FROZEN[case]
+    assert says in refused(model_name=untied, **flags)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "base", "flags"),
+    [
+        ("lora", "untied", {"modules_to_save": "model.norm", "freeze_modules": "layers.0"}),
+        ("lora", "untied", {"train_modules": "layers.0", "freeze_modules": "mlp"}),
+        ("lora", "untied", {"trainable_token_indices": 5, "freeze_modules": "lm_head"}),
+        ("lora", "tied", {"train_modules": "lm_head", "freeze_modules": "embed_tokens"}),
+        ("full", "untied", {"add_tokens": TOKENS, "freeze_modules": "lm_head"}),
+    ],
+    ids=str,
+)
+def test_what_is_frozen_beside_what_trains(tuning, base, flags, train, request):
+    Path(TOKENS).write_text("<a>\n")
+    assert (
+        train("--packing", model_name=request.getfixturevalue(base), tuning=tuning, max_steps=1, **flags) == 0
+    )
+
+
+@pytest.mark.parametrize("trains", ["modules_to_save", "train_modules"])
+@pytest.mark.parametrize("base", ["tied", "untied"])
+@pytest.mark.parametrize("asked", ["add_tokens", "trainable_token_indices"])
+def test_rows_of_what_trains_as_a_whole(asked, base, trains, request, refused, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.api.load_model", None)
+    Path(TOKENS).write_text("<a>\n")
+    given = {"add_tokens": TOKENS, "trainable_token_indices": 3}
+    folder = request.getfixturevalue(base)
+    line = refused(model_name=folder, **{asked: given[asked], trains: "embed_tokens"})
+    assert f"{trains} names " in line
+    assert f"embed_tokens, of which {asked} trains some rows alone; leave one of them out" in line
+    if base == "tied":
+        line = refused(model_name=folder, **{asked: given[asked], trains: "lm_head"})
+        assert f"{trains} names lm_head, which is tied to the embedding whose rows {asked} trains" in line

@@ -1,0 +1,43 @@
+"""Images that a packed row holds are compared with their SHA-256 before they are decoded."""
+
+import pytest
+from tiny_vision import asked, encoded, picture, vision_config, vision_processor
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.images.documents import VisionEncoder
+from unsloth_pack.images.families import image_maker
+from unsloth_pack.images.stored import source_of_stored, stored
+from unsloth_pack.images.tokens import image_tokens_of
+from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
+
+ONE, OTHER = (encoded(picture(64, 64, seed), "BMP") for seed in (0, 1))  # of one size
+
+
+@pytest.fixture
+def packed():
+    """A packed row of one document, and what makes batches of it."""
+    config, processor = vision_config(), vision_processor()
+    make = image_maker(config, processor.image_processor)
+    encode = VisionEncoder(processor.tokenizer, image_tokens_of(config), make, config=config)
+    (document,) = encode([asked(ONE)])
+    images = [{"path": None, **stored(image, None)} for image in document.images]
+    row = {"input_ids": document.ids, "labels": document.labels, COLUMN: images}
+    return row, lambda **options: ImageRowCollator(make, encode.token_ids, None, **options)
+
+
+def test_bytes_that_are_not_those_that_were_packed_are_refused(packed):
+    row, collator = packed
+    assert "pixel_values" in collator()([row])
+    (image,) = row[COLUMN]
+    assert len(ONE) == len(OTHER)
+    image["bytes"] = OTHER
+    with pytest.raises(InputError, match=r"^row 0, column 'messages': an image that has changed .*SHA-256"):
+        collator()([row])
+    assert collator(skip_broken=True)([row])["broken_images"] == 1
+
+
+@pytest.mark.parametrize("absent", [{"sha256": None}, {}])
+def test_an_image_without_a_hash_is_read(packed, absent):
+    (image,) = packed[0][COLUMN]
+    image = {name: value for name, value in image.items() if name != "sha256"} | absent
+    assert source_of_stored(image, None).content == ONE
