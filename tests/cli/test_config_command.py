@@ -369,6 +369,16 @@ def test_paths_at_which_nothing_lies_are_told_at_once(capsys):
     assert "run.yaml:1: cannot load a/b/c: no such folder" in capsys.readouterr().err
 
 
+def test_a_rank_and_rows_that_a_model_here_has_no_room_for_are_told(capsys):
+    Path("run.yaml").write_text("model_name: demo\nr: 700\nmax_seq_length: 100000\nuse_dora: true\n")
+    assert main(["config", "check", "run.yaml"]) == 2
+    rank, rows = capsys.readouterr().err.splitlines()
+    assert rank == "run.yaml:2: r is 700; give a whole number from 1 to 128"
+    assert rows.startswith("run.yaml:3: max_seq_length is 100000, demo has 2048 positions; lower it")
+    Path("run.yaml").write_text("model_name: demo\nr: 128\nmax_seq_length: 2048\n")
+    assert main(["config", "check", "run.yaml"]) == 0
+
+
 def test_names_that_a_model_here_does_not_have_are_told_without_its_weights(capsys):
     Path("run.yaml").write_text(
         "target_modules: q_prj\nmodules_to_save: [lm_hed]\nlearning_rates: {norm: 1e-5}\n"

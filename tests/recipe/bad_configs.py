@@ -1,6 +1,17 @@
 """Config files that are refused, and all that is said of them: each line after `run.yaml:`."""
 
 CASES = [
+    (
+        "warmup_steps: 5\nwarmup_ratio: 0.1\nlearning_rat: 3\nload_in_4bit: true\nload_in_8bit: true",
+        "2: warmup_ratio is 0.1 and warmup_steps is 5; give one of them\n"
+        "3: learning_rat is unknown; did you mean learning_rate?\n"
+        "4: load_in_4bit and load_in_8bit are set together; choose one",
+    ),
+    (  # nobody knows whether they lack another option, or that is the misspelt one
+        "sample_packng: true\neval_packing: true\nsave_path: x\nsave_modl: true",
+        "1: sample_packng is unknown; did you mean sample_packing?\n"
+        "4: save_modl is unknown; did you mean save_model?",
+    ),
     ("learning_rat: 1e-4", "1: learning_rat is unknown; did you mean learning_rate?"),
     ("lerning_rate: 1e-4", "1: lerning_rate is unknown; did you mean learning_rate?"),
     ("learning-rate: 1e-4", "1: learning-rate is unknown; did you mean learning_rate?"),

@@ -38,7 +38,7 @@ def check_anywhere(options: TrainOptions, given: Mapping[str, Any]) -> None:
 
 
 def check_file(options: TrainOptions, given: Mapping[str, Any]) -> None:
-    """As `check_anywhere`, and refuse names of modules that a model which lies here does not have.
+    """As `check_anywhere`, and refuse names of modules, a rank and rows that a model which lies here has not.
 
     Args:
         given: as for `check_anywhere`.
@@ -49,7 +49,10 @@ def check_file(options: TrainOptions, given: Mapping[str, Any]) -> None:
     name = options.model.model_name
     checks: list[Check] = [partial(check_anywhere, options, given)]
     if name in BUNDLED_MODELS or os.path.isfile(os.path.join(name, MODEL_CONFIG)):
-        checks.append(partial(check_names_of_modules, options, str(BUNDLED_MODELS.get(name, name))))
+        source = str(BUNDLED_MODELS.get(name, name))
+        checks.append(partial(check_names_of_modules, options, source))
+        if {"r", "max_seq_length"} & given.keys():
+            checks.append(partial(_check_sizes_of, source, options))
     at_once(checks)
 
 
@@ -239,7 +242,6 @@ def _check_model(options: TrainOptions) -> None:
     """Refuse a model that is not there, what it has no modules or positions for, and attention that cannot
     run it."""
     from unsloth_pack.files.loading import load_config, resolve, weight_dtype
-    from unsloth_pack.files.loading_checks import check_positions
 
     if options.adapter.init_adapter is not None:
         saved_config(options.adapter.init_adapter)  # without which nobody knows the model
@@ -252,14 +254,31 @@ def _check_model(options: TrainOptions) -> None:
     model, is_full = options.model, options.adapter.tuning == "full"
     dtype = weight_dtype(model.dtype, is_full)
     checks: list[Check] = [
-        partial(check_positions, model.max_seq_length, model.model_name, config),
+        partial(_check_sizes, config, options),
         partial(check_names_of_modules, options, base),
         partial(check_backend, model.attn_backend, config, dtype, device_type()),
     ]
     if not hasattr(whole, "vision_config"):
         why = f"{model.model_name} takes no images"
         checks.append(partial(refuse_image_options, options.images, why))
-    checks += [] if is_full else [partial(require_whole, "r", options.adapter.r, 1, config.hidden_size)]
+    at_once(checks)
+
+
+def _check_sizes_of(source: str, options: TrainOptions) -> None:
+    from unsloth_pack.files.loading import load_config
+
+    _check_sizes(load_config(source).get_text_config(), options)
+
+
+def _check_sizes(config: Any, options: TrainOptions) -> None:
+    """Refuse rows and a rank that a model has no room for."""
+    from unsloth_pack.files.loading_checks import check_positions
+
+    model, adapter = options.model, options.adapter
+    checks: list[Check] = [partial(check_positions, model.max_seq_length, model.model_name, config)]
+    checks += (
+        [] if adapter.tuning == "full" else [partial(require_whole, "r", adapter.r, 1, config.hidden_size)]
+    )
     at_once(checks)
 
 

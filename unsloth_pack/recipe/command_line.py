@@ -1,13 +1,14 @@
 """From the command line of `train` to the options of a run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import DEMO_DEFAULTS
 from unsloth_pack.errors import InputError, Mistakes, mistakes_of
-from unsloth_pack.recipe.checks import check_names
+from unsloth_pack.recipe.checks import check_anywhere, check_names
 from unsloth_pack.recipe.config_file import BASE, check_mappings, merged, read_config
 from unsloth_pack.recipe.flags import add_flags, build, options_of
 from unsloth_pack.recipe.mistakes import Found, Place
@@ -111,23 +112,39 @@ def placed_options(parser: Parser, arguments: Sequence[str]) -> dict[str, Placed
     values = {name: _with_nulls_that_mean_something(name, placed) for name, placed in values.items()}
     check_mappings(values, TrainOptions, found)
     if found:
-        _note_unknown_names(values, found)
+        _note_what_else_is_sure(values, found)
     found.check()
     return values
 
 
-def _note_unknown_names(values: Mapping[str, Placed], found: Found) -> None:
-    """Note what `check_names` refuses, beside the mistakes that were found in the file."""
+def _note_what_else_is_sure(values: Mapping[str, Placed], found: Found) -> None:
+    """Note what `check_names` refuses, and options that contradict each other, beside the mistakes that were
+    found in the file."""
     told = [name for name in options_of(TrainOptions) if name in found.options]
     given = values_of({name: each for name, each in values.items() if name not in told})
+    options = build(TrainOptions, given)
+    together = _refused_by(partial(check_anywhere, options, given))
+    # What lacks another option may lack it because that is misspelt
+    sure = [each for each in together if _names_several(each, given)]
     if "lr_scheduler_type" not in given:
         told.append("lr_scheduler_type")  # the demo has another default, and who knows whether it is meant
+    for each in [*_refused_by(partial(check_names, options, given, told)), *sure]:
+        if place := _place_of(each, values):
+            found.add(place, *str(each).split("; ", 1))
+
+
+def _refused_by(check: Callable[[], None]) -> list[InputError]:
     try:
-        check_names(build(TrainOptions, given), given, told)
+        check()
     except InputError as error:
-        for each in mistakes_of(error):
-            if place := _place_of(each, values):
-                found.add(place, *str(each).split("; ", 1))
+        return [*mistakes_of(error)]
+    return []
+
+
+def _names_several(error: InputError, given: Mapping[str, Any]) -> bool:
+    """Whether an error is about several options, and all of them were given."""
+    names = {name.partition(".")[0] for name in error.about}
+    return len(names) > 1 and names <= given.keys()
 
 
 def _with_nulls_that_mean_something(name: str, placed: Placed) -> Placed:

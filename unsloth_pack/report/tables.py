@@ -236,13 +236,9 @@ def print_summary(console: Console, summary: RunSummary, ledger: TokenLedger) ->
     if summary.updates_left_out:
         rows.append(("note", f"{summary.updates_left_out} updates were left out: they were not finite"))
     if summary.broken_images:
-        rows.append(
-            (
-                "note",
-                f"{summary.broken_images} times, an image could not be decoded: nothing was learned "
-                "from its document",
-            )
-        )
+        times = "once" if summary.broken_images == 1 else f"{summary.broken_images:,} times"
+        note = f"an image could not be decoded, {times}: nothing was learned from its document"
+        rows.append(("note", note))
     if summary.last_loss != summary.last_loss:
         rows.append(("note", "the loss is not a number: the training diverged; lower --learning_rate"))
     _print_facts(console, "done", rows)
