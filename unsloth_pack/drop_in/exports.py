@@ -24,9 +24,12 @@ def save_pretrained_merged(
     state_dict: dict[str, Tensor] | None = None,
     **others: Any,
 ) -> None:
-    """`unsloth_pack.files.saving.save_pretrained_merged`, as the method of a loaded model.
+    """Save a model for use without this package, or its adapter alone: the method of a loaded model.
 
     Args:
+        save_directory, tokenizer, save_method, state_dict: as in
+            `unsloth_pack.files.saving.save_pretrained_merged`. `save_method` is "merged_16bit", or "lora" for
+            the adapter alone.
         others: Unsloth's further arguments; those that would change what is saved are refused.
 
     Raises:
