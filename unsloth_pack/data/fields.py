@@ -34,7 +34,8 @@ _NO_VARIABLES = {
     *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
 }
-KEYS_OF_IMAGES = ("image", "images", "image_url", "path", "url", "bytes", "base64")  # in a part of a message
+KEYS_OF_AN_IMAGE = ("bytes", "image", "path", "url", "base64")  # one of which holds it
+KEYS_OF_IMAGES = (*KEYS_OF_AN_IMAGE, "image_url", "images")  # in a part of a message
 
 
 def role_of(given: Any) -> str | None:

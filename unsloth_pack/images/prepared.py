@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
+from unsloth_pack.data.fields import KEYS_OF_IMAGES
 from unsloth_pack.data.formats import detect_format
 from unsloth_pack.data.image_columns import IMAGES, image_field
 from unsloth_pack.data.other_columns import refuse_acting_columns
@@ -40,7 +41,7 @@ _USED = {
     "chat_template_kwargs",
 }
 _IN_JSON = '"type": "image'  # as `data.exact` writes parts
-_MAY_HIDE = r'"type": "text".*"(image|path|url|bytes|base64)|"(image|path|url|bytes|base64).*"type": "text"'
+_A_KEY = f'"({"|".join(KEYS_OF_IMAGES)})": '
 
 
 def holds_images(dataset: datasets.Dataset) -> bool:
@@ -61,8 +62,8 @@ def holds_images(dataset: datasets.Dataset) -> bool:
             texts = table[name].combine_chunks().storage
             if pc.any(pc.match_substring(texts, _IN_JSON)).as_py():
                 return True
-            # Rows with images refuse an image in a part that says it is text; rows of text would train on it
-            suspects = texts.filter(pc.match_substring_regex(texts, _MAY_HIDE))
+            # An image in a part that says it is text: rows with images are refused with its key and remedy
+            suspects = texts.filter(pc.match_substring_regex(texts, _A_KEY))
             if any(hide_images(json.loads(text)) for text in suspects.to_pylist()):
                 return True
     return False

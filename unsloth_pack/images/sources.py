@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from unsloth_pack.data.fields import KEYS_OF_AN_IMAGE
 from unsloth_pack.data.refusals import fail
 from unsloth_pack.errors import InputError
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")  # two letters at least: `C:` is a drive
-KEYS = ("bytes", "image", "path", "url", "base64")  # one of which holds the image
-OF_PARTS = (*KEYS, "image_url")  # so do these in a part of a message
+OF_PARTS = (*KEYS_OF_AN_IMAGE, "image_url")  # one of which holds the image, in a part of a message
 _NAMED_BYTES = ["bytes", "path"]  # of `datasets.Image`: the path is a name alone
 
 
@@ -85,7 +85,7 @@ def source_of(index: int, column: str, value: Any, folder: Path | None) -> Image
 
     Args:
         value: bytes, a path, a `file:` address, a data URI, an image of Pillow, or an object with one of
-            `KEYS`, or with bytes and path, as `datasets.Image` gives when it does not decode.
+            `KEYS_OF_AN_IMAGE`, or with bytes and path, as `datasets.Image` gives when it does not decode.
         folder: where relative paths begin. No path may lead out of it.
 
     Raises:
@@ -114,7 +114,13 @@ def _of_mapping(index: int, column: str, value: Mapping[str, Any]) -> Any:
         fail(index, column, f"an image under {' and '.join(keys)}", dict(value), "keep one of them")
     given = value[keys[0]] if keys else None
     if given is None or isinstance(given, Mapping):
-        fail(index, column, "no image", dict(value), f"give one of {', '.join(KEYS)}, or remove the row")
+        fail(
+            index,
+            column,
+            "no image",
+            dict(value),
+            f"give one of {', '.join(KEYS_OF_AN_IMAGE)}, or remove the row",
+        )
     if keys == ["base64"] and isinstance(given, str) and not given.lstrip().lower().startswith("data:"):
         return _of_base64(index, column, given, "an image under base64 that is not base64")
     return given
