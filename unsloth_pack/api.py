@@ -53,7 +53,7 @@ from unsloth_pack.lora.parts import (
 from unsloth_pack.lora.quantised_stacks import stand_ins
 from unsloth_pack.lora.stacked_options import refuse_on_stacks
 from unsloth_pack.lora.stacks import quantise_experts
-from unsloth_pack.lora.targets import adapted_paths, lora_targets
+from unsloth_pack.lora.targets import lora_targets
 from unsloth_pack.lora.vision_parts import kept_in_16_bits
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
 from unsloth_pack.models import spec_of
@@ -243,7 +243,7 @@ class FastLanguageModel:
         check_parts(model, bias, modules_to_save, given)
         tell_of_longer_names(model, modules_to_save or ())
         rows = given.get("trainable_token_indices")
-        refuse_adapted_rows(model, adapted_paths(model, targets, given), rows)
+        refuse_adapted_rows(model, targets.paths, rows)
         set_seed(random_state)
         patch = patch_of(model)
         attn_backend, unpad = ("auto", True) if patch is None else (patch.attn_backend, patch.unpad)

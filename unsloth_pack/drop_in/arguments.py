@@ -82,12 +82,8 @@ def _take(known: Mapping[str, tuple[Collection[Any] | None, str]], given: dict[s
     for name in [name for name in known if name in given]:
         meaningless, remedy = known[name]
         value = given.pop(name)
-        if meaningless is not None and not any(value is one or _is_text(value, one) for one in meaningless):
+        if meaningless is not None and (type(value), value) not in [(type(one), one) for one in meaningless]:
             raise InputError(f"{name} is {value!r}, which {taker} does not take; {remedy}")
-
-
-def _is_text(value: Any, text: Any) -> bool:
-    return isinstance(value, str) and value == text
 
 
 def device_map_of(given: Any) -> Any:

@@ -155,12 +155,12 @@ def lora_targets(
     given = given or {}
     check_parameters(model, given.get("target_parameters") or ())
     found = _targets_of(model, target_modules, given)
-    paths = adapted_paths(model, found, given)
+    paths = _adapted_paths(model, found, given)
     check_patterns(paths, given)
     return replace(found, paths=tuple(paths))
 
 
-def adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) -> list[str]:
+def _adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) -> list[str]:
     """The paths of the layers and the stacked parameters that PEFT will adapt."""
     is_meant, is_all = _matcher(targets.modules), targets.modules == "all-linear"
     kinds = nn.Linear if is_all else (nn.Linear, nn.Embedding)

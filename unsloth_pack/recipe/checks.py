@@ -38,7 +38,7 @@ def check_anywhere(options: TrainOptions, given: Mapping[str, Any]) -> None:
 
 
 def check_file(options: TrainOptions, given: Mapping[str, Any]) -> None:
-    """As `check_anywhere`, and refuse names of modules, a rank and rows that a model which lies here has not.
+    """As `check_anywhere`, and refuse modules, a rank and a length that a model in a folder does not have.
 
     Args:
         given: as for `check_anywhere`.

@@ -133,22 +133,21 @@ def _check_targets(
     from unsloth_pack.files.new_tokens import rows_to_train
     from unsloth_pack.lora.parts import refuse_adapted_rows
     from unsloth_pack.lora.stacked_options import refuse_on_stacks
-    from unsloth_pack.lora.targets import adapted_paths, lora_targets
+    from unsloth_pack.lora.targets import lora_targets
     from unsloth_pack.recipe.second_stage import adapted_by_options
 
     wanted = {**given, **of_linear_layers}
     targets = lora_targets(model, adapter.target_modules, wanted)
     refuse_on_stacks(targets, wanted)
-    adapted = adapted_paths(model, targets, given)
     excluded, layers = given.get("exclude_modules"), given.get("layers_to_transform")
     if not adapted_by_options(model, adapter.target_modules, excluded, layers):
         given_so = [name for name in _LIMITING if getattr(adapter, name) is not None]
         raise InputError(
             f"no layer is left for an adapter by {' and '.join(given_so)}; choose others", about=given_so
         )
-    refuse_adapted_rows(model, adapted, given.get("trainable_token_indices"), tied_head=True)
+    refuse_adapted_rows(model, targets.paths, given.get("trainable_token_indices"), tied_head=True)
     if adapter.add_tokens is not None:
-        refuse_adapted_rows(model, adapted, rows_to_train(model, [0]), "add_tokens", tied_head=True)
+        refuse_adapted_rows(model, targets.paths, rows_to_train(model, [0]), "add_tokens", tied_head=True)
 
 
 def _check_rows_apart(model: Any, adapter: AdapterOptions) -> None:
