@@ -1,5 +1,6 @@
 """`FastLanguageModel`: load a model, adapt it, switch between training and inference. For notebooks."""
 
+import logging
 import os
 import warnings
 from collections.abc import Collection, Mapping
@@ -59,6 +60,8 @@ from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, ena
 from unsloth_pack.models import spec_of
 from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
+
+logger = logging.getLogger("unsloth_pack")
 
 
 class FastLanguageModel:
@@ -239,6 +242,8 @@ class FastLanguageModel:
         given = {"layers_to_transform": layers_to_transform, **lora_kwargs}
         of_peft = {"lora_dropout": lora_dropout, "use_dora": use_dora}
         targets = lora_targets(model, target_modules, given | of_peft)
+        for note in targets.notes:
+            logger.warning("%s", note)
         refuse_on_stacks(targets, given | of_peft | {"loftq_config": loftq_config})
         check_parts(model, bias, modules_to_save, given)
         tell_of_longer_names(model, modules_to_save or ())

@@ -7,7 +7,6 @@ the MLPs of layers without experts, and shared experts. Here they are adapted to
 `weight`, which PEFT does not translate. Routers are never adapted by such a name.
 """
 
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -50,8 +49,6 @@ _HALVES = ({"gate_proj", "up_proj"}, {"w1", "w3"})  # of gate_up_proj
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # what None and "all-linear" mean of an expert
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
-logger = logging.getLogger("unsloth_pack")
-
 
 @dataclass(frozen=True)
 class Targets:
@@ -62,12 +59,14 @@ class Targets:
         parameters: `target_parameters`.
         doubles_gate_and_up: whether the stacks of gate and up have twice the rank, once for each of the two.
         paths: of the layers and the stacked parameters that these are.
+        notes: what was asked for and is adapted otherwise, or not at all.
     """
 
     modules: str | list[str]
     parameters: tuple[str, ...] = ()
     doubles_gate_and_up: bool = False
     paths: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def config_fields(self, r: int, lora_alpha: float, given: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a `LoraConfig`.
@@ -102,7 +101,7 @@ def expert_layers(model: Any) -> list[str]:
     return [f"{path}.{name}" for path in stacks for name in _OF_EXPERTS]
 
 
-def _as_joined(model: Any, names: str | Collection[str]) -> str | Collection[str]:
+def _as_joined(model: Any, names: str | Collection[str], notes: list[str]) -> str | Collection[str]:
     """The names, with that of a joined layer in place of all those that it holds."""
     if isinstance(names, str) or not isinstance(names, Collection):
         return names
@@ -110,15 +109,13 @@ def _as_joined(model: Any, names: str | Collection[str]) -> str | Collection[str
     has, found = {_leaf(path) for path, module in inside if isinstance(module, nn.Linear)}, list(names)
     for parts, joined in _JOINED.items():
         if joined in has and has.isdisjoint(parts) and set(parts) <= {*found}:
-            logger.warning(
-                "%s are one layer here, %s, which is adapted in their place", ", ".join(parts), joined
-            )
+            notes.append(f"{', '.join(parts)} are one layer here, {joined}, which is adapted in their place")
             found = [name for name in found if name not in (*parts, joined)] + [joined]
     return found
 
 
 def _wanted_stacks(
-    model: nn.Module, names: str | Collection[str], given: Mapping[str, Any]
+    model: nn.Module, names: str | Collection[str], given: Mapping[str, Any], notes: list[str]
 ) -> tuple[str, ...]:
     """`target_parameters` for experts without a gate."""
     if given.get("target_parameters"):
@@ -131,9 +128,7 @@ def _wanted_stacks(
     ]
     refused = [name for name in ("lora_dropout", "use_dora") if given.get(name)]
     if found and refused:
-        logger.warning(
-            "%s and the other experts are not adapted: PEFT has no %s for them", found[0], refused[0]
-        )
+        notes.append(f"{found[0]} and the other experts are not adapted: PEFT has no {refused[0]} for them")
         return ()
     return tuple(found)
 
@@ -154,10 +149,11 @@ def lora_targets(
     """
     given = given or {}
     check_parameters(model, given.get("target_parameters") or ())
-    found = _targets_of(model, target_modules, given)
+    notes: list[str] = []
+    found = _targets_of(model, target_modules, given, notes)
     paths = _adapted_paths(model, found, given)
     check_patterns(paths, given)
-    return replace(found, paths=tuple(paths))
+    return replace(found, paths=tuple(paths), notes=tuple(notes))
 
 
 def _adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) -> list[str]:
@@ -175,20 +171,20 @@ def _adapted_paths(model: Any, targets: Targets, given: Mapping[str, Any]) -> li
 
 
 def _targets_of(
-    model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any]
+    model: Any, target_modules: str | Collection[str] | None, given: Mapping[str, Any], notes: list[str]
 ) -> Targets:
     if target_modules == NO_LAYERS or (target_modules == [] and given.get("target_parameters")):
         return Targets(target_modules)
-    names = default_names(model) if target_modules is None else _as_joined(model, target_modules)
+    names = default_names(model) if target_modules is None else _as_joined(model, target_modules, notes)
     experts = {path: module for path, module in model.named_modules() if is_experts(module)}
     with about("target_modules"):
         _check_targets(model, names, experts)
     if not experts:
-        modules = of_text_model(model, names if isinstance(names, str) else list(names), given)
-        return Targets(modules, _wanted_stacks(model, names, given))
+        modules = of_text_model(model, names if isinstance(names, str) else list(names), given, notes)
+        return Targets(modules, _wanted_stacks(model, names, given, notes))
     if target_modules is None and given.get("target_parameters"):
         experts = {}
-    return _Choice(model, names, experts, given).targets()
+    return _Choice(model, names, experts, given, notes).targets()
 
 
 class _Choice:
@@ -197,6 +193,7 @@ class _Choice:
     Args:
         experts: the modules of stacked experts that are adapted by names, by path.
         given: fields of the `LoraConfig`.
+        notes: see `Targets`; lines are added.
     """
 
     def __init__(
@@ -205,8 +202,9 @@ class _Choice:
         names: str | Collection[str],
         experts: Mapping[str, nn.Module],
         given: Mapping[str, Any],
+        notes: list[str],
     ):
-        self._names, self._experts = names, experts
+        self._names, self._experts, self._notes = names, experts, notes
         decoder = model.get_decoder()
         is_pattern = isinstance(names, str) and names != "all-linear"  # which may mean layers of a tower, too
         self._linear = {
@@ -227,14 +225,12 @@ class _Choice:
         of_mlps = [path for path in self._wanted_linear() if _leaf(path) in _STACK_OF]
         quantised = [path for path in of_mlps if type(self._linear[path]) is not nn.Linear]
         if quantised:
-            logger.warning(
-                "%s and %d more layers beside the experts are not adapted: PEFT cannot adapt both while "
-                "they are quantised",
-                quantised[0],
-                len(quantised) - 1,
+            self._notes.append(
+                f"{quantised[0]} and {len(quantised) - 1} more layers beside the experts are not adapted: "
+                "PEFT cannot adapt both while they are quantised"
             )
         if self._names == "all-linear":
-            logger.warning("all-linear leaves the routers of experts as they are")
+            self._notes.append("all-linear leaves the routers of experts as they are")
         plain = [path for path in of_mlps if path not in quantised]
         return Targets(self._modules(), (*stacks, *self._weights(plain)), doubles)
 
@@ -293,7 +289,7 @@ def _is_kept(given: Mapping[str, Any], *parts: str) -> bool:
 
 
 def of_text_model(
-    model: Any, targets: str | list[str], given: Mapping[str, Any] | None = None
+    model: Any, targets: str | list[str], given: Mapping[str, Any], notes: list[str]
 ) -> str | list[str]:
     """Targets of the text model alone, where it is inside a model of vision and language.
 
@@ -302,6 +298,7 @@ def of_text_model(
 
     Args:
         given: further fields of the `LoraConfig`.
+        notes: a line is added for what is left out.
     """
     decoder = model.get_decoder()
     refused = spec_of(decoder.config.model_type).refused_by_peft if targets == "all-linear" else ()
@@ -310,8 +307,8 @@ def of_text_model(
         return targets
     linear = [path for path, module in _inside(model, decoder) if isinstance(module, nn.Linear)]
     if refused:
-        logger.warning("all-linear leaves out %s, which PEFT refuses to adapt", ", ".join(refused))
-        return [path for path in linear if _leaf(path) not in refused and _is_kept(given or {}, path)]
+        notes.append(f"all-linear leaves out {', '.join(refused)}, which PEFT refuses to adapt")
+        return [path for path in linear if _leaf(path) not in refused and _is_kept(given, path)]
     return [path for path in linear if targets == "all-linear" or _leaf(path) in targets]
 
 

@@ -64,7 +64,7 @@ def _targets(model: Any, given: str | Collection[str] | None, images: ImageOptio
             "give --target_modules names",
             about=("freeze_vit", "target_modules"),
         )
-    of_text = of_text_model(model, given if isinstance(given, str) else [*given])
+    of_text = of_text_model(model, given if isinstance(given, str) else [*given], {}, [])
     named = [path for path in of_experts if path.rpartition(".")[2] in given]
     return pattern_of([*tower_layers(model), *of_text, *named])
 
