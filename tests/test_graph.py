@@ -962,14 +962,17 @@ def test_a_capture_restricts_no_other_thread(allocations):
     assert [grad.shape for grad in captured.gradients.copies()] == [(8, 4)]
 
 
+WARM_UP = ("warm-up", "warm-up")  # the forward pass, then the backward pass
+
+
 def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocations):
     decoder, memory = TinyDecoder(), GraphMemory()
     for tokens in (64, 128):
         capture_form(decoder, RowForm(tokens, 64, 64, None), CPU, memory)
     asked = without_waits(allocations)
     what, pools = zip(*((first, pool) for first, pool, *_ in asked), strict=True)
-    assert what == ("capture", *("warm-up", "capture", "capture") * 2)
-    assert pools == (None, *[(0, 1)] * 6)
+    assert what == ("capture", *(*WARM_UP, "capture", "capture") * 2)
+    assert pools == (None, *[(0, 1)] * 8)
     captures = [what for what in asked if what[0] == "capture"]
     assert len({id(stream) for _, _, stream, _ in captures}) == 1
     assert captures[0][2] is not None
@@ -999,13 +1002,26 @@ def test_forms_share_the_memory_of_what_a_row_brings():
     assert not first.any()
 
 
+def test_forms_share_the_memory_of_what_comes_back(allocations):
+    decoder, memory = TinyDecoder(), GraphMemory()
+    small, large, middle = (
+        capture_form(decoder, RowForm(n, 64, 64, None), CPU, memory) for n in (64, 128, 96)
+    )
+    (of_small,), (of_large,), (of_middle,) = small.grads, large.grads, middle.grads
+    assert of_middle.data_ptr() == of_large.data_ptr() != of_small.data_ptr()
+    assert of_middle.shape == (96, 4)
+    of_large.fill_(torch.nan)  # of a row that has been used up
+    (again,) = capture_form(decoder, RowForm(96, 64, 64, None), CPU, memory).grads
+    assert not again.any()
+
+
 def test_a_model_that_moves_gets_memory_on_its_new_device(allocations):
     memory, form = GraphMemory(), RowForm(64, 64, 64, None)
     for allocations.device in (0, 1, 1):
         capture_form(TinyDecoder(), form, CPU, memory)
-    whole = ("capture", "warm-up", "capture", "capture")
+    whole = ("capture", *WARM_UP, "capture", "capture")
     assert [what for what, *_ in without_waits(allocations)] == [*whole, *whole, *whole[1:]]
-    assert [asked[1] for asked in allocations if asked[0] == "warm-up"] == [(0, 1), (1, 1), (1, 1)]
+    assert [asked[1] for asked in allocations if asked[0] == "warm-up"] == [(0, 1)] * 2 + [(1, 1)] * 4
     streams = [asked[2].device_index for asked in allocations if asked[0] == "capture"]
     assert streams == [0] * 3 + [1] * 5
 
@@ -1040,7 +1056,7 @@ def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
     ]
     capture_form(TinyDecoder(tables), RowForm(64, 64, 48, None), CPU, GraphMemory())
     asked = without_waits(allocations)
-    assert [what for what, *_ in asked] == ["tables", "capture", "warm-up", "capture", "capture"]
+    assert [what for what, *_ in asked] == ["tables", "capture", *WARM_UP, "capture", "capture"]
     assert asked[0] == ("tables", 48)
 
 

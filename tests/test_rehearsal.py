@@ -1,10 +1,12 @@
 """The first step is rehearsed so that its kernels are compiled side by side, and training does not notice."""
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -180,6 +182,32 @@ def test_kernels_are_compiled_at_the_same_time_once_for_each_form(no_device):
     names = one.compiled + other.compiled
     assert len(names) == len(set(names)) == 3
     assert threading.current_thread().name not in names
+
+
+def test_a_kernel_that_waits_to_be_compiled_keeps_no_memory_of_the_step(no_device):
+    """The first step had a higher peak than all others, by 0.8 GiB on an 8B model."""
+    given, goes_on = [], threading.Event()
+
+    class Waiting(_Kernel):
+        def warmup(self, *args, grid, **options):
+            assert goes_on.wait(20)
+            given.append((*args, options))
+            return self
+
+    memory = torch.zeros(4096)
+    whole = weakref.ref(memory.untyped_storage())
+    views = [memory, memory[1:].view(63, 65), memory.view(torch.bfloat16)[3::2], memory.view(torch.uint8)[5:]]
+    forms = [(x.dtype, x.data_ptr() % 16) for x in views]
+    with compiled_side_by_side(torch.device("cpu")):
+        x, y, z, w = views
+        side_by_side.wanted_instead().add(Waiting(None), (x, (y, 7), None), {"z": z, "w": w, "BLOCK": 16})
+        del memory, views, x, y, z, w
+        gc.collect()
+        assert whole() is None
+        goes_on.set()
+    (x, (y, seven), nothing, options) = given[0]
+    assert (seven, nothing, options["BLOCK"]) == (7, None, 16)
+    assert [(t.dtype, t.data_ptr() % 16) for t in (x, y, options["z"], options["w"])] == forms
 
 
 def test_a_kernel_that_does_not_compile_stops_nothing(no_device):

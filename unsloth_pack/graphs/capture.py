@@ -243,7 +243,8 @@ def _warm_up(step: _StaticStep, memory: GraphMemory) -> list[Tensor | None]:
     with memory.warming_up():
         output = step.forward()
         drawn = _random_state(step.row.device)
-        grads = _zeros_for(output)
+    grads = _gradients_of(output, memory)
+    with memory.warming_up():
         step.backward(output, grads)
         if step.recomputed and not torch.equal(drawn, _random_state(step.row.device)):
             raise RuntimeError("layers that are computed again draw random numbers")
@@ -255,9 +256,9 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _zeros_for(output: StepOutput) -> list[Tensor | None]:
+def _gradients_of(output: StepOutput, memory: GraphMemory) -> list[Tensor | None]:
     """None where no gradient goes on from an output: that of the first layer's router, perhaps."""
-    return [torch.zeros_like(x) if x.requires_grad else None for x in output.tensors]
+    return [memory.output_gradient(i, x) if x.requires_grad else None for i, x in enumerate(output.tensors)]
 
 
 def _capture_forward(step: _StaticStep, graph: torch.cuda.CUDAGraph, memory: GraphMemory) -> StepOutput:

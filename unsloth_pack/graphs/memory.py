@@ -57,7 +57,7 @@ class GraphMemory:
         self._stream: torch.cuda.Stream | None = None  # of all captures: streams share no memory of a pool
         self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # whole, in the pool
         self._awaited: weakref.ref[Token] | None = None
-        self._inputs: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._shared: dict[tuple[str, int, int, torch.dtype, torch.device], torch.Tensor] = {}
         self._stand_ins: dict[tuple[int, torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
         self._on_host: dict[int, torch.Tensor] = {}
 
@@ -70,10 +70,25 @@ class GraphMemory:
         Args:
             number: of the input, among several of one row.
         """
-        key = (number, features, dtype, device)
-        if key not in self._inputs or len(self._inputs[key]) < tokens:
-            self._inputs[key] = torch.zeros(tokens, features, dtype=dtype, device=device)
-        return self._inputs[key][:tokens].detach()
+        return self._rows(("input", number, features, dtype, device), tokens)
+
+    def output_gradient(self, number: int, output: torch.Tensor) -> torch.Tensor:
+        """Zeros like an output, for the gradient that every row brings anew. Shared, and outside the pool.
+
+        Args:
+            number: of the output, among several of one row.
+            output: `[.., tokens, features]`.
+        """
+        features = output.shape[-1]
+        key = ("gradient", number, features, output.dtype, output.device)
+        return self._rows(key, output.numel() // features).zero_().view_as(output)
+
+    def _rows(self, key: tuple[str, int, int, torch.dtype, torch.device], tokens: int) -> torch.Tensor:
+        """`[tokens, features]` of a tensor that all graphs share."""
+        if key not in self._shared or len(self._shared[key]) < tokens:
+            *_, features, dtype, device = key
+            self._shared[key] = torch.zeros(tokens, features, dtype=dtype, device=device)
+        return self._shared[key][:tokens].detach()
 
     def stand_in(self, number: int, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Like the parameter, outside the pool, for its values in `dtype`. Graphs of all forms share it.

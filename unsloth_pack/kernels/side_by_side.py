@@ -41,7 +41,8 @@ class _Wanted:
         form = (id(kernel), *map(_form, args), *((name, _form(value)) for name, value in options.items()))
         if form not in self._asked:
             self._asked.add(form)
-            self._threads.submit(self._compile, kernel, args, options)
+            small = tuple(map(_small, args)), {name: _small(value) for name, value in options.items()}
+            self._threads.submit(self._compile, kernel, *small)
 
     def _compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A kernel's launcher, which is made when it is asked for, and loads the kernel."""
@@ -78,3 +79,11 @@ def _form(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return tuple(map(_form, value)) if isinstance(value, tuple | list) else value
+
+
+def _small(value: Any) -> Any:
+    """Of the same form, for a thread to hold: the step goes on meanwhile, and frees what it does not need."""
+    if isinstance(value, Tensor):
+        n_before = value.data_ptr() % 16 // value.element_size()
+        return value.new_empty(n_before + 1)[n_before:]
+    return type(value)(map(_small, value)) if isinstance(value, tuple | list) else value
