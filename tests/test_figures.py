@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[1]
 COMPARISONS = sorted(NEWEST.parent.glob("compare-*.json"))
 ONE_MACHINE = NEWEST.parent / "pr-16k-accumulation-h200-2026-11-22.json"
 NEW_KERNEL = NEWEST.parent / "compare-scores-h200-2026-11-22.json"
-SWEEP = NEWEST.parent / "sweep-h200-2026-11-25.json"
+SWEEPS = {  # by the first cell of their tables
+    "point": NEWEST.parent / "sweep-h200-2026-11-25.json",
+    "point, on an H100": NEWEST.parent / "sweep-h100-2026-11-26.json",
+}
 CAPTURES = NEWEST.parent / "captures-h200-2026-11-25.json"
 PEERS = ("ours", "unsloth")
 README, PERFORMANCE, SPEED = (ROOT / name for name in ("README.md", "docs/performance.md", "docs/speed.md"))
@@ -83,19 +86,61 @@ def test_the_first_screen_of_the_readme_says_what_the_results_file_says():
     ]
 
 
-def test_the_sweep_is_told_as_measured():
-    points = json.loads(SWEEP.read_text())["points"]
+@pytest.mark.parametrize("first_cell", SWEEPS)
+def test_the_sweep_is_told_as_measured(first_cell):
+    points = json.loads(SWEEPS[first_cell].read_text())["points"]
     ratios = {point["point"]: ratio_to("unsloth", point["results"]) for point in points}
     compared = {name: ratio for name, ratio in ratios.items() if isinstance(ratio, float)}
     assert min(compared.values()) >= 1
-    told = _table(PERFORMANCE, "| point | ours, tokens/s |")
+    told = _table(PERFORMANCE, f"| {first_cell} | ours, tokens/s |")
     assert told.keys() == ratios.keys()
     for name, ratio in compared.items():
         ours, theirs = (next(p["results"][peer] for p in points if p["point"] == name) for peer in PEERS)
         peaks = f"{ours['peak_GiB']:.2f} / {theirs['peak_GiB']:.2f}"
         assert told[name] == [f"{ours['tok_s']:,}", f"{theirs['tok_s']:,}", f"{ratio:.2f}", peaks]
     assert f"None of {len(compared)} is slower" in PERFORMANCE.read_text()
-    assert f"none of the {len(compared)} points that compare" in README.read_text()
+    if first_cell == "point":
+        assert f"none of the {len(compared)} points that compare" in README.read_text()
+
+
+def test_the_rounds_on_h100s_are_told_as_measured():
+    rows = tables(Comparison(NEWEST.parent / "compare-h100-2026-11-26.json"))[PERFORMANCE][2:]
+    told = _table(PERFORMANCE, "| on an H100 | step, ms |")
+    assert [[title, *cells] for title, cells in told.items()] == [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in rows
+    ]
+
+
+def test_the_memory_of_a_first_update_is_told_as_measured():
+    runs = json.loads((NEWEST.parent / "first-step-memory-h100-2026-11-26.json").read_text())["runs"]
+    peaks = {(run["case"], run["step"]): [peak for _, peak in run["at_rest_and_peak_GiB"]] for run in runs}
+    first, later, capture = ([] for _ in range(3))
+    for case in ("8b-gc", "8b-q4"):
+        first.append(f"{peaks[case, 'uncaptured'][0]:.2f}")
+        later.append(f"{max(peaks[case, 'uncaptured'][1:]):.2f}")
+        capture.append(f"{max(peaks[case, 'captured'][1:]):.2f}")
+        assert peaks[case, "captured"][0] == peaks[case, "uncaptured"][0]
+    text = " ".join(PERFORMANCE.read_text().split())
+    assert (
+        f"{first[0]} GiB with checkpointing and {first[1]} with 4 bits, and {' and '.join(later)} at" in text
+    )
+    assert f"The update that captures the step has {' and '.join(capture)}." in text
+
+
+def test_what_a_log_line_takes_of_python_is_told_as_measured():
+    runs = json.loads((NEWEST.parent / "log-lines-host-h100-2026-11-26.json").read_text())["runs"]
+    late, tenth = ([run for run in runs if run["peer"] == peer] for peer in ("late", "tenth"))
+    parts = [{part["what"]: f"{part['ms']:.1f}" for part in run["host"]} for run in late]
+    begun, read, written = ([of[f"LogLine.{name}"] for of in parts] for name in ("__init__", "read", "write"))
+    assert {of["see_to_all"] for of in parts} == {"0.8"}
+    text = " ".join(PERFORMANCE.read_text().split())
+    first, second = (run["ms"] for run in late)
+    assert f"it takes {first:.1f} and {second:.1f} ms with a late line" in text
+    assert {f"{run['ms']:.1f}" for run in tenth} == {"17.4"}
+    assert "and 17.4 with one for every tenth. A line takes 0.8 ms of Python there" in text
+    assert f"{' and '.join(begun)} until its numbers set out, {' and '.join(read)} to read them" in text
+    assert {*written} == {"0.1"}
+    assert "0.1 to write the line" in text
 
 
 def test_preparation_is_told_as_measured():
