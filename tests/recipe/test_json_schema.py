@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from bad_configs import CASES
 
+from unsloth_pack.recipe.config_file import read_config
 from unsloth_pack.recipe.flags import options_of
 from unsloth_pack.recipe.json_schema import json_schema
 from unsloth_pack.recipe.kinds import Kind
@@ -97,17 +98,67 @@ def test_every_option_is_there_twice_with_its_help_its_default_and_its_type(name
     assert not validator.is_valid({name: [[]]})
 
 
+def is_taken(option, value):
+    """Whether a file may have the value; text takes a number as it is spelt."""
+    is_spelt = option.kind.is_text and type(value) in (int, float)
+    try:
+        option.kind(str(value) if is_spelt else value)
+    except (ValueError, TypeError, ArgumentTypeError):
+        return False
+    return True
+
+
 def test_a_schema_says_what_its_kind_says():
     """Of every value in reach: numbers, words and switches."""
     values = [-1, 0, 1, 2, 0.5, 2**31, True, False, {}, *("sft", "none", "all", "auto", "float16", "x")]
     for name, option in options_of(TrainOptions).items():
         validator = jsonschema.Draft7Validator(SCHEMA["properties"].get(name, {}))
-        if option.takes_text or name in ("dataset", "eval_dataset"):
-            continue  # a number is read as it is spelt
+        if name == "config":
+            continue
         for value in values:
-            try:
-                option.kind(value)
-                is_good = True
-            except (ValueError, TypeError, ArgumentTypeError):
-                is_good = False
-            assert validator.is_valid(value) is is_good, (name, value)
+            assert validator.is_valid(value) is is_taken(option, value), (name, value)
+
+
+QUOTED = [
+    *("2e-5", "8", " 8 ", "+8", "0", "-1", "0.5", ".5", "5.", "1_000", "1e3", "true", "True", "FALSE", "yes"),
+    *("", " ", "null", "a,b", "1,2", "[0, 1]", "0,", "a=1", "=", '["a"]', "lora_B", "1.10"),
+]
+NESTED = [
+    *(1e3, 1.5, -1.0, [], ["a"], [""], [1], ["1"], [1.0], [0.5], [True], [None], [[1]]),
+    *({"a": 1}, {"a": "1e-4"}, {"a": "x"}, {"a": 0}, {"a": True}, {"a": [1]}, {"a": {}}, {"a": "prompt"}),
+    *({"a": ""}, {"path": "x"}, {"path": ""}, {"path": 5}, {"path": "x", "weight": "2"}, [{"path": "x"}]),
+    *([{"path": "x", "weight": 0}], [{"path": "x", "limit": "3"}], {"path": "x", "limit": 1.0}),
+    *({"path": "x", "split": " "}, {"path": "x", "columns": {}}, {"path": "x", "columns": "a=prompt"}),
+    *({"path": "x", "columns": "a"}, {"path": "x", "frob": 1}),
+]
+# What no pattern can say: bounds of a number in quotes, names between commas, regular expressions
+NOT_BELOW_1 = {"8", " 8 ", "+8", "5.", "1_000", "1e3", "1.10"}
+COARSE = {
+    **dict.fromkeys(("lora_dropout", "eval_fraction", "warmup_ratio"), NOT_BELOW_1),
+    "lora_plus_ratio": {"2e-5", "0.5", ".5"},
+    "modules_to_save": {"0,", "[0, 1]"},
+    "target_modules": {"0,", "+8"},
+    "train_modules": {"+8"},
+    "freeze_modules": {"+8"},
+    "dataset": {"0,"},
+    "eval_dataset": {"0,"},
+    "columns": {"a=1", "="},
+    "optim_args": {"="},
+}
+
+
+@pytest.mark.parametrize("name", sorted(options_of(TrainOptions).keys() - {"config"}))
+def test_quotes_lists_and_mappings_mean_the_same_to_both(name):
+    option, validator = options_of(TrainOptions)[name], jsonschema.Draft7Validator(SCHEMA["properties"][name])
+    for value in [*QUOTED, *NESTED]:
+        is_coarse = isinstance(value, str) and value in COARSE.get(name, ())
+        assert validator.is_valid(value) is (is_taken(option, value) or is_coarse), value
+
+
+@pytest.mark.parametrize("value", [None, "base.yaml", ["base.yaml"], [], "", [""], [None], 4, True, {}, [4]])
+def test_what_a_base_may_be(value, validator, tmp_path):
+    (tmp_path / "base.yaml").write_text("r: 4")
+    (tmp_path / "run.yaml").write_text(json.dumps({"base_config": value}))
+    found = Found()
+    read_config(tmp_path / "run.yaml", TrainOptions, found)
+    assert validator.is_valid({"base_config": value}) is (not found)

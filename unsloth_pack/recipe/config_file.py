@@ -189,7 +189,7 @@ class _Files:
     def _checked(self, name: str, option: Option, placed: Placed, place: Place) -> Placed:
         if placed.value is None or (option.takes_mapping and isinstance(placed.value, dict)):
             return placed
-        given = placed.spelt if placed.spelt and option.takes_text else placed.plain
+        given = placed.spelt if placed.spelt and option.kind.is_text else placed.plain
         try:
             return _placed(option.kind(given), place, placed.items)
         except Refused as error:

@@ -6,9 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unsloth_pack.data.columns import KNOWN_COLUMNS
-from unsloth_pack.recipe.kinds import Kind, Refused, RefusedItems, path, real, shown, split, text, whole
+from unsloth_pack.recipe.kinds import (
+    Kind,
+    Refused,
+    RefusedItems,
+    or_null,
+    path,
+    real,
+    shown,
+    split,
+    text,
+    whole,
+)
 
 _KEYS = ("path", "weight", "split", "limit", "columns")  # of a data set in a list
+_WEIGHT, _LIMIT = real(above=0), whole(1)
 
 
 def _data_sets(value: object) -> str | list[dict[str, Any]]:
@@ -104,7 +116,7 @@ def _data_set(item: object, number: int, mistakes: list[tuple[int, str, str]]) -
         if key not in _KEYS:
             mistakes.append((number, key, f"{place} none but the keys {', '.join(_KEYS)}, not {shown(key)}"))
     kinds: dict[str, Kind] = {"path": path, "split": split, "columns": column_names}
-    kinds |= {"weight": real(above=0), "limit": whole(1)}
+    kinds |= {"weight": _WEIGHT, "limit": _LIMIT}
     made: dict[str, Any] = {}
     for key in keys:
         if key == "columns" and item[key] == {}:  # none, whatever the others have
@@ -143,31 +155,34 @@ _COLUMNS_SCHEMA = {
     "minProperties": 1,
     "additionalProperties": {"enum": [*sorted(KNOWN_COLUMNS), "", None]},
 }
+_PATH_SCHEMA = {"type": "string", "pattern": r"\S"}
 _DATA_SET_SCHEMA = {
-    "type": "object",
-    "required": ["path"],
-    "additionalProperties": False,
-    "properties": {
-        "path": {"type": "string"},
-        "weight": {"type": ["number", "null"], "exclusiveMinimum": 0},
-        "split": {"type": ["string", "null"], "minLength": 1},
-        "limit": {"type": ["integer", "null"], "minimum": 1},
-        "columns": {"anyOf": [_COLUMNS_SCHEMA | {"minProperties": 0}, {"type": ["string", "null"]}]},
-    },
+    "path": _PATH_SCHEMA,
+    "weight": or_null(_WEIGHT.schema),
+    "split": or_null(split.schema),
+    "limit": or_null(_LIMIT.schema),
+    "columns": or_null({"anyOf": [_COLUMNS_SCHEMA | {"minProperties": 0}, _PAIRS_SCHEMA]}),
 }
-_DATA_SETS_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        _DATA_SET_SCHEMA,
-        {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _DATA_SET_SCHEMA]}},
-    ]
-}
+
+
+def _data_sets_schema(*keys: str) -> dict[str, Any]:
+    """The schema of data sets, of which each may have these keys."""
+    properties = {key: _DATA_SET_SCHEMA[key] for key in keys}
+    one = {"type": "object", "required": ["path"], "additionalProperties": False, "properties": properties}
+    several = {"type": "array", "minItems": 1, "items": {"anyOf": [_PATH_SCHEMA, {"type": "number"}, one]}}
+    return {"anyOf": [path.schema, one, several]}
+
 
 _SEVERAL = "with commas between them, such as a.jsonl,b.jsonl"
 
-data_sets = Kind(_data_sets, _DATA_SETS_SCHEMA, several=_SEVERAL)  # one or several data sets
+data_sets = Kind(  # one or several data sets
+    _data_sets, _data_sets_schema(*_KEYS), several=_SEVERAL, is_text=True
+)
 data_sets_read_whole = Kind(  # those of an evaluation
-    _data_sets_read_whole, _DATA_SETS_SCHEMA, several=_SEVERAL
+    _data_sets_read_whole,
+    _data_sets_schema(*(key for key in _KEYS if key != "weight")),
+    several=_SEVERAL,
+    is_text=True,
 )
 column_names = Kind(  # columns -> ours
     _column_names,

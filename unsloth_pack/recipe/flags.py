@@ -72,11 +72,6 @@ class Option:
         return any(get_origin(each) is Mapping for each in (self.type, *get_args(self.type)))
 
     @property
-    def takes_text(self) -> bool:
-        """Whether any text will do, so that a number stands for its own spelling."""
-        return self.kind.schema.get("type") == "string"
-
-    @property
     def shown_default(self) -> str:
         """The default, or what it stands for, in words."""
         if self.default is None:

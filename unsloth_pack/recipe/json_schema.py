@@ -1,10 +1,11 @@
 """A JSON schema of config files, made from the options: an editor completes and checks files with it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.recipe.config_file import BASE
 from unsloth_pack.recipe.flags import Option, sections_of
+from unsloth_pack.recipe.kinds import or_null
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -16,8 +17,10 @@ _ONLY_FLAGS = ("config",)
 def json_schema(kind: "type[DataclassInstance]") -> dict[str, Any]:
     """The schema of a file that sets options of `kind`, each at the top or in its section."""
     sections = sections_of(kind)
-    base = {"type": "string", "description": "a file to build on, relative to this one; or a list of files"}
-    properties: dict[str, Any] = {BASE: {**base, "type": ["string", "array"], "items": {"type": "string"}}}
+    name = {"type": "string", "minLength": 1}
+    about = "a file to build on, relative to this one; or a list of files"
+    base = {**name, "type": ["string", "array", "null"], "items": name, "description": about}
+    properties: dict[str, Any] = {BASE: base}
     for section in sections:
         properties |= _properties(section.options)
     for section in sections:
@@ -47,14 +50,4 @@ def _properties(options: Iterable[Option]) -> dict[str, Any]:
 def _schema_of(option: Option) -> dict[str, Any]:
     described = f"{option.help} (default: {option.shown_default})"
     default = {} if option.default is None else {"default": option.default}
-    return {**_or_null(option.kind.schema), "description": described, **default}
-
-
-def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a value, or of null, which restores the default."""
-    if "enum" in schema:
-        return {**schema, "enum": [*schema["enum"], None]}
-    if "anyOf" in schema:
-        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
-    types = schema["type"]
-    return {**schema, "type": [*([types] if isinstance(types, str) else types), "null"]}
+    return {**or_null(option.kind.schema), "description": described, **default}

@@ -19,6 +19,8 @@ from unsloth_pack.recipe.yaml_file import scalar
 
 Number = TypeVar("Number", int, float)
 
+_TEXT = {"type": ["string", "number"]}
+_WHOLE, _REAL = r"\d[\d_]*", r"(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?"
 # How the tokens of hubs and trackers begin
 _SECRET = re.compile(r"(hf|sk|gh[opsu]|github_pat|glpat|xox[abp]|wandb)[-_]\w{10}|\b[0-9a-f]{40}\b")
 
@@ -32,12 +34,14 @@ class Kind:
         schema: the same as a JSON schema.
         null_inside: what null means in a mapping of this kind; None where it restores a default.
         several: how one flag gives several values; empty where it gives one.
+        is_text: whether any text will do, so that a number stands for its own spelling.
     """
 
     read: Callable[[object], Any]
     schema: Mapping[str, Any]
     null_inside: Any = None
     several: str = ""
+    is_text: bool = False
 
     def __call__(self, value: object) -> Any:
         return self.read(value)
@@ -85,6 +89,16 @@ def shown(value: object) -> str:
     return "a list" if isinstance(value, list | set | tuple) else reprlib.repr(str(value))
 
 
+def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a value, or of null, which restores the default."""
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    types = schema["type"]
+    return {**schema, "type": [*([types] if isinstance(types, str) else types), "null"]}
+
+
 def is_secret(text: str) -> bool:
     """Whether a text looks like the token of a hub or a tracker."""
     return _SECRET.search(text) is not None
@@ -110,7 +124,7 @@ def name_of(what: str, *, may_be_secret: bool = True) -> Kind:
             raise Refused(value, what)
         return str(value)
 
-    return Kind(read, {"type": "string"})
+    return Kind(read, _TEXT, is_text=True)
 
 
 def path_of(what: str) -> Kind:
@@ -120,7 +134,7 @@ def path_of(what: str) -> Kind:
         what: to give where no text is given.
     """
     read = name_of(what)
-    return Kind(lambda value: os.path.expanduser(read(value)), {"type": "string"})
+    return Kind(lambda value: os.path.expanduser(read(value)), _TEXT, is_text=True)
 
 
 text = name_of("text in quotes")  # any text
@@ -135,21 +149,33 @@ def _split(value: object) -> str:
     return name
 
 
-split = Kind(_split, {"type": "string", "minLength": 1})  # a part of a data set
+split = Kind(_split, {**_TEXT, "pattern": r"\S"}, is_text=True)  # a part of a data set
+
+
+def _number_schema(kind: str, spelling: str, least: float, is_least: bool, **bounds: float) -> dict[str, Any]:
+    """The schema of a number, also of one in quotes, of which it knows whether it is negative or 0.
+
+    Args:
+        spelling: a pattern of its text, without the sign.
+        is_least: whether it may be `least` itself.
+    """
+    sign = r"\+?" if least >= 0 else "[-+]?"
+    digits = "" if least < 0 or (is_least and least == 0) else "(?=[^eE]*[1-9])"
+    return {"type": [kind, "string"], **bounds, "pattern": rf"^\s*{sign}{digits}{spelling}\s*$"}
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Kind:
     """The kind of a whole number that is at least `least` and at most `most`."""
 
     def read(value: object) -> int:
-        number = _number(int, value, (int,))
+        number = _number(_integer, value, (int, float))
         if number is None or number < least:
             raise Refused(value, f"a whole number of at least {least}")
         if number > most:
             raise Refused(value, f"a whole number of at most {most}")
         return number
 
-    return Kind(read, {"type": "integer", "minimum": least, "maximum": most})
+    return Kind(read, _number_schema("integer", _WHOLE, least, True, minimum=least, maximum=most))
 
 
 def real(least: float = -math.inf, *, above: float = -math.inf, below: float = 1e9) -> Kind:
@@ -164,10 +190,10 @@ def real(least: float = -math.inf, *, above: float = -math.inf, below: float = 1
             raise Refused(value, f"a number {' and '.join(bounds)}")
         return number
 
-    schema: dict[str, Any] = {"type": "number", "exclusiveMaximum": below}
-    schema |= {"minimum": least} if least > -math.inf else {}
-    schema |= {"exclusiveMinimum": above} if above > -math.inf else {}
-    return Kind(read, schema)
+    limits = {"exclusiveMaximum": below}
+    limits |= {"minimum": least} if least > -math.inf else {}
+    limits |= {"exclusiveMinimum": above} if above > -math.inf else {}
+    return Kind(read, _number_schema("number", _REAL, max(least, above), above < least, **limits))
 
 
 def one_of(*choices: str) -> Kind:
@@ -189,7 +215,8 @@ def _boolean(value: object) -> bool:
     return value.lower() == "true"
 
 
-boolean = Kind(_boolean, {"type": "boolean"})  # a switch
+_BOOLEAN = {"type": ["boolean", "string"], "pattern": "^([Tt]rue|TRUE|[Ff]alse|FALSE)$"}
+boolean = Kind(_boolean, _BOOLEAN)  # a switch
 
 
 def switch_or(*words: str) -> Kind:
@@ -203,7 +230,7 @@ def switch_or(*words: str) -> Kind:
         except Refused:
             raise Refused(value, f"one of true, false, {', '.join(words)}") from None
 
-    return Kind(read, {"enum": [True, False, *words]})
+    return Kind(read, {"anyOf": [_BOOLEAN, {"enum": [*words]}]})
 
 
 def single_values(value: object) -> dict[str, Any] | None:
@@ -221,7 +248,15 @@ def single_values(value: object) -> dict[str, Any] | None:
     return {str(name): part for name, part in found.items()}
 
 
-_SINGLE_VALUES = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}
+_JSON_TEXT = {"type": "string", "pattern": r"^\s*\{"}
+
+
+def object_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an object, or of its text."""
+    return {"anyOf": [{"type": "object", "additionalProperties": or_null(schema)}, _JSON_TEXT]}
+
+
+_SINGLE_VALUES = object_of({"type": ["string", "number", "boolean"]})
 
 
 def json_object(example: str) -> Kind:
@@ -255,9 +290,17 @@ def _settings(value: object) -> dict[str, Any]:
 
 settings = Kind(  # names with single values
     _settings,
-    {"anyOf": [_SINGLE_VALUES, {"type": "string", "pattern": "="}]},
+    {"anyOf": [*_SINGLE_VALUES["anyOf"], {"type": "string", "pattern": "="}]},
     several="with commas between them, such as beta2=0.95,eps=1e-8",
 )
+
+
+def _integer(value: Any) -> int:
+    """Of a number that is whole, also of 1e3, or of digits."""
+    number = int(value)
+    if not isinstance(value, str) and number != value:
+        raise ValueError
+    return number
 
 
 def _number(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from unsloth_pack.recipe.kinds import Kind, Refused, real, shown, single_values, whole
+from unsloth_pack.recipe.kinds import Kind, Refused, object_of, real, shown, single_values, whole
 
 _COMMAS = "with commas between them"
 _OF_A_PATTERN = frozenset("\\*+?()[]{}|^$")  # characters that no name of a module has
@@ -29,7 +29,7 @@ def _names(value: object) -> list[str]:
 def _patterns(value: object) -> list[str]:
     """Regular expressions: one, or a list of them."""
     found = _listed(value) if not isinstance(value, str) or _is_json_list(value) else [value]
-    if not found or not all(isinstance(each, str) and each for each in found):
+    if not found or not all(isinstance(each, str) and each.strip() for each in found):
         raise Refused(value, "a regular expression, or a list of them")
     return [_pattern(each) for each in found]
 
@@ -39,7 +39,7 @@ def whole_numbers(least: int) -> Kind:
     one = whole(least)
 
     def read(value: object) -> list[int]:
-        found = [value] if isinstance(value, int) else _listed(value)
+        found = [value] if isinstance(value, int | float) else _listed(value)
         try:
             if found:
                 return [one(each) for each in found]
@@ -47,19 +47,20 @@ def whole_numbers(least: int) -> Kind:
             pass
         raise Refused(value, f"whole numbers of at least {least}, with commas between them") from None
 
-    schema = _one_or_more(one.schema, pattern=r"^[\[\]\d,\s]+$")
+    several = {"type": "string", "pattern": r"^\s*\[?\s*\d[\d_]*\s*(,\s*\d[\d_]*\s*)*\]?\s*$"}
+    schema = {"anyOf": [*_one_or_more(one.schema)["anyOf"], several]}
     return Kind(read, schema, several=f"{_COMMAS}, such as 0,1")
 
 
 def _rates(value: object) -> dict[str, float]:
     """Learning rates by regular expression."""
     wanted = """a JSON object of a rate for each regular expression, such as '{"lm_head": 1e-5}'"""
-    found, rate = single_values(value), real(above=0)
+    found = single_values(value)
     if found is None:
         raise Refused(value, wanted)
     for pattern, each in found.items():
         try:
-            found[_pattern(pattern)] = rate(each)
+            found[_pattern(pattern)] = _RATE(each)
         except Refused as error:
             raise Refused(value, f"{wanted}, and for {pattern!r} {error.wanted}, not {shown(each)}") from None
     return found
@@ -88,19 +89,19 @@ def _listed(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def _one_or_more(schema: Mapping[str, Any], **of_text: str) -> dict[str, Any]:
-    """The schema of a list; one item may stand alone, and several in a text."""
-    text = {"type": "string", **of_text}
-    return {"anyOf": [schema, text, {"type": "array", "minItems": 1, "items": schema}]}
+def _one_or_more(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a list; one item may stand alone."""
+    return {"anyOf": [schema, {"type": "array", "minItems": 1, "items": schema}]}
 
 
-_NAME = {"type": "string", "minLength": 1}
+_NAME = {"type": "string", "pattern": r"\S"}
+_RATE = real(above=0)
 
 names_of_modules = Kind(_names_of_modules, _one_or_more(_NAME), several=f"{_COMMAS}, such as q_proj,v_proj")
 names = Kind(_names, _one_or_more(_NAME), several=f"{_COMMAS}, such as lm_head,norm")
 patterns = Kind(_patterns, _one_or_more(_NAME), several="""as a JSON list, such as '["lm_head", "norm"]'""")
 rates = Kind(  # learning rates by regular expression
     _rates,
-    {"type": "object", "additionalProperties": {"type": "number", "exclusiveMinimum": 0}},
+    object_of(_RATE.schema),
     several="""in one JSON object, such as '{"lm_head": 1e-5, "norm": 1e-4}'""",
 )
