@@ -557,3 +557,10 @@ def test_weights_that_are_stored_quantised_are_not_quantised_again(stored, asked
         return refuse_stored_quantised("folder", config, *given)
     with pytest.raises(InputError, match=f"^load_in_{asked}=True, but folder is {says}"):
         refuse_stored_quantised("folder", config, *given)
+
+
+def test_a_tied_embedding_that_trains_needs_no_warning(tmp_path, recwarn):
+    """Saving and merging untie it; PEFT warns that this has to be thought of."""
+    model, _ = load(save_model(tmp_path / "tied", "llama", tie_word_embeddings=True))
+    FastLanguageModel.get_peft_model(model, r=2, modules_to_save=["embed_tokens"])
+    assert not [each for each in recwarn if "tie_word_embeddings" in str(each.message)]

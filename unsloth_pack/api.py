@@ -270,6 +270,8 @@ class FastLanguageModel:
             )
             with warnings.catch_warnings():  # PEFT looks for these patterns among modules alone
                 warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match any")
+                # Saving and merging untie what is tied where it has to be
+                warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
                 with stand_ins(model):
                     adapted = get_peft_model(model, config)
         except (ValueError, TypeError, ImportError) as error:

@@ -1,6 +1,7 @@
 """Errors that a user may see, each of one line: what is wrong, the value, the remedy. How they are shown.
 Checks of numbers."""
 
+import json
 import numbers
 import re
 import reprlib
@@ -145,6 +146,13 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; empty where it has none."""
     return next(iter(str(error).strip().splitlines()), "")
+
+
+def written(value: object) -> str:
+    """A value as config files and flags have it: true and null, where Python has True and None."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(written, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def require_whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> None:

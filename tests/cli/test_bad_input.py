@@ -78,7 +78,7 @@ def test_combinations_and_names(flags, complaint, remedy, refused):
         ({"load_in_4bit": True, "loftq_config": "{}"}, ["loftq_config starts from 16-bit weights; drop"]),
         (
             {"eval_packing": True},
-            ["eval_packing is True without data", "eval_packing is set without sample_packing"],
+            ["eval_packing is true without data", "eval_packing is set without sample_packing"],
         ),
         (
             {"tuning": "full", "lora_plus_ratio": 16, "save_method": "lora", "r": 8},

@@ -71,6 +71,7 @@ def test_what_show_prints_is_a_config_file_of_the_same_run(said):
     ("flags", "decided"),
     [
         (["--warmup_ratio=0.1"], {"warmup_steps": "warmup_ratio"}),
+        (["--lr_scheduler_type=constant"], {"warmup_steps": "lr_scheduler_type"}),
         (["--effective_batch_size=32"], {"gradient_accumulation_steps": "effective_batch_size"}),
         (["--tuning=full"], {"lora_alpha": "tuning", "r": "tuning"}),
     ],
@@ -302,10 +303,11 @@ def test_the_line_that_a_mistake_is_told_of(about, place):
     placed |= {"dataset": Placed([{}, {}, {}], at[2], items=items), "init_adapter": Placed("x", None)}
     settings = {"eps": Placed(1, Place("b.yaml", 3)), "beta1": Placed(0, None)}
     placed |= {"optim_args": Placed(settings, Place("b.yaml", 2))}
-    line = "what is wrong; the remedy of --r"  # words decide nothing
+    line = "what is wrong; the remedy of --r and --other"  # words decide nothing
     with pytest.raises(InputError) as told, telling_places(placed):
         raise InputError(line, about=about)
-    assert str(told.value) == (f"{place}: {line}" if place else line)
+    of_a_file = line.replace("--r", "r")
+    assert str(told.value) == (f"{place}: {of_a_file}" if place else line)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +406,7 @@ def test_names_that_a_model_here_does_not_have_are_told_without_its_weights(caps
 
 
 OF_STRANGERS = {
-    "pattern": ("dataset: '*.jsonl'\n", ["1: *.jsonl: file not found; give --streaming, by which a pattern"]),
+    "pattern": ("dataset: '*.jsonl'\n", ["1: *.jsonl: file not found; give streaming, by which a pattern"]),
     "stream": (
         "dataset: 'x*'\nstreaming: true\nmax_steps: 2\n",
         ["1: x*: no file matches it; check the pattern"],
@@ -420,6 +422,41 @@ OF_STRANGERS = {
     "secret": (
         "push_to_hub: hf_averysecrettoken\n",
         ["1: push_to_hub is what looks like a secret; give the name of a repository"],
+    ),
+    "folders": (
+        "output_dir: ''\nsave_model: true\nsave_path: ${OUT}/merged\n",
+        [
+            "1: output_dir is ''; give a folder",
+            "3: save_path is '${OUT}/merged', where nothing fills in a variable; write the folder out",
+        ],
+    ),
+    "images of a text model": (
+        "freeze_llm: true\n",
+        ["1: freeze_llm is true, and demo takes no images; leave out freeze_llm"],
+    ),
+    "layers beside a pattern": (
+        "layers_to_transform: [0]\ntarget_modules: all-linear\n",
+        ["1: layers_to_transform is [0] and target_modules is 'all-linear', beside which PEFT takes no"],
+    ),
+    "distill": (
+        "distill: {teacher: base}\n",
+        ["1: distill.teacher is unknown; objective is sft, which has no"],
+    ),
+    "repository": (
+        "push_to_hub: https://huggingface.co/a/b\n",
+        ["1: push_to_hub is 'https://huggingface.co/a/b': Repo id must be in the form"],
+    ),
+    "flags": (
+        "eval_steps: 4\nload_best_model_at_end: true\ntuning: full\nr: 4\n",
+        [
+            "1: eval_steps is 4 without data to evaluate on; give eval_dataset or eval_fraction",
+            "2: load_best_model_at_end is true without data to evaluate on; give eval_dataset or",
+            "4: r is 4 and tuning is 'full', which makes no adapter; leave out r, or give tuning lora",
+        ],
+    ),
+    "shadowed": (
+        "learning_rates:\n  layers: 1e-4\n  layers.0: 1e-5\n",
+        ["3: learning_rates holds 'layers.0' after 'layers', by which all"],
     ),
     "all frozen": (
         "freeze_modules: ['.*']\n",
@@ -449,7 +486,7 @@ OF_STRANGERS = {
         ],
     ),
     "images": (
-        "min_pixels: 9\nmax_pixels: 4\nimage_folder: gone\n",
+        "min_pixels: 9\nmax_pixels: 4\nimage_folder: gone\nmodel_name: vision-demo\n",
         ["1: min_pixels is 9 and max_pixels is 4", "3: image_folder is 'gone', which is no folder"],
     ),
     "zero": (

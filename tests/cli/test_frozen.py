@@ -43,6 +43,25 @@ FROZEN = {
         {"tuning": "full", "train_modules": '["norm", "mlp"]', "freeze_modules": "norm"},
         "train_modules holds 'norm', and freeze_modules freezes all",
     ),
+    "a target": (
+        {"target_modules": "q_proj,v_proj", "freeze_modules": "v_proj"},
+        "target_modules holds 'v_proj', and freeze_modules freezes all that it stands for; leave 'v_proj' "
+        "out of target_modules, or freeze less",
+    ),
+    "a layer that gets an adapter": (
+        {"layers_to_transform": "0,1", "freeze_modules": "layers.0"},
+        "layers_to_transform holds 0, and freeze_modules freezes all that it stands for; leave 0 out of",
+    ),
+    "a target in no layer": (
+        {"target_modules": "q_proj,embed_tokens", "layers_to_transform": "0"},
+        "target_modules holds 'embed_tokens', and it lies in no layer that layers_to_transform names; leave "
+        "it out, or name all in one regular expression of whole paths in target_modules",
+    ),
+    "new tokens, left out": (
+        {"tuning": "full", "add_tokens": TOKENS, "train_modules": "layers.0"},
+        "add_tokens adds rows to embed_tokens, and train_modules leaves embed_tokens out, so that they would "
+        "not train; name embed_tokens in train_modules too, or leave out train_modules",
+    ),
     "a layer and its part": (
         {"train_modules": "layers.0.input_layernorm", "freeze_modules": "layers.0"},
         "train_modules holds 'layers.0.input_layernorm', and freeze_modules freezes all",
@@ -66,6 +85,8 @@ def test_what_is_frozen_and_asked_to_train(case, refused, untied, monkeypatch):
         ("lora", "untied", {"trainable_token_indices": 5, "freeze_modules": "lm_head"}),
         ("lora", "tied", {"train_modules": "lm_head", "freeze_modules": "embed_tokens"}),
         ("full", "untied", {"add_tokens": TOKENS, "freeze_modules": "lm_head"}),
+        ("full", "tied", {"add_tokens": TOKENS, "train_modules": "lm_head"}),
+        ("lora", "untied", {"target_modules": "q_proj,v_proj", "freeze_modules": "layers.0"}),
     ],
     ids=str,
 )

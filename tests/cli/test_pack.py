@@ -195,14 +195,14 @@ def test_one_causal_mask_would_give_another_loss(first_loss, truth, monkeypatch)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sample_packing=false"], "sample_packing is False, but True for the packed rows"),
-        (["--packing=false", "--padding_free"], "sample_packing is False, but True for the packed rows"),
-        (["--padding_free=false"], "padding_free is False, but True for the packed rows"),
-        (["--train_on_responses_only"], "train_on_responses_only is True, but False for the packed rows"),
+        (["--sample_packing=false"], "sample_packing is false, but true for the packed rows"),
+        (["--packing=false", "--padding_free"], "sample_packing is false, but true for the packed rows"),
+        (["--padding_free=false"], "padding_free is false, but true for the packed rows"),
+        (["--train_on_responses_only"], "train_on_responses_only is true, but false for the packed rows"),
         (["--max_seq_length=127"], "max_seq_length is 127 and packs holds rows of up to 128 tokens"),
-        (["--eval_dataset=packs", "--eval_packing=false"], "eval_packing is False, but True for the packed"),
+        (["--eval_dataset=packs", "--eval_packing=false"], "eval_packing is false, but true for the packed"),
         (["--max_seq_length=512"], "max_seq_length is 512"),
-        (["--config=unpacked.yaml"], "sample_packing is False, but True for the packed rows"),
+        (["--config=unpacked.yaml"], "sample_packing is false, but true for the packed rows"),
     ],
 )
 def test_flags_that_contradict_packed_rows(flags, message, packs, refused, tmp_path):
@@ -228,11 +228,11 @@ def test_packs_that_have_lost_more_than_allowed(model, rows, train, refused, tmp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "sample_packing is False, but True for the packed rows in packs; give --sample_packing true"),
+        ([], "sample_packing is false, but true for the packed rows in packs; give --sample_packing true"),
         (["--padding_free"], "give --sample_packing true"),
         (["--sample_packing", "--max_seq_length=100"], "packs holds rows of up to 128 tokens"),
-        (["--sample_packing", "--train_on_responses_only"], "but False for the packed rows"),
-        (["--sample_packing", "--eval_packing=false"], "eval_packing is False, but True for"),
+        (["--sample_packing", "--train_on_responses_only"], "but false for the packed rows"),
+        (["--sample_packing", "--eval_packing=false"], "eval_packing is false, but true for"),
     ],
 )
 def test_packed_rows_to_evaluate_on_need_packing(flags, message, packs, refused):

@@ -125,9 +125,19 @@ def with_floor(course="cosine_with_min_lr", **settings):
         (with_floor("polynomial", lr_end=-1), "has lr_end -1; give a number from 0 to learning_rate, which"),
         ({"eval_steps": 5}, "eval_steps is 5 without data to evaluate on; give --eval_dataset"),
         ({"early_stopping_patience": 2}, "early_stopping_patience is 2 without data to evaluate on"),
-        ({"load_best_model_at_end": True}, "load_best_model_at_end is True without data"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end is true without data"),
         ({"save_delay_steps": 5}, "save_delay_steps is 5 and no checkpoints are made; give --save_steps"),
         ({"push_to_hub": "a b"}, "push_to_hub is 'a b'"),
+        (
+            {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
+            "warmup_ratio is 0.1 and lr_scheduler_type is 'constant', which has no warmup; give "
+            "constant_with_warmup, or leave out --warmup_ratio",
+        ),
+        ({"lr_scheduler_type": "greedy", "eval_fraction": 0.1, "warmup_steps": 3}, "warmup_steps is 3 and "),
+        (
+            {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": '{"min_lr": 1e-6}'},
+            "{\"min_lr\": 1e-06} and lr_scheduler_type is 'constant', which takes none; leave them out",
+        ),
     ],
     ids=str,
 )  # fmt: skip

@@ -202,7 +202,7 @@ def test_what_differs_between_stages(first_stage, refused, untied, tmp_path):
     say = {
         ("r", 8): "has r 4, not 8; leave out --r, or give --merge_init_adapter",
         ("lora_alpha", 4): "has lora_alpha 8.0, not 4.0",
-        ("use_dora", True): "has use_dora False, not True",
+        ("use_dora", True): "has use_dora false, not true",
         ("target_modules", "q_proj"): "has other target_modules: model.layers.0.self_attn.v_proj, which the",
         ("target_modules", "all-linear"): "has other target_modules: model.layers.0.",
         ("modules_to_save", "lm_head"): "has other modules_to_save: lm_head, which the options name",

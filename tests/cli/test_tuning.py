@@ -64,7 +64,7 @@ def test_a_full_run_is_replaced_when_asked(train, refused, tmp_path):
         ({"load_in_4bit": True}, "tuning is 'full' and load_in_4bit is set, but quantised weights have no"),
         ({"load_in_8bit": True}, "tuning is 'full' and load_in_8bit is set"),
         ({"dtype": "float16"}, "tuning is 'full' and dtype is 'float16'"),
-        ({"use_dora": True}, "use_dora is True and tuning is 'full', which makes no adapter"),
+        ({"use_dora": True}, "use_dora is true and tuning is 'full', which makes no adapter"),
         ({"r": 8}, "r is 8 and tuning is 'full'"),
         ({"modules_to_save": "lm_head"}, "modules_to_save is ['lm_head'] and tuning is 'full'"),
         ({"save_method": "lora"}, "tuning is 'full' and save_method is 'lora'"),

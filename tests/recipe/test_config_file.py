@@ -301,6 +301,27 @@ def test_dotted_flags_set_options_in_their_sections_and_parts_of_mappings():
     assert given('--loftq_config={"a": 1}', "--loftq_config.b=-1")["loftq_config"] == {"a": 1, "b": -1}
 
 
+def test_a_file_without_a_name():
+    with pytest.raises(InputError, match=r"^config is '': no name of a file; check the path$"):
+        given("--config=")
+
+
+def test_names_with_dots_in_a_mapping_of_patterns_or_columns():
+    flags = ["--learning_rates.layers.0", "1e-4", "--training.learning_rates..*norm=1e-5"]
+    assert given(*flags, "--columns.meta.question=prompt") == {
+        "learning_rates": {"layers.0": 1e-4, ".*norm": 1e-5},
+        "columns": {"meta.question": "prompt"},
+    }
+
+
+def test_patterns_of_the_upper_file_come_first():
+    """Of learning rates the first that matches counts, so that a pattern of a base file cannot hide them."""
+    Path("base.yaml").write_text("learning_rates: {layers: 1e-5, norm: 2e-5}\n")
+    Path("run.yaml").write_text("base_config: base.yaml\nlearning_rates: {layers.0: 1e-4, norm: 3e-5}\n")
+    read = given("--config=run.yaml", "--learning_rates.b=1", "--learning_rates.a=2")["learning_rates"]
+    assert [*read.items()] == [("b", 1), ("a", 2), ("layers.0", 1e-4), ("norm", 3e-5), ("layers", 1e-5)]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

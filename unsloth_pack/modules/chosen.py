@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, written
 
 
 def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
@@ -19,7 +19,11 @@ def matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def check_matches(
-    option: str, patterns: Sequence[str], paths: Iterable[str], which: str = "has weights"
+    option: str,
+    patterns: Sequence[str],
+    paths: Iterable[str],
+    which: str = "has weights",
+    remedy: str = "give a regular expression, or a JSON list of several",
 ) -> None:
     """Refuse a pattern that chooses nothing.
 
@@ -27,6 +31,7 @@ def check_matches(
         option: that holds the patterns.
         paths: of all parameters that may be chosen.
         which: what their modules have in common.
+        remedy: what to do about a pattern that chooses none of them.
 
     Raises:
         InputError: names the pattern, and a few names that the model has.
@@ -36,8 +41,8 @@ def check_matches(
         if not any(map(matcher([pattern]), known)):
             some = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
             raise InputError(
-                f"{option} holds {pattern!r}, which matches no module that {which}; give a regular "
-                f"expression, or a JSON list of several (the model has {some}, ...)",
+                f"{option} holds {pattern!r}, which matches no module that {which}; {remedy} (the model has "
+                f"{some}, ...)",
                 about=option,
             )
 
@@ -74,7 +79,7 @@ def train_only(model: nn.Module, train: Sequence[str] | None, freeze: Sequence[s
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise InputError(
-            f"train_modules is {train} and freeze_modules is {freeze}, which leaves nothing to train; "
-            "freeze less",
+            f"train_modules is {written(train)} and freeze_modules is {written(freeze)}, which leaves "
+            "nothing to train; freeze less",
             about=("train_modules", "freeze_modules"),
         )

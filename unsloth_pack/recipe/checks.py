@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from unsloth_pack.demo import BUNDLED_MODELS
-from unsloth_pack.errors import Check, InputError, about, at_once, first_line, require_whole
+from unsloth_pack.errors import Check, InputError, about, at_once, first_line, require_whole, written
 from unsloth_pack.files.saved_names import MODEL_CONFIG
-from unsloth_pack.recipe.hub import check_hub
+from unsloth_pack.recipe.flags import flat
+from unsloth_pack.recipe.hub import check_hub, check_repository
 from unsloth_pack.recipe.image_checks import check_images_together, refuse_image_options
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import check_data, evaluation_sets, name_of, training_sets
@@ -51,8 +52,10 @@ def check_file(options: TrainOptions, given: Mapping[str, Any]) -> None:
     if name in BUNDLED_MODELS or os.path.isfile(os.path.join(name, MODEL_CONFIG)):
         source = str(BUNDLED_MODELS.get(name, name))
         checks.append(partial(check_names_of_modules, options, source))
-        if {"r", "max_seq_length"} & given.keys():
-            checks.append(partial(_check_sizes_of, source, options))
+        if {"r", "max_seq_length", *flat(options.images)} & given.keys():
+            from unsloth_pack.files.loading import load_config
+
+            checks.append(lambda: _check_fits(load_config(source), options))
     at_once(checks)
 
 
@@ -75,7 +78,14 @@ def _together(options: TrainOptions) -> list[Check]:
     """What contradicts each other, and paths at which nothing lies."""
     checks: list[Callable[[TrainOptions], Iterator[InputError] | None]]
     checks = [_check_weights, _check_held_out, _check_packing, _check_saving, check_tuning]
-    checks += [check_updates, check_images_together, _check_evaluations, check_sharding, check_paths]
+    checks += [
+        _check_repository,
+        check_updates,
+        check_images_together,
+        _check_evaluations,
+        check_sharding,
+        check_paths,
+    ]
     return [partial(check_data, options.data), *(partial(check, options) for check in checks)]
 
 
@@ -138,7 +148,8 @@ def _check_packing(options: TrainOptions) -> Iterator[InputError]:
     data = options.data
     if data.eval_packing is not None and not data.evaluates:
         yield InputError(
-            f"eval_packing is {data.eval_packing} without data to evaluate; give --eval_dataset",
+            f"eval_packing is {written(data.eval_packing)} without data to evaluate; give --eval_dataset or "
+            "--eval_fraction",
             about="eval_packing",
         )
     if data.eval_packing and not data.sample_packing:
@@ -168,12 +179,14 @@ def _check_evaluations(options: TrainOptions) -> Iterator[InputError]:
     for name in ("eval_steps", "early_stopping_patience", "load_best_model_at_end"):
         if (value := getattr(training, name)) and not evaluates:
             yield InputError(
-                f"{name} is {value} without data to evaluate on; give --eval_dataset", about=name
+                f"{name} is {written(value)} without data to evaluate on; give --eval_dataset or "
+                "--eval_fraction",
+                about=name,
             )
     if training.lr_scheduler_type in _SCHEDULES_BY_EVALUATION and not evaluates:
         yield InputError(
             f"lr_scheduler_type is {training.lr_scheduler_type!r}, which follows the evaluation loss; "
-            "give --eval_dataset, or use linear",
+            "give --eval_dataset or --eval_fraction, or use linear",
             about="lr_scheduler_type",
         )
     if training.load_best_model_at_end and output.save_steps and evaluates:
@@ -219,6 +232,11 @@ def _check_dtype(options: TrainOptions) -> None:
     at_once([partial(check_rounding, options, dtype), partial(check_masters, options, dtype)])
 
 
+def _check_repository(options: TrainOptions) -> None:
+    if options.output.push_to_hub is not None:
+        check_repository(options.output.push_to_hub)
+
+
 def _check_push(options: TrainOptions) -> None:
     if options.output.push_to_hub is not None:
         check_hub(options.output.push_to_hub)
@@ -254,31 +272,28 @@ def _check_model(options: TrainOptions) -> None:
     model, is_full = options.model, options.adapter.tuning == "full"
     dtype = weight_dtype(model.dtype, is_full)
     checks: list[Check] = [
-        partial(_check_sizes, config, options),
+        partial(_check_fits, whole, options),
         partial(check_names_of_modules, options, base),
         partial(check_backend, model.attn_backend, config, dtype, device_type()),
     ]
-    if not hasattr(whole, "vision_config"):
-        why = f"{model.model_name} takes no images"
-        checks.append(partial(refuse_image_options, options.images, why))
     at_once(checks)
 
 
-def _check_sizes_of(source: str, options: TrainOptions) -> None:
-    from unsloth_pack.files.loading import load_config
+def _check_fits(whole: Any, options: TrainOptions) -> None:
+    """Refuse rows and a rank that a model has no room for, and options of images where it takes none.
 
-    _check_sizes(load_config(source).get_text_config(), options)
-
-
-def _check_sizes(config: Any, options: TrainOptions) -> None:
-    """Refuse rows and a rank that a model has no room for."""
+    Args:
+        whole: the model's configuration.
+    """
     from unsloth_pack.files.loading_checks import check_positions
 
-    model, adapter = options.model, options.adapter
+    model, adapter, config = options.model, options.adapter, whole.get_text_config()
     checks: list[Check] = [partial(check_positions, model.max_seq_length, model.model_name, config)]
-    checks += (
-        [] if adapter.tuning == "full" else [partial(require_whole, "r", adapter.r, 1, config.hidden_size)]
-    )
+    if adapter.tuning != "full":
+        checks.append(partial(require_whole, "r", adapter.r, 1, config.hidden_size))
+    if not hasattr(whole, "vision_config"):
+        why = f"{model.model_name} takes no images"
+        checks.append(partial(refuse_image_options, options.images, why))
     at_once(checks)
 
 
@@ -300,6 +315,13 @@ def _check_schedule(training: TrainingOptions, knows_rate: bool) -> Iterator[Inp
     from transformers.trainer_utils import SchedulerType
 
     name, settings = training.lr_scheduler_type, dict(training.lr_scheduler_kwargs or {})
+    if name in ("constant", "constant_with_warmup") and settings:
+        yield InputError(
+            f"lr_scheduler_kwargs is {json.dumps(settings)} and lr_scheduler_type is {name!r}, which takes "
+            "none; leave them out, or give another lr_scheduler_type",
+            about=("lr_scheduler_kwargs", "lr_scheduler_type"),
+        )
+        return
     schedules = [name.value for name in SchedulerType]
     if name not in schedules:
         yield InputError(

@@ -1,5 +1,6 @@
 """From the command line of `train` to the options of a run."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -52,8 +53,14 @@ def telling_places(placed: Mapping[str, Placed]) -> Iterator[None]:
         if not any(place for place, _ in found):
             raise
         found.sort(key=lambda each: (each[0] is None, each[0] or Place("", 0)))
-        told = [InputError(f"{place}: {each}") if place else each for place, each in found]
+        told = [InputError(f"{place}: {_of_a_file(each)}") if place else each for place, each in found]
         raise Mistakes(told) from error
+
+
+def _of_a_file(error: InputError) -> str:
+    """What an error says, with the names of options where it has those of their flags."""
+    known = options_of(TrainOptions)
+    return re.sub(r"--(\w+)", lambda flag: flag[1] if flag[1] in known else flag[0], str(error))
 
 
 def _place_of(error: InputError, placed: Mapping[str, Placed]) -> Place | None:
@@ -105,6 +112,8 @@ def placed_options(parser: Parser, arguments: Sequence[str]) -> dict[str, Placed
     rest, set_inside = split_overrides(arguments, TrainOptions)
     flags = parser.parse(rest)
     found, values = Found(), dict[str, Placed]()
+    if flags.get("config") == "":
+        raise InputError("config is '': no name of a file; check the path")
     if flags.get("config") is not None:
         _refuse_two_configs(rest)
         values = read_config(Path(flags["config"]), TrainOptions, found)
@@ -130,7 +139,7 @@ def _note_what_else_is_sure(values: Mapping[str, Placed], found: Found) -> None:
         told.append("lr_scheduler_type")  # the demo has another default, and who knows whether it is meant
     for each in [*_refused_by(partial(check_names, options, given, told)), *sure]:
         if place := _place_of(each, values):
-            found.add(place, *str(each).split("; ", 1))
+            found.add(place, *_of_a_file(each).split("; ", 1))
 
 
 def _refused_by(check: Callable[[], None]) -> list[InputError]:

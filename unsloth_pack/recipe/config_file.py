@@ -52,15 +52,20 @@ def read_config(path: Path, kind: "type[DataclassInstance]", found: Found) -> di
         raise InputError(f"config is {str(path)!r}: {_why(error)}; check the path") from None
 
 
-def merged(lower: Mapping[str, Placed], upper: Mapping[str, Placed]) -> dict[str, Placed]:
-    """Two mappings as one, in which `upper` wins."""
-    values = dict(lower)
+def merged(
+    lower: Mapping[str, Placed], upper: Mapping[str, Placed], upper_first: bool = True
+) -> dict[str, Placed]:
+    """Two mappings as one, in which `upper` wins.
+
+    Args:
+        upper_first: whether the names of `upper` come first. Of patterns, the first that matches counts.
+    """
+    values = dict(upper)
     for name, new in upper.items():
-        old = values.get(name)
+        old = lower.get(name)
         if old is not None and isinstance(old.value, dict) and isinstance(new.value, dict):
-            new = Placed(merged(old.value, new.value), new.place)
-        values[name] = new
-    return values
+            values[name] = Placed(merged(old.value, new.value, upper_first), new.place)
+    return {**values, **lower, **values} if upper_first else {**lower, **values}
 
 
 def check_mappings(values: Mapping[str, Placed], kind: "type[DataclassInstance]", found: Found) -> None:

@@ -189,4 +189,5 @@ column_names = Kind(  # columns -> ours
     {"anyOf": [_COLUMNS_SCHEMA, _PAIRS_SCHEMA]},
     null_inside="",
     several="with commas between them, such as question=prompt,answer=completion",
+    has_dotted_names=True,
 )

@@ -1,4 +1,4 @@
-"""What is asked to train and is frozen at once."""
+"""What is asked to train and is frozen, or left out, at once."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,23 +6,64 @@ from typing import Any
 from unsloth_pack.errors import InputError
 from unsloth_pack.modules.chosen import matcher
 from unsloth_pack.recipe.options import AdapterOptions
-from unsloth_pack.recipe.second_stage import modules_meant
+from unsloth_pack.recipe.second_stage import adapted_by_options, modules_meant
 
 
 def check_frozen(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
-    """Refuse `freeze_modules` where it freezes what other options train.
+    """Refuse `freeze_modules` where it freezes what other options train, and new tokens that do not train.
 
     A pattern of `train_modules` may hold frozen modules, if something else that it chooses trains.
 
     Args:
         model: the base model, with or without weights.
     """
+    yield from _check_new_rows(model, adapter)
+    if adapter.tuning != "full":
+        yield from _check_targets(model, adapter)
     if not adapter.freeze_modules:
         return
     yield from _check_patterns(model, adapter)
     if adapter.tuning != "full":
         yield from _check_whole(model, adapter)
     yield from _check_rows(model, adapter)
+
+
+def _check_new_rows(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
+    """Refuse new tokens in full tuning whose embeddings are not among what trains."""
+    if adapter.tuning != "full" or adapter.add_tokens is None or adapter.train_modules is None:
+        return
+    is_trained, weight = matcher(adapter.train_modules), model.get_input_embeddings().weight
+    paths = [path for path, one in model.named_parameters(remove_duplicate=False) if one is weight]
+    if not any(map(is_trained, paths)):
+        name = paths[0].split(".")[-2]
+        yield InputError(
+            f"add_tokens adds rows to {name}, and train_modules leaves {name} out, so that they would not "
+            f"train; name {name} in train_modules too, or leave out train_modules",
+            about=("train_modules", "add_tokens"),
+        )
+
+
+def _check_targets(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
+    """Refuse names of layers, and numbers, of which nothing is left for an adapter though some layers are."""
+    is_frozen = matcher(adapter.freeze_modules or ())
+    targets, layers = adapter.target_modules, adapter.layers_to_transform
+    if layers is None and not adapter.freeze_modules:
+        return
+    if all(map(is_frozen, adapted_by_options(model, targets, None, layers))):
+        return
+    asked: list[tuple[str, str | int, Any, Any]] = []
+    if targets is not None and not isinstance(targets, str):
+        asked += [("target_modules", name, [name], layers) for name in targets]
+    asked += [("layers_to_transform", number, targets, [number]) for number in layers or ()]
+    for option, value, names, numbers in asked:
+        meant = adapted_by_options(model, names, None, numbers)
+        other, why = "freeze_modules", "freeze_modules freezes all that it stands for"
+        remedy = f"leave {value!r} out of {option}, or freeze less"
+        if option == "target_modules" and not meant:
+            other, why = "layers_to_transform", "it lies in no layer that layers_to_transform names"
+            remedy = f"leave it out, or name all in one regular expression of whole paths in {option}"
+        if all(map(is_frozen, meant)) and (meant or option == "target_modules"):
+            yield InputError(f"{option} holds {value!r}, and {why}; {remedy}", about=(option, other))
 
 
 def _check_patterns(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:

@@ -8,6 +8,20 @@ _LATER = "leave it out, and give the folder to `hf upload` later"
 _NOT_UPLOADED = ["checkpoint-*/*", ".*", ".*/*", "merged/*", "optimizer.pt"]
 
 
+def check_repository(repository: str) -> None:
+    """Refuse what is no name of a repository.
+
+    Raises:
+        InputError: says what such a name is.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise _refused(repository, f": {first_line(error).rstrip('.')}", "give OWNER/NAME") from None
+
+
 def check_hub(repository: str) -> None:
     """Refuse to begin a run whose result could not be uploaded.
 
@@ -15,24 +29,21 @@ def check_hub(repository: str) -> None:
         InputError: the name is none, the process is offline, there is no token, or the hub cannot be reached.
     """
     from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    def refused(why: str, remedy: str = _LATER) -> InputError:
-        return InputError(f"push_to_hub is {repository!r}{why}; {remedy}", about="push_to_hub")
-
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise refused(f": {first_line(error).rstrip('.')}", "give OWNER/NAME") from None
+    check_repository(repository)
     if constants.HF_HUB_OFFLINE:
-        raise refused(", and HF_HUB_OFFLINE is set, so nothing can be uploaded")
+        raise _refused(repository, ", and HF_HUB_OFFLINE is set, so nothing can be uploaded")
     if get_token() is None:
-        raise refused(", and no token of the hub is there", f"call `hf auth login`, or {_LATER}")
+        raise _refused(repository, ", and no token of the hub is there", f"call `hf auth login`, or {_LATER}")
     try:
         HfApi().whoami()
     except Exception as error:  # of any of the libraries below
         reason = first_line(error).rstrip(".") or type(error).__name__
-        raise refused(f", and the hub cannot be used ({reason})") from None
+        raise _refused(repository, f", and the hub cannot be used ({reason})") from None
+
+
+def _refused(repository: str, why: str, remedy: str = _LATER) -> InputError:
+    return InputError(f"push_to_hub is {repository!r}{why}; {remedy}", about="push_to_hub")
 
 
 def upload(folder: Path, repository: str) -> str:

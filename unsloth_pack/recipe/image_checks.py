@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from unsloth_pack.errors import InputError, at_once
+from unsloth_pack.errors import InputError, at_once, written
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.recipe.options import TrainOptions
@@ -33,8 +33,8 @@ def check_images_together(options: TrainOptions) -> Iterator[InputError]:
         for name in _OF_THE_TEXT:
             if (given := getattr(adapter, name)) is not None:
                 yield InputError(
-                    f"freeze_llm is true and {name} is {given!r}, which is of the language model; leave out "
-                    "one of them",
+                    f"freeze_llm is true and {name} is {written(given)}, which is of the language model; "
+                    "leave out one of them",
                     about=("freeze_llm", name),
                 )
     yield from image_mistakes(images)

@@ -17,7 +17,7 @@ from unsloth_pack.data.image_columns import IMAGES
 from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mapped import scan
 from unsloth_pack.data.tokenize import Documents, key_of_tokenizer, made_by
-from unsloth_pack.errors import InputError
+from unsloth_pack.errors import InputError, written
 from unsloth_pack.files.loading import load_config, resolve
 from unsloth_pack.images.documents import VisionEncoder
 from unsloth_pack.images.families import image_maker
@@ -338,9 +338,9 @@ def preparation_of_packs(
             )
         decided = {"min_pixels": images.least_pixels, "max_pixels": images.most_pixels, "shrink_images": None}
         for name, value in decided.items():
-            if getattr(options, name) not in (None, False, value):
+            if (given := getattr(options, name)) not in (None, False, value):
                 raise InputError(
-                    f"{name} is {getattr(options, name)}, and the images of {folder} are packed already; "
+                    f"{name} is {written(given)}, and the images of {folder} are packed already; "
                     f"leave out --{name}, or give it to `unsloth-pack pack`",
                     about=name,
                 )

@@ -35,6 +35,7 @@ class Kind:
         null_inside: what null means in a mapping of this kind; None where it restores a default.
         several: how one flag gives several values; empty where it gives one.
         is_text: whether any text will do, so that a number stands for its own spelling.
+        has_dotted_names: of a mapping, whether names in it may have dots.
     """
 
     read: Callable[[object], Any]
@@ -42,6 +43,7 @@ class Kind:
     null_inside: Any = None
     several: str = ""
     is_text: bool = False
+    has_dotted_names: bool = False
 
     def __call__(self, value: object) -> Any:
         return self.read(value)

@@ -104,4 +104,5 @@ rates = Kind(  # learning rates by regular expression
     _rates,
     object_of(_RATE.schema),
     several="""in one JSON object, such as '{"lm_head": 1e-5, "norm": 1e-4}'""",
+    has_dotted_names=True,
 )

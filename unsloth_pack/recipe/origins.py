@@ -6,7 +6,7 @@ from typing import Any
 from unsloth_pack.demo import DEFAULTS
 from unsloth_pack.recipe.flags import Option, flat, sections_of
 from unsloth_pack.recipe.options import TrainOptions
-from unsloth_pack.recipe.resolve import resolve
+from unsloth_pack.recipe.resolve import SCHEDULES_WITHOUT_WARMUP, resolve
 from unsloth_pack.recipe.what_trains import OF_AN_ADAPTER
 from unsloth_pack.recipe.yaml_file import Placed, line_of
 
@@ -43,6 +43,8 @@ def lines_with_origins(placed: Mapping[str, Placed], given: Mapping[str, Any]) -
 def decided_by(options: TrainOptions) -> dict[str, str]:
     """The options whose values another one decides, by name. A file that gives both is refused."""
     found = dict.fromkeys(OF_AN_ADAPTER, "tuning") if options.adapter.tuning == "full" else {}
+    if options.training.lr_scheduler_type in SCHEDULES_WITHOUT_WARMUP:
+        found["warmup_steps"] = "lr_scheduler_type"
     if options.training.warmup_ratio is not None:
         found["warmup_steps"] = "warmup_ratio"
     if options.training.effective_batch_size is not None:

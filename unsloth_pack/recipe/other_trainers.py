@@ -303,7 +303,7 @@ GROUPS: dict[str, str | None] = {
     **dict.fromkeys(("custom", "quantization", "sft_config", "template", "trainer", "training_args")),
     **dict.fromkeys(("checkpointer", "lr_scheduler", "metric_logger", "optimizer", "tokenizer")),
     **dict.fromkeys(("lora", "lora_config", "peft", "peft_config", "tuner")),
-    **dict.fromkeys(("loss", "rlhf"), _OBJECTIVE),
+    **dict.fromkeys(("distill", "loss", "rlhf"), _OBJECTIVE),
 }
 
 FLAGS = {theirs: ours for ours, names in _SAME.items() for theirs in names.split()}

@@ -49,7 +49,10 @@ def split_overrides(
             raise InputError(f"argument {flag}: {option.name} is no mapping; give --{option.name}")
         if not equals and (not left or left[0].startswith("--")):
             raise InputError(f"argument {flag}: a value is missing; give one")
-        set_inside = merged(set_inside, _nested([option.name, *inside], value if equals else left.pop(0)))
+        if option.kind.has_dotted_names:
+            inside = [".".join(inside)]
+        later = _nested([option.name, *inside], value if equals else left.pop(0))
+        set_inside = merged(set_inside, later, upper_first=False)
     return rest, set_inside
 
 

@@ -1,5 +1,6 @@
 """The local paths that options name: what can be told of them without what reads them."""
 
+from collections.abc import Iterator
 from functools import partial
 
 from unsloth_pack.errors import Check, InputError, about, at_once
@@ -21,7 +22,8 @@ def check_paths(options: TrainOptions) -> None:
         partial(each.check_there, options.data.streaming) for each in training_sets(options.data)
     ]
     checks += [each.check_there for each in evaluation_sets(options.data)]
-    at_once([*checks, partial(_check_model, options.model.model_name), partial(_check_tokens, options)])
+    checks += [partial(_check_model, options.model.model_name), partial(_check_tokens, options)]
+    at_once([*checks, partial(_check_written, options)])
 
 
 def _check_model(model_name: str) -> None:
@@ -33,6 +35,17 @@ def _check_model(model_name: str) -> None:
             f"{model_name!r} to begin with it, or merge it first with `unsloth-pack merge`",
             about="model_name",
         )
+
+
+def _check_written(options: TrainOptions) -> Iterator[InputError]:
+    for name in ("output_dir", "save_path"):
+        folder = getattr(options.output, name)
+        if folder is not None and not folder.strip():
+            yield InputError(f"{name} is {folder!r}; give a folder", about=name)
+        elif folder is not None and "${" in folder:
+            yield InputError(
+                f"{name} is {folder!r}, where nothing fills in a variable; write the folder out", about=name
+            )
 
 
 def _check_tokens(options: TrainOptions) -> None:

@@ -7,10 +7,14 @@ from typing import Any
 
 from unsloth_pack.errors import at_once
 from unsloth_pack.files.new_tokens import rows_to_train
-from unsloth_pack.modules.chosen import check_matches
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 from unsloth_pack.recipe.second_stage import adapted_by, adapted_by_options, modules_meant, saved_config
-from unsloth_pack.training.learning_rates import LearningRates, check_rate_of_embeddings, check_rates
+from unsloth_pack.training.learning_rates import (
+    LearningRates,
+    check_patterns,
+    check_rate_of_embeddings,
+    check_rates,
+)
 
 # How PEFT's names go on behind the path of an adapted layer. An ending that no layer has is told later.
 _OF_LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
@@ -53,8 +57,8 @@ def check_names_of_rates(options: TrainOptions, model: Any, arguments: Mapping[s
     names = [*trained.names(model)]
     at_once(
         [
-            partial(check_matches, "learning_rates", [*rates.by_name], names, "trains"),
-            partial(check_rate_of_embeddings, rates, any(name.startswith(of_ends) for name in names)),
+            partial(check_patterns, [*rates.by_name], names),
+            partial(check_rate_of_embeddings, rates, [name for name in names if name.startswith(of_ends)]),
         ]
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.demo import BUNDLED_MODELS, DEFAULTS
-from unsloth_pack.errors import InputError, about, at_once
+from unsloth_pack.errors import InputError, about, at_once, written
 from unsloth_pack.packing import find_packs, read_manifest
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import build, changed, flat, read_values
@@ -25,6 +25,7 @@ FREE_ON_RESUME = {"config", "resume", "output_dir", "logging_steps", "report_to"
 FREE_ON_RESUME |= {"save_model", "save_method", "save_path", "save_steps", "attn_backend", "no_probe"}
 FREE_ON_RESUME |= {"use_gradient_checkpointing", "on_nonfinite", "num_proc", "save_delay_steps"}
 FREE_ON_RESUME |= {"push_to_hub", "dataloader_num_workers"}
+SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 # What a run reads
 _SOURCES = ("model_name", "dataset", "eval_dataset", "image_folder", "add_tokens", "init_adapter")
 # The demo's defaults are for packed rows; a batch of single documents holds about as many of them.
@@ -106,8 +107,8 @@ def _resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
         is_same = value == was or (name in _SOURCES and _are_one_source(value, found[name]))
         if name in recorded and name not in FREE_ON_RESUME and not is_same:
             raise InputError(
-                f"--resume continues a run as it was started: {name} was {was!r}, not {value!r}; "
-                f"leave out --{name}, or start a new run",
+                f"--resume continues a run as it was started: {name} was {written(was)}, not "
+                f"{written(value)}; leave out --{name}, or start a new run",
                 about=name,
             )
     return {name: found[name] for name in recorded}
@@ -230,8 +231,8 @@ def _refuse_otherwise(
     for name, value in decided.items():
         if asked.get(name, value) != value:
             raise InputError(
-                f"{name} is {asked[name]}, but {value} for the packed rows in {folder}; "
-                f"give --{name} {str(value).lower()}, or other data",
+                f"{name} is {written(asked[name])}, but {written(value)} for the packed rows in {folder}; "
+                f"give --{name} {written(value)}, or other data",
                 about=(name, option),
             )
 
@@ -307,12 +308,21 @@ def _check_stream(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[I
 
 
 def _check_warmup(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[InputError]:
-    ratio = options.training.warmup_ratio
+    """Refuse a warmup that is given twice, or that the schedule passes over."""
+    name, ratio = options.training.lr_scheduler_type, options.training.warmup_ratio
     if ratio is not None and "warmup_steps" in given:
         yield InputError(
             f"warmup_ratio is {ratio:g} and warmup_steps is {given['warmup_steps']}; give one of them",
             about=("warmup_ratio", "warmup_steps"),
         )
+    for option in ("warmup_ratio", "warmup_steps"):
+        if given.get(option) and name in SCHEDULES_WITHOUT_WARMUP:
+            instead = "constant_with_warmup" if name == "constant" else "another lr_scheduler_type"
+            yield InputError(
+                f"{option} is {given[option]:g} and lr_scheduler_type is {name!r}, which has no warmup; give "
+                f"{instead}, or leave out --{option}",
+                about=(option, "lr_scheduler_type"),
+            )
 
 
 def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> Iterator[InputError]:
@@ -327,8 +337,8 @@ def _check_accumulation(options: TrainOptions, given: Mapping[str, Any]) -> Iter
     for name, value in others.items():
         if value:
             yield InputError(
-                f"effective_batch_size is {training.effective_batch_size} and {name} is {value}, but either "
-                f"decides the steps of an update; leave out --{name}",
+                f"effective_batch_size is {training.effective_batch_size} and {name} is {written(value)}, "
+                f"but either decides the steps of an update; leave out --{name}",
                 about=("effective_batch_size", name),
             )
     steps, rest = _steps_of_an_update(training)

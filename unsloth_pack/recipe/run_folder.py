@@ -56,7 +56,7 @@ def check_folders(options: TrainOptions) -> None:
     if not str(output.output_dir).strip():
         raise InputError(f"output_dir is {output.output_dir!r}; give a folder", about="output_dir")
     checks: list[Check] = [partial(_check_output, options)]
-    if output.save_path is not None:
+    if output.save_path is not None and output.save_path.strip():
         target = Path(output.save_path)
         if target.absolute().is_relative_to(folder.absolute()):  # what is wrong with the folder comes first
             at_once(checks)

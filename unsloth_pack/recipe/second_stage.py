@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_pack.errors import InputError, about
+from unsloth_pack.errors import InputError, about, written
 from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MERGED_BASE
 from unsloth_pack.recipe.flags import changed, flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
@@ -77,8 +77,8 @@ def check_init_adapter(options: TrainOptions, given: Mapping[str, Any]) -> Itera
     for name in () if merges else _OF_ITS_OWN:
         if given.get(name, values[name]) != values[name]:
             yield InputError(
-                f"init_adapter {folder!r} has {name} {values[name]}, not {given[name]}; leave out --{name}, "
-                f"or {_MERGE}",
+                f"init_adapter {folder!r} has {name} {written(values[name])}, not {written(given[name])}; "
+                f"leave out --{name}, or {_MERGE}",
                 about=("init_adapter", name),
             )
 
@@ -182,16 +182,27 @@ def check_same_parts(model: Any, adapter: AdapterOptions, arguments: Mapping[str
     held = saved.get("trainable_token_indices")
     if tokens is not None and tokens != held:
         raise InputError(
-            f"init_adapter {folder!r} has trainable_token_indices {held}, not {tokens}; leave out "
+            f"init_adapter {folder!r} has trainable_token_indices {written(held)}, not {tokens}; leave out "
             f"--trainable_token_indices, or {_MERGE}",
             about=("init_adapter", "trainable_token_indices"),
         )
 
 
 def adapted_by_options(model: Any, targets: Any, excluded: Sequence[str] | None, layers: Any) -> set[str]:
-    """As `adapted_by`, by what the options mean for `FastLanguageModel.get_peft_model`."""
+    """As `adapted_by`, by what the options mean for `FastLanguageModel.get_peft_model`.
+
+    Raises:
+        InputError: a name or a number that the model does not have, or numbers beside a pattern.
+    """
     from unsloth_pack.lora.targets import lora_targets
 
+    if layers is not None and isinstance(targets, str):
+        raise InputError(
+            f"layers_to_transform is {written(layers)} and target_modules is {targets!r}, beside which PEFT "
+            "takes no numbers of layers; give target_modules as names, such as q_proj,v_proj, or leave out "
+            "one of the two",
+            about=("layers_to_transform", "target_modules"),
+        )
     given = {"exclude_modules": excluded, "layers_to_transform": layers}
     found = lora_targets(model, targets, {name: value for name, value in given.items() if value is not None})
     return adapted_by(

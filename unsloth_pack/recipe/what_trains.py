@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from unsloth_pack.errors import Check, InputError, at_once
+from unsloth_pack.errors import Check, InputError, at_once, written
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 
@@ -59,7 +59,7 @@ def check_of_an_adapter(options: TrainOptions, given: Mapping[str, Any]) -> Iter
     for name in OF_AN_ADAPTER:
         if given.get(name, defaults[name]) != defaults[name]:
             yield InputError(
-                f"{name} is {given[name]!r} and tuning is 'full', which makes no adapter; leave out "
+                f"{name} is {written(given[name])} and tuning is 'full', which makes no adapter; leave out "
                 f"--{name}, or give --tuning lora",
                 about=(name, "tuning"),
             )

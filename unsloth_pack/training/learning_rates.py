@@ -1,6 +1,6 @@
 """Learning rates by group: of LoRA's second matrices, of the embeddings, of modules by their names."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,15 +51,38 @@ def check_rates(model: nn.Module, rates: LearningRates) -> None:
         InputError: names the regular expression or the option.
     """
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    trains_embeddings = bool(rates.of_embeddings and _embeddings(model, trained))
+    embeddings = _embeddings(model, trained) if rates.of_embeddings else set()
     at_once(
         [
-            partial(check_matches, "learning_rates", [*rates.by_name], trained, "trains"),
+            partial(check_patterns, [*rates.by_name], trained),
             partial(_check_lora_plus, rates, trained),
             partial(_check_parts, model, rates, trained),
-            partial(check_rate_of_embeddings, rates, trains_embeddings),
+            partial(check_rate_of_embeddings, rates, embeddings),
         ]
     )
+
+
+def check_patterns(patterns: Sequence[str], names: Iterable[str]) -> Iterator[InputError]:
+    """Refuse a pattern that matches nothing, or that earlier ones leave nothing for.
+
+    Args:
+        patterns: of learning rates, in their order.
+        names: of the parameters that train.
+    """
+    known = [*names]
+    check_matches("learning_rates", patterns, known, "trains", "correct it, or leave it out")
+    for number, pattern in enumerate(patterns):
+        meant = [name for name in known if matcher([pattern])(name)]
+        earlier = [one for one in patterns[:number] if any(map(matcher([one]), meant))]
+        if not meant or not all(map(matcher(earlier), meant)):
+            continue
+        alone = [one for one in earlier if all(map(matcher([one]), meant))]
+        before = " and ".join(map(repr, alone[:1] or earlier))
+        yield InputError(
+            f"learning_rates holds {pattern!r} after {before}, by which all that it stands for has a rate; "
+            f"put {pattern!r} before, or leave it out",
+            about=f"learning_rates.{pattern}",
+        )
 
 
 def _check_lora_plus(rates: LearningRates, trained: Sequence[str]) -> Iterator[InputError]:
@@ -81,9 +104,19 @@ def _check_parts(model: nn.Module, rates: LearningRates, trained: Sequence[str])
             )
 
 
-def check_rate_of_embeddings(rates: LearningRates, do_train: bool) -> Iterator[InputError]:
-    """Refuse a rate of embeddings and head where neither trains."""
-    if rates.of_embeddings and not do_train:
+def check_rate_of_embeddings(rates: LearningRates, names: Collection[str]) -> Iterator[InputError]:
+    """Refuse a rate of embeddings and head where neither trains, or all of them have another by their names.
+
+    Args:
+        names: of the parameters in them that train.
+    """
+    if rates.of_embeddings and names and all(map(matcher(rates.by_name), names)):
+        yield InputError(
+            f"embedding_learning_rate is {rates.of_embeddings:g}, and learning_rates holds a rate for all "
+            "that trains of embeddings and head; leave out one of them",
+            about=("embedding_learning_rate", "learning_rates"),
+        )
+    if rates.of_embeddings and not names:
         yield InputError(
             f"embedding_learning_rate is {rates.of_embeddings:g}, and neither embeddings nor head train; "
             "leave it out, or have them train by --trainable_token_indices, --modules_to_save or "
