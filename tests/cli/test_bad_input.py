@@ -304,6 +304,28 @@ def test_command_lines(arguments, complaint, remedy, refused):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["merge", "--model_name=whole", "--save_path=merged"],
+            "model_name 'whole' holds no adapter_config.json; it holds a whole model, with nothing to merge",
+        ),
+        (
+            ["--init_adapter=whole"],
+            "init_adapter 'whole' holds no adapter_config.json; it holds a whole model, so give --model_name "
+            "'whole' in place of it",
+        ),
+    ],
+)
+def test_a_whole_model_in_place_of_an_adapter(arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text("{}")
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"unsloth-pack: {says}\n"
+
+
+@pytest.mark.parametrize(
     ("name", "text", "flags", "complaint"),
     [
         ("empty.json", "[]", {}, "0 rows"),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unsloth_pack.errors import InputError, printable
+from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MODEL_CONFIG
 from unsloth_pack.recipe.folders import check_new_folder
 from unsloth_pack.recipe.kinds import path
 from unsloth_pack.recipe.options import SAVE_METHODS
@@ -27,10 +28,11 @@ def run(arguments: Sequence[str]) -> int:
         if name not in given:
             raise InputError(f"--{name} is missing; see `unsloth-pack merge --help`")
     source, target = Path(given["model_name"]), Path(given["save_path"])
-    if not (source / "adapter_config.json").is_file():
-        raise InputError(
-            f"model_name {str(source)!r} holds no adapter_config.json; name a folder that train made"
-        )
+    if not (source / ADAPTER_CONFIG).is_file():
+        remedy = "name a folder that train made"
+        if (source / MODEL_CONFIG).is_file():
+            remedy = "it holds a whole model, with nothing to merge"
+        raise InputError(f"model_name {str(source)!r} holds no {ADAPTER_CONFIG}; {remedy}")
     check_new_folder("save_path", target)
 
     from unsloth_pack.cli.quiet import quieten

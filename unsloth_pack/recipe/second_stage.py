@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.errors import InputError, about, written
-from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MERGED_BASE
+from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.recipe.flags import changed, flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 
@@ -137,10 +137,10 @@ def saved_config(folder: str) -> dict[str, Any]:
 
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
-        raise InputError(
-            f"init_adapter {folder!r} holds no {ADAPTER_CONFIG}; name a folder that train made",
-            about="init_adapter",
-        )
+        remedy = "name a folder that train made"
+        if path.with_name(MODEL_CONFIG).is_file():
+            remedy = f"it holds a whole model, so give --model_name {folder!r} in place of it"
+        raise InputError(f"init_adapter {folder!r} holds no {ADAPTER_CONFIG}; {remedy}", about="init_adapter")
     with about("init_adapter"):
         resolve(folder)  # refuses what cannot be read, and other tuners than LoRA
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
