@@ -204,6 +204,8 @@ def test_every_default_is_of_its_kind(name):
         (json_object("{}"), '{"a": 1}', {"a": 1}),
         (json_object("{}"), {1: None}, {"1": None}),
         (real(), "-1e3", -1000.0),
+        (whole(1), "1e3", 1000),
+        (whole(1), 8.0, 8),
         (real(), 3, 3.0),
         (whole(-5), " -5 ", -5),
     ],

@@ -20,7 +20,7 @@ from unsloth_pack.recipe.yaml_file import scalar
 Number = TypeVar("Number", int, float)
 
 _TEXT = {"type": ["string", "number"]}
-_WHOLE, _REAL = r"\d[\d_]*", r"(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?"
+_WHOLE, _REAL = r"\d[\d_]*(\.0*)?([eE]\+?\d+)?", r"(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?"
 # How the tokens of hubs and trackers begin
 _SECRET = re.compile(r"(hf|sk|gh[opsu]|github_pat|glpat|xox[abp]|wandb)[-_]\w{10}|\b[0-9a-f]{40}\b")
 
@@ -298,7 +298,9 @@ settings = Kind(  # names with single values
 
 
 def _integer(value: Any) -> int:
-    """Of a number that is whole, also of 1e3, or of digits."""
+    """Of a number that is whole, or of its text; also of 1e3."""
+    if isinstance(value, str) and re.fullmatch(rf"\s*[-+]?{_WHOLE}\s*", value) and {*value} & {*".eE"}:
+        value = float(value)
     number = int(value)
     if not isinstance(value, str) and number != value:
         raise ValueError
