@@ -206,7 +206,7 @@ def test_what_differs_between_stages(first_stage, refused, untied, tmp_path):
         ("target_modules", "q_proj"): "has other target_modules: model.layers.0.self_attn.v_proj, which the",
         ("target_modules", "all-linear"): "has other target_modules: model.layers.0.",
         ("modules_to_save", "lm_head"): "has other modules_to_save: lm_head, which the options name",
-        ("trainable_token_indices", "3"): "has trainable_token_indices None, not [3]",
+        ("trainable_token_indices", "3"): "has trainable_token_indices null, not [3]",
         ("layers_to_transform", "0"): "has other target_modules",
         ("tuning", "full"): "which is no whole model; give --merge_init_adapter",
     }
