@@ -243,7 +243,7 @@ def test_the_rounds_of_the_new_kernel_are_told_as_measured():
 
 def test_the_grid_is_told_as_measured():
     trust = (ROOT / "docs" / "trust.md").read_text()
-    for device, day in (("h200", 22), ("cpu", 25)):
+    for device, day in (("h200", 22), ("cpu", 25), ("images-cpu", 26)):
         table = (NEWEST.parent / f"grid-{device}-2026-11-{day}.md").read_text()
         rows, measured, failed, refused, not_captured = map(
             int,

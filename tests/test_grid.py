@@ -297,6 +297,17 @@ def test_luck_averages_out_over_draws_and_a_fault_does_not():
 # The command
 
 
+def test_the_grid_with_images_has_models_of_its_own(capsys, monkeypatch):
+    part = ["--images", "--list", "--arch", "gemma3", "--variant", "frozen tower"]
+    monkeypatch.setattr("sys.argv", ["grid.py", *part])
+    assert grid.main() == 0
+    assert "64 cases, each uncaptured and captured: 128 rows" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["grid.py", *part[1:]])
+    with pytest.raises(SystemExit):
+        grid.main()
+    assert "invalid choice: 'gemma3'" in capsys.readouterr().err
+
+
 def test_a_process_that_dies_fails_the_case_that_it_was_at():
     first, second = cases(arch=["llama"], variant=["plain"], dtype=["float32"], backend=["sdpa"])[:2]
     worker = _Worker([first, second])

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+import tiled_models
 import torch
+import vision_models
 
 from unsloth_pack import supported_architectures
 from unsloth_pack.attention import BACKENDS
@@ -29,6 +31,7 @@ STAGES = (
     "two stages",
 )  # variants whose adapter a first stage has saved: plain PEFT loads it, or the package
 CHECKPOINTING = {"False": False, "True": True, "offload": "offload", "auto": "auto"}
+WITH_IMAGES = (*vision_models.MODELS, *tiled_models.MODELS)
 WINDOWS = {"short": 24, "long": 1000}  # against documents of up to 129 tokens; "none" where there is none
 
 
@@ -44,27 +47,33 @@ class Case:
     checkpointing: str
 
 
-def values_of():
-    """What every field of a case may be, in the order in which cases come."""
+def values_of(images=False):
+    """What every field of a case may be, in the order in which cases come.
+
+    Args:
+        images: of the grid of models with images; there a variant is what trains, see `vision_models.made`.
+    """
     return {
-        "arch": list(supported_architectures()),
-        "window": [*WINDOWS, "none"],
-        "variant": list(VARIANTS),
+        "arch": list(WITH_IMAGES if images else supported_architectures()),
+        "window": ["none"] if images else [*WINDOWS, "none"],
+        "variant": list(vision_models.TRAINED if images else VARIANTS),
         "dtype": list(DTYPES),
         "backend": list(BACKENDS),
         "checkpointing": list(CHECKPOINTING),
     }
 
 
-def cases(**only):
+def cases(images=False, **only):
     """Every case, or those whose fields are among the values given. Neighbours share a model."""
     chosen = [[]]
-    for name, values in values_of().items():
+    for name, values in values_of(images).items():
         kept = [value for value in values if not only.get(name) or value in only[name]]
         chosen = [[*before, value] for before in chosen for value in kept]
     return [case for case in (Case(*each) for each in chosen) if case.window in windows_of(case.arch)]
 
 
 def windows_of(arch):
+    if arch in WITH_IMAGES:
+        return ("none",)
     spec = supported_architectures()[arch]
     return tuple(WINDOWS) if spec.window != "none" and "sliding_window" in spec.tiny else ("none",)

@@ -4,15 +4,14 @@ import gc
 from dataclasses import asdict
 from functools import lru_cache, partial
 
-from tiny import MIXED_LENGTHS, random_documents, run_alone, run_packed
-
 from unsloth_pack import patch_model
 from unsloth_pack.errors import BackendUnavailable
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
-from .cases import CHECKPOINTING, DTYPES
-from .judge import Draw, judge_as_few, on_the_same_row
-from .models import NotApplicable, build, build_exact, drawing_dropout, to_patch
+from .cases import CHECKPOINTING, DTYPES, WITH_IMAGES
+from .judge import Draw, judge_as_few
+from .models import NotApplicable, drawing_dropout
+from .subjects import Text, WithImages
 
 _STEPS_BEFORE_REPLAY = 3  # two rows of a form run uncaptured, the third is captured
 
@@ -40,7 +39,7 @@ def measure(case):
 
 def _uncaptured_and_captured(case):
     references = _references(case.arch, case.window, case.variant, case.dtype)
-    model = to_patch(references.model, case.variant)
+    model = references.to_patch()
     patch = patch_model(model, case.backend)
     with drawing_dropout(model):
         yield from _in_turn(case, references, model, patch)
@@ -71,7 +70,7 @@ def _captured(model, graphs, references, about):
     for seed in range(1, 1 + _STEPS_BEFORE_REPLAY):
         if graphs.why_not is not None:
             break
-        run_packed(model, random_documents(MIXED_LENGTHS[::-1], seed))
+        references.warm_up(model, seed)
     if not str(graphs).startswith("captured"):
         return {"uncaptured": str(graphs)}
     row = {**about, **references.judge(model)}
@@ -84,36 +83,50 @@ class _References:
     """What the cases of one architecture, window, variant and dtype share: all that is not ours."""
 
     def __init__(self, arch, window, variant, dtype):
-        self.model = build(arch, window, variant, dtype)
+        self._subject = _subject(arch, window, variant)
+        self._model = self._subject.build(dtype)
         self._dtype = DTYPES[dtype]
         if dtype == "nf4":
-            self._truth = lru_cache(partial(_truth, build_exact(arch, window, variant, self.model)))
+            self._truth = lru_cache(partial(_truth, self._subject, self._subject.build_exact(self._model)))
         else:
             self._truth = _truths(arch, window, variant)
         self._draws = lru_cache(self._draw)
+
+    def to_patch(self):
+        """A copy of the model, to be patched."""
+        return self._subject.to_patch(self._model)
+
+    def warm_up(self, model, seed):
+        """A step over other documents in a row of the same form."""
+        self._subject.run_packed(model, self._subject.documents(seed, turned=True))
 
     def judge(self, model):
         """What `judge_as_few` says of a patched model."""
 
         def run(seed):
             draw = self._draws(seed)
-            return run_packed(model, random_documents(MIXED_LENGTHS, seed), draw.truth.routes), draw
+            return self._subject.run_packed(model, self._subject.documents(seed), draw.truth.routes), draw
 
         return judge_as_few(run, self._dtype)
 
     def _draw(self, seed):
-        documents, truth = random_documents(MIXED_LENGTHS, seed), self._truth(seed)
-        alone = run_alone(self.model, documents, truth.routes)
-        return Draw(truth, alone, on_the_same_row(self.model, documents, truth.routes))
+        documents, truth = self._subject.documents(seed), self._truth(seed)
+        alone = self._subject.run_alone(self._model, documents, truth.routes)
+        return Draw(truth, alone, self._subject.on_the_same_row(self._model, documents, truth.routes))
 
 
 _references = lru_cache(maxsize=1)(_References)  # cases come in order
 
 
+def _subject(arch, window, variant):
+    return WithImages(arch, variant) if arch in WITH_IMAGES else Text(arch, window, variant)
+
+
 @lru_cache(maxsize=1)
 def _truths(arch, window, variant):
-    return lru_cache(partial(_truth, build_exact(arch, window, variant)))
+    subject = _subject(arch, window, variant)
+    return lru_cache(partial(_truth, subject, subject.build_exact()))
 
 
-def _truth(exact, seed):
-    return run_alone(exact, random_documents(MIXED_LENGTHS, seed))
+def _truth(subject, exact, seed):
+    return subject.run_alone(exact, subject.documents(seed))

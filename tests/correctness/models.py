@@ -1,7 +1,9 @@
 """The untouched model of a case, and the same in float64 on the CPU."""
 
 import copy
+import re
 from contextlib import contextmanager
+from functools import partial
 from tempfile import TemporaryDirectory
 from unittest import mock
 
@@ -36,7 +38,8 @@ def build(arch, window, variant, dtype):
         raise NotApplicable("quantised weights have no gradient")
     try:
         if dtype == "nf4":
-            model = _in_nf4(tiny_model(arch, DTYPES[dtype], "cpu", lora=lora, **overrides), lora)
+            model = tiny_model(arch, DTYPES[dtype], "cpu", lora=lora, **overrides)
+            model = in_nf4(model, partial(with_lora, lora=lora))
         else:
             model = tiny_model(arch, DTYPES[dtype], lora=lora, **overrides)
     except ValueError as error:  # routed experts take neither dropout nor DoRA
@@ -70,14 +73,19 @@ def build_exact(arch, window, variant, quantised=None):
     overrides = _overrides(arch, window, variant)
     model = tiny_model(arch, torch.float64, "cpu", lora=VARIANTS[variant], **overrides)
     if quantised is not None:
-        from bitsandbytes.functional import dequantize_4bit
-
-        with torch.no_grad():
-            for name, module in quantised.named_modules():
-                if type(module).__name__ == "Linear4bit" and not isinstance(module, LoraLayer):
-                    weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
-                    model.get_submodule(name).weight.copy_(weight)
+        copy_dequantised(quantised, model)
     return _with_token_dropout(model)
+
+
+def copy_dequantised(quantised, exact):
+    """The weights that a model in 4 bits computes with, put into the same model in float64."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    with torch.no_grad():
+        for name, module in quantised.named_modules():
+            if type(module).__name__ == "Linear4bit" and not isinstance(module, LoraLayer):
+                weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
+                exact.get_submodule(name).weight.copy_(weight)
 
 
 def _overrides(arch, window, variant):
@@ -88,14 +96,20 @@ def _overrides(arch, window, variant):
     return overrides
 
 
-def _in_nf4(model, lora):
-    """The model with the linear layers under its adapter in NF4, quantised twice, as `load_in_4bit` does."""
+def in_nf4(model, adapt, part=""):
+    """The model with the linear layers under its adapter in NF4, quantised twice, as `load_in_4bit` does.
+
+    Args:
+        adapt: puts such an adapter on a model that has none.
+        part: a pattern in the names of the layers that are quantised.
+    """
     try:
         from bitsandbytes.nn import Linear4bit, Params4bit
     except ImportError as error:
         raise NotApplicable(f"bitsandbytes does not import ({error})") from error
     weights = copy.deepcopy(model.state_dict())  # as `modules_to_save` come off, they are the base's
-    targets = [name for name, m in model.named_modules() if isinstance(m, LoraLayer) and _is_linear(m)]
+    layers_of_lora = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+    targets = [name for name, layer in layers_of_lora if re.search(part, name) and _is_linear(layer)]
     names = [name.removeprefix("base_model.model.") for name in targets]
     base = model.unload()
     for name in names:
@@ -113,7 +127,7 @@ def _in_nf4(model, lora):
         base.set_submodule(name, quantised)
     base.is_loaded_in_4bit = True
     base = base.to(DEVICE)  # which quantises
-    model = with_lora(base, lora).to(DEVICE).train()
+    model = adapt(base).to(DEVICE).train()
     kept = {name: w for name, w in weights.items() if name.removesuffix(".base_layer.weight") not in targets}
     model.load_state_dict(kept, strict=False)
     return model

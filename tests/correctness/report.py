@@ -16,21 +16,21 @@ _RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _HEADINGS = ("architecture", "backend", "dtype", "measured", "captured", "failed", "refused", *QUANTITIES)
 
 
-def about():
+def about(images=False):
     """What the numbers depend on."""
     return {
         "date": date.today().isoformat(),
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or "cpu",
         "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
         "python": platform.python_version(),
-        "document_lengths": MIXED_LENGTHS,
+        "document_lengths": None if images else MIXED_LENGTHS,
     }
 
 
-def default_path():
-    """benchmarks/results/grid-h200-2026-11-22.json on an "NVIDIA H200"."""
+def default_path(images=False):
+    """benchmarks/results/grid-h200-2026-11-22.json on an "NVIDIA H200", grid-images-h200-... with images."""
     device = torch.cuda.get_device_name().split()[-1].lower() if DEVICE == "cuda" else "cpu"
-    return _RESULTS / f"grid-{device}-{date.today().isoformat()}.json"
+    return _RESULTS / f"grid-{'images-' if images else ''}{device}-{date.today().isoformat()}.json"
 
 
 def table(result, rows):
@@ -58,7 +58,10 @@ def table(result, rows):
 def _summary(result, rows):
     counts = Counter(_kind(row) for row in rows)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    yield versions + f"; documents of {', '.join(map(str, result['document_lengths']))} tokens."
+    if lengths := result["document_lengths"]:
+        yield f"{versions}; documents of {', '.join(map(str, lengths))} tokens."
+    else:
+        yield f"{versions}; documents with 0, 1, 2 and 3 images."
     yield ""
     if not result["complete"]:
         yield f"**Partial**: {len(rows)} of {result['n_rows']} rows."

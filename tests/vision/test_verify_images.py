@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiled_models
 import torch
+from late_parts import late_deepstack, late_windows
 from vision_models import MODELS, made
 
 from unsloth_pack import patch_model, verify
@@ -179,6 +180,16 @@ def test_swapped_features_are_found(lost, monkeypatch):
         return type(features)(features.of_tokens[order], features.sizes, features.by_layer)
 
     monkeypatch.setattr(vision_lm, "seen", swapped)
+    report = verify(model, documents=SHORT)
+    assert failed(report) & of_images(report), report
+
+
+@pytest.mark.parametrize("planted", [late_windows, late_deepstack])
+def test_what_comes_late_is_found(planted, monkeypatch):
+    """Windows of the tower that end a patch late, and DeepStack one layer late."""
+    model = made("qwen2_5_vl" if planted is late_windows else "qwen3_vl")
+    patch_model(model)
+    planted(monkeypatch)
     report = verify(model, documents=SHORT)
     assert failed(report) & of_images(report), report
 

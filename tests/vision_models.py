@@ -87,7 +87,11 @@ def made(name, dtype=torch.float32, trained="frozen tower", seed=0, **text):
             or every weight.
     """
     kind, config = MODELS[name](**text)
-    model, generator = random_model(kind, config, lambda key: "visual" in key, dtype, seed)
+    return adapted(*random_model(kind, config, lambda key: "visual" in key, dtype, seed), trained)
+
+
+def adapted(model, generator=None, trained="frozen tower"):
+    """The model with the adapter that trains, where one does; `trained` as in `made`."""
     if (targets := TRAINED[trained]) is None:
         return model
     return with_adapter(model, targets, generator, full=ALIGNER if trained == "aligner" else ())

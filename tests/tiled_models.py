@@ -106,9 +106,12 @@ def made(name, dtype=torch.float32, trained="frozen tower", seed=0, **text):
     """A random model, the same in every dtype; `trained` as in `vision_models.made`."""
     kind, configure = MODELS[name]
     sees = ("vision", *ALIGNER)
-    model, generator = random_model(
-        kind, configure(**text), lambda key: any(part in key for part in sees), dtype, seed
-    )
+    made = random_model(kind, configure(**text), lambda key: any(part in key for part in sees), dtype, seed)
+    return adapted(*made, trained)
+
+
+def adapted(model, generator=None, trained="frozen tower"):
+    """The model with the adapter that trains, where one does; `trained` as in `vision_models.made`."""
     if (targets := TRAINED[trained]) is None:
         return model
     return with_adapter(model, targets, generator, full=ALIGNER if trained == "aligner" else ())

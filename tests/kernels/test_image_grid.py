@@ -1,0 +1,30 @@
+"""The part of the image grid that runs on the package's own attention kernels: without a GPU interpreted."""
+
+import sys
+
+import pytest
+from correctness.cases import Case
+from correctness.judge import holds
+from correctness.measure import measure
+
+# Ordinary positions, and images that see each other in both directions, take as long as three axes
+ARCHS = ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("internvl", "gemma3"))]
+
+
+@pytest.fixture
+def attention_alone(monkeypatch):
+    """The other kernels have tests of their own, and the interpreter is slow."""
+    for name, module in list(sys.modules.items()):
+        is_other = name.startswith("unsloth_pack.kernels.") and not name.endswith(
+            ("varlen_attention", "launch")
+        )
+        if is_other and hasattr(module, "takes_fused_path"):
+            monkeypatch.setattr(module, "takes_fused_path", lambda *_: False)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_packed_is_as_right_as_each_document_alone(arch, attention_alone):
+    uncaptured, captured = measure(Case(arch, "none", "frozen tower", "float32", "triton", "False"))
+    assert holds(uncaptured), uncaptured
+    assert holds(captured), captured
+    assert "logits" in uncaptured
