@@ -1,6 +1,7 @@
 """A collator of a patched model describes its rows on the host: a step reads none of it from the device."""
 
 import pickle
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -68,6 +69,46 @@ def test_a_row_without_images_is_described_too(name):
     loss, read = readers(model, host)
     assert not read
     assert torch.equal(loss, wanted)
+
+
+def test_sizes_that_were_exchanged_are_refused():
+    """Here those of the second and the third image, which a document has in two places."""
+    model, processor = patched("qwen3_vl")
+    batch = VisionDataCollator(model, processor)(ROWS)
+    model(**batch, use_cache=False)
+    grids = batch["image_grid_thw"]
+    grids[1], grids[2] = grids[2], grids[1]
+    with pytest.raises(InputError, match="image 2 of a row has 3 tokens, which do not stand side by side"):
+        model(**batch, use_cache=False)
+
+
+def test_sizes_on_their_side_are_refused():
+    """As many tokens in another shape, which only their positions tell."""
+    model, processor = patched("qwen3_vl")
+    batch = VisionDataCollator(model, processor)(ROWS)
+    time, height, width = batch["image_grid_thw"][0]
+    batch["image_grid_thw"][0] = [time, width, height]
+    with pytest.raises(InputError, match=r"gives image 0 \[1, 2, 1\] tokens .* are of \[1, 1, 2\]"):
+        model(**batch, use_cache=False)
+
+
+def test_a_described_row_may_leave_its_positions_to_the_sizes():
+    model, processor = patched("qwen3_vl")
+    batch = VisionDataCollator(model, processor)(ROWS)
+    wanted = model(**batch, use_cache=False).loss
+    batch["packed_row"] = replace(batch["packed_row"], axes=None, _built={})
+    assert torch.equal(model(**batch, use_cache=False).loss, wanted)
+
+
+@each_family
+def test_ids_that_are_not_those_of_the_described_row_are_refused(name):
+    model, processor = patched(name)
+    batch = VisionDataCollator(model, processor)(ROWS)
+    ids = batch["input_ids"]
+    batch["input_ids"] = ids.roll(1, 1)
+    with pytest.raises(InputError, match=r"tokens of input_ids are not what packed_row says") as caught:
+        model(**batch, use_cache=False)
+    assert "\n" not in str(caught.value)
 
 
 def streamed(name, folder, **options):

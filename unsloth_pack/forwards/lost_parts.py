@@ -1,4 +1,4 @@
-"""What a row with images may have lost on its way to the model: its images, or where its documents end.
+"""What a row with images may have lost on its way to the model: its images, its ids, or where documents end.
 
 A loader, a data set's columns or a trainer may drop an argument of a call, and the rest of it would train on
 something else without a word. Numbers on the host are looked at before the decoder runs. Those on a device
@@ -69,6 +69,21 @@ def lost_images(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor | Non
     token = getattr(config, spec.token)
     said = f"{name}, or text without token {token}"
     return Lost.sought((ids == token).sum(), said)
+
+
+def other_tokens(spec: VisionSpec, config: Any, row: PackedRow, ids: Tensor) -> list[Lost]:
+    """A row that says where its images stand, and ids of image tokens elsewhere.
+
+    Raises:
+        InputError: there are some, as far as the host knows.
+    """
+    is_other = ids.flatten() == getattr(config, spec.token)
+    is_other[row.visual_ids] ^= True
+    said = (
+        "{} tokens of input_ids are not what packed_row says, which knows where images stand; give ids and "
+        "packed_row of one row, as VisionDataCollator makes them"
+    )
+    return Lost.sought(is_other.sum(), said)
 
 
 def lost_boundaries(spec: VisionSpec, inputs: Mapping[str, Any], rest: Mapping[str, Any]) -> list[Lost]:

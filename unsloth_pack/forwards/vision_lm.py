@@ -16,7 +16,7 @@ from unsloth_pack.forwards.blank_image import blank_image, needs_blank_image
 from unsloth_pack.forwards.call import Call, images_in
 from unsloth_pack.forwards.causal_lm import FastCausalLM
 from unsloth_pack.forwards.image_arguments import PIXELS, Images, seen, take_images
-from unsloth_pack.forwards.lost_parts import lost_boundaries, lost_images
+from unsloth_pack.forwards.lost_parts import lost_boundaries, lost_images, other_tokens
 from unsloth_pack.models.vision_spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
 from unsloth_pack.row.from_call import with_axes
 from unsloth_pack.row.images import RowImages, images_by_document
@@ -39,8 +39,9 @@ class FastVisionLM(FastCausalLM):
         """Find the images of a row, and describe its tokens by them.
 
         Raises:
-            InputError: what `take_images`, `RowImages.of`, `RowImages.axes` and `lost_images` refuse;
-                positions on three axes that are not those of the images; token types that mark other tokens.
+            InputError: what `take_images`, `RowImages.of`, `RowImages.axes`, `lost_images` and `other_tokens`
+                refuse; positions on three axes that are not those of the images; token types that mark other
+                tokens.
         """
         call.rest.pop(MODALITIES, None)  # transformers finds images by them; we by their tokens
         types = call.rest.pop(TOKEN_TYPES, None) if self.vision_spec.both_ways else None
@@ -52,7 +53,7 @@ class FastVisionLM(FastCausalLM):
             if needs_blank_image(self, self.vision_spec):
                 call.images = blank_image(self.vision_spec, self.config)
                 call.describe(replace(call.packed_row, visual=np.empty(0, np.int64), _built={}))
-        elif call.packed_row.visual is None or call.packed_row.both_ways != self.vision_spec.both_ways:
+        else:
             call.describe(self._described(call, call.images, types))
 
     def _look_for_boundaries(self, call: Call) -> None:
@@ -62,19 +63,27 @@ class FastVisionLM(FastCausalLM):
         spec, row, ids = self.vision_spec, call.packed_row, call.inputs["input_ids"]
         if ids is None:
             raise InputError(f"a packed row comes with {PIXELS} and inputs_embeds; give input_ids")
-        is_placeholder = self._placeholders(ids, types)
-        if isinstance(call.described, PaddedBatch):
-            is_placeholder = is_placeholder[call.described.places]
+        if row.visual is not None:
+            call.lost += other_tokens(spec, self.config, row, ids)
+            is_placeholder = np.zeros(row.n_tokens, dtype=bool)
+            is_placeholder[row.visual] = True
+        else:
+            is_placeholder = self._placeholders(ids, types)
+            if isinstance(call.described, PaddedBatch):
+                is_placeholder = is_placeholder[call.described.places]
         if spec.grid is None:
-            visual = np.flatnonzero(is_placeholder)
-            return replace(row, visual=visual, both_ways=spec.both_ways, _built={})
+            if row.visual is not None and row.both_ways == spec.both_ways:
+                return row
+            return replace(row, visual=np.flatnonzero(is_placeholder), both_ways=spec.both_ways, _built={})
         merge = getattr(self.config.vision_config, spec.merge)
         of_patches = np.array(images.described[spec.grid])
         _refuse_parts_of_tokens(spec.grid, of_patches, merge)
         of_tokens = of_patches // [1, merge, merge]
         found = RowImages.of(is_placeholder, of_tokens.prod(axis=1), row)
-        row = replace(row, visual=found.places, _built={})
-        described = with_axes(row, found.axes(row, of_tokens))
+        if row.visual is not None and row.axes is not None:
+            _refuse_other_shapes(spec.grid, row.axes, found, of_tokens)
+            return row
+        described = with_axes(replace(row, visual=found.places, _built={}), found.axes(row, of_tokens))
         if row.axes is not None and described.axes is not None:
             _refuse_other_axes(row.axes, described.axes)
         return described
@@ -112,7 +121,7 @@ class FastVisionLM(FastCausalLM):
         features = seen(self.base_model, spec, images)
         if images.is_blank:
             features = features.of_none()
-        elif spec.grid is None or len(row.visual_ids) != len(features.of_tokens):
+        elif spec.grid is None:
             self._refuse_other_images(row, images, features.sizes)
         embeds = call.inputs["inputs_embeds"]
         places = row.visual_ids
@@ -153,6 +162,19 @@ def _refuse_parts_of_tokens(name: str, of_patches: np.ndarray, merge: int) -> No
         raise InputError(
             f"{name} of image {image} is {of_patches[image].tolist()}, and {merge} by {merge} patches make a "
             "token; give the grids that the model's processor has made"
+        )
+
+
+def _refuse_other_shapes(name: str, axes: np.ndarray, images: RowImages, of_tokens: np.ndarray) -> None:
+    """Refuse images whose tokens have positions of another shape, which were made where they were known."""
+    ends = np.cumsum(images.sizes)
+    shapes = (axes[:, images.places[ends - 1]] - axes[:, images.starts]).T + 1
+    differ = (shapes != of_tokens).any(axis=1)
+    if differ.any():
+        image = int(np.flatnonzero(differ)[0])
+        raise InputError(
+            f"{name} gives image {image} {of_tokens[image].tolist()} tokens in time, height and width, its "
+            f"positions are of {shapes[image].tolist()}; give the images of this very row, in their order"
         )
 
 
