@@ -11,6 +11,7 @@ from unsloth_pack.images.prepared import holds_images
 
 PNG = encoded(picture(40, 72))
 LIMITS = ("max_pixels", "min_pixels", "resized_height", "resized_width")
+ANSWER = {"role": "assistant", "content": "red"}
 SOURCES = ("image", "images", "image_url", "path", "url", "bytes", "base64")
 
 
@@ -47,6 +48,30 @@ def test_rows_whose_texts_hold_images_are_prepared_as_rows_with_images():
     with_tool = row(part)
     with_tool["messages"].insert(1, called)
     assert not holds_images(to_dataset([with_tool]))
+
+
+@pytest.mark.parametrize("key", ["text", "value"])
+@pytest.mark.parametrize("part", [{"image": PNG}, {"image_url": PNG}, {}], ids=["image", "image_url", "bare"])
+def test_an_image_that_holds_a_text_is_refused(collate, part, key):
+    part = {"type": next(iter(part), "image"), **part}
+    columns = {"images": [PNG]} if len(part) == 1 else {}
+    said = (
+        rf"'messages': a part of an image with the key '{key}' of a text.*write the text as a part of its own"
+    )
+    with pytest.raises(InputError, match=said):
+        collate()([row(part | {key: "Name it"}, **columns)])
+    for nothing in (None, ""):
+        collate()([row(part | {key: nothing}, **columns)])
+
+
+@pytest.mark.parametrize("mark", ["<video>", "<audio>"])
+def test_marks_of_what_is_not_trained_on_are_refused(collate, mark):
+    said = f"column 'messages': the text holds {mark}; videos and sound are not trained on.*remove the row"
+    for content in (f"{mark} Name it", [{"type": "text", "text": f"Name it {mark}"}]):
+        with pytest.raises(InputError, match=said):
+            collate()([{"messages": [{"role": "user", "content": content}, ANSWER]}])
+    with pytest.raises(InputError, match=said):
+        collate()([{"messages": [{"role": "user", "content": "?"}, ANSWER | {"content": f"{mark}!"}]}])
 
 
 @pytest.mark.parametrize("key", LIMITS)

@@ -9,6 +9,7 @@ from unsloth_pack.data.fields import KEYS_OF_IMAGES
 from unsloth_pack.data.refusals import fail
 from unsloth_pack.images.sources import OF_PARTS
 
+_KEYS_OF_TEXT = ("text", "value")  # of a part of type text
 _LIMITS = ("max_pixels", "min_pixels", "resized_height", "resized_width")  # of qwen-vl-utils, for one image
 
 
@@ -47,8 +48,11 @@ def image_in(index: int, column: str, part: dict[str, Any]) -> Any:
         part: of type image or image_url, without nulls.
 
     Raises:
-        InputError: the part has a size of its own.
+        InputError: the part has a size of its own, or a text that nothing would show to the model.
     """
+    if key := next((key for key in _KEYS_OF_TEXT if not _is_nothing(part.get(key))), None):
+        remedy = "write the text as a part of its own, {'type': 'text', 'text': ...}"
+        fail(index, column, f"a part of an image with the key {key!r} of a text", part, remedy)
     if limits := [key for key in _LIMITS if key in part]:
         remedy = (
             "take it out, and limit all images: --max_pixels and --min_pixels, or max_pixels and min_pixels "

@@ -15,6 +15,7 @@ from unsloth_pack.images.sources import ImageSource, source_of
 
 MARK = "<image>"  # of LLaVA, LLaMA-Factory and ms-swift, in text
 _IMAGE_COLUMNS = ("images", "image")
+_OTHER_MARKS = ("<video>", "<audio>")  # which stand for what the same tools take beside images
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _CONVERSATIONS = ("messages", "conversations")
 
@@ -185,6 +186,12 @@ def _without_images(index: int, column: str, turn: Any, waiting: _Waiting, reser
         if token in content:
             remedy = f"write {MARK} where an image belongs, or take the token out of the text"
             fail(index, column, f"the text holds {token}, a token of the model", content, remedy)
+    for mark in _OTHER_MARKS:
+        if mark in content:
+            remedy = "remove the row, or write the tag otherwise where the text is about it"
+            fail(
+                index, column, f"the text holds {mark}; videos and sound are not trained on", content, remedy
+            )
     if (has_images or MARK in content) and _is_answer(turn):
         remedy = "put images into the turns of the user, since a model writes none"
         fail(index, column, "an image in a turn of the assistant", content, remedy)
