@@ -169,8 +169,21 @@ def test_images_that_come_late_are_seen_where_a_folder_is_given(place, tmp_path,
     found = documents(made.train.rows, 19)
     assert sum(len(told) for *_, told in found) == sum(n % 4 for n in range(10))
     rows = prepare(read_options(stream_of(place, tmp_path, late))).train.rows
-    with pytest.raises(RunStopped, match=r"row 10, column 'images'"):
+    with pytest.raises(RunStopped, match=r"row 10, column 'images'.*if later ones do, give --image_folder"):
         documents(rows, 19)
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_an_image_in_a_late_part_is_refused(place, tmp_path, little_at_a_time, kind):
+    """A text that holds one too, which nothing would show to the model."""
+    answer = {"role": "assistant", "content": "No."}
+    part = {"type": kind, "image": "a.png"} | ({"text": "Which?"} if kind == "text" else {})
+    contents = [*(f"{n}?" for n in range(60)), [part], "And?"]
+    rows = [{"messages": [{"role": "user", "content": content}, answer]} for content in contents]
+    late = write(tmp_path / "late.jsonl", rows)
+    stream = prepare(read_options(stream_of(place, tmp_path, late))).train.rows
+    with pytest.raises(RunStopped, match=r"row 60, column 'messages'.*if later ones do, give --image_folder"):
+        documents(stream, 62)
 
 
 def test_text_that_holds_a_token_of_images_is_refused_in_a_stream_of_text(place, tmp_path, capsys):

@@ -105,6 +105,7 @@ class DocumentStream:
         images: makes documents of rows with images; None where no row has any.
         check_text: refuses documents of rows without images, of which one is called as its second argument
             says.
+        have_images: whether rows may have images, where the first rows have none and the model takes some.
 
     Attributes:
         first_ledger: the ledger of the first rows, of one block at least of each part.
@@ -126,8 +127,9 @@ class DocumentStream:
         chat_template: str | None,
         images: StreamedImages | None = None,
         check_text: Callable[[pa.Table, str], None] | None = None,
+        have_images: Callable[[datasets.Dataset], bool] | None = None,
     ):
-        self._images, self._check_text = images, check_text
+        self._images, self._check_text, self._have_images = images, check_text, have_images
         self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
         self._max_length, self._responses_only = max_length, responses_only
         self._chat_template = chat_template
@@ -195,7 +197,10 @@ class DocumentStream:
                     if tally.least_id < 0 or tally.last_id >= self._vocab_size:
                         self._refuse_ids(tally, numbers)
             except InputError as error:
-                raise InputError(f"{block.name}: {error}", about=(*error.about, block.option)) from None
+                hint = ""
+                if self._have_images is not None and self._have_images(rows):
+                    hint = "; the first rows have no images: if later ones do, give --image_folder"
+                raise InputError(f"{block.name}: {error}{hint}", about=(*error.about, block.option)) from None
         if self.n_parts > 1:
             tally = tally.of_part(block.part)
         return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)

@@ -210,11 +210,12 @@ def stream_documents(
     train_on_responses_only: bool,
     images: StreamedImages | None = None,
     check_text: Callable[[Table, str], None] | None = None,
+    have_images: Callable[[Dataset], bool] | None = None,
 ) -> DocumentStream:
     """The documents of a stream; its first rows are read now.
 
     Args:
-        images, check_text: as `DocumentStream` takes them.
+        images, check_text, have_images: as `DocumentStream` takes them.
 
     Raises:
         InputError: they cannot be trained on.
@@ -228,6 +229,7 @@ def stream_documents(
         chat_template=training_template(tokenizer) if train_on_responses_only else None,
         images=images,
         check_text=check_text,
+        have_images=have_images,
     )
 
 

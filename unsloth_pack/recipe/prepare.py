@@ -17,6 +17,7 @@ from unsloth_pack.data.streamed import Share
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import Together, about
 from unsloth_pack.files.loading import load_config, resolve, weight_dtype
+from unsloth_pack.images.prepared import holds_images
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
 from unsloth_pack.packing.kept_rows import pack_documents
 from unsloth_pack.recipe.data_options import DataOptions
@@ -331,8 +332,9 @@ def _stream_of(
     of_images = None if images is None else PreparedStream(images, capacity, responses_only)
     token_ids = image_ids_of(options.model.model_name, tokenizer)
     check_text = None if token_ids is None else refusing(token_ids)
+    have_images = holds_images if images is None and token_ids is not None else None
     documents = stream_documents(
-        source, tokenizer, vocab_size, capacity, responses_only, of_images, check_text
+        source, tokenizer, vocab_size, capacity, responses_only, of_images, check_text, have_images
     )
     for number, data_set in enumerate(stream.data_sets):
         unused = documents.unused_columns[number]
