@@ -17,9 +17,10 @@ from unsloth_pack.recipe.prepare import prepare
 
 @pytest.mark.parametrize("of", ["train", "eval", "stream"])
 def test_a_run_of_which_every_image_is_broken_is_refused(place, tmp_path, capsys, of):
-    """Before it begins, though the headers are whole; a broken image among others is skipped."""
+    """Before it begins, though headers and ends are whole; a broken image among others is skipped."""
     folder = shutil.copytree(place / "seen", tmp_path / "seen")
-    (folder / "cut.png").write_bytes((folder / "1-0.png").read_bytes()[:200])
+    whole = (folder / "1-0.png").read_bytes()
+    (folder / "cut.png").write_bytes(whole[:200] + whole[-12:])
     rows = [row | {"images": ["cut.png"]} for row in rows_of(place) if len(row["images"]) == 1]
     data = write(tmp_path / "cut.jsonl", rows)
     name = "--eval_dataset" if of == "eval" else "--dataset"

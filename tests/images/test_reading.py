@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps, features
+from PIL import Image, ImageFile, ImageOps, features
 from tiny_vision import encoded, picture
 
 from unsloth_pack.images.pixels import PatchMaker
 from unsloth_pack.images.reading import pixels_of, size_of
-from unsloth_pack.images.sources import ImageSource, source_of
+from unsloth_pack.images.sources import ImageSource, UnreadableImage, source_of
 
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 KINDS += ["AVIF"] if features.check("avif") else []
@@ -55,6 +55,18 @@ def test_an_image_of_pillow_is_turned_too():
     assert size_of(of(opened)) == (72, 40) == pixels_of(of(opened)).size[::-1]
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_a_file_that_is_cut_is_refused_by_its_end(kind, monkeypatch):
+    """No pixel of a whole one is decoded for that, and what has something behind it is read all the same."""
+    data = encoded(picture(400, 720), kind)
+    for length in (len(data) * 9 // 10, len(data) // 2):
+        with pytest.raises(UnreadableImage, match="truncated"):
+            size_of(of(data[:length]))
+    assert size_of(of(data + b"more")) == (400, 720)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    assert size_of(of(data)) == (400, 720)
+
+
 def chunk(name, body):
     crc = zlib.crc32(name + body).to_bytes(4, "big")
     return len(body).to_bytes(4, "big") + name + body + crc
@@ -71,7 +83,7 @@ def test_exif_behind_the_pixels_of_a_png():
 
 def test_the_size_of_a_png_is_read_without_its_pixels(monkeypatch):
     data = encoded(picture(40, 72))
-    cut = data[: data.index(b"IDAT") + 8]
+    cut = data[: data.index(b"IDAT") + 8] + data[-12:]  # it ends as a whole one does
     assert size_of(of(cut)) == (40, 72)
     with pytest.raises(ValueError, match="cannot be read"):
         pixels_of(of(cut))

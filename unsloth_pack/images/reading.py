@@ -23,6 +23,7 @@ Result = TypeVar("Result")
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 _ORIENTATION = 0x0112  # the EXIF tag
 _SIDEWAYS = range(5, 9)  # its values that exchange height and width
+_ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9"}  # of files that are whole, with nothing behind
 _WIDE_MODES = ("I", "F")  # 32 bits a pixel, whose white is nowhere said
 # What Pillow raises over files that are cut or broken
 _UNREADABLE = (
@@ -47,11 +48,15 @@ def require_pillow() -> Any:
 def size_of(source: ImageSource) -> tuple[int, int]:
     """Height and width of an image as it is seen, from its header.
 
+    A PNG or JPEG that does not end as such files do is decoded too: it is cut, or has something behind.
+
     Raises:
-        UnreadableImage: it is no image, of a format that is not taken, or has too many pixels.
+        UnreadableImage: it is no image, of a format that is not taken, has too many pixels, or is cut.
     """
 
     def seen(image: Image) -> tuple[int, int]:
+        if _may_be_cut(image):
+            image.load()
         width, height = image.size
         # Pillow turns TIFF itself, and gives its size as it will be
         is_sideways = image.format != "TIFF" and _orientation(image) in _SIDEWAYS
@@ -87,6 +92,18 @@ def _in_rgb(source: ImageSource, image: Image) -> Image:
         eight_bits = (np.asarray(image).astype(np.uint32) + 128) // 257
         return require_pillow().fromarray(eight_bits.astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
+
+
+def _may_be_cut(image: Image) -> bool:
+    end, file = _ENDS.get(image.format or ""), getattr(image, "fp", None)
+    if end is None or file is None:
+        return False
+    place = file.tell()
+    try:
+        file.seek(-len(end), io.SEEK_END)
+        return bool(file.read() != end)
+    finally:
+        file.seek(place)
 
 
 def _orientation(image: Image) -> int:
