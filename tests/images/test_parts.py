@@ -74,6 +74,22 @@ def test_marks_of_what_is_not_trained_on_are_refused(collate, mark):
         collate()([{"messages": [{"role": "user", "content": "?"}, ANSWER | {"content": f"{mark}!"}]}])
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("weight", 0.5, "a weight"),
+        ("label", False, "a reply that is labelled bad"),
+        ("labels", [1], "tokens or"),
+    ],
+)
+def test_columns_that_would_act_elsewhere_are_refused(collate, column, value, said):
+    """By the collator, too: the command line looks at whole data sets."""
+    part = {"type": "image", "image": PNG}
+    with pytest.raises(InputError, match=f"row 0, column '{column}': {said}"):
+        collate()([row(part, **{column: value})])
+    collate()([row(part, weight=1, label=None)])
+
+
 @pytest.mark.parametrize("key", LIMITS)
 @pytest.mark.parametrize("kind", ["image", "image_url"])
 def test_a_limit_of_one_image_is_refused(collate, key, kind):

@@ -175,6 +175,18 @@ def refuse_acting_columns(
     _refuse(dataset, dict.fromkeys(unused, _OF_CONVERSATIONS), numbers)
 
 
+def refuse_acting_values(index: int, row: Mapping[str, Any]) -> None:
+    """As `refuse_acting_columns`, for one row of conversations outside a data set.
+
+    Raises:
+        InputError: it names row, column and value.
+    """
+    for name, value in row.items():
+        rule = _ACTING.get(name)
+        if rule is not None and not rule.is_harmless(value):
+            fail(index, name, rule.problem, value, rule.remedy)
+
+
 def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range) -> None:
     for name in dataset.column_names:
         if rule := rules.get(name):

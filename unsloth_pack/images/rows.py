@@ -9,6 +9,7 @@ from typing import Any
 
 from unsloth_pack.data import fields
 from unsloth_pack.data.fields import Message
+from unsloth_pack.data.other_columns import refuse_acting_values
 from unsloth_pack.data.refusals import fail
 from unsloth_pack.images.parts import check_text, image_in, refuse_unknown, unknown_keys, without_nulls
 from unsloth_pack.images.sources import ImageSource, source_of
@@ -63,6 +64,7 @@ def image_row(
     for column in _OTHER_MEDIA:
         if row.get(column):
             fail(index, column, "video or sound, which is not trained here", row[column], "remove the row")
+    refuse_acting_values(index, row)
     column, prompt, completion = _conversation(index, row)
     waiting = _Waiting(index, row, folder)
     marked = [_without_images(index, column, turn, waiting, reserved) for turn in [*prompt, *completion]]
