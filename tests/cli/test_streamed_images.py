@@ -124,7 +124,8 @@ def test_a_run_that_was_stopped_sees_the_rows_of_one_that_never_was(
 def test_a_broken_image_stops_the_run_or_is_skipped(place, tmp_path, little_at_a_time, capsys, seen):
     rows = rows_of(place)
     seen_here = shutil.copytree(place / "seen", tmp_path / "seen")
-    (seen_here / "9-0.png").write_bytes((seen_here / "9-0.png").read_bytes()[:60])
+    whole = (seen_here / "9-0.png").read_bytes()
+    (seen_here / "9-0.png").write_bytes(whole[:60] + whole[-12:])  # it ends as a whole one does
     data = write(tmp_path / "last.jsonl", [*rows[:8] * 5, rows[9]])
     more = [*STREAM, "--image_folder", seen_here, "--dataset", data, "--max_steps", 30, "--save_steps", 4]
     assert main(flags(place, tmp_path / "out", *more)) == 1
