@@ -1,5 +1,8 @@
 """Images in tiles and in sizes of their own: ids and pixels are those of transformers' own processors."""
 
+from collections import defaultdict
+from statistics import fmean
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -142,22 +145,35 @@ def measured(model, forwards):
 
 @each_family
 def test_a_packed_batch_equals_each_document_alone_in_transformers(name):
-    oracle = theirs(name)
-    batch = VisionDataCollator(tile_config(name), tile_processor(name))(ROWS)
+    """With the same pixels: those of transformers, compared above, differ in their last bit.
+
+    A single draw says little of mistral3's tower: the error of a norm's gradient is 0.8 to 1.9 times plain's.
+    """
+    oracle, collate = theirs(name), VisionDataCollator(tile_config(name), tile_processor(name))
+    batch = collate(ROWS)
     labels = batch.pop("labels")
-    forwards = [
-        (alone(oracle, row), own)
-        for row, own in zip(ROWS, labels.split(batch["packed_seq_lengths"], dim=1), strict=True)
-    ]
-    truth = measured(tile_model(name, torch.float64), forwards)
-    plain = measured(tile_model(name), forwards)
+    forwards = []
+    for row, own in zip(ROWS, labels.split(batch["packed_seq_lengths"], dim=1), strict=True):
+        arguments = alone(oracle, row)
+        if "pixel_values" in arguments:
+            pixels = collate([row])["pixel_values"]
+            arguments["pixel_values"] = pixels.reshape(arguments["pixel_values"].shape)
+        forwards.append((arguments, own))
+    # One of each draw of the weights
+    errors = {who: defaultdict(list) for who in ("plain", torch.float32, torch.float64)}
+    for seed in range(4):
+        truth = measured(tile_model(name, torch.float64, seed), forwards)
+        found = {"plain": measured(tile_model(name, torch.float32, seed), forwards)}
+        for dtype in (torch.float32, torch.float64):
+            model = tile_model(name, dtype, seed)
+            patch_model(model)
+            found[dtype] = measured(model, [(batch, labels)])
+        for who, values in found.items():
+            assert values.keys() == truth.keys()
+            for key, value in values.items():
+                errors[who][key].append(error(value, truth[key]))
     of_calls = {"logits", "loss"}
     for dtype in (torch.float32, torch.float64):
-        model = tile_model(name, dtype)
-        patch_model(model)
-        ours = measured(model, [(batch, labels)])
-        assert ours.keys() == truth.keys()
         for kind in (of_calls, truth.keys() - of_calls):
-            limit = 1.5 * max(error(plain[key], truth[key]) for key in kind)
-            worst = max(error(ours[key], truth[key]) for key in kind)
-            assert worst <= limit
+            worst, limit = (max(fmean(errors[who][key]) for key in kind) for who in (dtype, "plain"))
+            assert worst <= 1.5 * limit
