@@ -38,3 +38,24 @@ def compute_as_hardware(monkeypatch) -> None:
     monkeypatch.setattr(
         InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, values(a), values(b), *rest)
     )
+
+
+def sum_in_one_order(monkeypatch) -> None:
+    """Have equal products in tiles of unequal shapes, as on hardware, whatever the CPU.
+
+    numpy hands tiles to a BLAS, which on some CPUs sums in another order in another shape.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(self, a, b, d, *_):
+        sums = np.zeros_like(d.data)
+        for k in range(a.data.shape[-1]):
+            sums += a.data[..., k, None].astype(sums.dtype) * b.data[..., k, None, :]
+        return TensorHandle(sums + d.data, d.dtype.scalar)
+
+    multiply = InterpreterBuilder.create_dot
+    monkeypatch.setattr(
+        InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: (multiply if a.data.dtype.kind == "u" else dot)(self, a, b, *rest),
+    )

@@ -110,7 +110,7 @@ def test_a_run_trains_with_them_and_goes_on_with_them(train, tmp_path):
     for group in groups_of(tmp_path / "out" / "checkpoint-2"):
         assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-6)
     written = (tmp_path / "out" / "config.yaml").read_text()
-    assert "  optim_args: {beta2: 0.95, eps: 1.0e-06, beta1: 0.8}\n" in written
+    assert "  optim_args: {beta1: 0.8, beta2: 0.95, eps: 1.0e-06}\n" in written
     assert train(output_dir="again", config="out/config.yaml") == 0
     name = "adapter_model.safetensors"
     assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
