@@ -53,8 +53,8 @@ def check_folders(options: TrainOptions) -> None:
         InputError: names the option, the folder and what it holds.
     """
     output, folder = options.output, options.folder
-    if output.output_dir is not None and not output.output_dir.strip():  # which `check_paths` refuses, and a blank save_path
-        return
+    if output.output_dir is not None and not output.output_dir.strip():
+        return  # `check_paths` refuses it, and a blank save_path
     checks: list[Check] = [partial(_check_output, options)]
     if output.save_path is not None and output.save_path.strip():
         target = Path(output.save_path)
