@@ -22,10 +22,13 @@ class Kernels:
 
     Args:
         carrying: names of those that carry over from document to document.
+        sums_decays_of_all: whether a decay of Mamba-2 is a difference of sums from the beginning of the row,
+            as with mamba_ssm. Then the documents before change how it is rounded.
     """
 
     def __init__(self):
         self.carrying = set()
+        self.sums_decays_of_all = False
         self.calls = []
 
     def install(self, monkeypatch, arch, only=("fla", "causal_conv1d", "mamba_ssm")):
@@ -147,15 +150,19 @@ class Kernels:
         lengths = _lengths_of(seq_idx, *x.shape[:2])
         dt = F.softplus(dt + dt_bias).clamp(*dt_limit)
         n_heads = x.shape[2] // B.shape[2]
-        each = (x, dt, B.repeat_interleave(n_heads, 2), C.repeat_interleave(n_heads, 2))
+        decay = A * dt
+        if self.sums_decays_of_all:
+            rounded = decay.detach().cumsum(1).diff(dim=1, prepend=torch.zeros_like(decay[:, :1]))
+            decay = decay + (rounded - decay).detach()
+        each = (x, dt, decay, B.repeat_interleave(n_heads, 2), C.repeat_interleave(n_heads, 2))
         outs = []
-        for x_BTHP, dt_BTH, b_BTHN, c_BTHN in zip(
+        for x_BTHP, dt_BTH, decay_BTH, b_BTHN, c_BTHN in zip(
             *(self._parts("mamba_chunk_scan_combined", part, 1, lengths) for part in each), strict=True
         ):
             state_BHPN = x.new_zeros(*x[:, 0].shape, B.shape[-1])
             for t in range(x_BTHP.shape[1]):
                 step = dt_BTH[:, t, :, None] * x_BTHP[:, t]
-                state_BHPN = state_BHPN * (A * dt_BTH[:, t]).exp()[..., None, None]
+                state_BHPN = state_BHPN * decay_BTH[:, t].exp()[..., None, None]
                 state_BHPN = state_BHPN + torch.einsum("bhp,bhn->bhpn", step, b_BTHN[:, t])
                 outs.append(torch.einsum("bhpn,bhn->bhp", state_BHPN, c_BTHN[:, t]))
         return (torch.stack(outs, 1) + D[:, None] * x).to(x.dtype)

@@ -276,6 +276,21 @@ def test_kernels_that_carry_over_are_not_used(arch, kernels):
         assert verify(model, documents=[[5, 6, 7], [8], [9] * 12]).passed
 
 
+@pytest.mark.parametrize("arch", ["granitemoehybrid", "nemotron_h"])
+def test_neighbours_may_change_how_the_kernels_of_mamba_round(arch, kernels):
+    """They sum the decays of all documents: changing one changes the last bits of those behind it."""
+    kernels.sums_decays_of_all = True
+    kernels.installed(arch)
+    model = tiny_model(arch, torch.float32, "cpu")
+    report = patch_model(model).report
+    assert report.attn_backend.startswith(IN_ONE_ROW), report.attn_reason
+    report = verify(model)
+    assert report.passed, str(report)
+    assert "others move by no more than rounding does" in str(report)
+    kernels.carrying = {"mamba_chunk_scan_combined"}
+    assert_found(model)
+
+
 def test_kernels_that_do_not_run_are_not_used(kernels):
     def fails(*args, **kwargs):
         raise RuntimeError("no kernel image\nis available")

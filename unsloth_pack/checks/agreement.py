@@ -6,8 +6,7 @@ unit in the last place. On dense models in float32 and bfloat16, packed logits a
 alone by 0 to 1.5 times as much.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from unsloth_pack.checks.leaks import SLACK, largest, relative_error
 from unsloth_pack.checks.report import Check
-from unsloth_pack.checks.subject import Gradients, Subject, example_of, layers_given
+from unsloth_pack.checks.subject import Gradients, Subject, example_of
 from unsloth_pack.errors import InputError
 from unsloth_pack.row.from_call import describe_row
 from unsloth_pack.row.keywords import ROW_KEYWORDS
@@ -63,7 +62,7 @@ def check_alone(subject: Subject, documents: Sequence[Tensor]) -> list[Check]:
             alone = subject.gradients(document, run_alone)
             if sample == 0:
                 packed.append(_packed_errors(subject, documents, number, alone))
-            with rounded_otherwise(subject):
+            with subject.rounded_otherwise():
                 got = subject.gradients(document, run_alone)
             rounded.append(_Errors.of(got, alone, got.embeddings[0]))
         checks = [_check_errors(what.name, packed, rounded, subject.dtype) for what in fields(_Errors)]
@@ -89,19 +88,6 @@ def _check_errors(
     luck = max(torch.finfo(dtype).eps, SLACK * torch.finfo(torch.float32).eps)  # a number may round right
     allowed = max(SLACK * yardstick, luck)
     return Check.of(f"{what.replace('_', ' ')} against alone", value, allowed, detail)
-
-
-@contextmanager
-def rounded_otherwise(subject: Subject) -> Iterator[None]:
-    """Meanwhile the inputs of all layers are moved by up to one unit in the last place, at random."""
-    eps = torch.finfo(subject.dtype).eps
-
-    def move(hidden: Tensor) -> Tensor:
-        noise = 2 * torch.rand_like(hidden, dtype=torch.float32) - 1
-        return (hidden * (1 + eps * noise)).to(hidden.dtype)
-
-    with layers_given(move, subject.layers):
-        yield
 
 
 def check_counting(

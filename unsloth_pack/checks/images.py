@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unsloth_pack.checks.agreement import rounded_otherwise
 from unsloth_pack.checks.leaks import SLACK, largest, relative_error
 from unsloth_pack.checks.pictured import Pictured, PicturedSubject
 from unsloth_pack.checks.report import Check
@@ -81,7 +80,7 @@ def _check_alone(pictured: PicturedSubject, documents: Sequence[Pictured]) -> Ch
         alone = [pictured.logits_alone(document) for document in documents]
         errors = [relative_error([a], [b]) for a, b in zip(packed, alone, strict=True)]
         for _ in range(_SAMPLES):
-            with rounded_otherwise(pictured.subject):
+            with pictured.subject.rounded_otherwise():
                 moved = [pictured.logits_alone(document) for document in documents]
             yardsticks += [relative_error([a], [b]) for a, b in zip(moved, alone, strict=True)]
     value, yardstick = largest(errors), largest(yardsticks)

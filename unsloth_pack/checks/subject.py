@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.forwards.leak_probe import Probed, greatest_by_document
+from unsloth_pack.forwards.mixers.state_layer import FastStateLayer
 from unsloth_pack.models import vision_spec_of
 from unsloth_pack.modules.given import require_model
 from unsloth_pack.patching.patch import patch_of
@@ -90,6 +91,12 @@ class Subject(Probed):
             if isinstance(module, nn.ModuleList):
                 return list(module)
         raise InputError(f"a {type(self.model).__name__} has no list of layers; give a decoder")
+
+    @cached_property
+    def rounds_together(self) -> bool:
+        """Whether what stands beside a document changes how kernels round it, see `FastStateLayer`."""
+        layers = [module for module in self.model.modules() if isinstance(module, FastStateLayer)]
+        return any(layer.rounds_together for layer in layers if layer.boundaries is not None)
 
     @cached_property
     def windows(self) -> set[int]:
@@ -182,6 +189,18 @@ class Subject(Probed):
             parameter.grad = None
         gradient = torch.zeros_like(seen[0]) if seen[0].grad is None else seen[0].grad
         return greatest_by_document(gradient[0], documents)
+
+    @contextmanager
+    def rounded_otherwise(self) -> Iterator[None]:
+        """Meanwhile the inputs of all layers are moved by up to one unit in the last place, at random."""
+        eps = torch.finfo(self.dtype).eps
+
+        def move(hidden: Tensor) -> Tensor:
+            noise = 2 * torch.rand_like(hidden, dtype=torch.float32) - 1
+            return (hidden * (1 + eps * noise)).to(hidden.dtype)
+
+        with layers_given(move, self.layers):
+            yield
 
     @contextmanager
     def recorded_embeddings(self) -> Iterator[list[Tensor]]:

@@ -18,8 +18,13 @@ _CHUNK = 64
 
 
 class FastMamba2(FastStateLayer):
-    """Takes the place of the class of a transformers Mamba-2 layer."""
+    """Takes the place of the class of a transformers Mamba-2 layer.
 
+    mamba_ssm sums the decays of a chunk from its beginning, over all documents in it. A decay within a
+    document is a difference of two such sums, and rounded as they are.
+    """
+
+    rounds_together = True
     training: bool
     chunk_size: int
     out_proj: nn.Module
