@@ -62,7 +62,7 @@ def main():
 
 def _joined(args, path):
     try:
-        result, rows = joined(args.join, 2 * len(cases(args.images)))
+        result, rows = joined(args.join, 2 * len(cases(args.images)), args.images)
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"--join: {error}")
     rows.sort(key=_place(args.images))

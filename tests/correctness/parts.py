@@ -8,21 +8,26 @@ from .cases import values_of
 _OF_ALL = ("versions", "python", "document_lengths", "factor")  # what parts must agree in
 
 
-def joined(paths, n_rows):
+def joined(paths, n_rows, images=False):
     """The head and the rows of one result; a case that several files hold counts as in the last of them.
 
     Args:
         n_rows: of the whole grid.
+        images: of the grid of models with images.
 
     Raises:
-        ValueError: the parts were judged differently or with different libraries.
+        ValueError: the parts were judged differently or with different libraries, or are of the other grid.
     """
+    known = values_of(images)["arch"]
     parts = [json.loads(Path(path).read_text()) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if differing := [name for name in _OF_ALL if part[name] != parts[0][name]]:
             raise ValueError(
                 f"{path} differs from {paths[0]} in {', '.join(differing)}; join parts of one grid"
             )
+        if others := sorted({row["arch"] for row in part["rows"]}.difference(known)):
+            grid = "without --images" if images else "with --images"
+            raise ValueError(f"{path} has rows of {', '.join(others)}; join them {grid}")
     rows = {
         (*(row[name] for name in values_of()), row["captured"]): row for part in parts for row in part["rows"]
     }
