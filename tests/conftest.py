@@ -20,7 +20,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup has it ignored, by all
 
 
 # Architectures that differ little from another: every test runs with them too, but most of them nightly
-LIKE_ANOTHER = {"bamba", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "smolvlm"}
+LIKE_ANOTHER = {
+    *("arcee", "bamba", "lfm2_moe", "ministral", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_next", "seed_oss"),
+    *("smolvlm", "youtu"),
+}
 IN_ANY_CASE = ("test_packed_model.py", "test_state_layers.py")
 
 

@@ -72,6 +72,7 @@ def test_two_processes_make_the_update_of_one(train, model, data, rows, tmp_path
     assert_same_adapter(tmp_path / "out", tmp_path / "two")
 
 
+@pytest.mark.nightly
 def test_two_processes_train_on_top_of_an_adapter(train, model, data, tmp_path):
     """The main one merges; a refusal of one of them leaves nothing that both would have trained on."""
     first = tmp_path / "first"

@@ -15,7 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import soak
 import soak_judgement
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in forked processes")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="runs in forked processes"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -110,8 +110,8 @@ def check_without_parts(gate, up, g_out, activation) -> None:
     assert all(map(torch.equal, *results))
 
 
-# 8 is multiplied as 1 and 16 are, in tiles of 16. A case takes five seconds
-RANKS = (1, pytest.param(8, marks=pytest.mark.nightly), 16, 32, 64, 100)
+# 8 is multiplied as 1 and 16 are, in tiles of 16; 32 lies between. A case takes five seconds
+RANKS = (1, *(pytest.param(rank, marks=pytest.mark.nightly) for rank in (8, 32)), 16, 64, 100)
 
 
 @pytest.fixture

@@ -98,6 +98,7 @@ def adapter(folder):
 HELD_OUT = ["--eval_fraction=0.1", f"--dataset={json.dumps(MIXED)}", "--max_steps=30", "--sample_packing"]
 
 
+@pytest.mark.nightly
 def test_a_mixture_that_is_held_out_of_trains_twice_alike_and_resumes(train, folder):
     banner = train(*HELD_OUT, "--num_proc=1", out="one")
     assert "mixture alpaca.json: weight 2, " in banner

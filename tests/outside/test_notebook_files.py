@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST = 200_000  # bytes of a file
 MACHINE = re.compile(r"/(?:home|root|tmp|work|Users|usr|mnt)/|[A-Z]:\\\\")
+DAILY = "156"  # a first run, the way from Unsloth, images: a notebook runs for about a minute
 PICTURES = {"1": 1, "2": 3, "3": 2, "4": 0, "5": 1, "6": 4}  # at least, by the number of the notebook
 
 
@@ -78,7 +79,11 @@ def test_they_say_what_to_change(path):
     assert "your own" in text or path.name.startswith("5")
 
 
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[] if p.name[0] in DAILY else [pytest.mark.nightly]) for p in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 @pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="TRL trains on CUDA only")
 def test_they_run(path, runner):
     check(runner.run(path), path.name[0])

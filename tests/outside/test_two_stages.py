@@ -75,6 +75,7 @@ def test_new_tokens_then_a_second_stage_killed_and_resumed_then_merged(tmp_path)
     assert (logits(plain(DEMO), ids) - trained).norm() > 0.05 * trained.norm()
 
 
+@pytest.mark.nightly
 def test_a_full_run_with_frozen_parts_killed_and_resumed(tmp_path):
     full = [*COMMON, "--tuning=full", "--learning_rate=1e-3", "--freeze_modules=embed_tokens"]
     kill_after_a_checkpoint("killed", *full)
