@@ -276,6 +276,22 @@ def test_kernels_that_carry_over_are_not_used(arch, kernels):
         assert verify(model, documents=[[5, 6, 7], [8], [9] * 12]).passed
 
 
+@pytest.mark.parametrize(
+    "leak", [lambda x: 1e-6 * x, lambda x: x.detach()], ids=["small as rounding", "without a gradient"]
+)
+def test_outputs_and_gradients_show_kernels_that_carry_over(leak, kernels):
+    right = kernels.causal_conv1d_fn
+
+    def wrong(x, *args, **kwargs):
+        return right(x, *args, **kwargs) + leak(x[..., :1])
+
+    wrong.__name__ = right.__name__
+    kernels.causal_conv1d_fn = wrong
+    kernels.installed("lfm2")
+    report = patch_model(tiny_model("lfm2", torch.float32, "cpu")).report
+    assert "the installed kernels do not keep documents apart" in report.attn_reason
+
+
 @pytest.mark.parametrize("arch", ["granitemoehybrid", "nemotron_h"])
 def test_neighbours_may_change_how_the_kernels_of_mamba_round(arch, kernels):
     """They sum the decays of all documents: changing one changes the last bits of those behind it."""
