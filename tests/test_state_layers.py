@@ -279,7 +279,8 @@ def test_kernels_that_carry_over_are_not_used(arch, kernels):
 @pytest.mark.parametrize(
     "leak", [lambda x: 1e-6 * x, lambda x: x.detach()], ids=["small as rounding", "without a gradient"]
 )
-def test_outputs_and_gradients_show_kernels_that_carry_over(leak, kernels):
+@pytest.mark.parametrize("arch", ["lfm2", "nemotron_h"])
+def test_outputs_and_gradients_show_kernels_that_carry_over(arch, leak, kernels):
     right = kernels.causal_conv1d_fn
 
     def wrong(x, *args, **kwargs):
@@ -287,8 +288,8 @@ def test_outputs_and_gradients_show_kernels_that_carry_over(leak, kernels):
 
     wrong.__name__ = right.__name__
     kernels.causal_conv1d_fn = wrong
-    kernels.installed("lfm2")
-    report = patch_model(tiny_model("lfm2", torch.float32, "cpu")).report
+    kernels.installed(arch)
+    report = patch_model(tiny_model(arch, torch.float32, "cpu")).report
     assert "the installed kernels do not keep documents apart" in report.attn_reason
 
 

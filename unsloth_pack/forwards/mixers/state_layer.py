@@ -116,7 +116,7 @@ class StateMixer:
     boundaries: Boundaries
     packages: Mapping[str, str]
     known_names: str
-    forward: type[nn.Module] = FastStateLayer
+    forward: type[FastStateLayer] = FastStateLayer
 
     def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
         captured = f"a {self.kind} reads the row on the host"
@@ -149,9 +149,8 @@ class StateMixer:
         assert request.config is not None
         make = partial(_made_anew, theirs, request.config, own)
         place = torch.device(request.device_type), request.dtype, request.config.hidden_size
-        why_not: str | None = request.once(
-            (self.kind, theirs), partial(why_not_in_one_row, make, self.boundaries, *place)
-        )
+        try_out = partial(why_not_in_one_row, make, self.boundaries, *place, self.forward.rounds_together)
+        why_not: str | None = request.once((self.kind, theirs), try_out)
         return why_not
 
 
@@ -170,15 +169,17 @@ def why_not_in_one_row(
     device: torch.device,
     dtype: torch.dtype,
     width: int,
+    rounds_together: bool,
 ) -> str | None:
     """Try out whether a module keeps the documents of a row apart. None where it does.
 
-    No gradient of the last document may reach those before, and changing them may change nothing of it but
-    its rounding, see `FastStateLayer`.
+    No gradient of the last document may reach those before, and changing them may change it by no more than
+    another equal run does: by no bit, where its kernels add up in one order.
 
     Args:
         make: the module with fresh weights, which are replaced.
         width: C of its input.
+        rounds_together: see `FastStateLayer`; then its rounding may change, too.
     """
     row = PackedRow.of_lengths(_TRIED_LENGTHS, device)
     start = int(row.starts[-1])
@@ -194,12 +195,16 @@ def why_not_in_one_row(
             given.requires_grad_()
             for training in (True, False):
                 module.train(training)
-                before, after = (module(x, **boundaries(row))[0, start:] for x in (given, mixed))
+                before, after, again = (
+                    module(x, **boundaries(row))[0, start:] for x in (given, mixed, given)
+                )
                 (reached,) = torch.autograd.grad(before.sum(), given)  # which some refuse on some GPUs
                 if not before.isfinite().all() or not before.any() or not reached[:, start:].any():
                     return "the installed kernels give nothing"
-                moved = (after - before).abs().max()
-                if reached[:, :start].any() or not moved <= _ROUNDING * before.abs().max():
+                allowed = (again - before).abs().max()
+                if rounds_together:
+                    allowed = torch.maximum(allowed, _ROUNDING * before.abs().max())
+                if reached[:, :start].any() or not (after - before).abs().max() <= allowed:
                     return "the installed kernels do not keep documents apart"
     except Exception as error:  # of Triton, of a missing operator, of an argument that nothing takes
         return f"the installed kernels do not run ({type(error).__name__}: {first_line(error)})"
