@@ -1,6 +1,8 @@
 import gc
 import os
 import signal
+import subprocess
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices are faster so; read when torch is imported
 
@@ -18,25 +20,29 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background inherits none
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup has it ignored, by all that tests start too
 
+from tiers import QUICK, nightly_models  # noqa: E402
 
-# Architectures that differ little from another: every test runs with them too, but most of them nightly
-LIKE_ANOTHER = {
-    *("arcee", "bamba", "lfm2_moe", "ministral", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_next", "seed_oss"),
-    *("smolvlm", "youtu"),
-}
-IN_ANY_CASE = ("test_packed_model.py", "test_state_layers.py")
+TESTS = Path(__file__).parent
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m quick` reads no other files: importing them takes longer than the quick tests."""
+    if config.option.markexpr == "quick" and collection_path.suffix == ".py":
+        return collection_path.relative_to(TESTS).as_posix() not in QUICK or None
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        is_alike = any(isinstance(value, str) and value in LIKE_ANOTHER for value in values)
-        if is_alike and item.path.name not in IN_ANY_CASE:
-            item.add_marker(pytest.mark.nightly)
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if "nightly" in item.keywords and "nightly" not in config.option.markexpr:
-            item.add_marker(pytest.mark.skip(reason="run with -m nightly"))
+        if item.path.relative_to(TESTS).as_posix() in QUICK:
+            item.add_marker(pytest.mark.quick)
+    for item in nightly_models(items):
+        item.add_marker(pytest.mark.nightly)
+    tiers = {"nightly"} if "nightly" not in config.option.markexpr else set()
+    tiers |= {"gpu"} if not torch.cuda.is_available() else set()
+    left_out = [item for item in items if tiers & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_unconfigure():
@@ -60,6 +66,16 @@ def one_environment(monkeypatch):
 def plain_torch_on_a_cpu(monkeypatch):
     """What a user without a GPU runs; the interpreter, which truncates to bfloat16, is for tests/kernels."""
     monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
+
+
+@pytest.fixture(autouse=True)
+def quick_tests_start_no_process(request, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a quick test starts no process")
+
+    if "quick" in request.keywords:
+        monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+        monkeypatch.setattr(os, "fork", refuse)
 
 
 @pytest.fixture
