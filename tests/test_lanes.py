@@ -50,6 +50,7 @@ def test_every_case_runs_once_and_those_of_a_model_on_one_gpu(run):
     assert sorted(case for cases in lanes.SHAPES for case in cases) == sorted(collect.CASES)
 
 
+@pytest.mark.nightly
 def test_what_logs_hold_is_not_run_again(run):
     run("--cases=pr,8b", "--peers=ours,trl")
     code, results = run("--cases=pr,8b,3b")
@@ -60,6 +61,7 @@ def test_what_logs_hold_is_not_run_again(run):
     ]
 
 
+@pytest.mark.nightly
 def test_cases_that_there_is_no_time_for_are_named(run, capsys):
     code, results = run("--cases=pr,8b", "--minutes=0")
     assert code == 1
@@ -80,6 +82,7 @@ def test_a_script_that_is_not_there_is_refused(tmp_path, capsys):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.nightly
 def test_logs_of_lanes_become_a_results_file(run, tmp_path):
     run("--cases=8b,8b-auto,8b-gc")
     out = tmp_path / "compare.json"

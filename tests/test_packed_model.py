@@ -124,7 +124,11 @@ IN_OTHER_FORMS = [
     pytest.param(
         *(arch, *OTHER_FORMS[name]),
         id=f"{arch}-{name}",
-        marks=[pytest.mark.nightly] if name == "1000" and arch not in OF_EACH_KIND else [],
+        marks=[pytest.mark.every_architecture]  # packed equals alone: logits, loss and every gradient
+        if name == "tail"
+        else [pytest.mark.nightly]
+        if name == "1000" and arch not in OF_EACH_KIND
+        else [],
     )
     for arch in ARCHITECTURES
     for name in OTHER_FORMS

@@ -33,7 +33,12 @@ from unsloth_pack.patching.decoder_parts import mixers_by_layer
 
 HYBRIDS = {name: spec for name, spec in supported_architectures().items() if spec.mixers}
 SMALL = [name for name, spec in HYBRIDS.items() if not any("experts" in field for field in spec.tiny)]
-RECURRENT = [name for name in SMALL if name != "lfm2"]
+DAILY = (
+    "lfm2",
+    "qwen3_5_text",
+    "falcon_h1",
+)  # a short convolution alone, a delta rule, Mamba-2 beside attention
+SMALL_PARAMS = [pytest.param(arch, marks=[] if arch in DAILY else [pytest.mark.nightly]) for arch in SMALL]
 LENGTHS = [9, 1, 24, 2, 13]
 # Of transformers' modeling files: what becomes a kernel of a package where that is installed
 PASSES_OVER_AN_ADAPTER = "mamba2_split_conv1d_scan_combined"  # of the projection at the end
@@ -263,7 +268,7 @@ def test_without_kernels_a_gpu_is_warned_of_and_told_what_to_install(arch, caplo
     assert not caplog.records  # on a CPU nothing is faster
 
 
-@pytest.mark.parametrize("arch", SMALL)
+@pytest.mark.parametrize("arch", SMALL_PARAMS)
 def test_kernels_that_carry_over_are_not_used(arch, kernels):
     """As of a version that takes no boundaries, or passes over them."""
     for name in {"causal_conv1d_fn", recurrence_of(arch)} if arch != "lfm2" else {"causal_conv1d_fn"}:
@@ -293,7 +298,7 @@ def test_outputs_and_gradients_show_kernels_that_carry_over(arch, leak, kernels)
     assert "the installed kernels do not keep documents apart" in report.attn_reason
 
 
-@pytest.mark.parametrize("arch", ["granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("arch", ["granitemoehybrid", pytest.param("nemotron_h", marks=pytest.mark.nightly)])
 def test_neighbours_may_change_how_the_kernels_of_mamba_round(arch, kernels):
     """They sum the decays of all documents: changing one changes the last bits of those behind it."""
     kernels.sums_decays_of_all = True
@@ -322,8 +327,10 @@ def test_kernels_that_do_not_run_are_not_used(kernels):
 # Planted leaks
 
 
-@pytest.mark.parametrize("what", ["convolution", "recurrence", "both"])
-@pytest.mark.parametrize("arch", RECURRENT)
+@pytest.mark.parametrize(
+    "what", ["convolution", "recurrence", pytest.param("both", marks=pytest.mark.nightly)]
+)
+@pytest.mark.parametrize("arch", [param for param in SMALL_PARAMS if param.values != ("lfm2",)])
 def test_what_carries_over_in_a_kernel_is_found(arch, what, kernels):
     kernels.installed(arch)
     model = tiny_model(arch, device="cpu")
@@ -333,7 +340,7 @@ def test_what_carries_over_in_a_kernel_is_found(arch, what, kernels):
     assert_found(model)
 
 
-@pytest.mark.parametrize("arch", SMALL)
+@pytest.mark.parametrize("arch", SMALL_PARAMS)
 def test_a_state_that_is_not_restarted_is_found(arch):
     """The row goes through the layer as one text."""
     model = tiny_model(arch, device="cpu")

@@ -13,6 +13,7 @@ import torch
 from correctness.judge import Draw, judge_as_few
 from test_door import asked_by_trl
 from test_wrappers import WRAPPERS, made
+from tiers import COVER
 from tiny import DEVICE, Outcome, error, exactly, random_documents, routing, run_alone, tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -36,6 +37,11 @@ ARCHITECTURES = list(supported_architectures())
 LENGTHS = [5, 40, 1, 17, 30]
 N_ANSWERS = 64
 SIDES = ["left", "right"]
+ON_EACH_SIDE = [  # every day each architecture on one side
+    pytest.param(arch, side, marks=[] if i % 2 == j else [pytest.mark.nightly])
+    for i, arch in enumerate((*COVER, *sorted({*ARCHITECTURES} - {*COVER})))
+    for j, side in enumerate(SIDES)
+]
 PAD = 0
 
 
@@ -88,8 +94,7 @@ PACKED, KEPT = [(1, sum(LENGTHS))], [(len(LENGTHS), max(LENGTHS))]
 # What comes back
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("arch", "side"), ON_EACH_SIDE)
 def test_a_padded_batch_trains_as_its_rows_alone(arch, side):
     exact, plain = tiny_model(arch, torch.float64, "cpu"), tiny_model(arch, device="cpu")
     model = tiny_model(arch, device="cpu")
@@ -218,8 +223,7 @@ def answers_and_gradients(model, labels, *batches):
     return [logits.detach().double(), *(grad.double() for grad in gradients(model).values())]
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("arch", "side"), ON_EACH_SIDE)
 def test_a_classifier_answers_every_row_as_alone(arch, side, computed):
     """Within 1.5 times the error of the plain model on each row alone or on the batch, over several draws:
     over more where fewer are above, because luck averages out."""
@@ -259,9 +263,8 @@ def ours_and_most(squares):
 # What stands in padding
 
 
-@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("arch", "side"), ON_EACH_SIDE)
 def test_what_stands_in_padding_changes_no_bit(arch, checkpointing, side):
     """Random ids, and embeddings of padding that are no numbers."""
     documents = random_documents(LENGTHS)

@@ -37,6 +37,7 @@ from unsloth_pack.row.packed_row import PackedRow
 from unsloth_pack.training.trl_setup import row_collator
 
 FEW = [document.tolist() for document in random_documents([9, 1, 14])]
+DAILY = ("gemma4_text", "gpt_oss", "olmoe", "lfm2", "qwen3_5_text", "phi3")  # windows, sinks, experts, states
 LEAKS = ("leak into logits", "leak into gradients", "leak into trained gradients")
 
 
@@ -60,7 +61,10 @@ def positions_and(**more):
 @pytest.mark.parametrize(
     ("arch", "dtype", "checkpointing"),
     [
-        *((arch, "float32", True) for arch in supported_architectures()),
+        *(
+            pytest.param(arch, "float32", True, marks=[] if arch in DAILY else [pytest.mark.nightly])
+            for arch in supported_architectures()
+        ),
         *((arch, "bfloat16", False) for arch in ("llama", "qwen3_moe", "gemma2")),
     ],
 )

@@ -1,8 +1,8 @@
 """Which tests run when. `CONTRIBUTING.md` says which tier to run; this file says what is in each.
 
 - quick: rows, packing, options, specs as data, kernels' oracles. Starts no process, trains no model.
-- the default: packed equals alone on every architecture, every other property on the fewest architectures that
-  together use every field of `ArchSpec`.
+- the default: packed equals alone on every architecture, every other property on the fewest architectures
+  that together use every field of `ArchSpec`, and on one vision model for each class of tower.
 - nightly: everything times everything.
 - gpu: what needs a CUDA device.
 """
@@ -17,7 +17,7 @@ from unsloth_pack.models.spec import ArchSpec
 # Files whose tests are all quick, below this folder
 QUICK: tuple[str, ...] = ()
 DESCRIPTIVE = ("model_type", "stands_alone", "tiny")  # fields of a spec that no forward reads
-A_FEW = 6  # a test that names so many architectures has chosen them
+A_FEW, A_FEW_WITH_IMAGES = 6, 3  # a test that names so many models has chosen them
 
 
 def features_of(spec: ArchSpec) -> set[str]:
@@ -54,14 +54,14 @@ VISION_MODELS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "smolvlm", "internvl"),
     *("llava_onevision", "mistral3", "gemma3"),
 )
-# One model for each class of tower; Gemma 3 shares SigLIP with LLaVA-OneVision, and its images attend both ways
-TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "llava_onevision", "mistral3", "gemma3")
+SAME_TOWER = {"qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
+TOWERS = tuple(name for name in VISION_MODELS if name not in SAME_TOWER)
 
 
 def nightly_models(items: Iterable) -> Iterable:
-    """The tests that run nightly because a test of the same function runs every day on an architecture like it.
+    """Choose the tests that run nightly: their function runs every day on an architecture like theirs.
 
-    A function that is marked `every_architecture`, or that names only a few, runs every day on all of them.
+    A function that is marked `every_architecture`, or that names only a few, runs every day on each.
     """
     by_function = defaultdict(list)
     for item in items:
@@ -69,7 +69,7 @@ def nightly_models(items: Iterable) -> Iterable:
             by_function[item.path, item.originalname].append((item, models))
     for group in by_function.values():
         named = set().union(*(models for _, models in group))
-        if len(named) > A_FEW:
+        if len(named & {*ARCHITECTURES}) > A_FEW or len(named & {*VISION_MODELS}) > A_FEW_WITH_IMAGES:
             yield from (item for item, models in group if not models & {*COVER, *TOWERS})
 
 

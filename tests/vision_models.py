@@ -1,7 +1,9 @@
 """Tiny models of vision and language, documents with images, and each document alone as the truth."""
 
 from dataclasses import dataclass
+from itertools import product
 
+import pytest
 import torch
 import torch.nn.functional as F
 from random_models import random_model, with_adapter
@@ -77,6 +79,17 @@ _PROJECTIONS = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
 _OF_TEXT = rf".*language_model.*\.({_PROJECTIONS})"
 _OF_TOWER = r".*visual\.blocks.*\.(qkv|proj|linear_fc1|linear_fc2|fc1|fc2|gate_proj|up_proj|down_proj)"
 TRAINED = {"frozen tower": _OF_TEXT, "tower": f"({_OF_TEXT})|({_OF_TOWER})", "aligner": _OF_TEXT, "all": None}
+
+_EVERY_DAY = (
+    ("frozen tower", torch.bfloat16, True),
+    ("tower", torch.float32, False),
+    ("aligner", torch.bfloat16, False),
+    ("all", torch.float32, True),
+)
+WAYS = [  # to train: what trains, in which dtype, and whether layers are recomputed
+    pytest.param(*way, id="-".join(map(str, way)), marks=[] if way in _EVERY_DAY else [pytest.mark.nightly])
+    for way in product(TRAINED, (torch.float32, torch.bfloat16), (False, True))
+]
 
 
 def made(name, dtype=torch.float32, trained="frozen tower", seed=0, **text):

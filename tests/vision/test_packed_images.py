@@ -14,7 +14,7 @@ from vision_models import (
     MERGE,
     MODELS,
     PARTS,
-    TRAINED,
+    WAYS,
     Passes,
     axes_of,
     document,
@@ -55,9 +55,7 @@ def references():
 
 
 @each_model
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize(("trained", "dtype", "checkpointing"), WAYS)
 def test_packed_is_as_right_as_each_document_alone(name, trained, dtype, checkpointing, references):
     model = made(name, dtype, trained)
     patch_model(model)

@@ -12,7 +12,6 @@ from tiled_models import (
     MODELS,
     PATCH,
     SIDE,
-    TRAINED,
     documents,
     images_of,
     made,
@@ -23,7 +22,7 @@ from tiled_models import (
 )
 from tiny import DEVICE, error
 from transformers.models.pixtral import modeling_pixtral
-from vision_models import Passes, labels_of
+from vision_models import WAYS, Passes, labels_of
 
 from unsloth_pack import patch_model
 from unsloth_pack.errors import InputError
@@ -61,9 +60,7 @@ def references():
 
 
 @each_model
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize(("trained", "dtype", "checkpointing"), WAYS)
 def test_packed_is_as_right_as_each_document_alone(name, trained, dtype, checkpointing, references):
     model = patched(name, dtype, trained)
     if checkpointing:

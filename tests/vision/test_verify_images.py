@@ -1,5 +1,7 @@
 """`verify` of models of vision and language: right descriptions pass, each wrong one is found."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import tiled_models
@@ -11,8 +13,25 @@ from unsloth_pack import patch_model, verify
 from unsloth_pack.errors import InputError
 from unsloth_pack.row.packed_row import PackedRow
 
-each_without_grids = pytest.mark.parametrize("name", tiled_models.MODELS)
+
+def in_turn(models, values):
+    """Each model with each value; every day each model, and each value, with one or two."""
+    n = max(len(models), len(values))
+    daily = {(models[i % len(models)], values[i % len(values)]) for i in range(n)}
+    return [
+        pytest.param(*pair, marks=[] if pair in daily else [pytest.mark.nightly])
+        for pair in product(models, values)
+    ]
+
+
+WITHOUT_GRIDS = [*tiled_models.MODELS]
+each_without_grids = pytest.mark.parametrize("name", WITHOUT_GRIDS)
 each_model = pytest.mark.parametrize("name", MODELS)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def name_of(value):
+    return getattr(value, "__name__", str(value))
 
 
 def failed(report):
@@ -23,8 +42,7 @@ def of_images(report):
     return {check.name for check in report.checks if "images" in check.name}
 
 
-@each_model
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), in_turn([*MODELS], DTYPES), ids=str)
 def test_a_patched_model_passes(name, dtype):
     model = made(name, dtype, "all")
     patch_model(model)
@@ -81,12 +99,10 @@ def test_plain_transformers_with_all_four_positions_passes(name):
     assert not failed(report) & of_images(report), report
 
 
-@each_model
-@pytest.mark.parametrize(
-    "wrong",
-    [with_mask, axes_alone, axes_with_ends, time_as_text, text_for_all, text_for_all_with_mask],
-    ids=lambda wrong: wrong.__name__,
-)
+WRONG = [with_mask, axes_alone, axes_with_ends, time_as_text, text_for_all, text_for_all_with_mask]
+
+
+@pytest.mark.parametrize(("name", "wrong"), in_turn([*MODELS], WRONG), ids=name_of)
 def test_each_wrong_description_of_plain_transformers_is_found(name, wrong):
     report = verify(made(name), describe=wrong, documents=SHORT)
     assert failed(report) & of_images(report), report
@@ -110,8 +126,7 @@ def test_a_row_that_is_not_described_is_found_or_refused_by_the_model_itself(nam
 # Models whose images come without grids: as tiles or with sizes
 
 
-@each_without_grids
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(WITHOUT_GRIDS, DTYPES), ids=str)
 def test_a_patched_model_without_grids_passes(name, dtype):
     model = tiled_models.made(name, dtype, "all")
     patch_model(model)
@@ -132,8 +147,9 @@ def positions_and_mask(lengths):
     return positions(lengths) | {"attention_mask": torch.ones(1, sum(lengths), dtype=torch.int64)}
 
 
-@each_without_grids
-@pytest.mark.parametrize("wrong", [nothing, positions_and_mask], ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize(
+    ("name", "wrong"), in_turn(WITHOUT_GRIDS, [nothing, positions_and_mask]), ids=name_of
+)
 def test_each_wrong_description_without_grids_is_found(name, wrong):
     report = verify(tiled_models.made(name), describe=wrong, documents=SHORT)
     assert failed(report) & of_images(report), report

@@ -1,0 +1,54 @@
+"""The tiers leave out no field of a spec and no tower, and name files that exist."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tiled_models
+import vision_models
+from tiers import (
+    ARCHITECTURES,
+    COVER,
+    DESCRIPTIVE,
+    QUICK,
+    SAME_TOWER,
+    VISION_MODELS,
+    features_of,
+    smallest_cover,
+)
+
+from unsloth_pack.models import spec_of, vision_spec_of
+from unsloth_pack.models.spec import ArchSpec
+
+
+def test_the_cover_uses_every_field():
+    """`axes` alone belongs to models with images."""
+    used = set().union(*(features_of(spec_of(name)) for name in COVER))
+    assert used | {*DESCRIPTIVE, "axes"} == {field.name for field in fields(ArchSpec)}
+    assert "axes" in features_of(spec_of("qwen3_vl_text"))
+    assert {*COVER} < {*ARCHITECTURES}
+
+
+def test_the_cover_is_the_smallest():
+    """Taking the largest first would end with three."""
+    assert {*smallest_cover({"large": {1, 2, 3, 4}, "left": {1, 2, 5}, "right": {3, 4, 6}})} == {
+        "left",
+        "right",
+    }
+
+
+def test_one_model_stands_for_each_class_of_tower():
+    towers = {}
+    for module in (vision_models, tiled_models):
+        for name in module.MODELS:
+            path = vision_spec_of(name).tower
+            towers[name] = type(module.made(name).get_base_model().model.get_submodule(path)).__name__
+    assert towers.keys() == {*VISION_MODELS}
+    for name, other in SAME_TOWER.items():  # transformers writes a copy under the name of the model
+        copied = towers[name].replace("Qwen3VLMoe", "Qwen3VL").replace("SmolVLM", "Idefics3")
+        assert copied == towers[other]
+
+
+@pytest.mark.parametrize("path", QUICK)
+def test_quick_files_exist(path):
+    assert (Path(__file__).parent / path).is_file()
