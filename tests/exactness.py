@@ -1,8 +1,6 @@
 """How the tests of the row-wise kernels judge a result, and the layouts they try it on."""
 
 import mmap
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,25 +52,6 @@ def saved_by(fn: Callable[[], object]) -> set[int]:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         fn()
     return {x.data_ptr() for x in saved}
-
-
-def assert_cpu_takes_the_reference(name: str, arguments: str, imports: Sequence[str] = ()) -> None:
-    """Without the interpreter, and without Triton, in a process of its own.
-
-    Args:
-        arguments: source that makes them; it may use torch and what is imported from `kernels`.
-    """
-    for hide in ("", "sys.modules['triton'] = None"):
-        code = f"""
-import sys
-{hide}
-import torch
-from unsloth_pack.kernels import {", ".join(["reference", name, *imports])}
-arguments = {arguments}
-ours, expected = ([*f(*arguments)] for f in ({name}, reference.{name}))
-assert all(map(torch.equal, ours, expected))
-"""
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 # Layouts: the same values elsewhere in memory, NaN around them

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DEVICE, assert_cpu_takes_the_reference
+from exactness import DEVICE
 
 from unsloth_pack.kernels import NestedScales, dequantize_4bit, reference
 from unsloth_pack.lora.nf4 import Nf4Weight
@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 
 def quantised(n_elements, block, dtype, nested):
-    """bitsandbytes' tensors, and what they stand for by bitsandbytes."""
+    """bitsandbytes' tensors, and what they stand for by bitsandbytes, which compiles nothing for it."""
     x = torch.randn(n_elements) * torch.logspace(-4, 4, n_elements)
     x = x.to(DEVICE, dtype)
     packed, state = functional.quantize_4bit(x, blocksize=block, quant_type="nf4", compress_statistics=nested)
@@ -20,7 +20,8 @@ def quantised(n_elements, block, dtype, nested):
     if nested:
         outer = state.state2
         scales = NestedScales(scales, outer.code, outer.absmax, state.offset, outer.blocksize)
-    expected = functional.dequantize_4bit(packed, state)
+    with torch.compiler.set_stance("force_eager"):
+        expected = functional.dequantize_4bit(packed, state)
     return (packed.view(-1), state.code, scales, block, dtype), expected.view(-1)
 
 
@@ -72,9 +73,3 @@ def test_sizes_that_do_not_fit(n_bytes, block, why):
     code, scales = torch.zeros(16, device=DEVICE), torch.zeros(1, device=DEVICE)
     with pytest.raises(ValueError, match=why):
         dequantize_4bit(packed, code, scales, block, torch.bfloat16)
-
-
-def test_the_cpu_takes_the_reference():
-    packed, scales = "torch.arange(64, dtype=torch.uint8)", "torch.rand(2)"
-    arguments = f"({packed}, torch.rand(16), {scales}, 64, torch.float32)"
-    assert_cpu_takes_the_reference("dequantize_4bit", arguments)

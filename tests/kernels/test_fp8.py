@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from every_day import combinations
 from exactness import DEVICE
 
 from unsloth_pack.kernels import (
@@ -113,8 +114,14 @@ def test_the_gradient_is_that_of_the_quantised_matrices(group, n, i):
 
 
 @needs_fp8
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1e-3, 1), (1e-3, 1e-3, 1), (1, 1 / 30, 1e-3)], ids=str)
-@pytest.mark.parametrize("weights_make_up_for_it", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "weights_make_up_for_it"),
+    combinations(
+        ((1, 1, 1), (1, 1e-3, 1), (1e-3, 1e-3, 1), (1, 1 / 30, 1e-3)),
+        (False, True),
+        daily=[((1, 1e-3, 1), True), ((1, 1 / 30, 1e-3), False)],
+    ),
+)
 def test_one_scale_for_all_is_as_exact_as_one_for_each(sizes, weights_make_up_for_it):
     """Against float64, beside a GEMM for each layer and their sum; and for every layer's share alone."""
     n, i, group = 256, 64, (128, 64, 64)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from exactness import DEVICE, assert_cpu_takes_the_reference, large_buffer, leaf, saved_by
+from every_day import combinations
+from exactness import DEVICE, large_buffer, leaf, saved_by
 from torch import Tensor
 
 from unsloth_pack.kernels import QKNorm, reference, rope, rope_qk
@@ -168,10 +169,16 @@ def test_no_less_exact_than_the_plain_path(norm, dtype, interleaved):
     assert_no_worse_than_plain(make(9, 4, 2, 64, dtype=dtype, norm=norm, interleaved=interleaved))
 
 
-@pytest.mark.parametrize(("HQ", "HK"), [(2, 2), (4, 1), (7, 1), (8, 1), (14, 2), (3, 5)])
-@pytest.mark.parametrize("T", [1, 2, 31, 33, 127])
-def test_head_ratios_and_odd_lengths(T, HQ, HK):
-    assert_no_worse_than_plain(make(T, HQ, HK, 16))
+@pytest.mark.parametrize(
+    ("T", "heads"),
+    combinations(
+        (1, 2, 31, 33, 127),
+        ((2, 2), (4, 1), (7, 1), (8, 1), (14, 2), (3, 5)),
+        daily=[(1, (2, 2)), (127, (7, 1)), (33, (14, 2)), (31, (3, 5))],
+    ),
+)
+def test_head_ratios_and_odd_lengths(T, heads):
+    assert_no_worse_than_plain(make(T, *heads, 16))
 
 
 @pytest.mark.parametrize(
@@ -198,20 +205,32 @@ def test_head_dims_and_partial_rotary(D, R):
     assert torch.equal(gq[..., R:], inputs.g_outs[0][..., R:])
 
 
-@pytest.mark.parametrize("norm", [None, *NORMS])
-@pytest.mark.parametrize(("D", "R"), [(80, 32), (10, 6), (32, 8), (128, 128)])
-def test_pairs_of_neighbours(D, R, norm):
+@pytest.mark.parametrize(
+    ("dims", "norm"),
+    combinations(
+        ((80, 32), (10, 6), (32, 8), (128, 128)),
+        (None, *NORMS),
+        daily=[((80, 32), None), ((10, 6), "qwen3"), ((32, 8), "olmo2"), ((10, 6), "gemma3")],
+    ),
+)
+def test_pairs_of_neighbours(dims, norm):
+    D, R = dims
     for B in (None, 2):
         inputs = make(5, 7, 1, D, R=R, B=B, norm=norm, interleaved=True)
         assert_no_worse_than_plain(inputs)
         assert not torch.equal(run(rope_qk, inputs)[0], run(rope_qk, replace(inputs, interleaved=False))[0])
 
 
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("T", "HQ", "HK", "D", "R"), [(1, 1, 1, 64, 64), (6, 7, 1, 80, 32), (3, 3, 2, 96, 96), (2, 8, 1, 256, 64)]
+    ("norm", "sizes"),
+    combinations(
+        NORMS,
+        ((1, 1, 1, 64, 64), (6, 7, 1, 80, 32), (3, 3, 2, 96, 96), (2, 8, 1, 256, 64)),
+        daily=[("qwen3", (3, 3, 2, 96, 96)), ("gemma3", (3, 3, 2, 96, 96)), ("olmo2", (6, 7, 1, 80, 32))],
+    ),
 )
-def test_norms_of_ragged_shapes(norm, T, HQ, HK, D, R):
+def test_norms_of_ragged_shapes(norm, sizes):
+    T, HQ, HK, D, R = sizes
     assert_no_worse_than_plain(make(T, HQ, HK, D, R=R, norm=norm))
     assert_no_worse_than_plain(make(T, HQ, HK, D, R=R, norm=norm, B=2))
 
@@ -541,11 +560,6 @@ def test_never_synchronises():
         run(rope_qk, inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_cpu_takes_the_reference():
-    angles = "torch.randn(5, 8), torch.randn(5, 8)"
-    assert_cpu_takes_the_reference("rope_qk", f"(torch.randn(5, 4, 8), torch.randn(5, 2, 8), {angles})")
 
 
 def zeros(*shape, dtype=torch.float32, device=DEVICE) -> Tensor:

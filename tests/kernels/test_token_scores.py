@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from every_day import combinations
 from exactness import DEVICE
 from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
 from largest import Largest
@@ -21,6 +22,7 @@ pytest.importorskip("triton")
 module = sys.modules[token_scores.__module__]
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LUCK = {("entropy",): 4}  # draws: one gradient of 150 was 2.7 times as far off as the plain path's
+PATHS, HEADS = ("kernel", "plain torch"), {"frozen head": False, "trained head": True}
 OPTIONS = [{}, {"scale": 0.5}, {"softcap": 5.0}, {"softcap": 3.0, "scale": 2.0}]
 
 
@@ -101,9 +103,21 @@ def check(*draws, slack=1.25, **options):
         assert error <= slack * yardstick + rounding, f"{name}: {error} {yardstick}"
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("trains_head", [False, True], ids=["frozen head", "trained head"])
+@pytest.mark.parametrize(
+    ("path", "trains_head", "dtype", "options"),
+    combinations(
+        PATHS,
+        HEADS,
+        (BF16, FP16, FP32),
+        {str(options): options for options in OPTIONS},
+        daily=[
+            *((path, "frozen head", BF16, str(OPTIONS[3])) for path in PATHS),
+            *((path, "trained head", FP32, str(OPTIONS[0])) for path in PATHS),
+            *(("plain torch", head, FP16, str(OPTIONS[1])) for head in HEADS),
+        ],
+    ),
+    indirect=["path"],
+)
 def test_no_less_exact_than_logits_of_all_rows(dtype, options, trains_head, path, small_chunks):
     for upstream in (("log_prob",), ("entropy",), ("log_prob", "entropy")):
         made = partial(make, 2, 17, 32, V=517, dtype=dtype, bias=True, trains_head=trains_head)
@@ -111,13 +125,21 @@ def test_no_less_exact_than_logits_of_all_rows(dtype, options, trains_head, path
         check(*draws, upstream=upstream, **options)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "softcap"),
-    [(BF16, 5.0), pytest.param(FP32, None, marks=pytest.mark.nightly), (FP32, 5.0)],
-    ids=str,
+@pytest.mark.parametrize(  # all but the logits' own gradient is plain torch on both paths
+    ("path", "kind", "trains_head", "dtype", "softcap"),
+    combinations(
+        PATHS,
+        KINDS_OF_EXTRA,
+        HEADS,
+        (BF16, FP32),
+        (None, 5.0),
+        daily=[
+            *(("plain torch", kind, head, FP32, 5.0) for kind in KINDS_OF_EXTRA for head in HEADS),
+            ("kernel", "an adapter", "trained head", BF16, 5.0),
+        ],
+    ),
+    indirect=["path"],
 )
-@pytest.mark.parametrize("trains_head", [False, True], ids=["frozen head", "trained head"])
-@pytest.mark.parametrize("kind", KINDS_OF_EXTRA)
 def test_what_changes_the_logits_gets_its_gradient(kind, softcap, trains_head, dtype, path, small_chunks):
     """With h, b and trained tokens as leaves."""
     for upstream in (("log_prob",), ("entropy",), ("log_prob", "entropy")):
@@ -138,8 +160,14 @@ def test_logits_are_computed_once_for_trained_tokens(monkeypatch, path):
     assert all(x.grad is not None for x in tensors if x.requires_grad)
 
 
-@pytest.mark.parametrize("V", [1, 2, 3, 257, 8192, 8193])
-@pytest.mark.parametrize("shape", [(1, 8), (5, 16), (2, 3, 7)])
+@pytest.mark.parametrize(  # a program holds 4,096 logits at a time
+    ("shape", "V"),
+    combinations(
+        ((1, 8), (5, 16), (2, 3, 7)),
+        (1, 2, 3, 257, 4096, 4099, 8193),
+        daily=[((1, 8), 1), ((5, 16), 2), ((2, 3, 7), 257), ((5, 16), 4099)],
+    ),
+)
 def test_ragged_shapes(shape, V, path):
     check(make(*shape, V=V, bias=True), slack=4, softcap=4.0)
 
