@@ -15,7 +15,7 @@ from unsloth_pack.models import supported_architectures
 from unsloth_pack.models.spec import ArchSpec
 
 # Files whose tests are all quick, below this folder
-QUICK: tuple[str, ...] = ()
+QUICK: tuple[str, ...] = ("kernels/test_reference.py",)
 DESCRIPTIVE = ("model_type", "stands_alone", "tiny")  # fields of a spec that no forward reads
 A_FEW, A_FEW_WITH_IMAGES = 6, 3  # a test that names so many models has chosen them
 
