@@ -21,8 +21,9 @@ def rand(*shape: int, dtype=FP32, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(shape)).to(DEVICE, dtype)
 
 
-def part(n: int, f: int, rank: int, dtype=FP32, scale: float = 1.0) -> LowRank:
-    return LowRank(rand(n, rank, dtype=dtype), rand(f, rank, dtype=dtype, scale=rank**-0.5), scale)
+def part(n: int, f: int, rank: int, dtype=FP32, scale: float = 1.0, padding: int = 0) -> LowRank:
+    left, right = rand(n, rank, dtype=dtype), rand(f, rank, dtype=dtype, scale=rank**-0.5)
+    return LowRank(wide(left, padding), wide(right, padding), scale)
 
 
 def plain(
@@ -142,7 +143,8 @@ def test_no_less_exact_than_a_gemm_of_its_own(dtype, rank, activation, in_one_or
 )
 def test_ragged_shapes(n, f):
     gate, up, g_out = (rand(n, f) for _ in range(3))
-    check(gate, up, g_out, "silu", [part(n, f, 3), part(n, f, 20), part(n, f, 5)], padding=7)
+    parts = [part(n, f, rank, padding=7) for rank in (3, 20, 5)]
+    check(gate, up, g_out, "silu", parts, padding=7)
 
 
 def test_halves_of_a_joined_projection_and_a_transposed_factor():
