@@ -51,12 +51,12 @@ def test_kernels_and_references_make_the_same_model(arch, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arch", "lengths"),
-    combinations(("llama", "gemma3_text"), ((5, 1, 9), (9, 1, 33)), daily=[("llama", (5, 1, 9))]),
+    ("arch", "layers", "lengths"),
+    combinations(("llama", "gemma3_text"), (1, 2), ((5, 1, 9), (9, 1, 33)), daily=[("llama", 1, (5, 1, 9))]),
 )
-def test_verify_passes_on_the_kernels(arch, lengths):
+def test_verify_passes_on_the_kernels(arch, layers, lengths):
     """The loss and its gradients too, which a kernel makes of the row, transformers of documents alone."""
-    model = tiny_model(arch, torch.bfloat16, num_hidden_layers=2)
+    model = tiny_model(arch, torch.bfloat16, num_hidden_layers=layers)
     patch_model(model, "sdpa")
     report = verify(model, documents=random_documents(lengths))
     assert report.passed, str(report)

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from every_day import combinations
 from exactness import DEVICE, LAYOUTS, assert_same
 from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
 from largest import Largest
@@ -92,9 +93,27 @@ def test_no_less_exact_than_logits_of_all_rows(dtype, options, path, small_chunk
     check(*make(2, 17, 32, V=517, dtype=dtype, bias=True), **options)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", KINDS_OF_EXTRA)
+@pytest.mark.parametrize(  # all but the logits' own gradient is plain torch on both paths
+    ("path", "kind", "options", "dtype"),
+    combinations(
+        ("kernel", "plain torch"),
+        KINDS_OF_EXTRA,
+        {str(options): options for options in OPTIONS},
+        (BF16, FP32),
+        daily=[
+            *(
+                ("plain torch", kind, str(OPTIONS[3]), dtype)
+                for kind in KINDS_OF_EXTRA
+                for dtype in (BF16, FP32)
+            ),
+            *(("plain torch", kind, str(OPTIONS[0]), FP32) for kind in KINDS_OF_EXTRA),
+            ("kernel", "an adapter", str(OPTIONS[3]), BF16),
+            ("kernel", "trained tokens", str(OPTIONS[1]), FP32),
+            ("kernel", "an adapter's A alone", str(OPTIONS[2]), FP32),
+        ],
+    ),
+    indirect=["path"],
+)
 def test_what_changes_the_logits_gets_its_gradient(kind, options, dtype, path, small_chunks):
     tensors, labels = make(2, 17, 32, V=517, dtype=dtype, bias=True)
     check(tensors, labels, **options, **with_extra(kind, tensors))
