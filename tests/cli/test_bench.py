@@ -29,7 +29,7 @@ def in_this_process(monkeypatch, tmp_path_factory):
 
 def test_four_runs_and_a_breakdown(model, data, in_this_process, tmp_path, capsys):
     command = ["bench", "--model_name", model, "--dataset", data, "--max_seq_length", "200", "--steps", "2"]
-    assert main([*command, "--per_device_train_batch_size", "2", "--json"]) == 0
+    assert main([*command, "--per_device_train_batch_size", "2", "--rounds", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     runs = {f"{run['model']}, {run['rows']}": run for run in found["runs"]}
     assert list(runs) == LINES
@@ -42,6 +42,8 @@ def test_four_runs_and_a_breakdown(model, data, in_this_process, tmp_path, capsy
         assert figures["startup_seconds"] > 0
         assert figures["first_step_seconds"] > 0
         assert figures["documents_per_second"] > 0
+        assert run["step_ms_by_round"] == [figures["step_ms"]]
+        assert 0 < figures["core_share"] < 1.1
     assert runs["patched, packed"]["rows_per_step"] == 2
     assert runs["patched, packed"]["figures"]["tokens_padded"] == 0
     assert runs["plain, padded"]["figures"]["tokens_padded"] > 0
@@ -55,13 +57,15 @@ def test_four_runs_and_a_breakdown(model, data, in_this_process, tmp_path, capsy
 
 @pytest.fixture
 def answers(monkeypatch):
-    """The runs' figures, or what they fail with, in place of training; asked in the order of `LINES`."""
+    """The runs' figures, one for each round, or what they fail with, in place of training."""
     figures = bench_figures()
     asked = []
 
     def measure(case):
         asked.append(case)
         answer = planned.get((case.is_patched, case.is_packed, case.is_profiled), figures)
+        if isinstance(answer, list):
+            answer = answer.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -99,9 +103,61 @@ def test_the_tables(model, data, answers, capsys, monkeypatch):
         assert said in shown
     assert "40.0%" in shown  # of the gaps: 10 ms, of which 6 were busy
     assert "fused kernels" not in shown
-    assert [case.steps for case in asked] == [7, 7, 7, bench._PROFILED]
+    assert "too busy" not in shown
+    assert [case.steps for case in asked] == [7, 7, 7, 7, 7, bench._PROFILED]  # none again that failed
     assert {case.use_gradient_checkpointing for case in asked} == {"offload"}
-    assert [case.rows_per_step for case in asked] == [1, 2, 2, 1]
+    assert [case.rows_per_step for case in asked] == [1, 2, 2, 1, 2, 1]
+
+
+def test_runs_take_turns_and_the_fastest_round_counts(model, data, answers, capsys):
+    planned, asked = answers
+    planned[True, True, False] = [
+        bench_figures(step_ms=ms, tokens_per_second=1e3 / ms) for ms in (12, 10, 11)
+    ]
+    planned[False, False, False] = [bench_figures(), Failed("OutOfMemoryError: CUDA out of memory")]
+    planned[True, True, True] = bench_figures(kernel_ms=dict.fromkeys(CATEGORIES, 1.0), busy_ms=6.0)
+    assert main(["bench", "--model_name", model, "--dataset", data, "--rounds", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    turns = [(case.is_patched, case.is_packed) for case in asked]
+    assert turns == [(True, True), (True, False), (False, False)] * 2 + [
+        (True, True),
+        (True, False),
+        (True, True),
+    ]
+    packed, padded, _, plain = found["runs"]
+    assert packed["step_ms_by_round"] == [12, 10, 11]
+    assert (packed["figures"]["step_ms"], packed["figures"]["tokens_per_second"]) == (10, 100)
+    assert padded["step_ms_by_round"] == [10, 10, 10]
+    assert (plain["figures"], plain["why_not"]) == (None, "OutOfMemoryError: CUDA out of memory")
+    assert found["too_busy"] is None
+
+
+@pytest.mark.parametrize(
+    ("rounds", "says"),
+    [
+        (
+            [{"step_ms": 10.0}, {"step_ms": 26.04}],
+            "a step of plain, padded took 10.0 ms in one round, 26.0 ms in another",
+        ),
+        (
+            [{"step_ms": 11.0, "core_share": 0.97}, {"core_share": 0.42}],
+            "plain, padded had a core for 42% of the time of its steps",
+        ),
+    ],
+    ids=["rounds differ", "without a core"],
+)
+def test_it_says_when_the_machine_is_too_busy(rounds, says, model, data, answers, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    planned, _ = answers
+    planned[True, True, True] = bench_figures(kernel_ms=dict.fromkeys(CATEGORIES, 1.0), busy_ms=6.0)
+    for flags in ([], ["--json"]):
+        planned[False, False, False] = [bench_figures(**figures) for figures in rounds]
+        assert main(["bench", "--model_name", model, "--dataset", data, *flags]) == 0
+        shown = capsys.readouterr().out
+        if flags:
+            assert json.loads(shown)["too_busy"] == says
+        else:
+            assert f"the machine is too busy to compare speeds: {says}; run bench again when" in shown
 
 
 def test_no_breakdown_of_a_run_that_failed(model, data, answers, capsys):

@@ -75,7 +75,7 @@ def test_a_run_does_not_fail_because_of_it(broken, train, monkeypatch, capsys, t
 )
 def test_a_browser_shows_it(train, tmp_path):
     """The browser finds no name in the network, and logs what the page asks for."""
-    assert train(max_steps=2, logging_steps=1) == 0
+    assert train("--sample_packing", max_steps=2, logging_steps=1) == 0
     browser = next(filter(None, map(shutil.which, BROWSERS)))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'browser'}"]

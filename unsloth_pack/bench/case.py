@@ -49,6 +49,8 @@ class Figures:
         tokens_per_second, documents_per_second: over the measured steps, padding not counted.
         tokens_padded: share of the computed tokens that are padding.
         peak_memory_bytes, peak_memory_of: the peak, and the memory that it is of, in words.
+        core_share: of the time of the measured steps, the part in which their thread had a core; None on a
+            GPU, for which it waits.
         kernel_ms: milliseconds of a step by category; None unless profiled.
         busy_ms: milliseconds of a step in which anything ran; None unless profiled.
     """
@@ -63,6 +65,7 @@ class Figures:
     tokens_padded: float
     peak_memory_bytes: int
     peak_memory_of: str
+    core_share: float | None = None
     kernel_ms: dict[str, float] | None = None
     busy_ms: float | None = None
 

@@ -104,6 +104,7 @@ def measure(case: Case, folder: Path, started: float) -> Figures:
         tokens_padded=1 - watch.tokens / watch.slots,
         peak_memory_bytes=n_bytes,
         peak_memory_of=what,
+        core_share=None if on_gpu else watch.core_seconds / watch.seconds,
         **figures,
     )
 
@@ -172,7 +173,7 @@ class _Watch(TrainerCallback):
         self.warm_up, self.last = warm_up, warm_up + steps
         self.on_first: Callable[[], object] = lambda: None
         self.on_last: Callable[[], object] = lambda: None
-        self.first_step_seconds = self.seconds = 0.0
+        self.first_step_seconds = self.seconds = self.core_seconds = 0.0
         self.tokens = self.slots = 0
 
     def on_step_begin(
@@ -190,9 +191,9 @@ class _Watch(TrainerCallback):
         if step == self.warm_up:
             self._before = self.trainer.trained
             self.on_first()
-            self._start = _now()
+            self._start, self._core_start = _now(), time.thread_time()
         elif step == self.last:
-            self.seconds = _now() - self._start
+            self.seconds, self.core_seconds = _now() - self._start, time.thread_time() - self._core_start
             self.on_last()
             trained = self.trainer.trained
             self.tokens, self.slots = trained.tokens - self._before.tokens, trained.slots - self._before.slots

@@ -1,6 +1,6 @@
 """`unsloth-pack bench`: a few steps on your own model and data, packed and padded, patched and plain."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _MOST_DOCUMENTS = 20_000  # tokenised; a short run sees fewer
 _MOST_PADDED = 16  # documents of a padded batch
 _PROFILED = 3  # steps
+_SPREAD = 1.25  # between the rounds of a run, by which its steps differ where nothing else runs
+_CORE_SHARE = 0.8  # of the time of a step, in which its thread then has a core
 _SEED = 3407
 
 
@@ -32,6 +34,8 @@ class Run:
 
     Args:
         weights: the form of the frozen weights: fp8, NF4 or their dtype.
+        figures: of the fastest round, because other work on the machine only ever slows a step down.
+        step_ms_by_round: milliseconds of a step, in each round.
     """
 
     model: str
@@ -40,6 +44,11 @@ class Run:
     weights: str
     figures: "Figures | None" = None
     why_not: str | None = None
+    step_ms_by_round: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.rows}"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -62,15 +71,16 @@ def run(arguments: Sequence[str]) -> int:
     progress = Console(stderr=True, quiet=given.get("json", False))
     with TemporaryDirectory(prefix="unsloth-pack-bench-") as folder:
         cases = _prepare(given, Path(folder))
-        runs = list(_runs(cases, progress))
+        runs = _measure_in_turn(cases, given.get("rounds", 2), progress)
         breakdown = None
         if figures := runs[0].figures:
             breakdown = _breakdown(cases[0], figures, progress)
+    too_busy = why_too_busy(runs)
     if given.get("json", False):
         found = {"device": device_name(), "versions": versions(), "runs": [asdict(run) for run in runs]}
-        LastingConsole().show_json(found | {"breakdown_ms": breakdown})
+        LastingConsole().show_json(found | {"too_busy": too_busy, "breakdown_ms": breakdown})
     else:
-        _print(LastingConsole(), runs, breakdown)
+        _print(LastingConsole(), runs, too_busy, breakdown)
     return 0 if breakdown is not None else 1
 
 
@@ -100,6 +110,11 @@ def _parser() -> Parser:
         help=f"packed rows a step (default: 1); a padded batch holds as many documents, up to {_MOST_PADDED}",
     )
     add("--steps", type=whole(1), help="that are measured, after a warm-up (default: 10)")
+    add(
+        "--rounds",
+        type=whole(1),
+        help="in which all runs take turns; the table has the fastest of each (default: 2)",
+    )
     parser.add_switch("--load_in_4bit", "hold the frozen weights in NF4")
     parser.add_switch(
         "--load_in_fp8",
@@ -182,24 +197,57 @@ def _documents(given: Mapping[str, Any], base: str, length: int, vocab_size: int
     return documents
 
 
-def _runs(cases: Sequence["Case"], progress: "Console") -> Iterator[Run]:
+def _measure_in_turn(cases: Sequence["Case"], rounds: int, progress: "Console") -> list[Run]:
+    """The runs take turns, so that each meets the same of what else the machine does."""
     from unsloth_pack.bench import Failed, measure_apart, plain_packing_leaks
 
-    for case in cases:
-        made = Run(
+    runs = [
+        Run(
             "patched" if case.is_patched else "plain",
             "packed" if case.is_packed else "padded",
             case.rows_per_step,
             _weights(case),
         )
-        if case.is_packed and not case.is_patched and plain_packing_leaks():
-            yield replace(made, why_not="left out: documents would leak without flash-attn")
+        for case in cases
+    ]
+    if plain_packing_leaks():
+        why_not = "left out: documents would leak without flash-attn"
+        runs = [
+            replace(run, why_not=why_not) if (run.model, run.rows) == ("plain", "packed") else run
+            for run in runs
+        ]
+    for number in range(1, rounds + 1):
+        for i, (case, run) in enumerate(zip(cases, runs, strict=True)):
+            if run.why_not is not None:
+                continue
+            try:
+                with progress.status(f"{run.name}, round {number} of {rounds}"):
+                    runs[i] = _with_round(run, measure_apart(case))
+            except Failed as error:
+                runs[i] = replace(run, figures=None, why_not=str(error))
+    return runs
+
+
+def _with_round(run: Run, figures: "Figures") -> Run:
+    is_fastest = run.figures is None or figures.step_ms < run.figures.step_ms
+    step_ms_by_round = (*run.step_ms_by_round, figures.step_ms)
+    return replace(run, figures=figures if is_fastest else run.figures, step_ms_by_round=step_ms_by_round)
+
+
+def why_too_busy(runs: Iterable[Run]) -> str | None:
+    """Why the figures do not compare: other work held the machine meanwhile. None where nothing shows it."""
+    for run in runs:
+        if run.figures is None:
             continue
-        try:
-            with progress.status(f"{made.model}, {made.rows}"):
-                yield replace(made, figures=measure_apart(case))
-        except Failed as error:
-            yield replace(made, why_not=str(error))
+        fastest, slowest = min(run.step_ms_by_round), max(run.step_ms_by_round)
+        if slowest > _SPREAD * fastest:
+            return (
+                f"a step of {run.name} took {fastest:,.1f} ms in one round and {slowest:,.1f} ms in another"
+            )
+        share = run.figures.core_share
+        if share is not None and share < _CORE_SHARE:
+            return f"{run.name} had a core for {share:.0%} of the time of its steps"
+    return None
 
 
 def _weights(case: "Case") -> str:
@@ -227,13 +275,14 @@ def _breakdown(case: "Case", figures: "Figures", progress: "Console") -> dict[st
     return profiled.kernel_ms | {HOST_GAPS: max(0.0, step_ms - profiled.busy_ms)}
 
 
-def _print(console: "Console", runs: Sequence[Run], breakdown: Mapping[str, float] | None) -> None:
+def _print(
+    console: "Console", runs: Sequence[Run], too_busy: str | None, breakdown: Mapping[str, float] | None
+) -> None:
     from rich.table import Table
 
     from unsloth_pack.report.memory import gib
 
-    names = (f"{run.model}, {run.rows}" for run in runs)
-    table = Table("", *names, title=device_name(), title_justify="left")
+    table = Table("", *(run.name for run in runs), title=device_name(), title_justify="left")
     lines: list[tuple[str, Callable[[Figures], str]]] = [
         ("attention", lambda f: f.attention),
         ("real tokens/s", lambda f: f"{f.tokens_per_second:,.0f}"),
@@ -251,7 +300,13 @@ def _print(console: "Console", runs: Sequence[Run], breakdown: Mapping[str, floa
     console.print(table)
     for run in runs:
         if run.why_not:
-            console.print(f"{run.model}, {run.rows}: {run.why_not}", markup=False, soft_wrap=True)
+            console.print(f"{run.name}: {run.why_not}", markup=False, soft_wrap=True)
+    if too_busy:
+        console.print(
+            f"the machine is too busy to compare speeds: {too_busy}; run bench again when nothing else runs",
+            markup=False,
+            soft_wrap=True,
+        )
     if measured := runs[0].figures:
         console.print(
             f"peak memory is {measured.peak_memory_of}; the patched step is {measured.step_graphs}",
