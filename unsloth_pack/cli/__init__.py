@@ -15,6 +15,7 @@ from importlib import import_module
 from types import FrameType
 
 from unsloth_pack.cli.quiet import quieten_imports
+from unsloth_pack.cli.threads import choose_threads
 from unsloth_pack.errors import (
     HungUp,
     InputError,
@@ -28,6 +29,7 @@ from unsloth_pack.errors import (
 
 # Each a module here with `run(argv) -> exit code`
 SUBCOMMANDS = ("train", "stats", "pack", "verify", "bench", "generate", "merge", "doctor", "config", "recipe")
+_COMPUTING = ("train", "verify", "bench", "generate")
 _LONGEST_LINE = 1200  # characters; the lists of what may be chosen are shorter
 _ENDS = {signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}  # signals that end a command
 _PREFIX = "unsloth-pack: "
@@ -163,4 +165,6 @@ def _run(arguments: list[str]) -> int:
         config = f", or --config {name}" if name.endswith((".yaml", ".yml")) else ""
         raise InputError(f"unknown subcommand {name!r}; use one of {', '.join(SUBCOMMANDS)}{config}")
     quieten_imports()
+    if name in _COMPUTING and "torch" not in sys.modules:
+        choose_threads(arguments)
     return import_module(f"unsloth_pack.cli.{name}").run(arguments)

@@ -241,9 +241,7 @@ def why_too_busy(runs: Iterable[Run]) -> str | None:
             continue
         fastest, slowest = min(run.step_ms_by_round), max(run.step_ms_by_round)
         if slowest > _SPREAD * fastest:
-            return (
-                f"a step of {run.name} took {fastest:,.1f} ms in one round and {slowest:,.1f} ms in another"
-            )
+            return f"a step of {run.name} took {fastest:,.1f} ms in one round, {slowest:,.1f} ms in another"
         share = run.figures.core_share
         if share is not None and share < _CORE_SHARE:
             return f"{run.name} had a core for {share:.0%} of the time of its steps"
