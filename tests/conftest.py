@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.quick)
     for item in nightly_models(items):
         item.add_marker(pytest.mark.nightly)
-    tiers = {"nightly"} if "nightly" not in config.option.markexpr else set()
+    tiers = {tier for tier in ("nightly", "extras") if tier not in config.option.markexpr}
     tiers |= {"gpu"} if not torch.cuda.is_available() else set()
     left_out = [item for item in items if tiers & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=left_out)

@@ -1,6 +1,5 @@
 """The site builds without a warning, and has a page for every command, notebook and document."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +27,7 @@ def test_the_navigation_leads_everywhere():
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= named
 
 
-NEEDED = ("mkdocs", "mkdocstrings_handlers", "mkdocs_jupyter", "material")
-
-
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, NEEDED)), reason="the site needs pip install -e '.[docs]'"
-)
+@pytest.mark.extras
 def test_it_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)

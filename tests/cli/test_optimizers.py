@@ -21,26 +21,28 @@ OTHER = {  # values that are nobody's default
     "t_alpha": 7,
     "t_beta3": 9,
 }
-INSTALLED = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "lion_8bit", "ademamix", "sgd", "rmsprop")
+OF_EXTRAS = ("adamw_torch_4bit", "adamw_torch_8bit", "stable_adamw")  # and schedule_free_*
 
 
 def options_made(optim, **given):
-    """What the optimizer is made with; None where it is not installed."""
+    """What the optimizer is made with."""
     flags = ["--dataset=d", f"--optim={optim}", f"--optim_args={json.dumps(given)}"]
     training = read_options(flags if given else flags[:2]).training
     config = SFTConfig("out", optim=optim, use_cpu=True, bf16=False, **arguments_of(training))
-    try:
-        return RunTrainer.get_optimizer_cls_and_kwargs(config)[1]
-    except (ImportError, ValueError):
-        return None
+    return RunTrainer.get_optimizer_cls_and_kwargs(config)[1]
 
 
-@pytest.mark.parametrize("optim", SETTINGS)
+@pytest.mark.parametrize(
+    "optim",
+    [
+        pytest.param(optim, marks=pytest.mark.extras)
+        if optim in OF_EXTRAS or optim.startswith("schedule_free")
+        else optim
+        for optim in SETTINGS
+    ],
+)
 def test_every_setting_reaches_the_optimizer(optim):
     plain = options_made(optim)
-    assert plain is not None or optim not in INSTALLED
-    if plain is None:
-        pytest.skip("not installed")
     for name in SETTINGS[optim]:
         value = OTHER.get(name, 0.125)
         made = options_made(optim, **{name: value})
@@ -90,9 +92,9 @@ def test_settings_that_cannot_be(flags, says, refused):
     assert says in refused(**flags)
 
 
-@pytest.mark.skipif("__import__('importlib').util.find_spec('torchao')")
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
-def test_torchao_that_is_not_there(optim, refused):
+def test_torchao_that_is_not_there(optim, refused, monkeypatch):
+    monkeypatch.setattr("transformers.trainer_optimizer.is_torchao_available", lambda: False)
     line = refused(optim=optim, optim_args="block_size=64")
     assert (
         f"optim is '{optim}', which needs torchao, and that cannot be imported; pip install torchao" in line
@@ -131,9 +133,9 @@ def test_the_weights_are_those_of_the_settings(train, tmp_path):
     assert any(not torch.equal(plain[name], moved[name]) for name in first)
 
 
+@pytest.mark.extras
 def test_stochastic_rounding_keeps_updates_that_rounding_to_nearest_loses(model, train, tmp_path):
     """Adam's first update moves each weight by the learning rate: here less than half of its last place."""
-    pytest.importorskip("torchao")
     rate, before = 1e-6, load_file(f"{model}/model.safetensors")
     flags = {"tuning": "full", "dtype": "bfloat16", "max_steps": 1, "learning_rate": rate, "warmup_steps": 0}
     flags |= {"lr_scheduler_type": "constant", "weight_decay": 0, "optim": "adamw_torch_8bit"}

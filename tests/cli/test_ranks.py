@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,15 +219,12 @@ def test_torchrun_hands_the_exit_code_on(tmp_path):
     assert f"traceback : {told['message']}" in done.stderr
 
 
-DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
-
-
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
         ("--fsdp", "CUDA graphs: FSDP2 shards the parameters"),
-        pytest.param("--deepspeed=zero2", "14 layers; those over one input", marks=DEEPSPEED),
-        pytest.param("--deepspeed=zero3", "14 layers: ZeRO-3 gathers the weights", marks=DEEPSPEED),
+        pytest.param("--deepspeed=zero2", "14 layers; those over one input", marks=pytest.mark.extras),
+        pytest.param("--deepspeed=zero3", "14 layers: ZeRO-3 gathers the weights", marks=pytest.mark.extras),
     ],
 )
 def test_sharded_weights_make_the_update_of_one_process(flag, says, train, model, data, rows, tmp_path):

@@ -103,10 +103,21 @@ def test_a_pipe_is_no_file_to_wait_for(tmp_path):
         assert (done.returncode, done.stderr) == (2, f"{line}\n")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_a_file_that_may_not_be_read(tmp_path, refused):
+@pytest.fixture
+def not_root(tmp_path):
+    """Root reads every file."""
+    user = os.geteuid()
+    tmp_path.chmod(0o755)
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+def test_a_file_that_may_not_be_read(tmp_path, refused, request):
     (tmp_path / "run.yaml").write_text("r: 4\n")
     (tmp_path / "run.yaml").chmod(0)
+    request.getfixturevalue("not_root")
     assert "config is 'run.yaml': Permission denied; check the path" in refused(["--config=run.yaml"])
 
 

@@ -163,6 +163,17 @@ WITHOUT_A_CASE = {  # fields of LoraConfig that change what is trained, and not 
 }
 CASES = TUNERS | VARIANTS
 NOT_ON_A_PATCHED_MODEL = ("ADAPTION_PROMPT", "alora_invocation_tokens")  # nor virtual tokens
+NEEDS_SKLEARN = ("ADAMSS",)
+
+
+def each(cases):
+    """`case` for each; those that need packages beside the tests' own are in the tier of extras."""
+    return pytest.mark.parametrize(
+        "case",
+        [pytest.param(case, marks=[pytest.mark.extras] if case in NEEDS_SKLEARN else []) for case in cases],
+    )
+
+
 BASES = {"untied": {}, "tied": {"tie_word_embeddings": True}}
 
 
@@ -273,11 +284,9 @@ def refusal_of(save):
 
 
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("case", CASES)
+@each(CASES)
 def test_equal_or_refused(case, base, folders, tmp_path):
     model, tokenizer = loaded(folders(case, base))
-    if CASES[case].config == "AdamssConfig":
-        pytest.importorskip("sklearn")
     model = adapted(case, model, tmp_path)
     target = tmp_path / "merged"
     if why := CASES[case].refused:
@@ -298,11 +307,9 @@ def test_equal_or_refused(case, base, folders, tmp_path):
     require_equal(target, trained)
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if "experts" not in name])
+@each(name for name, case in CASES.items() if "experts" not in name)
 def test_on_four_bits(case, folders, tmp_path):
     pytest.importorskip("bitsandbytes")
-    if CASES[case].config == "AdamssConfig":
-        pytest.importorskip("sklearn")
     model, _ = loaded(folders(case, "tied"), load_in_4bit=True)
     if CASES[case].fails_on_4_bits:
         with pytest.raises((RuntimeError, TypeError, ValueError)):
