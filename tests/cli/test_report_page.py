@@ -76,13 +76,26 @@ def test_a_run_does_not_fail_because_of_it(broken, train, monkeypatch, capsys, t
 def test_a_browser_shows_it(train, tmp_path):
     """The browser finds no name in the network, and logs what the page asks for."""
     assert train("--sample_packing", max_steps=2, logging_steps=1) == 0
+    page = tmp_path / "out" / "report.html"
+    shown, logged = in_a_browser(page, tmp_path)
+    assert shown.count("<svg") == 3
+    assert "CONSOLE" not in logged
+    asking = tmp_path / "asking.html"
+    asking.write_text(page.read_text().replace("<h1>", '<img src="http://example.com/a.png"><h1>'))
+    assert "violates the following Content Security Policy" in in_a_browser(asking, tmp_path)[1]
+
+
+def in_a_browser(page, tmp_path):
+    """The page's elements, and what the browser logs about it."""
     browser = next(filter(None, map(shutil.which, BROWSERS)))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'browser'}"]
-    address = (tmp_path / "out" / "report.html").as_uri()
     done = subprocess.run(
-        [browser, *options, address], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+        [browser, *options, "--enable-logging=stderr", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=dict(os.environ),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("<svg") == 3
-    assert "Refused to load" not in done.stderr
+    return done.stdout, done.stderr
