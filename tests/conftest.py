@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from zlib import crc32
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices are faster so; read when torch is imported
 
@@ -32,6 +33,10 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def pytest_addoption(parser):
+    parser.addoption("--shard", default="0/1", metavar="I/N", help="shard I, from 0, of N: a share of the tests")
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.relative_to(TESTS).as_posix() in QUICK:
@@ -40,7 +45,13 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.nightly)
     tiers = {tier for tier in ("nightly", "extras") if tier not in config.option.markexpr}
     tiers |= {"gpu"} if not torch.cuda.is_available() else set()
-    left_out = [item for item in items if tiers & {mark.name for mark in item.iter_markers()}]
+    shard, shards = map(int, config.option.shard.split("/"))
+    left_out = [
+        item
+        for item in items
+        if tiers & {mark.name for mark in item.iter_markers()}
+        or crc32(item.nodeid.partition("[")[0].encode()) % shards != shard
+    ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 
