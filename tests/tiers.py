@@ -5,6 +5,7 @@
   that together use every field of `ArchSpec`, and on one vision model for each class of tower.
 - nightly: everything times everything.
 - gpu: what needs a CUDA device.
+- extras: what needs packages that `pip install -e '.[test]'` does not bring.
 """
 
 from collections import defaultdict
