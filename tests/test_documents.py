@@ -1,12 +1,12 @@
 """What the documents point to is there: files, headings, tests, flags and the number of hostile cases."""
 
-import ast
 import io
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from unsloth_pack.cli import SUBCOMMANDS, main
 from unsloth_pack.recipe.command_line import given_options, train_parser
@@ -19,14 +19,16 @@ PLACES = tuple(
     ROOT / place for place in (".", "unsloth_pack", "tests", "tests/outside", "docs", "benchmarks/results")
 )  # where a path in backticks may begin
 OF_OTHERS = {"--shutdown-timeout", "--max-lora-rank"}  # flags of torchrun and vLLM
-TESTS = {
-    path: {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
-    for path in (ROOT / "tests").rglob("test_*.py")
-}
+each_document = table("document", DOCUMENTS, ids=lambda path: path.name)
 
 
-def each_document(test):
-    return pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)(test)
+@pytest.fixture(scope="module")
+def functions():
+    """The names of the functions in each file of tests."""
+    return {
+        path: {*re.findall(r"^ *def (\w+)\(", path.read_text(), re.MULTILINE)}
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
 
 
 def anchors(document):
@@ -45,12 +47,12 @@ def test_links_lead_somewhere(document):
 
 
 @each_document
-def test_the_named_tests_exist(document):
+def test_the_named_tests_exist(document, functions):
     text = document.read_text()
     for name in re.findall(r"\btest_\w+\b(?!\.py)", text):
-        assert name in FLAGS or any(name in names for names in TESTS.values()), name
+        assert name in FLAGS or any(name in names for names in functions.values()), name
     for file, name in re.findall(r"`([\w/]*test_\w+\.py)::(\w+)`", text):
-        assert name in TESTS.get(ROOT / "tests" / file, ()), f"{file}::{name}"
+        assert name in functions.get(ROOT / "tests" / file, ()), f"{file}::{name}"
 
 
 @each_document

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from comparison import CASES_OF_README, NEWEST, Comparison, NotComparable, read_pairs, tables
 from sweep import ratio_to
+from tables import table
 
 ROOT = Path(__file__).parents[1]
 COMPARISONS = sorted(NEWEST.parent.glob("compare-*.json"))
@@ -27,7 +28,7 @@ WITH_TRL = NEWEST.parent / "compare-h200-2026-11-22.json"
 HOST_BOUND = ("pr", "pr-16k")  # Unsloth is as fast as its host there, so the documents give a range
 
 
-@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+@table("path", COMPARISONS, ids=lambda path: path.stem)
 def test_peers_trained_as_many_tokens_an_update_or_the_file_says_it_is_wrong(path):
     if "wrong" in json.loads(path.read_text()):
         with pytest.raises(NotComparable, match=f"{path.name} is marked wrong .* read {NEWEST.name} instead"):
@@ -60,8 +61,8 @@ def test_a_case_beside_another_is_checked_too(tmp_path):
 
 
 def test_the_tables_say_what_the_results_file_says():
-    for document, table in tables(Comparison()).items():
-        assert "\n".join(table) in document.read_text()
+    for document, lines in tables(Comparison()).items():
+        assert "\n".join(lines) in document.read_text()
     assert len(tables(Comparison())[README]) == 2 + len(CASES_OF_README)
 
     (trl,) = [pair for pair in read_pairs(WITH_TRL) if pair.peer == "trl"]

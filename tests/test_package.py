@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import table
 
 import unsloth_pack
 from unsloth_pack import kernels
@@ -45,7 +46,7 @@ def test_every_room_has_its_place():
     assert {room_of(path) for path in ROOT.rglob("*.py")} - {"__init__"} == set(ROOMS)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+@table("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_one_way(path):
     room = room_of(path)
     if room == "__init__":

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tables import table
 
 import unsloth_pack
 from unsloth_pack import (
@@ -98,7 +98,7 @@ FLAGS = """
 """
 
 
-@pytest.mark.parametrize(("function", "arguments"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
+@table(("function", "arguments"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
 def test_arguments_keep_their_names_order_and_defaults(function, arguments):
     parameters = inspect.signature(function).parameters
     kept = list(parameters.values())[: len(arguments)]

@@ -1,7 +1,8 @@
 """Templates by name write what the makers of the models document."""
 
 import pytest
-from chat_tokenizers import SPECIAL, TURNS, WITH_SYSTEM, tokenizer_of
+from chat_tokenizers import FAMILIES, SPECIAL, TURNS, WITH_SYSTEM, tokenizer_of
+from tables import table
 
 from unsloth_pack import InputError
 from unsloth_pack.chat_templates import CHAT_FORMATS, get_chat_template
@@ -64,31 +65,34 @@ def test_every_format_is_compared():
     assert RENDERED.keys() == CHAT_FORMATS.keys() == ASKED.keys()
 
 
-def test_what_it_writes(family):
-    name, tokenizer = family
+@table("name", FAMILIES)
+def test_what_it_writes(name):
+    tokenizer = tokenizer_of(name)
     assert get_chat_template(tokenizer, name) is tokenizer
     assert rendered(tokenizer, WITH_SYSTEM) == RENDERED[name]
     assert rendered(tokenizer, TURNS[:1], add_generation_prompt=True).endswith(ASKED[name])
 
 
-def test_what_is_asked_is_what_was_trained_on(family):
+@table("name", FAMILIES)
+def test_what_is_asked_is_what_was_trained_on(name):
     """The prompt of a generation is the begin of the text that was trained on."""
-    name, tokenizer = family
+    tokenizer = tokenizer_of(name)
     get_chat_template(tokenizer, name)
     asked = rendered(tokenizer, TURNS[:1], add_generation_prompt=True)
     trained = rendered(tokenizer, TURNS[:2])
     assert trained.startswith(asked)
 
 
-def test_the_end_of_an_answer_ends_a_generation(family):
-    name, tokenizer = family
+@table("name", FAMILIES)
+def test_the_end_of_an_answer_ends_a_generation(name):
+    tokenizer = tokenizer_of(name)
     get_chat_template(tokenizer, name)
     end = CHAT_FORMATS[name].end or "<eos>"
     assert tokenizer.eos_token == end
     assert f"Yo{CHAT_FORMATS[name].before_end}{end}" in rendered(tokenizer, TURNS)
 
 
-@pytest.mark.parametrize("name", sorted(SPECIAL))
+@table("name", sorted(SPECIAL))
 def test_a_vocabulary_without_the_token_keeps_its_size(name):
     tokenizer = tokenizer_of(name, special=False)
     size = len(tokenizer)
@@ -105,9 +109,10 @@ def test_the_token_stays_text_if_it_may_not_end_anything():
     assert tokenizer.eos_token == "<eos>"
 
 
-def test_answers_are_marked(family):
+@table("name", FAMILIES)
+def test_answers_are_marked(name):
     """As TRL's `assistant_only_loss` needs it."""
-    name, tokenizer = family
+    tokenizer = tokenizer_of(name)
     get_chat_template(tokenizer, name)
     encoded = tokenizer.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
@@ -196,7 +201,7 @@ def test_no_end_of_sequence():
         get_chat_template(tokenizer, "alpaca")
 
 
-@pytest.mark.parametrize(
+@table(
     ("turns", "options", "says"),
     [
         (TURNS, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "writes no tools"),
@@ -204,16 +209,18 @@ def test_no_end_of_sequence():
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "text alone"),
     ],
 )
-def test_what_a_template_would_drop_is_refused(turns, options, says, family):
-    name, tokenizer = family
+@table("name", FAMILIES)
+def test_what_a_template_would_drop_is_refused(turns, options, says, name):
+    tokenizer = tokenizer_of(name)
     get_chat_template(tokenizer, name)
     with pytest.raises(Exception, match=says):
         rendered(tokenizer, turns, **options)
 
 
-@pytest.mark.parametrize("turns", [["system"], ["system", "assistant"]], ids=str)
-def test_a_system_text_without_a_question_is_written_or_refused(turns, family):
-    name, tokenizer = family
+@table("turns", [["system"], ["system", "assistant"]], ids=str)
+@table("name", FAMILIES)
+def test_a_system_text_without_a_question_is_written_or_refused(turns, name):
+    tokenizer = tokenizer_of(name)
     get_chat_template(tokenizer, name)
     conversation = [{"role": role, "content": f"the {role} says"} for role in turns]
     if CHAT_FORMATS[name].is_within_user:

@@ -11,6 +11,7 @@ from chat_tokenizers import TURNS, tokenizer_of
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
@@ -76,12 +77,10 @@ def answers(name, tokenizer, turns):
     return [part.removesuffix(bos) if name == "llama" else part for part in behind]
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["rows", "stream"])
-@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
-@pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
-@pytest.mark.parametrize(
-    "name", ["alpaca", "chatml", "gemma", "llama-3.1", "mistral", "phi-4", "qwen-3", "vicuna"]
-)
+@table("streamed", [False, True], ids=["rows", "stream"])
+@table("packed", [False, True], ids=["apart", "packed"])
+@table("special", [True, False], ids=["special", "text"])
+@table("name", ["alpaca", "chatml", "gemma", "llama-3.1", "mistral", "phi-4", "qwen-3", "vicuna"])
 def test_answers_are_what_is_learned(name, special, packed, streamed):
     tokenizer = get_chat_template(tokenizer_of(name, special), name)
     plain = [[{**turn, "content": f"{turn['role']} {n}"} for turn in TURNS] for n in range(7)]
@@ -174,8 +173,8 @@ def test_nothing_is_said_of_whole_data(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["rows", "stream"])
-@pytest.mark.parametrize(
+@table("streamed", [False, True], ids=["rows", "stream"])
+@table(
     ("parts", "says"),
     [
         ({"response_part": "<|im_start|>model\n"}, "response_part '<|im_start|>model.*in none of"),

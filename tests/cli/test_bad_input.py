@@ -5,6 +5,7 @@ import os
 
 import pytest
 from model_folder import save_model
+from tables import table
 
 from unsloth_pack.cli import main
 from unsloth_pack.recipe.command_line import train_parser
@@ -13,7 +14,7 @@ from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.other_trainers import FLAGS, REMEDIES
 
 
-@pytest.mark.parametrize(
+@table(
     ("flag", "value", "remedy"),
     [
         ("learning_rate", "-1", "a number above 0"),
@@ -157,7 +158,7 @@ def test_names_of_other_tools_lead_to_flags():
     assert not (FLAGS.keys() | REMEDIES.keys()) & flags
 
 
-@pytest.mark.parametrize(
+@table(
     ("written", "meant"),
     {
         "learning_rat": "learning_rate",
@@ -194,7 +195,7 @@ FOUR_OR_EIGHT = {f"load_in{slip}it" for slip in ("_b", "4_b", "8_b", "_b4", "_b8
 ONE_OR_MORE = ("learning_rate", "learning_rates")  # of one, a slip may be nearer to the other
 
 
-@pytest.mark.parametrize("flag", [name for name in flat(TrainOptions()) if len(name) > 3])
+@table("flag", [name for name in flat(TrainOptions()) if len(name) > 3])
 def test_one_letter_left_out_doubled_or_swapped_leads_to_the_flag(flag):
     parser = train_parser()
     ours = {name.removeprefix("--") for name in parser._option_string_actions}
@@ -223,7 +224,7 @@ NO_FLAGS_OF_OURS = """
 """
 
 
-@pytest.mark.parametrize("flag", NO_FLAGS_OF_OURS.split())
+@table("flag", NO_FLAGS_OF_OURS.split())
 def test_no_guess_where_nothing_is_alike(flag, refused):
     assert "did you mean" not in refused(command=[f"--{flag}"])
 
@@ -232,7 +233,7 @@ def test_where_nobody_can_tell_the_help_does(refused):
     assert refused(command=["--frobnicate"]).endswith("; see `unsloth-pack --help`\n")
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "complaint", "remedy"),
     [
         (["--train_type=lora"], "unknown argument '--train_type'", "did you mean --tuning?"),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import table
 from torch import cuda
 
 from unsloth_pack.cli import main
@@ -121,7 +122,7 @@ def test_check_of_settings_that_need_other_machines_is_fine(said):
         assert said("config", "check", "run.yaml") == "run.yaml: no mistakes\n"
 
 
-@pytest.mark.parametrize(
+@table(
     ("command", "says"),
     [
         (["config", "sho"], "config has no action 'sho'; use one of show, check, schema"),
@@ -277,7 +278,7 @@ def test_train_tells_the_lines_of_what_a_model_and_data_lack(capsys):
     assert second.startswith("run.yaml:3: optim is 'adamw_8bit', which needs CUDA") or cuda.is_available()
 
 
-@pytest.mark.parametrize(
+@table(
     ("about", "place"),
     [
         ("target_modules", "a.yaml:1"),
@@ -508,7 +509,7 @@ OF_STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("name", OF_STRANGERS)
+@table("name", OF_STRANGERS)
 def test_what_else_a_file_of_a_stranger_holds(name, capsys):
     text, told = OF_STRANGERS[name]
     Path("rows.xlsx").write_bytes(b"PK")

@@ -9,6 +9,7 @@ import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from unsloth_pack.data import DataFormat, detect_format, load_rows, to_trl
 from unsloth_pack.data.formats import Conversion
@@ -322,7 +323,7 @@ LISTS = [
 ]
 
 
-@pytest.mark.parametrize(
+@table(
     ("kind", "column", "value", "message"),
     [
         *STRINGS,

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_folder import TEMPLATE, byte_tokenizer
+from tables import table
 
 from unsloth_pack.data import load_rows, rows_hash
 from unsloth_pack.data.kept import kept
@@ -102,8 +103,8 @@ def write(path, content):
     return path
 
 
-@pytest.mark.parametrize("rows", [ALPACA, TURNS, MIXED], ids=["alpaca", "turns", "mixed"])
-@pytest.mark.parametrize(
+@table("rows", [ALPACA, TURNS, MIXED], ids=["alpaca", "turns", "mixed"])
+@table(
     ("name", "as_text"),
     [
         ("a.jsonl", jsonl),
@@ -135,8 +136,8 @@ PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 PACKED[".zst"] = lambda content: pa.compress(content, "zstd", asbytes=True)
 
 
-@pytest.mark.parametrize("suffix", PACKED)
-@pytest.mark.parametrize(
+@table("suffix", PACKED)
+@table(
     ("name", "content"),
     [
         ("a.jsonl", "\ufeff" + jsonl(ALPACA)),

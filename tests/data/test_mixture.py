@@ -9,6 +9,7 @@ from itertools import islice
 import datasets
 import numpy as np
 import pytest
+from tables import table
 
 from unsloth_pack.data.chosen_rows import ChosenRows
 from unsloth_pack.data.data_sets import DataSet
@@ -137,8 +138,8 @@ def test_a_weight_that_leaves_nothing():
         mix([source("a", A, 0.001), source("b", B)], seed=1)
 
 
-@pytest.mark.parametrize("how", ["concatenate", "interleave_under", "interleave_over"])
-@pytest.mark.parametrize("seed", range(5))
+@table("how", ["concatenate", "interleave_under", "interleave_over"])
+@table("seed", range(5))
 def test_no_document_is_on_both_sides(how, seed):
     """Equal ones of other data sets included, and those that a weight repeats."""
     parts = [source("a", [*A, *A, *A[:5]], 2), source("b", [*B, *A[:10], *B[:3]])]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from tables import table
 
 from unsloth_pack.data import load_rows
 from unsloth_pack.data.sources import open_stream
@@ -200,7 +201,7 @@ def test_hub_failure(monkeypatch):
 NOT_JSON = '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n'
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "content", "parts"),
     [
         ("a.jsonl", "", ["the file is empty", "at least one row"]),

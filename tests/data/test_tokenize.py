@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from model_folder import byte_tokenizer
+from tables import table
 from tokenizers import pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -79,8 +80,8 @@ STRING_PAIRS = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completio
 TEXT = [{"text": "one\ntwo"}, {"text": "ended<eos>"}, {"text": "x" * 70}]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, RERENDERING])
-@pytest.mark.parametrize(
+@table("template", [TEMPLATE, RERENDERING])
+@table(
     ("rows", "responses_only"),
     [
         (ALPACA, False),

@@ -15,6 +15,7 @@ import cases_rows
 import cases_sets
 import pytest
 from refusals import Case, line_of, train, tree
+from tables import table
 
 from unsloth_pack.cli import main
 from unsloth_pack.data import load_rows
@@ -31,7 +32,7 @@ KINDS = {
 CASES = [case for cases in KINDS.values() for case in cases]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name[:60])
+@table("case", CASES, ids=lambda case: case.name[:60])
 def test_refused(case, place):
     line_of(case, place)
 

@@ -13,6 +13,7 @@ import pytest
 import trl
 from model_folder import byte_tokenizer, save_model
 from outside_models import TELLING_TEMPLATE
+from tables import table
 
 from unsloth_pack.cli import main
 
@@ -124,14 +125,14 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("values", [VALUES, *([value] for value in VALUES), VALUES[3:5]])
+@table("values", [VALUES, *([value] for value in VALUES), VALUES[3:5]])
 def test_json_values_as_they_stand(trained, values):
     rows = [{"messages": [USER, calling(value)]} for value in values]
     expected = ["[user]q[assistant]" + shown({"function": {"arguments": value}}) for value in values]
     assert [text.removesuffix("<eos>") for text, _ in trained(rows)] == expected
 
 
-@pytest.mark.parametrize("values", [VALUES, *([value] for value in VALUES), VALUES[1:3], VALUES[3:5]])
+@table("values", [VALUES, *([value] for value in VALUES), VALUES[1:3], VALUES[3:5]])
 def test_tools_as_they_stand(trained, values):
     tools = [{"type": "function", "function": {"name": "f", "parameters": value}} for value in values]
     texts = [text for text, _ in trained([CHAT | {"tools": [tool]} for tool in tools])]
@@ -270,9 +271,9 @@ def test_step_labels(refusal):
     assert "columns completions, labels" in line
 
 
-@pytest.mark.parametrize("row", [PAIR, CHAT_PAIR, CHAT, SHARE, ALPACA])
-@pytest.mark.parametrize("column", ["label", "kto_tag"])
-@pytest.mark.parametrize("no", [False, 0, "False", "false"])
+@table("row", [PAIR, CHAT_PAIR, CHAT, SHARE, ALPACA])
+@table("column", ["label", "kto_tag"])
+@table("no", [False, 0, "False", "false"])
 def test_a_reply_labelled_bad_is_not_learned(refusal, row, column, no):
     line = refusal([row | {column: True}, row | {column: no}])
     assert f"row 1, column {column!r}" in line
@@ -290,8 +291,8 @@ def test_a_label_of_plain_text_is_a_class(trained):
 PICTURE = {"bytes": b"\x89PNG", "path": None}
 
 
-@pytest.mark.parametrize("row", [CHAT, SHARE, ALPACA, PAIR, TEXT])
-@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "audio", "audios"])
+@table("row", [CHAT, SHARE, ALPACA, PAIR, TEXT])
+@table("column", ["image", "images", "video", "videos", "audio", "audios"])
 def test_media(refusal, row, column):
     line = refusal([row | {column: []}, row | {column: None}, row | {column: ["a.png"]}])
     assert f"row 2, column {column!r}" in line
@@ -310,7 +311,7 @@ def test_media_of_datasets(refusal, name, tmp_path):
     assert f"row 0, column {name!r}" in refusal(tmp_path / "images.parquet")
 
 
-@pytest.mark.parametrize(
+@table(
     ("row", "column", "says"),
     [
         (TEXT | {"input_ids": [1, 2], "labels": [-100, 2]}, "input_ids", "[1, 2]"),
@@ -367,8 +368,8 @@ def test_tools_and_a_system_prompt_beside_pairs(trained):
 # ---- keys of a turn
 
 
-@pytest.mark.parametrize("column", ["messages", "conversations"])
-@pytest.mark.parametrize(
+@table("column", ["messages", "conversations"])
+@table(
     ("turn", "key"),
     [
         *((REPLY | {key: no}, key) for key in ("weight", "train", "loss") for no in (0, False)),
@@ -486,8 +487,8 @@ def test_what_a_template_would_read_beside_text(refusal, name):
     assert f"row 0, column {name!r}: not used, because rows of strings pass no chat template" in line
 
 
-@pytest.mark.parametrize("row", [TEXT, PAIR, CHAT, SHARE, ALPACA])
-@pytest.mark.parametrize(
+@table("row", [TEXT, PAIR, CHAT, SHARE, ALPACA])
+@table(
     ("name", "value"),
     [
         ("rejected", "b"),

@@ -5,6 +5,7 @@ from inspect import signature
 import pytest
 import torch
 from outside_models import ARCHITECTURES, DEVICE, packed_call, plain_and_patched
+from tables import table
 from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 
 from unsloth_pack import InputError
@@ -47,7 +48,7 @@ def assert_same(pair, ids, **options):
         torch.testing.assert_close(our_logits[step], truth, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@table("way", WAYS)
 def test_one_prompt(way, pair):
     if way == "prompt lookup" and pair[0]._is_stateful:  # a state cannot be taken back
         for model in pair:
@@ -57,7 +58,7 @@ def test_one_prompt(way, pair):
     assert_same(pair, prompt(), **WAYS[way])
 
 
-@pytest.mark.parametrize("way", BATCHED)
+@table("way", BATCHED)
 def test_prompts_of_several_lengths(way, pair):
     ids, mask = prompt(rows=3), torch.ones(3, 11, dtype=torch.int64, device=DEVICE)
     mask[0, :4] = mask[2, :7] = 0  # padded on the left

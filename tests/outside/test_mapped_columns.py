@@ -6,6 +6,7 @@ import shlex
 
 import pyarrow as pa
 import pytest
+from tables import table
 
 from unsloth_pack.cli import main
 
@@ -15,7 +16,7 @@ MAPPED = "--columns=question=prompt,answer=completion"
 CHAT = "[user]q[assistant]a<eos>"
 
 
-@pytest.mark.parametrize(
+@table(
     ("row", "suggested", "text"),
     [
         ({"question": "q", "answer": "a"}, "question=prompt,answer=completion", "qa<eos>"),

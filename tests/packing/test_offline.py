@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
+from tables import table
 from test_pack_dataset import documents, quiet  # noqa: F401
 
 from unsloth_pack.data.ledger import TokenLedger
@@ -207,7 +208,7 @@ def test_another_tokenizer(packs):
         read_packs(packs, "b" * 64)
 
 
-@pytest.mark.parametrize(
+@table(
     ("damage", "message"),
     [
         (lambda packs: cut(packs / "shard-00001.arrow"), r"shard-00001\.arrow: \d+ bytes of \d+"),
@@ -252,7 +253,7 @@ def wrapping_around(rows):
     rows[3] |= {"cu_lengths": [0, 2**31 - 1, -2, len(rows[3]["input_ids"])], "max_length": 2**31 - 1}
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "message"),
     [
         (setting(LOST, [0]), r"row 3: cu_lengths \[0\] bounds no document"),

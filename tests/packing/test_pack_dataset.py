@@ -3,6 +3,7 @@
 import datasets
 import numpy as np
 import pytest
+from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import pack_dataset, plan_packs
@@ -75,7 +76,7 @@ def test_documents_without_tokens_are_left_out():
     assert packed.to_list() == [{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}]
 
 
-@pytest.mark.parametrize(
+@table(
     ("rows", "message"),
     [
         ([{"input_ids": [1] * 9}], r"document 0 has 9 tokens and capacity is 8 .*truncate, split or drop"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from tables import table
 from torch.utils.data import BatchSampler
 
 from unsloth_pack.errors import InputError
@@ -27,9 +28,9 @@ def samplers(rows, world_size, **arguments):
     return [PackedSampler(rows, world_size, rank, **arguments) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize(("rows_per_rank", "batch_size"), [(1, 1), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("drop_last", [False, True])
+@table("world_size", [1, 2, 3, 8])
+@table(("rows_per_rank", "batch_size"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+@table("drop_last", [False, True])
 def test_every_rank_has_as_many_rows(rows, world_size, rows_per_rank, batch_size, drop_last):
     arguments = {"rows_per_rank": rows_per_rank, "batch_size": batch_size, "drop_last": drop_last}
     ranks = samplers(rows, world_size, **arguments)
@@ -231,7 +232,7 @@ def test_one_rank_has_a_short_last_batch():
 # ---- bad input
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "says"),
     [
         ({"world_size": 0}, "world_size is 0"),

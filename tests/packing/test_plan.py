@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import plan_packs
@@ -43,14 +44,14 @@ def random_lengths(seed, documents, capacity):
     return np.where(generator.random(documents) < 0.5, some, generator.choice(few, documents))
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("strategy", ["next_fit", "first_fit", "ffd"])
+@table("seed", range(20))
+@table("strategy", ["next_fit", "first_fit", "ffd"])
 def test_bins_are_those_of_the_definition(strategy, seed):
     lengths = random_lengths(seed, documents=1 + 17 * seed, capacity=3 + 5 * seed)
     assert plan_packs(lengths, 3 + 5 * seed, strategy).bins == plain_plan(lengths, 3 + 5 * seed, strategy)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@table("seed", range(40))
 def test_bfd_fills_bins_as_the_definition_does(seed):
     """Which of several equally tight bins takes a document is free, and leaves the fills as they are."""
     capacity = 3 + 5 * seed
@@ -99,8 +100,8 @@ def test_numbers_of_a_plan():
     assert repr(plan_packs([1] * 4, 1).bins) == "<4 bins: [0], [1], [2], ...>"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+@table("strategy", STRATEGIES)
+@table("lengths", [[], [0], [0, 0, 0]])
 def test_no_documents(lengths, strategy):
     plan = plan_packs(lengths, 8, strategy)
     assert (plan.n_bins, plan.tokens, plan.padding, plan.efficiency) == (0, 0, 0, 1.0)
@@ -115,8 +116,8 @@ def test_length_one_and_length_of_the_capacity(strategy):
     assert sorted(map(len, plan_packs([1] * 7 + [4], 4, strategy).bins)) == [1, 3, 4]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint64])
+@table("strategy", STRATEGIES)
+@table("dtype", [np.uint8, np.int16, np.int32, np.int64, np.uint64])
 def test_every_integer_type(strategy, dtype):
     lengths = np.array([200, 100, 0, 150, 90, 55] * 5, dtype)
     assert plan_packs(lengths, 255, strategy).bins == plan_packs(lengths.tolist(), 255, strategy).bins
@@ -142,7 +143,7 @@ def test_a_million_documents_fill_their_bins():
     assert len(filled) == plan.n_bins
 
 
-@pytest.mark.parametrize(
+@table(
     ("lengths", "says"),
     [
         ([1, -2], "document 1 has -2 tokens"),
@@ -156,7 +157,7 @@ def test_a_million_documents_fill_their_bins():
         ([2**70], "type object"),
     ],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@table("strategy", STRATEGIES)
 def test_bad_lengths(lengths, says, strategy):
     with pytest.raises(InputError) as caught:
         plan_packs(lengths, 8, strategy)

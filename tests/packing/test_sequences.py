@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import CutCounts, PackingWarning, concatenate_and_pack, pack_sequences
@@ -142,8 +143,8 @@ def test_garbage_collection_is_as_it_was():
 # ---- empty and over-long
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
+@table("kind", KINDS)
+@table(
     ("overlong", "rows", "boundaries", "counts"),
     [
         (
@@ -197,7 +198,7 @@ def test_overlong_is_an_error_unless_asked():
 # ---- bad input
 
 
-@pytest.mark.parametrize(
+@table(
     ("sequences", "says"),
     [
         ([1, 2, 3], "sequences[0] is a int; give a list"),
@@ -235,8 +236,8 @@ def test_bad_row_length(max_length):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("pad", [None, "0", True])
+@table("kind", KINDS)
+@table("pad", [None, "0", True])
 def test_padding_that_is_no_number(kind, pad):
     sequences = [KINDS[kind]([1])]
     assert f"pad_token_id is {pad!r}; give a number" in error_of(sequences, 8, pad)

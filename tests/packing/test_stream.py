@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import PackingStream
@@ -370,7 +371,7 @@ def test_other_columns_may_hold_fractions_but_no_nulls():
         stream.push({"input_ids": [1, 2], "weight": [None, 1.0]})
 
 
-@pytest.mark.parametrize(
+@table(
     ("bad", "says"),
     [
         ({"text": "a"}, "example 1 has the columns text; give tokenised examples with input_ids"),

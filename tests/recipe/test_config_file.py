@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bad_configs import CASES
+from tables import table
 
 from unsloth_pack.errors import InputError, Mistakes
 from unsloth_pack.recipe.command_line import given_options, placed_options, train_parser
@@ -46,7 +47,7 @@ def lines_after(name, expected):
 # ---- what is wrong
 
 
-@pytest.mark.parametrize(("content", "expected"), CASES, ids=[repr(content)[:40] for content, _ in CASES])
+@table(("content", "expected"), CASES, ids=[repr(content)[:40] for content, _ in CASES])
 def test_every_mistake_has_its_line_and_its_remedy(content, expected):
     assert said_of(content) == lines_after("run.yaml", expected)
 
@@ -62,7 +63,7 @@ def test_there_are_enough_of_them():
     assert len(THEIRS) >= 7
 
 
-@pytest.mark.parametrize("name", sorted(FLAGS.keys() | REMEDIES.keys()))
+@table("name", sorted(FLAGS.keys() | REMEDIES.keys()))
 def test_a_name_of_another_trainer_leads_to_one_option_or_to_what_to_do(name):
     """In one line, of which no part was guessed."""
     group, _, last = name.rpartition(".")
@@ -72,7 +73,7 @@ def test_a_name_of_another_trainer_leads_to_one_option_or_to_what_to_do(name):
     assert line.startswith("run.yaml:2: " if group else "run.yaml:1: ")
 
 
-@pytest.mark.parametrize("group", sorted(GROUPS))
+@table("group", sorted(GROUPS))
 def test_an_option_of_ours_in_a_section_of_theirs_is_told(group):
     (line,) = said_of(f"{group}:\n  weight_decay: 1\n")
     assert line == f"run.yaml:2: {group}.weight_decay is unknown; did you mean weight_decay?"

@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 import yaml
+from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.flags import (
@@ -108,7 +109,7 @@ def test_a_file_sets_them_in_its_own_types():
     assert from_file(file) == read
 
 
-@pytest.mark.parametrize(
+@table(
     ("file", "says"),
     [
         ("sugar: 1", "cake.yaml: sugar is unknown; not sugar"),
@@ -185,7 +186,7 @@ def test_train_is_another_such_dataclass():
     assert (options.adapter.loftq_config, options.training.learning_rate) == ({"loftq_bits": 4}, 2e-5)
 
 
-@pytest.mark.parametrize("name", sorted(flat(TrainOptions())))
+@table("name", sorted(flat(TrainOptions())))
 def test_every_default_is_of_its_kind(name):
     each = options_of(TrainOptions)[name]
     if each.default is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from bad_configs import CASES
+from tables import table
 
 from unsloth_pack.recipe.config_file import read_config
 from unsloth_pack.recipe.flags import options_of
@@ -65,7 +66,7 @@ def test_recipes_are_good_files(name, validator, read):
     assert validator.is_valid(read(recipe_text(name)))
 
 
-@pytest.mark.parametrize("content", SEEN, ids=[repr(content)[:40] for content in SEEN])
+@table("content", SEEN, ids=[repr(content)[:40] for content in SEEN])
 def test_what_train_refuses_an_editor_marks(content, validator, read):
     assert not validator.is_valid(read(content))
 
@@ -83,7 +84,7 @@ def test_files_of_other_trainers_are_marked(validator, read):
         assert "" in marked, file.name
 
 
-@pytest.mark.parametrize("name", sorted(options_of(TrainOptions).keys() - {"config"}))
+@table("name", sorted(options_of(TrainOptions).keys() - {"config"}))
 def test_every_option_is_there_twice_with_its_help_its_default_and_its_type(name, validator):
     option = options_of(TrainOptions)[name]
     at_the_top = SCHEMA["properties"][name]
@@ -147,7 +148,7 @@ COARSE = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(options_of(TrainOptions).keys() - {"config"}))
+@table("name", sorted(options_of(TrainOptions).keys() - {"config"}))
 def test_quotes_lists_and_mappings_mean_the_same_to_both(name):
     option, validator = options_of(TrainOptions)[name], jsonschema.Draft7Validator(SCHEMA["properties"][name])
     for value in [*QUOTED, *NESTED]:

@@ -1,6 +1,7 @@
 """What `--dataset` and `--columns` take, on the command line and in a file, and how they refuse the rest."""
 
 import pytest
+from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe.command_line import given_options, train_parser
@@ -13,7 +14,7 @@ from unsloth_pack.recipe.options import TrainOptions
 A, B = {"path": "a.jsonl"}, {"path": "b.jsonl"}
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "read"),
     [
         ("a.jsonl", "a.jsonl"),
@@ -48,7 +49,7 @@ def test_a_file_with_a_comma_in_its_name(tmp_path, monkeypatch):
     assert data_sets(found) == found
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "says"),
     [
         ([], "at least one data set"),
@@ -103,7 +104,7 @@ def test_columns(given, read):
     assert column_names(read) == read
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "says"),
     [
         ("question", "a mapping of columns, such as question=prompt,answer=completion"),
@@ -175,7 +176,7 @@ def test_what_holds_for_all_data_sets():
     assert third.columns == {}
 
 
-@pytest.mark.parametrize(
+@table(
     ("flag", "says"),
     [
         ("--val_set_size=500", "give eval_fraction, a share of the documents; of a number of them, that"),

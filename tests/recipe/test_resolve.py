@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tables import table
 
 from unsloth_pack.attention.backends import BACKENDS
 from unsloth_pack.demo import DEFAULTS, DEMO_DEFAULTS
@@ -53,9 +54,7 @@ def test_what_a_run_writes_down_resumes_it(folder):
     assert resumed == flat(first) | {"resume": True, "output_dir": str(folder)}
 
 
-@pytest.mark.parametrize(
-    "name", sorted(flat(TrainOptions()).keys() - {"output_dir", "resume", "config", "objective"})
-)
+@table("name", sorted(flat(TrainOptions()).keys() - {"output_dir", "resume", "config", "objective"}))
 def test_a_resumed_run_changes_nothing_but_what_is_free(name, folder):
     """Every option is one or the other, for a new option too; the objective has one value."""
     others = {int: "7", float: "0.25", bool: "true", type(None): "7", str: "other"}
