@@ -2,6 +2,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from zlib import crc32
 
@@ -18,6 +19,7 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]  # the processes that tests start run plain torch, as a user's do
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.dont_write_bytecode = False  # pytest keeps the asserts that it rewrote: half of what collecting takes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background inherits none
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup has it ignored, by all that tests start too
 
@@ -46,14 +48,14 @@ def pytest_collection_modifyitems(config, items):
     tiers = {tier for tier in ("nightly", "extras") if tier not in config.option.markexpr}
     tiers |= {"gpu"} if not torch.cuda.is_available() else set()
     shard, shards = map(int, config.option.shard.split("/"))
-    left_out = [
+    left_out = {
         item
         for item in items
         if tiers & {mark.name for mark in item.iter_markers()}
         or crc32(item.nodeid.partition("[")[0].encode()) % shards != shard
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_unconfigure():

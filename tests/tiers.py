@@ -16,7 +16,14 @@ from unsloth_pack.models import supported_architectures
 from unsloth_pack.models.spec import ArchSpec
 
 # Files whose tests are all quick, below this folder
-QUICK: tuple[str, ...] = ("kernels/test_reference.py",)
+QUICK: tuple[str, ...] = (
+    *("test_tables.py", "test_package.py", "test_documents.py", "test_figures.py"),
+    *(f"chat_templates/test_{name}.py" for name in ("by_name", "responses", "standardize")),
+    *(f"data/test_{name}.py" for name in ("checks", "formats")),
+    "kernels/test_reference.py",
+    *(f"packing/test_{name}.py" for name in ("length_report", "offline", "packed_sampler", "plan", "stream")),
+    *(f"recipe/test_{name}.py" for name in ("config_file", "flags", "json_schema", "named_data", "resolve")),
+)
 DESCRIPTIVE = ("model_type", "stands_alone", "tiny")  # fields of a spec that no forward reads
 A_FEW, A_FEW_WITH_IMAGES = 6, 3  # a test that names so many models has chosen them
 

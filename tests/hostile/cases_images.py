@@ -46,10 +46,13 @@ def folder(place: Path) -> None:
 
 
 def of(content, says, name, prepare=folder, **options):
+    """An image that is refused, or what makes it."""
     return Case(
         f"images: {name}",
         says,
-        lambda: collate(asking([{"type": "image", "image": content}]), **options),
+        lambda: collate(
+            asking([{"type": "image", "image": content() if callable(content) else content}]), **options
+        ),
         prepare,
     )
 
@@ -113,7 +116,7 @@ CASES = [
     of(png_of_size(60_000, 60_000), "too large .*60000 by 60000|too large", "a decompression bomb"),
     of(png_of_size(10_000, 9_500), "too large .*above the limit", "a bomb that Pillow would only warn of"),
     of(png_of_size(0, 8), "0 by 8 pixels|cannot be read|known format", "no width"),
-    of(with_text_bomb(), "cannot be read .*too large|too large", "a compressed text of 100 MB"),
+    of(with_text_bomb, "cannot be read .*too large|too large", "a compressed text of 100 MB"),
     of(png_of_size(64, 64), "cannot be read", "too few pixels in a PNG"),
     of(picture(4, 1000), "processor refuses .*aspect ratio", "250 times as wide as high"),
     of(encoded(picture(1, 1000)), "processor refuses .*aspect ratio.*1 by 1000", "1 by 1000"),

@@ -1,8 +1,6 @@
 """plan_packs: each strategy against its definition, the numbers of a plan, and errors for bad lengths."""
 
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -184,11 +182,3 @@ def test_lengths_that_change_before_the_bins_are_known():
     lengths[0] = 4
     with pytest.raises(InputError, match="lengths changed after they were planned"):
         plan.bins  # noqa: B018
-
-
-def test_planning_and_packing_import_no_torch():
-    code = (
-        "import sys; from unsloth_pack.packing import *; plan_packs([1, 2], 4).bins; "
-        "pack_sequences([[1], [2]], 4, 0); print(sorted({'torch', 'datasets', 'trl'} & set(sys.modules)))"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -21,16 +21,16 @@ from unsloth_pack.packing.plan import STRATEGIES
 
 
 @st.composite
-def lengths_and_capacity(draw, shortest=0):
-    capacity = draw(st.integers(1, 4096) | st.integers(1, 12))
+def lengths_and_capacity(draw, shortest=0, largest=4096):
+    capacity = draw(st.integers(1, largest) | st.integers(1, 12))
     length = st.integers(min(shortest, capacity), capacity)
     common = draw(st.lists(length, min_size=1, max_size=4))
     return draw(st.lists(length | st.sampled_from(common), max_size=200)), capacity
 
 
 @st.composite
-def sequences_and_arguments(draw):
-    lengths, capacity = draw(lengths_and_capacity())
+def sequences_and_arguments(draw, largest):
+    lengths, capacity = draw(lengths_and_capacity(largest=largest))
     arguments = {
         "max_length": capacity,
         "strategy": draw(st.sampled_from(STRATEGIES)),
@@ -117,7 +117,7 @@ ROWS = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1
 PROPERTIES = {
     every_document_is_in_one_bin: lengths_and_capacity(),
     bfd_needs_at_most_one_bin_more_than_ffd: lengths_and_capacity(shortest=1),
-    packing_can_be_undone: sequences_and_arguments(),
+    packing_can_be_undone: sequences_and_arguments(256),
     a_stream_keeps_every_document: st.tuples(
         lengths_and_capacity(),
         st.integers(1, 40),
@@ -130,16 +130,19 @@ PROPERTIES = {
 }
 
 
-def check(holds, examples):
-    settings(max_examples=examples, deadline=None)(given(PROPERTIES[holds])(holds))()
+LONG = PROPERTIES | {packing_can_be_undone: sequences_and_arguments(4096)}  # up to 800,000 tokens a case
+
+
+def check(holds, cases, examples):
+    settings(max_examples=examples, deadline=None)(given(cases)(holds))()
 
 
 @pytest.mark.parametrize("holds", PROPERTIES)
 def test_holds(holds):
-    check(holds, 500 // len(PROPERTIES))
+    check(holds, PROPERTIES[holds], 500 // len(PROPERTIES))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("holds", PROPERTIES)
 def test_holds_nightly(holds):
-    check(holds, 25_000 // len(PROPERTIES))
+    check(holds, LONG[holds], 25_000 // len(PROPERTIES))
