@@ -82,6 +82,14 @@ def plain_torch_on_a_cpu(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def figures_only_where_they_are_tested(request, monkeypatch):
+    """Five of them take longer than a short run; other tests get empty ones."""
+    empty = {"svg": b"<svg></svg>", "png": b"\x89PNG"}
+    if "draws" not in request.keywords:
+        monkeypatch.setattr("unsloth_pack.report.rendering.render", lambda draw, kind, **_: empty[kind])
+
+
+@pytest.fixture(autouse=True)
 def quick_tests_start_no_process(request, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a quick test starts no process")

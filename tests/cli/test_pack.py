@@ -83,6 +83,7 @@ def test_bad_input_to_pack(flags, message, model, data, packs, refused, tmp_path
     assert message in refused(command=["pack", "--model_name", model, *length, *given])
 
 
+@pytest.mark.draws
 def test_the_same_losses_as_packing_at_the_start_of_the_run(tmp_path):
     """On the bundled model and data, step for step."""
     assert main(["pack", "--max_seq_length", "512", "--out", "packs"]) == 0

@@ -17,6 +17,7 @@ def shown(out):
     return (out / "report.html").read_text()
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize(
     "flags", [{"sample_packing": True}, {"sample_packing": False}], ids=["packed", "padded"]
 )
@@ -70,6 +71,7 @@ def test_a_run_does_not_fail_because_of_it(broken, train, monkeypatch, capsys, t
         assert not (tmp_path / "out" / "report.html").exists()
 
 
+@pytest.mark.draws
 @pytest.mark.skipif(
     not any(map(shutil.which, BROWSERS)), reason=f"none of {', '.join(BROWSERS)} is installed"
 )

@@ -41,6 +41,7 @@ def test_images_lengthen_every_document(model, data, lengths, capsys):
     assert shown["tokens"] == sum(lengths) + len(lengths) * 8 * 5
 
 
+@pytest.mark.draws
 def test_the_table_and_the_picture(model, data, lengths, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     png = tmp_path / "new" / "lengths.png"

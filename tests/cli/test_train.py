@@ -21,6 +21,7 @@ from unsloth_pack.report.fill import document_lengths
 from unsloth_pack.training.checkpoints import state_of
 
 
+@pytest.mark.draws
 def test_a_run_from_end_to_end(train, rows, tmp_path, capsys):
     out = tmp_path / "out"
     few = tmp_path / "few.json"

@@ -106,6 +106,7 @@ def test_a_short_fine_tune_learns(loaded):
     assert sum(losses[-4:]) < 0.3 * sum(losses[:4])
 
 
+@pytest.mark.draws
 def test_the_command_line_trains_it(few_rows, capsys):
     flags = ["--sample_packing", "--max_steps=2", "--logging_steps=1", "--dtype=float32"]
     assert main(["--model_name=vision-demo", "--output_dir=out", *flags]) == 0

@@ -33,6 +33,7 @@ def holds_only(folder, *names):
     return not any(path.is_symlink() for path in folder.rglob("*"))
 
 
+@pytest.mark.draws
 @pytest.mark.parametrize("name", ["loss.png", ".loss.png.aside"])
 def test_plots(name, out, precious):
     (out / name).symlink_to(precious)

@@ -13,6 +13,7 @@ from unsloth_pack.report.figures import packed_row, with_speed
 from unsloth_pack.report.page import NAME, RunSeen, page_of, write_page
 from unsloth_pack.report.row_figure import PackedRowSeen, draw_row, placed
 
+pytestmark = pytest.mark.draws
 PATCH = PatchReport("llama", 2, "sdpa", "<why>", {"norms": "5 RMS norms"}, {"loss": "a & b"})
 ROW = PackedRowSeen([5, 3], np.array([0, 1, 1, 0, 1, 0, 1, 1], bool), 10)
 SEEN = RunSeen(PATCH, np.array([5, 3, 9]), ROW, 9)

@@ -1,16 +1,18 @@
 """Figures of a run as SVG that stands inside a page: text stays text, and nothing in it names an address."""
 
-import io
+from __future__ import annotations
+
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 
+from unsloth_pack.report import rendering
 from unsloth_pack.report.row_figure import PackedRowSeen, draw_row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _NAMESPACE = re.compile(r'\s+xmlns(:\w+)?="[^"]*"')
@@ -29,6 +31,12 @@ def curves(log: Sequence[dict[str, Any]]) -> str:
     Args:
         log: the lines of kind `log` in a metrics file.
     """
+    return _svg(lambda: _draw_curves(log), "curves")
+
+
+def _draw_curves(log: Sequence[dict[str, Any]]) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     lines = with_speed(log)
     for place, (name, label, unit) in enumerate(_CURVES):
@@ -37,7 +45,7 @@ def curves(log: Sequence[dict[str, Any]]) -> str:
         if name == "loss" and _plot(axes, lines, "eval_loss", unit, "evaluation", marker="o", markersize=3):
             axes.legend()
         axes.grid(alpha=0.3)
-    return _svg(figure, "curves")
+    return figure
 
 
 def with_speed(log: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -61,6 +69,12 @@ def lengths_histogram(lengths: np.ndarray, max_length: int) -> str:
         lengths: `[documents]` tokens.
         max_length: at which documents are cut.
     """
+    return _svg(lambda: _draw_lengths(lengths, max_length), "lengths")
+
+
+def _draw_lengths(lengths: np.ndarray, max_length: int) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 2.8), layout="constrained")
     axes = figure.add_subplot(xlabel="tokens", ylabel="documents")
     axes.hist(lengths, bins=min(60, int(np.ptp(lengths)) + 1))
@@ -68,12 +82,12 @@ def lengths_histogram(lengths: np.ndarray, max_length: int) -> str:
         axes.axvline(max_length, color="tab:red", linestyle="--", label=f"cut at {max_length:,}")
         axes.legend()
     axes.grid(alpha=0.3)
-    return _svg(figure, "lengths")
+    return figure
 
 
 def packed_row(row: PackedRowSeen) -> str:
     """Documents side by side, see `draw_row`."""
-    return _svg(draw_row(row), "row")
+    return _svg(lambda: draw_row(row), "row")
 
 
 def _plot(
@@ -86,13 +100,9 @@ def _plot(
     return bool(points)
 
 
-def _svg(figure: Figure, name: str) -> str:
+def _svg(draw: Callable[[], Figure], name: str) -> str:
     """The figure as an `<svg>` element. `name` keeps its ids apart from those of other figures."""
-    FigureCanvasSVG(figure)
-    made = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(made, format="svg", metadata=_NO_METADATA)
-    text = made.getvalue()
+    text = rendering.render(draw, "svg", metadata=_NO_METADATA).decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = _NAMESPACE.sub("", text).replace("xlink:href", "href")
     return _ID.sub(rf"\1{name}-", text)

@@ -1,14 +1,18 @@
 """`loss.png` and `lengths.png`, drawn without a display."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from unsloth_pack.files.whole_folders import write_file
+from unsloth_pack.report import rendering
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def plot_loss(log_history: Sequence[dict[str, Any]], path: Path) -> None:
@@ -17,6 +21,17 @@ def plot_loss(log_history: Sequence[dict[str, Any]], path: Path) -> None:
     Args:
         log_history: the trainer's, with `step` and `loss` or `eval_loss` in some entries.
     """
+    _save(lambda: _draw_loss(log_history), path)
+
+
+def plot_lengths(lengths: np.ndarray, max_length: int, path: Path) -> None:
+    """A histogram of document lengths, in tokens, with the length at which rows are cut."""
+    _save(lambda: _draw_lengths(lengths, max_length), path)
+
+
+def _draw_loss(log_history: Sequence[dict[str, Any]]) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="update", ylabel="loss (nats a token)", title="Loss")
     for name, style in (("loss", {"linewidth": 1.2}), ("eval_loss", {"marker": "o", "markersize": 4})):
@@ -26,11 +41,12 @@ def plot_loss(log_history: Sequence[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    _save(figure, path)
+    return figure
 
 
-def plot_lengths(lengths: np.ndarray, max_length: int, path: Path) -> None:
-    """A histogram of document lengths, in tokens, with the length at which rows are cut."""
+def _draw_lengths(lengths: np.ndarray, max_length: int) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(
         xlabel="tokens",
@@ -42,10 +58,10 @@ def plot_lengths(lengths: np.ndarray, max_length: int, path: Path) -> None:
         axes.axvline(max_length, color="tab:red", linestyle="--", label=f"max_seq_length {max_length}")
         axes.legend()
     axes.grid(alpha=0.3)
-    _save(figure, path)
+    return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
-    FigureCanvasAgg(figure)
+def _save(draw: Callable[[], Figure], path: Path) -> None:
+    rendered = rendering.render(draw, path.suffix.removeprefix(".") or "png", dpi=130)
     with write_file(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".") or "png", dpi=130)
+        file.write(rendered)

@@ -1,14 +1,17 @@
 """A packed row as a figure: its documents, their boundaries, the tokens that count, and its images."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
 from unsloth_pack.data.encoding import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_IMAGES = 16  # that fit side by side
 _MARGIN = 0.08  # of the place of an image, on each side
@@ -79,6 +82,9 @@ def draw_row(row: PackedRowSeen) -> Figure:
 
     Images stand above, each tied to its tokens, up to the sixteenth.
     """
+    import matplotlib
+    from matplotlib.figure import Figure
+
     images = row.images[:_MOST_IMAGES]
     figure = Figure(figsize=(10, 2.8 if images else 1.6), layout="constrained")
     axes = figure.add_subplot(xlabel="token", yticks=[], xlim=(0, row.capacity), ylim=(0, 2 if images else 1))
