@@ -56,7 +56,7 @@ def options(folder):
 # ---- files in other folders, from other systems
 
 
-def test_a_chain_of_files_from_windows_in_other_folders(project):
+def test_a_chain_of_files_from_windows_in_other_folders(project, capsys):
     (project / "shared").mkdir()
     (project / "mine").mkdir()
     base = ("\ufeff" + RUN + "adapter: {r: 4, lora_alpha: 8}\n").replace("\n", "\r\n")
@@ -65,13 +65,13 @@ def test_a_chain_of_files_from_windows_in_other_folders(project):
         b"base_config: ../shared/base.yaml\r\nlora_alpha: null\r\nseed: 1\r\n"
     )
     flags = ["--config=mine/run.yaml", "--training.seed=2", "--output_dir=out"]
-    done = command_line(*flags, cwd=project)
-    assert done.returncode == 0, done.stderr
-    ran = options(project / "out")
+    assert main(flags) == 0
+    ran = options("out")
     wanted = {"r": 4, "lora_alpha": 16.0, "seed": 2, "max_seq_length": 128, "learning_rate": 1e-2}
     assert {name: ran[name] for name in wanted} == wanted
-    again = command_line("config", "show", *flags, cwd=project)
-    assert "# mine/../shared/base.yaml:4" in again.stdout
+    capsys.readouterr()
+    assert main(["config", "show", *flags]) == 0
+    assert "# mine/../shared/base.yaml:4" in capsys.readouterr().out
 
 
 def test_all_that_is_wrong_is_said_before_anything_is_loaded(project):
