@@ -14,6 +14,14 @@ from unsloth_pack import FastLanguageModel
 IDS = torch.arange(3, 60)[None]
 
 
+def command_line(model, data, out, *arguments, **flags):
+    """Of `train` on a tiny model."""
+    given = {"model_name": model, "dataset": data, "output_dir": out, "max_seq_length": 144}
+    given |= {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 0.01}
+    given |= {"dtype": "float32", **flags}  # and so the same backend on every machine
+    return [*arguments, *(f"--{name}={value}" for name, value in given.items() if value is not None)]
+
+
 def read_metrics(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kinds = {line["kind"] for line in lines}

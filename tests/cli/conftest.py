@@ -2,11 +2,12 @@
 
 import json
 import random
+import shutil
 
 import datasets
 import pytest
 import torch
-from cli_runs import tree
+from cli_runs import command_line, tree
 from image_runs import make_place
 from model_folder import save_model
 
@@ -65,13 +66,22 @@ def train(model, data, tmp_path):
     """Runs `train` on the tiny model, and returns the exit code."""
 
     def run(*arguments, **flags):
-        given = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out", "max_seq_length": 144}
-        given |= {"max_steps": 4, "gradient_accumulation_steps": 1, "learning_rate": 0.01}
-        given |= {"dtype": "float32", **flags}  # and so the same backend on every machine
-        spelt = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        return main([*arguments, *spelt])
+        return main(command_line(model, data, tmp_path / "out", *arguments, **flags))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    return tmp_path_factory.mktemp("finished") / "out"
+
+
+@pytest.fixture
+def finished(finished_run, train, tmp_path):
+    """A run of three updates with a checkpoint after each, as a copy in the folder that `train` writes to."""
+    if not finished_run.exists():
+        assert train(output_dir=finished_run, max_steps=3, save_steps=1) == 0
+    return shutil.copytree(finished_run, tmp_path / "out")
 
 
 @pytest.fixture

@@ -239,11 +239,28 @@ def test_a_process_of_its_own(case, tmp_path):
     assert figures.peak_memory_of == "process memory"
 
 
-def test_what_the_process_refuses_is_bad_input(case, tmp_path, capsys):
+@pytest.fixture
+def unpatched(case, tmp_path):
     GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32).save_pretrained(tmp_path / "gpt2")
-    capsys.readouterr()
+    return replace(case, model_name=str(tmp_path / "gpt2"))
+
+
+@pytest.mark.nightly
+def test_what_the_process_refuses_is_bad_input(unpatched):
     with pytest.raises(InputError, match="model type 'gpt2' has no patch"):
-        measure_apart(replace(case, model_name=str(tmp_path / "gpt2")))
+        measure_apart(unpatched)
+
+
+def test_what_a_process_refused_is_bad_input(unpatched, tmp_path, monkeypatch):
+    """The answer is written here, and a process that copies it stands for the one that measures."""
+    (tmp_path / "case.json").write_text(json.dumps(asdict(unpatched)))
+    measure_main(tmp_path, time.time())
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncp {tmp_path}/answer.json "$4"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(InputError, match="model type 'gpt2' has no patch"):
+        measure_apart(unpatched)
 
 
 def test_what_fails_there_is_one_line(case, tmp_path, monkeypatch):

@@ -87,9 +87,8 @@ def test_prompts_that_are_not_text(errors, model, capsys, monkeypatch):
     assert said.count("\n") == 1
 
 
-def test_an_adapter_whose_base_is_not_there(train, tmp_path, capsys):
-    assert train(max_steps=1) == 0
-    config = tmp_path / "out" / "adapter_config.json"
+def test_an_adapter_whose_base_is_not_there(finished, capsys):
+    config = finished / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "../gone"}))
     capsys.readouterr()
     assert main(["generate", "--model_name", "out", "--prompt", "a"]) == 2
@@ -98,18 +97,16 @@ def test_an_adapter_whose_base_is_not_there(train, tmp_path, capsys):
         assert part in said
 
 
-def test_training_an_adapter_again(train, tmp_path, capsys):
-    assert train(max_steps=1) == 0
-    assert train(model_name=tmp_path / "out", output_dir="again") == 2
+def test_training_an_adapter_again(train, finished, tmp_path, capsys):
+    assert train(model_name=finished, output_dir="again") == 2
     assert "merge it first with `unsloth-pack merge`" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
 
 
-def test_merge_keeps_what_is_there(train, tmp_path, capsys):
-    assert train(max_steps=1) == 0
+def test_merge_keeps_what_is_there(finished, tmp_path, capsys):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("")
-    out, kept = str(tmp_path / "out"), str(tmp_path / "kept")
+    out, kept = str(finished), str(tmp_path / "kept")
     assert main(["merge", "--model_name", out, "--save_path", kept]) == 2
     assert "is not empty; give a new folder" in capsys.readouterr().err
 

@@ -232,33 +232,33 @@ def adapter(folder):
 
 
 def test_early_stopping_and_the_best_model(train, data, worse, tmp_path):
-    flags = {"eval_dataset": data, "eval_steps": 2, "max_steps": 16, "max_token_loss": 1}
+    flags = {"eval_dataset": data, "eval_steps": 1, "max_steps": 8, "max_token_loss": 1}
     assert train("--packing", "--load_best_model_at_end", early_stopping_patience=3, **flags) == 0
     out = tmp_path / "out"
-    assert max(losses(out)) == 10  # the best is of update 4; three evaluations follow
+    assert max(losses(out)) == 5  # the best is of update 2; three evaluations follow
     kept = sorted(path.name for path in out.glob("checkpoint-*"))
-    assert "checkpoint-4" in kept
-    best, last = adapter(out / "checkpoint-4"), adapter(out / "checkpoint-10")
+    assert "checkpoint-2" in kept
+    best, last = adapter(out / "checkpoint-2"), adapter(out / "checkpoint-5")
     assert all(torch.equal(best[name], weight) for name, weight in adapter(out).items())
     assert not all(torch.equal(last[name], weight) for name, weight in adapter(out).items())
 
 
 @pytest.mark.parametrize("best", ["--load_best_model_at_end=true", "--load_best_model_at_end=false"])
 def test_early_stopping_goes_on_where_a_run_was_killed(best, train, refused, data, worse, tmp_path, caplog):
-    flags = {"eval_dataset": data, "eval_steps": 2, "save_steps": 2, "max_steps": 16, "max_token_loss": 1}
+    flags = {"eval_dataset": data, "eval_steps": 1, "save_steps": 1, "max_steps": 8, "max_token_loss": 1}
     whole = tmp_path / "whole"
     assert train("--packing", best, output_dir=whole, early_stopping_patience=3, **flags) == 0
-    for step in (8, 10):  # two of three evaluations later, and where early stopping has ended it
+    for step in (4, 5):  # two of three evaluations later, and where early stopping has ended it
         killed = tmp_path / str(step)
         shutil.copytree(whole, killed)
         cut_after(killed, step)
         assert main(["--resume", f"--output_dir={killed}"]) == 0
         assert losses(killed) == losses(whole)
-        assert max(losses(killed)) == 10
+        assert max(losses(killed)) == 5
         assert "best checkpoint" not in caplog.text
         assert all(torch.equal(adapter(whole)[name], weight) for name, weight in adapter(killed).items())
     says = refused(command=["--resume", f"--output_dir={whole}"])
-    assert "is complete after 10 updates" in says
+    assert "is complete after 5 updates" in says
 
 
 def test_the_help_names_them(capsys):

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 import torch
-from cli_runs import adapter_names, check_merged, cut_after, logits, losses, plain, read_metrics
+from cli_runs import adapter_names, check_merged, command_line, cut_after, logits, losses, plain, read_metrics
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
 
@@ -15,14 +16,48 @@ from unsloth_pack.cli import main
 from unsloth_pack.training.trl import RunTrainer
 
 
-@pytest.fixture
-def first_stage(train, tmp_path):
-    def run(**flags):
-        out = tmp_path / "first"
-        assert train("--packing", output_dir=out, r=4, lora_alpha=8, **flags) == 0
-        return out
+@contextmanager
+def first_rows_noted():
+    """The inputs and the loss of the first step of each run."""
+    seen, step = [], RunTrainer.training_step
 
-    return run
+    def noted(self, model, inputs, *args, **kwargs):
+        given = {name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)}
+        loss = step(self, model, inputs, *args, **kwargs)
+        if self.state.global_step == 0:
+            seen.append((given, loss))
+        return loss
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RunTrainer, "training_step", noted)
+        yield seen
+
+
+class FirstStages:
+    """Runs each first stage once; tests read its folder."""
+
+    def __init__(self, folder, *model_and_data):
+        self._folder, self._model_and_data, self._made = folder, model_and_data, {}
+
+    def __call__(self, **flags):
+        out = self._folder / str(len(self._made))
+        if (key := str(flags)) not in self._made:
+            with first_rows_noted() as seen:
+                assert main(command_line(*self._model_and_data, out, "--packing", **STAGE, **flags)) == 0
+            self._made[key] = out, seen[0][1]
+        return self._made[key][0]
+
+    def first_loss(self, stage):
+        """Of the run that ended in this folder."""
+        return dict(self._made.values())[stage]
+
+
+STAGE = {"r": 4, "lora_alpha": 8}
+
+
+@pytest.fixture(scope="module")
+def first_stage(model, data, tmp_path_factory):
+    return FirstStages(tmp_path_factory.mktemp("first"), model, data)
 
 
 @pytest.mark.parametrize(
@@ -43,19 +78,9 @@ def test_a_second_stage_begins_where_the_first_ended(flags, first_stage, train, 
 
 
 @pytest.fixture
-def first_row(monkeypatch):
-    """The inputs and the loss of the first step of each run."""
-    seen, step = [], RunTrainer.training_step
-
-    def noted(self, model, inputs, *args, **kwargs):
-        given = {name: value.clone() for name, value in inputs.items() if torch.is_tensor(value)}
-        loss = step(self, model, inputs, *args, **kwargs)
-        if self.state.global_step == 0:
-            seen.append((given, loss))
-        return loss
-
-    monkeypatch.setattr(RunTrainer, "training_step", noted)
-    return seen
+def first_row():
+    with first_rows_noted() as seen:
+        yield seen
 
 
 def loss_of(model, row):
@@ -79,7 +104,7 @@ def test_the_first_loss_is_that_of_the_first_stages_last_model(
     more = {} if way == "on with it" else {"merge_init_adapter": True}
     more |= {"tuning": "full"} if way == "all of the model on top" else {}
     assert train("--packing", output_dir=tmp_path / "second", init_adapter=first, max_steps=1, **more) == 0
-    (_, cold), (row, loss) = first_row
+    (row, loss), cold = first_row[-1], first_stage.first_loss(first)
     trained = PeftModel.from_pretrained(plain(model), first).eval()
     of_plain, truth = loss_of(trained, row), loss_of(trained.double(), row)
     rounding = torch.finfo(torch.float32).eps * truth
@@ -119,7 +144,7 @@ def test_on_top_of_what_was_trained_on_4_bits(first_stage, train, first_row, tmp
     assert train("--packing", "--merge_init_adapter", "--save_model", **second) == 0
     torch.testing.assert_close(logits(plain(tmp_path / "second" / "base")), trained, rtol=1e-4, atol=1e-4)
     rounded = in_4_bits(tmp_path / "second" / "base").train()  # some CPUs evaluate 4 bits in bfloat16
-    row, loss = first_row[2]
+    row, loss = first_row[-1]
     assert float(loss) == pytest.approx(loss_of(rounded, row), rel=1e-5)
     again, _ = FastLanguageModel.from_pretrained(
         str(tmp_path / "second"), 128, torch.float32, load_in_4bit=True
@@ -141,11 +166,12 @@ def test_a_second_stage_holds_its_weights_as_the_first_did(first_stage, train, f
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_a_stage_on_top_resumes_bit_for_bit(tuning, first_stage, train, tmp_path):
-    on_top = {"init_adapter": first_stage(), "tuning": tuning, "max_steps": 6, "save_steps": 3}
+    on_top = {"init_adapter": first_stage(), "tuning": tuning, "max_steps": 4, "save_steps": 2}
     whole, half, early = (tmp_path / name for name in ("whole", "half", "early"))
-    for folder in (whole, half, early):
-        assert train("--packing", "--merge_init_adapter", output_dir=folder, **on_top) == 0
-    cut_after(half, 3)
+    assert train("--packing", "--merge_init_adapter", output_dir=whole, **on_top) == 0
+    for folder in (half, early):
+        shutil.copytree(whole, folder)
+    cut_after(half, 2)
     cut_after(early, 0)
     bases = {folder: (folder / "base" / "model.safetensors").stat().st_mtime_ns for folder in (half, early)}
     for folder in (half, early):

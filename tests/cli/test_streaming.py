@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_runs import losses, read_metrics
@@ -68,32 +69,47 @@ def terminated_at(monkeypatch):
     return at
 
 
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory):
+    return {"lines": tmp_path_factory.mktemp("whole") / "rows.jsonl.gz"}
+
+
+@pytest.fixture
+def whole(wholes, train, lines, seen, little_at_a_time):
+    """A run that is never stopped: its data, its folder, and the rows that it saw. It runs once."""
+    if "rows" not in wholes:
+        wholes["lines"].write_bytes(lines.read_bytes())
+        wholes["folder"] = wholes["lines"].with_name("out")
+        assert train("--streaming", dataset=wholes["lines"], output_dir=wholes["folder"], **FLAGS) == 0
+        wholes["rows"] = seen[:]
+    seen.clear()
+    return SimpleNamespace(**wholes)
+
+
 def adapter_bytes(folder):
     return (folder / "adapter_model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(("update", "workers"), [(1, 1), (3, 3), (6, 2)])
 def test_a_run_that_was_stopped_sees_the_rows_of_one_that_never_was(
-    update, workers, train, lines, seen, little_at_a_time, terminated_at, tmp_path
+    update, workers, train, whole, seen, terminated_at, tmp_path
 ):
     """To the bit: rows, losses, adapter and counts; whatever the number of workers."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert train("--streaming", dataset=lines, output_dir=whole, **FLAGS) == 0
-    rows_of_whole = seen[:]
-    seen.clear()
+    cut = tmp_path / "cut"
     terminated_at(update)
-    assert train("--streaming", dataset=lines, output_dir=cut, **FLAGS) == 143
+    assert train("--streaming", dataset=whole.lines, output_dir=cut, **FLAGS) == 143
     assert [path.name for path in cut.glob("checkpoint-*")] == [f"checkpoint-{update}"]
     assert main(["--resume", f"--output_dir={cut}", f"--num_proc={workers}"]) == 0
-    assert seen == rows_of_whole
+    assert seen == whole.rows
     assert len(seen) == 7 * 2
-    assert losses(cut) == losses(whole)
-    assert adapter_bytes(cut) == adapter_bytes(whole)
-    summaries = [read_metrics(folder)["summary"][0] for folder in (whole, cut)]
+    assert losses(cut) == losses(whole.folder)
+    assert adapter_bytes(cut) == adapter_bytes(whole.folder)
+    summaries = [read_metrics(folder)["summary"][0] for folder in (whole.folder, cut)]
     for name in ("ledger", "stream", "epochs", "tokens_trained", "tokens_counted"):
         assert summaries[0][name] == summaries[1][name]
     epochs = [
-        {line["step"]: line["epoch"] for line in read_metrics(folder)["log"]} for folder in (whole, cut)
+        {line["step"]: line["epoch"] for line in read_metrics(folder)["log"]}
+        for folder in (whole.folder, cut)
     ]
     assert epochs[0] == epochs[1]
 
@@ -103,9 +119,9 @@ def test_a_row_that_cannot_be_trained_on_stops_it_with_a_checkpoint(
 ):
     """And with the row corrected, the run goes on as if it had always been so."""
     path, whole, cut = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "cut"
-    good = "".join(json.dumps(row) + "\n" for row in rows)
+    good = "".join(json.dumps(row) + "\n" for row in rows[:15])
     last = {"instruction": "a", "output": "b"}
-    flags = FLAGS | {"dataset": path, "max_steps": 45, "gradient_accumulation_steps": 1}
+    flags = FLAGS | {"dataset": path, "max_steps": 18, "gradient_accumulation_steps": 1}
     path.write_text(good + json.dumps(last) + "\n")
     assert train("--streaming", output_dir=whole, **flags) == 0
     rows_of_whole = seen[:]
@@ -114,7 +130,7 @@ def test_a_row_that_cannot_be_trained_on_stops_it_with_a_checkpoint(
     assert train("--streaming", output_dir=cut, **flags) == 1
     (checkpoint,) = cut.glob("checkpoint-*")
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{path}: row 40, column 'output': expected a string, got None" in said
+    assert f"{path}: row 15, column 'output': expected a string, got None" in said
     assert f"{checkpoint.name} is whole, go on with: unsloth-pack --resume" in said
     path.write_text(good + json.dumps(last) + "\n")
     assert main(["--resume", f"--output_dir={cut}"]) == 0

@@ -235,26 +235,22 @@ def test_a_second_signal_aborts_at_once(number, train, monkeypatch, capsys):
     assert "unsloth-pack --resume --output_dir" in said
 
 
-def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(
-    train, tmp_path, capsys, monkeypatch
-):
-    assert train(save_steps=2, max_steps=5) == 0
-    out = str(tmp_path / "out")
+def test_resume_goes_on_from_a_saved_checkpoint_and_refuses_another_plan(finished, capsys, monkeypatch):
+    out = str(finished)
     assert main(["--resume", "--output_dir", out, "--learning_rate", "1"]) == 2
     assert "learning_rate was 0.01, not 1.0" in capsys.readouterr().err
     assert main(["--resume", "--output_dir", out]) == 2
-    assert "complete after 5 updates" in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    assert "complete after 3 updates" in capsys.readouterr().err
+    shutil.rmtree(finished / "checkpoint-3")
     with monkeypatch.context() as patched:
         patched.setenv("WORLD_SIZE", "2")
         assert main(["--resume", "--output_dir", out]) == 2
     assert "had 1 processes and this one has 2" in capsys.readouterr().err
     assert main(["--resume", "--output_dir", out]) == 0
-    assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5]
+    assert list(losses(finished)) == [1, 2, 3]
 
 
-def test_resume_keeps_a_run_that_was_begun_over_another(train, tmp_path):
-    assert train(max_steps=1) == 0
+def test_resume_keeps_a_run_that_was_begun_over_another(train, finished, tmp_path):
     assert train("--overwrite_output_dir", save_steps=2, max_steps=5) == 0
     whole = losses(tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "checkpoint-5")
@@ -375,16 +371,14 @@ def test_resuming_merges_into_no_folder_of_somebody_else(train, refused, tmp_pat
     assert (tmp_path / "new" / "model.safetensors").is_file()
 
 
-def test_overwriting_leaves_nothing_of_the_earlier_run(train, tmp_path):
-    assert train(save_steps=1, max_steps=2) == 0
+def test_overwriting_leaves_nothing_of_the_earlier_run(train, finished):
     assert train("--overwrite_output_dir", max_steps=1) == 0
-    assert list(losses(tmp_path / "out")) == [1]
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    assert list(losses(finished)) == [1]
+    assert not list(finished.glob("checkpoint-*"))
 
 
-def test_overwriting_removes_links_and_not_what_they_point_to(train, tmp_path):
-    assert train(save_steps=1, max_steps=2) == 0
-    out = tmp_path / "out"
+def test_overwriting_removes_links_and_not_what_they_point_to(train, finished, tmp_path):
+    out = finished
     (out / "checkpoint-1").rename(tmp_path / "moved")
     (out / "checkpoint-1").symlink_to(tmp_path / "moved")
     (out / "checkpoint-latest").symlink_to("checkpoint-2")

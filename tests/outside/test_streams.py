@@ -85,9 +85,13 @@ def setups(draw):
     return rows, packed
 
 
-@settings(max_examples=120, deadline=None)
-@given(setups(), st.sampled_from([0, 1, 2, 4, 9]), st.integers(1, 3), st.integers(0, 3))
-def test_every_document_once_an_epoch(setup, n_workers, world_size, epoch):
+@pytest.mark.parametrize("examples", [40, pytest.param(120, marks=pytest.mark.nightly)])
+def test_every_document_once_an_epoch(examples):
+    drawn = (setups(), st.sampled_from([0, 1, 2, 4, 9]), st.integers(1, 3), st.integers(0, 3))
+    settings(max_examples=examples, deadline=None)(given(*drawn)(every_document_comes_once))()
+
+
+def every_document_comes_once(setup, n_workers, world_size, epoch):
     """Over all workers of all ranks; and the same epoch gives the same rows again."""
     rows, packed = setup
     seen = []
@@ -119,9 +123,12 @@ def readers(draw):
     return make, draw(st.integers(0, 3))
 
 
-@settings(max_examples=100, deadline=None)
-@given(readers(), st.data())
-def test_a_resumed_stream_goes_on_exactly(reader, data):
+@pytest.mark.parametrize("examples", [40, pytest.param(100, marks=pytest.mark.nightly)])
+def test_a_resumed_stream_goes_on_exactly(examples):
+    settings(max_examples=examples, deadline=None)(given(readers(), st.data())(it_goes_on_exactly))()
+
+
+def it_goes_on_exactly(reader, data):
     make, n_workers = reader
     for number in range(max(1, min(n_workers, make().num_shards))):
         with worker(number, n_workers) if n_workers else contextlib.nullcontext():

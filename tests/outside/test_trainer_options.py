@@ -86,7 +86,12 @@ def train(model, folder, compute_metrics=False, **options):
     return [{key: line[key] for key in COMPARED if key in line} for line in trainer.state.log_history]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SLOW = ("compiled",)  # of which `test_compiled.py` tests more, every day
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in SLOW else []) for name in OPTIONS]
+)
 def test_trains_as_the_untouched_model(name, tmp_path):
     plain = adapted()
     before = {key: weight.detach().clone() for key, weight in plain.named_parameters()}
