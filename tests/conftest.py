@@ -75,18 +75,29 @@ def one_environment(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ)
 
 
-@pytest.fixture(autouse=True)
-def plain_torch_on_a_cpu(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def plain_torch_on_a_cpu():
     """What a user without a GPU runs; the interpreter, which truncates to bfloat16, is for tests/kernels."""
-    monkeypatch.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_figures():
+    """Five of them take longer than a short run: they are empty. Returns what draws them."""
+    from unsloth_pack.report import rendering
+
+    empty, draw = {"svg": b"<svg></svg>", "png": b"\x89PNG"}, rendering.render
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rendering, "render", lambda draw, file_format, **_: empty[file_format])
+        yield draw
 
 
 @pytest.fixture(autouse=True)
-def figures_only_where_they_are_tested(request, monkeypatch):
-    """Five of them take longer than a short run; other tests get empty ones."""
-    empty = {"svg": b"<svg></svg>", "png": b"\x89PNG"}
-    if "draws" not in request.keywords:
-        monkeypatch.setattr("unsloth_pack.report.rendering.render", lambda draw, kind, **_: empty[kind])
+def figures_where_they_are_tested(request, no_figures, monkeypatch):
+    if "draws" in request.keywords:
+        monkeypatch.setattr("unsloth_pack.report.rendering.render", no_figures)
 
 
 @pytest.fixture(autouse=True)

@@ -78,7 +78,7 @@ def finished_run(tmp_path_factory):
 
 @pytest.fixture
 def finished(finished_run, train, tmp_path):
-    """A run of three updates with a checkpoint after each, as a copy in the folder that `train` writes to."""
+    """A run of three updates, with checkpoints after the last two, in the folder that `train` writes to."""
     if not finished_run.exists():
         assert train(output_dir=finished_run, max_steps=3, save_steps=1) == 0
     return shutil.copytree(finished_run, tmp_path / "out")

@@ -144,14 +144,12 @@ def test_the_banner_says_so(train, packs, capsys, monkeypatch):
 WHOLE = {"per_device_train_batch_size": 40, "gradient_accumulation_steps": 1}  # an update sees all rows
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def truth(model, data, tmp_path_factory):
     """The loss of one update over all documents, each in a padded row of its own."""
     out = tmp_path_factory.mktemp("truth") / "out"
     flags = {"model_name": model, "dataset": data, "output_dir": out, "max_steps": 1, "max_seq_length": 128}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("unsloth_pack.kernels.launch.INTERPRETED", False)
-        assert main([f"--{name}={value}" for name, value in (flags | WHOLE).items()]) == 0
+    assert main([f"--{name}={value}" for name, value in (flags | WHOLE).items()]) == 0
     return losses(out)[1]
 
 

@@ -379,9 +379,9 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(train, finished):
 
 def test_overwriting_removes_links_and_not_what_they_point_to(train, finished, tmp_path):
     out = finished
-    (out / "checkpoint-1").rename(tmp_path / "moved")
-    (out / "checkpoint-1").symlink_to(tmp_path / "moved")
-    (out / "checkpoint-latest").symlink_to("checkpoint-2")
+    (out / "checkpoint-2").rename(tmp_path / "moved")
+    (out / "checkpoint-2").symlink_to(tmp_path / "moved")
+    (out / "checkpoint-latest").symlink_to("checkpoint-3")
     assert train("--overwrite_output_dir", max_steps=1) == 0
     assert list(losses(out)) == [1]
     assert not list(out.glob("checkpoint-*"))
