@@ -6,7 +6,7 @@ import pytest
 import torch
 from outside_models import ARCHITECTURES, DEVICE, packed_call, plain_and_patched
 from tables import table
-from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, TextIteratorStreamer
+from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 
 from unsloth_pack import InputError
 
@@ -119,6 +119,8 @@ def test_streaming_and_stopping(pair, model_folder):
 
 def test_continuous_batching_is_refused():
     """Its thread would log an error, and answer nothing."""
+    from transformers import ContinuousBatchingConfig
+
     plain, patched = plain_and_patched()
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
     few = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)  # its default fills the memory
