@@ -1,6 +1,9 @@
 """`bench`: four runs, each in a process of its own, and the breakdown of a step."""
 
 import json
+import runpy
+import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -231,6 +234,24 @@ def case(model, tmp_path):
     return Case(model, str(rows), False, True, max_seq_length=16, rows_per_step=2, steps=1)
 
 
+def test_what_a_process_measured(case, monkeypatch):
+    """The command of the process runs as it stands, but here."""
+
+    def run_here(command, **_):
+        python, isolated, as_module, name, *arguments = command
+        assert (python, isolated, as_module) == (sys.executable, "-P", "-m")
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_module(name, run_name="__main__")
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    monkeypatch.setattr("unsloth_pack.bench.process.subprocess.run", run_here)
+    figures = measure_apart(case)
+    assert figures.attention == "sdpa"
+    assert figures.startup_seconds > 0
+    assert figures.peak_memory_of == "process memory"
+
+
+@pytest.mark.nightly
 def test_a_process_of_its_own(case, tmp_path):
     (tmp_path / "torch.py").write_text("raise RuntimeError('a file of the user')")
     figures = measure_apart(case)

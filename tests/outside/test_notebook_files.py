@@ -6,7 +6,6 @@ import io
 import re
 from pathlib import Path
 
-import matplotlib.image
 import nbformat
 import pytest
 import trl
@@ -16,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST = 200_000  # bytes of a file
 MACHINE = re.compile(r"/(?:home|root|tmp|work|Users|usr|mnt)/|[A-Z]:\\\\")
-DAILY = "5"  # the way from Unsloth, the cheapest; the others run nightly
 PICTURES = {"1": 1, "2": 3, "3": 2, "4": 0, "5": 1, "6": 4}  # at least, by the number of the notebook
 
 
@@ -43,6 +41,8 @@ def pictures(notebook):
 
 def share_of_colour(picture):
     """The share of pixels that are neither white, black nor grey: axes without data have none."""
+    import matplotlib.image
+
     pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(picture)), format="png")[..., :3]
     return float((pixels.max(-1) - pixels.min(-1) > 0.1).mean())
 
@@ -79,14 +79,34 @@ def test_they_say_what_to_change(path):
     assert "your own" in text or path.name.startswith("5")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=[] if p.name[0] in DAILY else [pytest.mark.nightly]) for p in NOTEBOOKS],
-    ids=lambda path: path.stem,
+trains_on_a_cpu = pytest.mark.skipif(
+    Version(trl.__version__) < Version("1.16"), reason="TRL trains on CUDA only"
 )
-@pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="TRL trains on CUDA only")
+
+
+@pytest.mark.nightly  # a notebook runs for about a minute
+@trains_on_a_cpu
+@each_notebook
 def test_they_run(path, runner):
     check(runner.run(path), path.name[0])
+
+
+@trains_on_a_cpu
+@pytest.mark.parametrize("number", "156")  # a first run, the way from Unsloth, images
+def test_their_code_runs(number, tmp_path, monkeypatch):
+    """Every day, in this process, for two updates and answers of a few tokens."""
+    import matplotlib.pyplot as plt
+
+    (path,) = (path for path in NOTEBOOKS if path.name.startswith(number))
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    quick = re.sub(r"\bmax_(steps|new_tokens)=\d+", r"max_\1=2", "\n".join(cells))
+    assert quick.count("max_steps=2,") == quick.count("max_new_tokens=2,") == 1
+    monkeypatch.chdir(tmp_path)
+    space = {"__name__": "__main__"}
+    exec(quick, space)
+    assert space["trainer"].state.global_step == 2
+    assert len(plt.get_fignums()) >= PICTURES[number] - ("display(" in quick)
+    plt.close("all")
 
 
 def test_an_empty_figure_is_seen():
