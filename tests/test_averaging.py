@@ -9,7 +9,7 @@ import torch
 from model_folder import byte_tokenizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import in_two_processes
+from warm import in_two_processes
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.graphs.flat_adamw import FlatAdamW

@@ -3,7 +3,7 @@
 import torch
 from tiny import random_documents, tiny_model
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import in_two_processes
+from warm import in_two_processes
 
 from unsloth_pack import patch_model
 from unsloth_pack.row import from_call

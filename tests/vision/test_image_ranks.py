@@ -4,7 +4,7 @@ import tiled_models
 import torch
 import vision_models
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import in_two_processes
+from warm import in_two_processes
 from vision_models import labels_of
 
 from unsloth_pack import patch_model

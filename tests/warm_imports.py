@@ -1,0 +1,29 @@
+"""Runs once in the process that `warm` forks all others from, so that everything is imported there."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import accelerate.state
+import pytest  # noqa: F401 (tests import it)
+import torch
+from model_folder import save_model
+
+from unsloth_pack.cli import main
+
+torch.set_num_threads(1)
+output = os.dup(1)
+with tempfile.TemporaryDirectory() as temporary, open(os.devnull, "w") as nowhere:
+    os.dup2(nowhere.fileno(), 1)
+    folder = Path(temporary)
+    save_model(folder / "model")
+    (folder / "rows.json").write_text(json.dumps([{"text": "warm"}]))
+    paths = {"model_name": "model", "dataset": "rows.json", "output_dir": "out"}
+    arguments = [f"--{name}={folder / path}" for name, path in paths.items()]
+    assert main([*arguments, "--max_seq_length=64", "--max_steps=1", "--save_steps=1"]) == 0
+    os.dup2(output, 1)
+os.close(output)
+# A process that is forked from this one finds out by itself whether it has peers
+accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+accelerate.state.GradientState._reset_state()
