@@ -8,6 +8,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
 
+import datasets
 import pytest
 import torch
 
@@ -69,12 +71,12 @@ def two_ranks(run: Callable, *arguments) -> None:
 def torchrun(processes, *arguments, program=ROOT / "cli.py", error_file=None, real=False, **flags):
     """What `subprocess.run` returns of torchrun; without it, unless it is to be `real`."""
     arguments = [*map(str, arguments), *(f"--{name}={value}" for name, value in flags.items())]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if not real:
+        return _group(processes, run_program, (program, arguments), os.environ, error_file)
+    path = os.pathsep.join(map(str, [ROOT, *sys.path]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     if error_file is not None:
         environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-    if not real:
-        return _group(processes, run_program, (program, arguments), environment)
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, [ROOT, *sys.path]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(program), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
@@ -86,8 +88,11 @@ def run_program(path, arguments):
     runpy.run_path(str(path), run_name="__main__")
 
 
-def _group(processes, run, arguments, environment):
-    """As torchrun starts it: the store of the group is here, and the first that fails ends the others."""
+def _group(processes, run, arguments, environment, error_file=None):
+    """As torchrun starts it: the store of the group is here, and the first that fails ends the others.
+
+    What that one has left in its `TORCHELASTIC_ERROR_FILE` is copied to `error_file`.
+    """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -96,9 +101,15 @@ def _group(processes, run, arguments, environment):
     def starter(rank):
         of_rank = environment | {name: str(value) for name, value in common.items()}
         of_rank |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        of_rank["TORCHELASTIC_ERROR_FILE"] = f"{error_files}/{rank}.json"
         return lambda **outputs: start(run, *arguments, **outputs, environment=of_rank)
 
-    return _ended([starter(rank) for rank in range(processes)], run)
+    with tempfile.TemporaryDirectory() as error_files:
+        done = _ended([starter(rank) for rank in range(processes)], run)
+        left = sorted(Path(error_files).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        if error_file is not None and left:
+            shutil.copy(left[0], error_file)
+    return done
 
 
 def _ended(starters, name):
@@ -131,6 +142,8 @@ def _begin(files, cwd, environment, run, arguments):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    if "HF_DATASETS_CACHE" in environment:  # read as datasets is imported
+        datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     code = 0
@@ -142,6 +155,9 @@ def _begin(files, cwd, environment, run, arguments):
         traceback.print_exc()
         code = 1
     atexit._run_exitfuncs()
+    if 'WARM_DEBUG' in os.environ:
+        import resource
+        r=resource.getrusage(0); open('/tmp/warm.log','a').write(f"{r.ru_utime+r.ru_stime:.2f} {run.__name__} {str(arguments)[:150]}\n")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

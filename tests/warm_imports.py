@@ -1,5 +1,7 @@
 """Runs once in the process that `warm` forks all others from, so that everything is imported there."""
 
+import gc
+import io
 import json
 import os
 import tempfile
@@ -8,9 +10,17 @@ from pathlib import Path
 import accelerate.state
 import pytest  # noqa: F401 (tests import it)
 import torch
+from matplotlib.figure import Figure
 from model_folder import save_model
 
 from unsloth_pack.cli import main
+
+
+def save_nothing(figure, file, format=None, **_):
+    """Five figures take longer than a short run."""
+    empty = {"svg": "<svg></svg>", "png": "PNG"}[format]
+    file.write(empty if isinstance(file, io.TextIOBase) else empty.encode())
+
 
 torch.set_num_threads(1)
 output = os.dup(1)
@@ -27,3 +37,6 @@ os.close(output)
 # A process that is forked from this one finds out by itself whether it has peers
 accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 accelerate.state.GradientState._reset_state()
+Figure.savefig = save_nothing
+gc.collect()
+gc.freeze()  # trainers collect garbage often: half a second each through all that was imported

@@ -1,11 +1,8 @@
 """Several processes: the same update as one process that sees the same rows."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +13,7 @@ from cli_runs import cut_after, losses, read_metrics
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import TrainerControl
+from warm import torchrun
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.recipe import sharding
@@ -23,19 +21,12 @@ from unsloth_pack.recipe.flags import build
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.report.callbacks import StopOnSignal
 
-ROOT = Path(__file__).parents[2]
 CUT = {"max_seq_length": 128, "max_token_loss": 1}
 SIX_UPDATES = CUT | {"max_steps": 6, "learning_rate": 0.01, "logging_steps": 1}
 
 
-def torchrun(processes, *arguments, program=ROOT / "cli.py", error_file=None, **flags):
-    spelt = [f"--{name}={value}" for name, value in flags.items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [str(program), *arguments, *spelt]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if error_file is not None:
-        environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+# Torchrun itself, and processes that begin as its do; both end as the first of them that fails
+LAUNCHERS = pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.nightly)])
 
 
 def assert_same_adapter(folder, other):
@@ -51,7 +42,7 @@ def assert_same_evaluations(folder, other):
     torch.testing.assert_close(*seen.chunk(2))
 
 
-def test_two_processes_make_the_update_of_one(train, model, data, rows, tmp_path):
+def test_two_processes_of_torchrun_make_the_update_of_one(train, model, data, rows, tmp_path):
     few = tmp_path / "few.json"
     few.write_text(json.dumps(rows[:8]))
     flags = SIX_UPDATES | {"eval_dataset": few, "per_device_eval_batch_size": 4}  # no whole batch for each
@@ -59,6 +50,7 @@ def test_two_processes_make_the_update_of_one(train, model, data, rows, tmp_path
         *(2, "--sample_packing"),
         **flags | {"model_name": model, "dataset": data, "output_dir": tmp_path / "two"},
         gradient_accumulation_steps=2,
+        real=True,
     )
     assert done.returncode == 0, done.stderr
     assert "estimated spread between ranks" in done.stdout
@@ -136,7 +128,7 @@ def test_processes_that_prepare_large_data_at_once_share_one_preparation(model, 
     """Data of more than 4 MiB lies in the data set cache, which is empty as both of them begin."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     line = json.dumps(rows[0]) + "\n"
-    (tmp_path / "large.jsonl").write_text(line * (2**23 // len(line)))
+    (tmp_path / "large.jsonl").write_text(line * (2**22 // len(line) + 100))
     flags = CUT | {"max_steps": 2, "model_name": model, "dataset": tmp_path / "large.jsonl"}
     done = torchrun(2, "--sample_packing", **flags, output_dir=tmp_path / "out")
     assert done.returncode == 0, done.stderr
@@ -144,11 +136,12 @@ def test_processes_that_prepare_large_data_at_once_share_one_preparation(model, 
     assert kinds == {"rows", "documents", "packed"}
 
 
-def test_a_process_that_is_killed_ends_the_run_with_the_way_on(model, data, tmp_path):
+@LAUNCHERS
+def test_a_process_that_is_killed_ends_the_run_with_the_way_on(real, model, data, tmp_path):
     flags = {"model_name": model, "dataset": data, "output_dir": tmp_path / "out"}
     flags |= CUT | {"max_steps": 6, "save_steps": 2}
     program = Path(__file__).with_name("killed_rank.py")
-    done = torchrun(2, "--sample_packing", program=program, **flags)
+    done = torchrun(2, "--sample_packing", program=program, real=real, **flags)
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("unsloth-pack: ")]
     assert said == [
@@ -157,7 +150,8 @@ def test_a_process_that_is_killed_ends_the_run_with_the_way_on(model, data, tmp_
     ]
 
 
-def test_a_signal_to_one_process_stops_all_at_the_same_update(model, data, tmp_path):
+@LAUNCHERS
+def test_a_signal_to_one_process_stops_all_at_the_same_update(real, model, data, tmp_path):
     out, error_file = tmp_path / "out", tmp_path / "error.json"
     flags = (
         {"model_name": model, "dataset": data, "output_dir": out}
@@ -165,7 +159,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_update(model, data, tmp_p
         | {"max_steps": 40, "gradient_accumulation_steps": 1}
     )
     program = Path(__file__).with_name("stopped_rank.py")
-    done = torchrun(2, "--sample_packing", program=program, error_file=error_file, **flags)
+    done = torchrun(2, "--sample_packing", program=program, error_file=error_file, real=real, **flags)
     assert done.returncode == 1
     assert json.loads(error_file.read_text())["message"]["errorCode"] == 143
     (stopped,) = read_metrics(out)["stopped"]
@@ -211,7 +205,7 @@ def test_no_step_waits_for_what_it_asks_the_other_processes(monkeypatch):
 def test_torchrun_hands_the_exit_code_on(tmp_path):
     """In the file that its environment names, as docs/ranks.md says; its own exit code is always 1."""
     error_file = tmp_path / "error.json"
-    done = torchrun(2, error_file=error_file, max_steps=0)
+    done = torchrun(2, error_file=error_file, real=True, max_steps=0)
     assert done.returncode == 1
     told = json.loads(error_file.read_text())["message"]
     assert told["errorCode"] == 2
