@@ -5,11 +5,11 @@ from contextlib import ExitStack, nullcontext
 from unittest.mock import patch
 
 import torch
-import torch.multiprocessing as mp
 from datasets import Dataset
 from model_folder import byte_tokenizer
 from tiny import random_documents, tiny_model
 from trl import SFTTrainer
+from warm import two_ranks
 
 from unsloth_pack import patch_model
 from unsloth_pack.training.trl import make_trainer
@@ -94,16 +94,14 @@ def log_of_sft_trainer(folder, packed, trls_own=False, **options):
         return logged(sft_trainer(folder, packed, **options))
 
 
-def in_process(rank, port, folder, runs):
+def in_process(rank, folder, runs):
     """Train on two processes, once for each of `runs`; process 0 writes the logs."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     logs = [log_of_run(folder, **run) for run in runs]
     if rank == 0:
         torch.save(logs, f"{folder}/logs.pt")
-    torch.distributed.destroy_process_group()
 
 
-def logs_on_two_processes(folder, port, runs):
-    mp.spawn(in_process, (port, str(folder), runs), nprocs=2)
+def logs_on_two_processes(folder, runs):
+    two_ranks(in_process, str(folder), runs)
     return torch.load(f"{folder}/logs.pt")

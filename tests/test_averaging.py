@@ -143,15 +143,7 @@ def trained(rank, folder):
 
 def test_a_run_is_that_of_ddp(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    in_two_processes(in_rank, str(tmp_path))
+    in_two_processes(trained, str(tmp_path))
     (by_ddp, as_one), (_, on_the_other) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     torch.testing.assert_close(as_one, by_ddp, rtol=1e-4, atol=1e-6)
     assert all(map(torch.equal, as_one, on_the_other))
-
-
-def in_rank(rank, folder):
-    with pytest.MonkeyPatch.context() as patching:
-        patching.setenv("RANK", str(rank))
-        patching.setenv("LOCAL_RANK", str(rank))
-        trained(rank, folder)

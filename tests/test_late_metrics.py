@@ -1,7 +1,6 @@
 """Metrics are read from the device when they are logged, under the trainer of a run and TRL's own."""
 
 import math
-import socket
 
 import late_metrics_runs as runs
 import pytest
@@ -152,16 +151,13 @@ def test_experts(tmp_path):
 
 def test_several_processes(tmp_path):
     """The rows cannot be shared out evenly: TRL leaves some of the last micro-batch out of its metrics."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     both = [
         {"packed": packed, "trls_own": trls_own, "accumulation": accumulation}
         for packed, accumulation in ((True, 1), (False, 2))
         for trls_own in (False, True)
     ]
     weight_by_weight = both[0] | {"flat": False}
-    logs = runs.logs_on_two_processes(tmp_path, port, [*both, weight_by_weight])
+    logs = runs.logs_on_two_processes(tmp_path, [*both, weight_by_weight])
     packed, packed_trl, padded, padded_trl, by_weight = logs
     assert packed == packed_trl
     assert padded == padded_trl

@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
@@ -26,9 +28,10 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 300
-_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-if not torch.cuda.is_available():
-    _context.set_forkserver_preload(["warm_imports"])
+_FORKS = not torch.cuda.is_available()
+context = multiprocessing.get_context("forkserver" if _FORKS else "spawn")
+if _FORKS:
+    context.set_forkserver_preload(["warm_imports"])
 
 
 def start(run: Callable, *arguments, stdout=None, stderr=None, cwd=None, environment: Mapping | None = None):
@@ -38,10 +41,17 @@ def start(run: Callable, *arguments, stdout=None, stderr=None, cwd=None, environ
     """
     cwd, environment = cwd or Path.cwd(), dict(os.environ if environment is None else environment)
     files = [stdout or os.devnull, stderr or os.devnull]
-    process = _context.Process(target=_begin, args=(files, cwd, environment, run, arguments))
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, sys.path)), OMP_NUM_THREADS="1"):
-        process.start()
+    process = context.Process(target=_begin, args=(files, cwd, environment, run, arguments))
+    warm_up()
+    process.start()
     return process
+
+
+def warm_up() -> None:
+    """Start the process that others are forked from; `context` does so by itself, but without our imports."""
+    if _FORKS:
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, sys.path)), OMP_NUM_THREADS="1"):
+            forkserver.ensure_running()
 
 
 def call(run: Callable, *arguments, **options) -> subprocess.CompletedProcess:
@@ -52,6 +62,11 @@ def call(run: Callable, *arguments, **options) -> subprocess.CompletedProcess:
 def program(path, *arguments, **options) -> subprocess.CompletedProcess:
     """`python path *arguments`."""
     return call(run_program, path, arguments, **options)
+
+
+def code(source: str, *arguments, **options) -> subprocess.CompletedProcess:
+    """`python -c source *arguments`."""
+    return call(run_code, source, arguments, **options)
 
 
 def in_two_processes(run: Callable, *arguments) -> None:
@@ -88,6 +103,11 @@ def run_program(path, arguments):
     runpy.run_path(str(path), run_name="__main__")
 
 
+def run_code(source, arguments):
+    sys.argv = ["-c", *map(str, arguments)]
+    exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
+
+
 def _group(processes, run, arguments, environment, error_file=None):
     """As torchrun starts it: the store of the group is here, and the first that fails ends the others.
 
@@ -113,7 +133,7 @@ def _group(processes, run, arguments, environment, error_file=None):
 
 
 def _ended(starters, name):
-    """The result of processes that share one standard output and one error output; 1 if one of several fails."""
+    """The result of processes that share their outputs; its code is 1 if one of several fails."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = {name: Path(folder, name) for name in ("stdout", "stderr")}
         for path in outputs.values():
@@ -136,7 +156,8 @@ def _ended(starters, name):
 
 
 def _begin(files, cwd, environment, run, arguments):
-    """Only what a new process has is left: its environment, its folder, its output, one thread."""
+    """Give the process what a new one has: environment, folder and output. End it as Python would."""
+    assert not _FORKS or "warm_imports" in sys.modules
     for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     os.environ.clear()
@@ -154,10 +175,8 @@ def _begin(files, cwd, environment, run, arguments):
     except BaseException:
         traceback.print_exc()
         code = 1
+    threading._shutdown()
     atexit._run_exitfuncs()
-    if 'WARM_DEBUG' in os.environ:
-        import resource
-        r=resource.getrusage(0); open('/tmp/warm.log','a').write(f"{r.ru_utime+r.ru_stime:.2f} {run.__name__} {str(arguments)[:150]}\n")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,34 +1,29 @@
-"""Runs of the command line in processes that can be killed at any moment.
+"""Runs of the command line in warm processes, which can be killed at any moment."""
 
-They are forked from a process that has everything imported and has never run on more than one thread.
-"""
-
-import multiprocessing
 import os
 import signal
 import sys
 import time
 
 import torch
+import warm
 
 from unsloth_pack.cli import main
 
 ROWS_SEEN = "rows_seen.txt"
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["warm_imports"])
 
 
 def start(arguments, folder, fault=None):
     """A run whose output goes to files in `folder`, with a `fault` planted: a function of this module."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = _context.Process(target=_run, args=(arguments, folder, fault))
-    run.start()
-    return run
+    outputs = {name: folder / name for name in ("stdout", "stderr")}
+    return warm.start(_run, arguments, folder, fault, **outputs)
 
 
 def forked(target, args):
     """A process like those of `start`, for any function that can be imported."""
-    return _context.Process(target=_on_one_thread, args=(target, args))
+    warm.warm_up()
+    return warm.context.Process(target=_on_one_thread, args=(target, args))
 
 
 def _on_one_thread(target, args):
@@ -37,9 +32,6 @@ def _on_one_thread(target, args):
 
 
 def _run(arguments, folder, fault):
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
-    torch.set_num_threads(1)
     _note_the_rows_of_every_step(folder / ROWS_SEEN)
     if fault is not None:
         fault()

@@ -7,7 +7,6 @@ import pkgutil
 import random
 import resource
 import signal
-import sys
 import time
 
 import psutil
@@ -52,10 +51,7 @@ def flags(model, data):
 def whole(flags, tmp_path_factory):
     """The folder of a run that nothing interrupts, and the seconds that it takes."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        start(["--help"], folder / "warm").join()  # starts the process that all are forked from
+    start(["--help"], folder / "warm").join()  # starts the process that all are forked from
     began = time.monotonic()
     assert ended(start([*flags, f"--output_dir={folder / 'out'}"], folder)) == 0
     return folder, time.monotonic() - began

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from model_folder import save_model
 from packaging.specifiers import SpecifierSet
 from safetensors.torch import load_file
@@ -278,9 +279,26 @@ def test_help_lists_every_flag_and_loads_no_torch(capsys):
     assert out.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("command", [["verify"], ["stats"], ["stats", "--json"]], ids=" ".join)
+COMMANDS = pytest.mark.parametrize("command", [["verify"], ["stats"], ["stats", "--json"]], ids=" ".join)
+
+
+@COMMANDS
 def test_a_reader_that_has_gone_changes_nothing(command):
     """As after `| head`: the exit code stays, and no library or exit handler writes to stderr."""
+    done = warm.call(without_a_reader, command)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def without_a_reader(command):
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write, 1)
+    sys.exit(main(command))
+
+
+@pytest.mark.nightly
+@COMMANDS
+def test_a_reader_that_has_gone_changes_nothing_in_python(command):
     program = "import sys; from unsloth_pack.cli import main; sys.exit(main())"
     read, write = os.pipe()
     os.close(read)

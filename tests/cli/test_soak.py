@@ -1,7 +1,6 @@
 """The soak: interrupted and resumed over two slices it passes, and each of its judgements can fail."""
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -54,8 +53,6 @@ def soaked(files, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(soak, "context", SimpleNamespace(Process=forked))
         patch.setattr(soak_judgement, "WARM_UP", 4)
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         for work in ("first", "second"):
             command = [f"--{name}={value}" for name, value in given.items()]
             assert soak.main([*command, f"--work={folder / work}"]) == 0

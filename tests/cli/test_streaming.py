@@ -10,12 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import warm
 from cli_runs import losses, read_metrics
 
 from unsloth_pack.cli import main
 from unsloth_pack.training.trl import RunTrainer
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -150,14 +149,18 @@ print(cli.main(sys.argv[1:]), bool(kept), flush=True)
 """
 
 
-def test_python_ends_though_an_error_holds_on_to_the_stream(rows, model, tmp_path):
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_python_ends_though_an_error_holds_on_to_the_stream(real, rows, model, tmp_path):
     path, good = tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
     path.write_text(good + '{"instruction": "a", "output": 5}\n')
     flags = {"model_name": model, "dataset": path, "output_dir": tmp_path / "out", "max_steps": 5000}
     flags |= {"num_proc": 2, "max_seq_length": 256, "gradient_accumulation_steps": 1}
     arguments = ["--streaming", *(f"--{name}={value}" for name, value in flags.items())]
-    command = [sys.executable, "-c", ENDING, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    if real:
+        command = [sys.executable, "-c", ENDING, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    else:
+        done = warm.code(ENDING, *arguments)
     assert "column 'output': expected a string, got 5" in done.stderr
     assert done.stdout.splitlines()[-1].endswith("True")
 
@@ -178,24 +181,12 @@ def test_a_checkpoint_of_other_data_is_refused(change, train, lines, rows, termi
     assert ("is not what the run began with" if change == "data" else "checkpoint-2") in said
 
 
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory):
-    def run(*arguments):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        program = str(Path(__file__).with_name("streaming_rank.py"))
-        return subprocess.run(
-            [*command, program, *arguments], env=environment, capture_output=True, text=True, timeout=300
-        )
-
-    return run
-
-
-def test_two_processes_share_the_stream_and_resume_it(torchrun, model, lines, tmp_path):
+def test_two_processes_share_the_stream_and_resume_it(model, lines, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     flags = FLAGS | {"model_name": model, "dataset": lines, "output_dir": whole, "max_seq_length": 144}
     flags |= {"max_steps": 9, "save_steps": 5, "num_proc": 1}
-    done = torchrun(str(whole), str(cut), "--streaming", *(f"--{name}={flags[name]}" for name in flags))
+    program = Path(__file__).with_name("streaming_rank.py")
+    done = warm.torchrun(2, whole, cut, "--streaming", program=program, **flags)
     assert done.returncode == 0, done.stderr
     seen = [
         [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in (0, 1)] for folder in (whole, cut)

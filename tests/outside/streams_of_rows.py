@@ -1,7 +1,6 @@
 """Ragged documents, streams of them, and a process that reads such a stream beside another one."""
 
 import json
-import os
 from pathlib import Path
 
 import datasets
@@ -29,14 +28,12 @@ def as_they_are(rows):
     return rows
 
 
-def read_on_rank(rank, port, folder, shards):
+def read_on_rank(rank, folder, shards):
     """What one of two ranks reads in an epoch through accelerate, with two workers; it goes to files.
 
     Args:
         shards: the numbers of shards to try.
     """
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     for n_shards in shards:
         packed = pack_dataset(stream(documents(60), n_shards), CAPACITY)

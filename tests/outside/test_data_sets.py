@@ -1,15 +1,13 @@
 """Several data sets, parts of them, and documents held out: `train` twice, and stopped in a process."""
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import datasets
 import pytest
+import warm
 
 from unsloth_pack.cli import main
 
@@ -59,18 +57,17 @@ def train(folder, model_folder, capsys):
 
 def stopped(command, folder, out, updates):
     """What a process says that is terminated after its first updates."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, str(ROOT / "cli.py"), *command]
-    process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+    output = folder / f"{out}.log"
+    process = warm.start(warm.run_program, ROOT / "cli.py", command, cwd=folder, stdout=output, stderr=output)
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_alive():
         if (folder / out / "metrics.jsonl").exists() and len(losses(folder / out)) >= updates:
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
             break
         time.sleep(0.02)
-    said, _ = process.communicate(timeout=200)
-    assert process.returncode == 143, said
+    process.join(timeout=200)
+    said = output.read_text()
+    assert process.exitcode == 143, said
     return said
 
 

@@ -1,7 +1,6 @@
 """Folders that are written to: nothing of the user's is lost, and nothing stale is loaded from them."""
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from model_folder import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -39,12 +39,20 @@ def flags(model_folder, data):
 
 
 MOUNTED = """
-import os, sys
+import ctypes, os, subprocess, sys
 from pathlib import Path
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
 
 flags = sys.argv[1:]
+user, group = os.getuid(), os.getgid()
+assert ctypes.CDLL(None).unshare(0x10000000 | 0x20000) == 0  # users and mounts of its own
+for name, line in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    Path("/proc/self", name).write_text(line)
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+for name in ("out", "merged", "packs", "saved"):
+    os.mkdir(name)
+    subprocess.run(["mount", "-t", "tmpfs", "none", name], check=True)
 for name in ("out", "merged", "packs", "saved"):
     assert os.path.ismount(name), name
 assert main([*flags, "--output_dir=out", "--save_model", "--save_path=merged"]) == 0
@@ -63,13 +71,8 @@ assert not list(Path().rglob("*.aside")), held
 
 @pytest.mark.skipif(SKIP_MOUNTS, reason="mounts need user namespaces")
 def test_every_folder_may_be_a_mount_point(flags, tmp_path):
-    mounts = " && ".join(f"mkdir {name} && mount -t tmpfs none {name}" for name in MOUNTED_NAMES)
-    command = ["unshare", "-rm", "sh", "-c", f'{mounts} && exec "$@"', "sh", sys.executable, "-c", MOUNTED]
-    done = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = warm.code(MOUNTED, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-
-
-MOUNTED_NAMES = ("out", "merged", "packs", "saved")
 
 
 def test_a_link_to_an_empty_folder(model_folder, data, tmp_path):
@@ -94,9 +97,11 @@ def test_a_run_leaves_what_another_save_is_writing(flags, tmp_path):
 
 def together(*commands):
     """The exit code of each command, and what it wrote to stderr; all begin in the same moment."""
-    context = multiprocessing.get_context("forkserver")
-    begin = context.Barrier(len(commands))
-    runs = [context.Process(target=_begin, args=(command, begin, n)) for n, command in enumerate(commands)]
+    begin = warm.context.Barrier(len(commands))
+    warm.warm_up()
+    runs = [
+        warm.context.Process(target=_begin, args=(command, begin, n)) for n, command in enumerate(commands)
+    ]
     for run in runs:
         run.start()
     for run in runs:

@@ -4,14 +4,12 @@ import contextlib
 import itertools
 import json
 import pickle
-import socket
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader
 from trainer_runs import arguments
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
+from warm import two_ranks
 
 from unsloth_pack import FastLanguageModel, InputError
 from unsloth_pack.packing import pack_dataset
@@ -450,10 +449,7 @@ def test_transformers_trainer_resumes(tmp_path):
 def read_by_ranks(tmp_path_factory):
     """`{shards of the stream: the rows of each of two ranks}`, with two workers each."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(read_on_rank, (port, str(folder), (4, 1)), nprocs=2)
+    two_ranks(read_on_rank, str(folder), (4, 1))
     return {n: [json.loads((folder / f"{n}-{rank}.json").read_text()) for rank in (0, 1)] for n in (4, 1)}
 
 

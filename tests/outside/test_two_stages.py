@@ -1,15 +1,13 @@
 """From outside: runs of the command line in two stages, killed in processes of their own, and resumed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,14 +26,14 @@ def run(*arguments):
 
 
 def kill_after_a_checkpoint(out, *arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "cli.py"), *arguments, f"--output_dir={out}"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    while process.poll() is None and not Path(out, "checkpoint-2").exists():
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    said, _ = process.communicate()
-    assert process.returncode in (-signal.SIGKILL, 0), said  # 0: it ended before it was seen
+    said = Path(f"{out}.log")
+    command = [*arguments, f"--output_dir={out}"]
+    process = warm.start(warm.run_program, ROOT / "cli.py", command, stdout=said, stderr=said)
+    while process.is_alive() and not Path(out, "checkpoint-2").exists():
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert process.exitcode in (-signal.SIGKILL, 0), said.read_text()  # 0: it ended before it was seen
 
 
 def losses(folder):

@@ -1,8 +1,5 @@
 """An update is the mean over all labels, however rows are dealt out to batches and processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import one_update
@@ -13,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from warm import torchrun
 
 from unsloth_pack.cli import main
 
@@ -50,13 +48,7 @@ def test_in_one_process(rows_a_batch, accumulation, truth, model_folder, tmp_pat
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need a GPU each, or none")
 def test_on_two_ranks(truth, model_folder, tmp_path):
     """Their rows hold different numbers of tokens."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(HERE / "one_update.py"), model_folder, str(tmp_path), "1", "8"]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = torchrun(2, model_folder, tmp_path, 1, 8, program=HERE / "one_update.py")
     assert done.returncode == 0, done.stderr
     assert_same_update(load_file(tmp_path / "update.safetensors"), truth)
 

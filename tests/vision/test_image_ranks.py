@@ -4,8 +4,8 @@ import tiled_models
 import torch
 import vision_models
 from torch.nn.parallel import DistributedDataParallel
-from warm import in_two_processes
 from vision_models import labels_of
+from warm import in_two_processes
 
 from unsloth_pack import patch_model
 
