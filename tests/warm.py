@@ -69,6 +69,12 @@ def code(source: str, *arguments, **options) -> subprocess.CompletedProcess:
     return call(run_code, source, arguments, **options)
 
 
+def open_outputs() -> None:
+    """Python's outputs anew, after their descriptors have been replaced: a pipe is not read as a file is."""
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+
+
 def in_two_processes(run: Callable, *arguments) -> None:
     """`run(rank, *arguments)` in each of two gloo processes on the CPU."""
     done = _group(2, _in_group, (run, *arguments), os.environ)
@@ -160,6 +166,7 @@ def _begin(files, cwd, environment, run, arguments):
     assert not _FORKS or "warm_imports" in sys.modules
     for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+    open_outputs()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

@@ -293,6 +293,8 @@ def without_a_reader(command):
     read, write = os.pipe()
     os.close(read)
     os.dup2(write, 1)
+    os.close(write)
+    warm.open_outputs()
     sys.exit(main(command))
 
 

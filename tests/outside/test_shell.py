@@ -265,6 +265,7 @@ def in_terminal(name, command):
         os.dup2(terminal, descriptor)
     os.close(terminal)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    warm.open_outputs()
     warm.run_program(CLI, command)
 
 
