@@ -12,6 +12,7 @@ import pytest  # noqa: F401 (tests import it)
 import torch
 from matplotlib.figure import Figure
 from model_folder import save_model
+from tqdm import tqdm
 
 from unsloth_pack.cli import main
 
@@ -23,6 +24,7 @@ def save_nothing(figure, file, format=None, **_):
 
 
 torch.set_num_threads(1)
+tqdm.monitor_interval = 0  # a thread, which may hold a lock as a process is forked
 output = os.dup(1)
 with tempfile.TemporaryDirectory() as temporary, open(os.devnull, "w") as nowhere:
     os.dup2(nowhere.fileno(), 1)
