@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm
 from safetensors.torch import load_file, save_file
 
 from unsloth_pack.cli import main
@@ -257,34 +257,30 @@ def test_the_default_folder_has_the_whole_name_of_the_model(project, monkeypatch
     assert [path.name.startswith("Qwen2.5-0.5B-rows-") for path in (tmp_path / "outputs").iterdir()] == [True]
 
 
-def in_terminal(name, command):
-    """Run the command line in a session whose terminal is of this name."""
-    os.setsid()
-    terminal = os.open(name, os.O_RDWR)  # the first of a session becomes its own
-    for descriptor in (0, 1, 2):
-        os.dup2(terminal, descriptor)
-    os.close(terminal)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    warm.open_outputs()
-    warm.run_program(CLI, command)
+HANG_UP = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 def test_a_terminal_that_is_closed_leaves_a_checkpoint(flags, tmp_path):
     """As a lost connection does: every output fails from then on, and SIGHUP comes."""
     terminal, end = os.openpty()
     flags = [flag.replace("max_steps=6", "max_steps=5000") for flag in flags]
-    run = warm.start(in_terminal, os.ttyname(end), [*flags, f"--output_dir={tmp_path / 'out'}"])
+    command = [sys.executable, str(CLI), *flags, f"--output_dir={tmp_path / 'out'}"]
+    run = subprocess.Popen([sys.executable, "-c", HANG_UP, *command], stdin=end, stdout=end, stderr=end)
+    os.close(end)
     metrics = tmp_path / "out" / "metrics.jsonl"
     reader = threading.Thread(target=read_until_closed, args=[terminal], daemon=True)
     reader.start()
     deadline = time.monotonic() + 300
-    while not (metrics.exists() and '"loss"' in metrics.read_text()) and run.is_alive():
+    while not (metrics.exists() and '"loss"' in metrics.read_text()) and run.poll() is None:
         assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.close(end)
+        time.sleep(0.2)
     os.close(terminal)
-    run.join(timeout=120)
-    assert run.exitcode == 128 + signal.SIGHUP
+    assert run.wait(timeout=120) == 128 + signal.SIGHUP
     assert '"stopped"' in metrics.read_text().splitlines()[-1]
     assert list((tmp_path / "out").glob("checkpoint-*"))
 
