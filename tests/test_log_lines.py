@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 from unittest.mock import patch
 
 import late_metrics_runs as runs
@@ -88,11 +87,8 @@ def test_late_lines_say_the_same(kind, packed, accumulation, logging_steps, tmp_
 
 
 def test_late_lines_of_several_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     run = {"packed": True, "trls_own": False, "logging_steps": 1}
-    at_once, late = runs.logs_on_two_processes(tmp_path, port, [run, run | {"on_a_gpu": True}])
+    at_once, late = runs.logs_on_two_processes(tmp_path, [run, run | {"on_a_gpu": True}])
     assert late == at_once
 
 
