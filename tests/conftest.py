@@ -36,7 +36,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--shard", default="0/1", metavar="I/N", help="shard I, from 0, of N: a share of the tests")
+    parser.addoption(
+        "--shard", default="0/1", metavar="I/N", help="a share of the tests: the Ith, from 0, of N"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
