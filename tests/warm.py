@@ -184,9 +184,6 @@ def _begin(files, cwd, environment, run, arguments):
         code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
-    if 'WARM_DEBUG' in os.environ:
-        import resource
-        r=resource.getrusage(0); open('/tmp/warm.log','a').write(f"{r.ru_utime+r.ru_stime:.2f} {run.__name__} {str(arguments)[:150]}\n")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
