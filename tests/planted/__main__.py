@@ -1,0 +1,169 @@
+"""Plant each fault of the ledger in a copy of the package and run the tests that should see it.
+
+Run from the checkout: `python -m tests.planted`. Exits with 0 only where every fault is caught.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # as in tests/conftest.py, before anything imports triton
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
+
+import contextlib
+
+from tests.planted import ROOT, Fault, read_ledger
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets")  # imported once, for all forked processes
+PAGE = ROOT / "docs" / "trust.md"
+MARKERS = ("<!-- planted faults -->", "<!-- end of planted faults -->")
+TIMEOUT = 900  # seconds; a fault that makes a test wait forever is not caught
+
+
+class Outcomes:
+    """A plugin that notes which test failed first, and whether any test ran."""
+
+    def __init__(self):
+        self.failed, self.ran = None, 0
+
+    def pytest_runtest_logreport(self, report):
+        self.ran += report.when == "call" and not report.skipped
+        if report.failed and self.failed is None:
+            self.failed = report.nodeid if report.when == "call" else f"{report.when} of {report.nodeid}"
+
+
+def run_tests(folder: Path, tests: Iterable[str]) -> None:
+    """Run tests in a folder that holds a copy of the checkout; write what happened beside them."""
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.chdir(folder / "copy")
+    os.environ["PYTHONPATH"] = str(folder / "copy")  # for the processes that tests start
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    sys.path[:] = [str(folder / "copy"), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]
+    signal.alarm(TIMEOUT)
+    outcomes = Outcomes()
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [outcomes])
+    signal.alarm(0)
+    libraries = [name for name in sys.modules if name.split(".")[0] in LIBRARIES]
+    result = {"code": int(code), "failed": outcomes.failed, "ran": outcomes.ran, "libraries": libraries}
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def start(tests: Iterable[str], fault: Fault | None = None) -> tuple[int, Path]:
+    """Fork a process that runs tests on a copy, with a fault in it if one is given."""
+    folder = Path(tempfile.mkdtemp(prefix="planted-"))
+    copy = folder / "copy"
+    copy.mkdir()
+    for entry in ROOT.iterdir():
+        if entry.name in ("unsloth_pack", "tests"):
+            shutil.copytree(entry, copy / entry.name)
+        elif entry.name != ".git":
+            (copy / entry.name).symlink_to(entry)
+    if fault is not None:
+        (copy / "unsloth_pack" / fault.file).write_text(fault.edited())
+    if pid := os.fork():
+        return pid, folder
+    try:
+        os.setpgid(0, 0)
+        run_tests(folder, tests)
+    finally:
+        os._exit(0)
+
+
+def result_of(pid: int, folder: Path) -> dict:
+    """What became of a process that has ended; its folder and the processes that it left go."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    path = folder / "result.json"
+    result = json.loads(path.read_text()) if path.exists() else {"code": -1, "failed": None, "ran": 0}
+    result["log"] = (folder / "log.txt").read_text(errors="replace")
+    shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def verdict(result: dict) -> tuple[bool, str]:
+    """Whether a fault was caught, and by which test or why not."""
+    code, failed = result["code"], result["failed"]
+    if code == 1 and failed and " of " not in failed.split("::")[0]:
+        return True, failed.removeprefix("tests/")
+    why = {0: "NOT CAUGHT", -1: "NOT CAUGHT: the tests died or ran too long"}
+    return False, why.get(code, f"LEDGER: pytest exits with {code}, {failed or result['log'][-300:]}")
+
+
+def plant(faults: list[Fault], jobs: int) -> list[tuple[Fault, bool, str]]:
+    running, waiting, results = {}, list(faults), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            fault = waiting.pop(0)
+            pid, folder = start(fault.tests, fault)
+            running[pid] = fault, folder, time.monotonic()
+        pid, _ = os.wait()
+        fault, folder, began = running.pop(pid)
+        caught, text = verdict(result_of(pid, folder))
+        results[fault.name] = fault, caught, text
+        print(
+            f"{len(results):4} {time.monotonic() - began:5.1f} s  {fault.file}: {fault.name}: {text}",
+            flush=True,
+        )
+    return [results[fault.name] for fault in faults]
+
+
+def write_table(results: list[tuple[Fault, bool, str]]) -> None:
+    rows = [f"| {fault.file} | {fault.name} | `{test}` |" for fault, _, test in results]
+    table = "\n".join(["| file | planted | caught by |", "|---|---|---|", *rows])
+    before, _, rest = PAGE.read_text().partition(MARKERS[0])
+    PAGE.write_text(f"{before}{MARKERS[0]}\n\n{table}\n\n{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
+    parser.add_argument("--only", default="", help="only faults whose file or name contains these words")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/trust.md")
+    arguments = parser.parse_args()
+    faults = [fault for fault in read_ledger() if arguments.only in f"{fault.file}: {fault.name}"]
+    for fault in faults:
+        fault.edited()
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    pid, folder = start(dict.fromkeys(test for fault in faults for test in fault.tests))
+    os.waitpid(pid, 0)
+    whole = result_of(pid, folder)
+    if whole["code"]:
+        print(whole["log"], f"The tests fail without a fault: {whole['failed']}", sep="\n")
+        return 1
+    print(f"{whole['ran']} tests pass without a fault", flush=True)
+    for name in whole["libraries"]:
+        try:
+            importlib.import_module(name)
+        except Exception:  # some modules can only be imported by another
+            continue
+    results = plant(faults, arguments.jobs)
+    caught = sum(caught for _, caught, _ in results)
+    print(f"{caught} of {len(results)} planted faults are caught")
+    if arguments.write and not arguments.only and caught == len(results):
+        write_table(results)
+    return 0 if faults and caught == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
