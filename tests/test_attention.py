@@ -139,6 +139,7 @@ def test_heads_may_begin_anywhere(dtype):
             torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.every_architecture
 @pytest.mark.parametrize("arch", supported_architectures())
 def test_a_config_tells_the_head_sizes_of_its_layers(arch):
     """As `train` asks for them, before it loads a model."""

@@ -157,6 +157,15 @@ def test_an_option_that_is_not_computed_is_refused():
     patch_model(tiny_model("olmoe", device="cpu"))
 
 
+def test_exaone_4_without_a_window_rotates_in_every_layer():
+    """With one it rotates only in layers that have it."""
+    full = {"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 2}
+    plain, model = (tiny_model("exaone4", device="cpu", **full) for _ in range(2))
+    patch_model(model)
+    documents = random_documents([9, 33])
+    assert error(run_packed(model, documents).logits, run_alone(plain, documents).logits) < 1e-5
+
+
 def test_seed_oss_drops_from_both_branches_of_a_layer():
     """As transformers does, which draws the same numbers in the same order."""
     options = {"device": "cpu", "residual_dropout": 0.5}

@@ -27,7 +27,9 @@ LENGTHS = MIXED_LENGTHS[:4]
 
 def gemma3(dtype, **text):
     spec = spec_of("gemma3_text")
-    text_config = spec.tiny_config(vocab_size=300, final_logit_softcapping=None, **text).to_dict()
+    text_config = spec.tiny_config(
+        vocab_size=300, **text
+    ).to_dict()  # with a softcap that the wrapper ignores
     config = Gemma3Config(
         text_config=text_config,
         vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
