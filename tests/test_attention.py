@@ -36,6 +36,7 @@ ROWS = {
     "one document": (300,),
     "many short": tuple(1 + i % 3 for i in range(1000)),
     "past the window's block": (700, 5, 600),
+    "as long as the window and one longer": (7, 7, 8),
 }
 OPTIONS = {
     "plain": AttentionOptions(scale=0.2),
@@ -241,7 +242,10 @@ def interpreted(monkeypatch):
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+WITH_TRITON = OPTIONS | {"window of all but one": AttentionOptions(scale=0.2, window=128)}
+
+
+@pytest.mark.parametrize("options", WITH_TRITON.values(), ids=WITH_TRITON)
 def test_triton_computes_attention_by_its_definition(options, interpreted):
     """In float32, where it rounds logits once more than plain attention, into units of ln 2."""
     torch.manual_seed(0)

@@ -4,6 +4,8 @@ Run from the checkout: `python -m tests.planted`. Exits with 0 only where every 
 """
 
 import argparse
+import contextlib
+import gc
 import importlib
 import json
 import os
@@ -38,15 +40,26 @@ TIMEOUT = 900  # seconds; a fault that makes a test wait forever is not caught
 
 
 class Outcomes:
-    """A plugin that notes which test failed first, and whether any test ran."""
+    """A plugin that notes which test failed first, and writes it down once all is told."""
 
-    def __init__(self):
-        self.failed, self.ran = None, 0
+    def __init__(self, path: Path):
+        self.path, self.failed, self.ran, self.code = path, None, 0, 4
 
     def pytest_runtest_logreport(self, report):
         self.ran += report.when == "call" and not report.skipped
         if report.failed and self.failed is None:
             self.failed = report.nodeid if report.when == "call" else f"{report.when} of {report.nodeid}"
+
+    def pytest_sessionfinish(self, exitstatus):
+        self.code = int(exitstatus)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_unconfigure(self):
+        libraries = [name for name in sys.modules if name.split(".")[0] in LIBRARIES]
+        result = {"code": self.code, "failed": self.failed, "ran": self.ran, "libraries": libraries}
+        self.path.write_text(json.dumps(result))
+        sys.stdout.flush()
+        os._exit(0)  # what follows collects the garbage of all libraries, for seconds
 
 
 def run_tests(folder: Path, tests: Iterable[str]) -> None:
@@ -60,28 +73,26 @@ def run_tests(folder: Path, tests: Iterable[str]) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]
     signal.alarm(TIMEOUT)
-    outcomes = Outcomes()
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [outcomes])
-    signal.alarm(0)
-    libraries = [name for name in sys.modules if name.split(".")[0] in LIBRARIES]
-    result = {"code": int(code), "failed": outcomes.failed, "ran": outcomes.ran, "libraries": libraries}
-    (folder / "result.json").write_text(json.dumps(result))
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:hypothesispytest"]
+    pytest.main([*options, *tests], [Outcomes(folder / "result.json")])
 
 
-def start(tests: Iterable[str], fault: Fault | None = None) -> tuple[int, Path]:
-    """Fork a process that runs tests on a copy, with a fault in it if one is given."""
+def copied(source: Path) -> Path:
+    """A new folder with a copy of a checkout: package and tests, with what is compiled of them; links else."""
     folder = Path(tempfile.mkdtemp(prefix="planted-"))
-    copy = folder / "copy"
-    copy.mkdir()
-    for entry in ROOT.iterdir():
+    (folder / "copy").mkdir()
+    for entry in source.iterdir():
         if entry.name in ("unsloth_pack", "tests"):
-            shutil.copytree(entry, copy / entry.name)
+            shutil.copytree(entry, folder / "copy" / entry.name)
         elif entry.name != ".git":
-            (copy / entry.name).symlink_to(entry)
-    if fault is not None:
-        (copy / "unsloth_pack" / fault.file).write_text(fault.edited())
+            (folder / "copy" / entry.name).symlink_to(entry.resolve())
+    return folder
+
+
+def start(folder: Path, tests: Iterable[str]) -> int:
+    """Fork a process that runs tests on the copy in a folder."""
     if pid := os.fork():
-        return pid, folder
+        return pid
     try:
         os.setpgid(0, 0)
         run_tests(folder, tests)
@@ -90,14 +101,12 @@ def start(tests: Iterable[str], fault: Fault | None = None) -> tuple[int, Path]:
 
 
 def result_of(pid: int, folder: Path) -> dict:
-    """What became of a process that has ended; its folder and the processes that it left go."""
+    """What became of a process that has ended; those that it left are ended too."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     path = folder / "result.json"
     result = json.loads(path.read_text()) if path.exists() else {"code": -1, "failed": None, "ran": 0}
-    result["log"] = (folder / "log.txt").read_text(errors="replace")
-    shutil.rmtree(folder, ignore_errors=True)
-    return result
+    return result | {"log": (folder / "log.txt").read_text(errors="replace")}
 
 
 def verdict(result: dict) -> tuple[bool, str]:
@@ -109,22 +118,33 @@ def verdict(result: dict) -> tuple[bool, str]:
     return False, why.get(code, f"LEDGER: pytest exits with {code}, {failed or result['log'][-300:]}")
 
 
-def plant(faults: list[Fault], jobs: int) -> list[tuple[Fault, bool, str]]:
+def plant(source: Path, faults: list[Fault], jobs: int) -> list[tuple[Fault, bool, str]]:
     running, waiting, results = {}, list(faults), {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            fault = waiting.pop(0)
-            pid, folder = start(fault.tests, fault)
+            fault, folder = waiting.pop(0), copied(source)
+            (folder / "copy" / "unsloth_pack" / fault.file).write_text(fault.edited())
+            pid = start(folder, fault.tests)
             running[pid] = fault, folder, time.monotonic()
         pid, _ = os.wait()
         fault, folder, began = running.pop(pid)
         caught, text = verdict(result_of(pid, folder))
+        shutil.rmtree(folder, ignore_errors=True)
         results[fault.name] = fault, caught, text
         print(
             f"{len(results):4} {time.monotonic() - began:5.1f} s  {fault.file}: {fault.name}: {text}",
             flush=True,
         )
     return [results[fault.name] for fault in faults]
+
+
+def preload(libraries: Iterable[str]) -> None:
+    """Import these modules for all processes to come, and keep the collector away from them."""
+    for name in libraries:
+        with contextlib.suppress(Exception):  # some can only be imported by another
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 def write_table(results: list[tuple[Fault, bool, str]]) -> None:
@@ -145,19 +165,19 @@ def main() -> int:
         fault.edited()
     for name in LIBRARIES:
         importlib.import_module(name)
-    pid, folder = start(dict.fromkeys(test for fault in faults for test in fault.tests))
-    os.waitpid(pid, 0)
-    whole = result_of(pid, folder)
-    if whole["code"]:
-        print(whole["log"], f"The tests fail without a fault: {whole['failed']}", sep="\n")
-        return 1
-    print(f"{whole['ran']} tests pass without a fault", flush=True)
-    for name in whole["libraries"]:
-        try:
-            importlib.import_module(name)
-        except Exception:  # some modules can only be imported by another
-            continue
-    results = plant(faults, arguments.jobs)
+    folder = copied(ROOT)  # in which modules are compiled once; the others are copies of it
+    try:
+        pid = start(folder, dict.fromkeys(test for fault in faults for test in fault.tests))
+        os.waitpid(pid, 0)
+        whole = result_of(pid, folder)
+        if whole["code"]:
+            print(whole["log"], f"The tests fail without a fault: {whole['failed']}", sep="\n")
+            return 1
+        print(f"{whole['ran']} tests pass without a fault", flush=True)
+        preload(whole["libraries"])
+        results = plant(folder / "copy", faults, arguments.jobs)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     caught = sum(caught for _, caught, _ in results)
     print(f"{caught} of {len(results)} planted faults are caught")
     if arguments.write and not arguments.only and caught == len(results):
