@@ -455,6 +455,13 @@ def test_what_is_left_of_a_running_sum_that_was_cut_to_the_number_of_rows():
         describe_row((1, 7), CPU, **cut)
 
 
+def test_labels_are_below_the_number_of_outputs():
+    labels = torch.tensor([[-100, 0, 9]])
+    assert torch.equal(checked_labels("labels", labels, (1, 3), 10), labels)
+    with pytest.raises(InputError, match=r"^labels reach from 0 to 9, the head has 9 outputs"):
+        checked_labels("labels", labels, (1, 3), 9)
+
+
 def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
     labels = torch.tensor([[1, 2, 3, -100, 5, 6, -100]])
     row = row_of((1, 7), packed_seq_lengths=[3, 3], labels=labels, counted=True)
