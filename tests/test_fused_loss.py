@@ -282,6 +282,7 @@ def wrapped(how, is_tied, dtype=torch.float32):
         for name, weight in model.named_parameters():
             if weight.requires_grad and "lora_" not in name:
                 weight += (0.1 * torch.randn(weight.shape, generator=generator)).to(weight)
+    assert hasattr(model.get_output_embeddings(), "lora_A") == ("adapter" in how)
     patch_model(model, "sdpa")
     return model
 

@@ -67,6 +67,8 @@ def with_lora(base, lora=None):
         train_only(base, None, lora.get("frozen"))
         return base
     fields = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **(lora or {})}
+    if "target_modules" in fields:
+        return get_peft_model(base, LoraConfig(**fields), autocast_adapter_dtype=False)
     config = LoraConfig(**lora_targets(base, None, fields).config_fields(4, 8, fields))
     return get_peft_model(base, config, autocast_adapter_dtype=False)
 
