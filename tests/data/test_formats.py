@@ -127,6 +127,11 @@ def test_alpaca_without_chat_template():
     assert (first["completion"], second["completion"]) == ("2", "hi")
 
 
+def test_the_system_text_of_alpaca_without_chat_template():
+    (row,) = convert([{"instruction": "greet", "output": "hi", "system": "be kind"}], chat_template=False)
+    assert row["prompt"].startswith("be kind\n\nBelow is an instruction that describes a task.")
+
+
 def test_sharegpt_with_tool_calls():
     turns = [("human", "hello"), ("function_call", '{"name": "f"}'), ("observation", "{}"), ("gpt", "hi")]
     conversation = [{"from": role, "value": value} for role, value in turns]

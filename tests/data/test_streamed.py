@@ -186,6 +186,12 @@ def test_a_process_without_a_row_in_one_pass_has_one_in_the_next(tmp_path):
         assert sum(found) == 1
 
 
+def test_short_blocks_are_shared_out_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("unsloth_pack.data.raw_blocks._BYTES", 1)  # a line a block
+    stream = documents(open_stream(str(write(tmp_path / "rows.jsonl", ROWS[:12]))))
+    assert [one_pass_of(stream, Share(number, 3))[1] for number in range(3)] == [4, 4, 4]
+
+
 def refusal(source, **changed):
     with pytest.raises(InputError) as raised:
         one_pass_of(documents(source, **changed), Share())

@@ -89,6 +89,16 @@ def test_the_fingerprint_is_of_the_rows_alone(tmp_path):
     assert len(different | same) == 4
 
 
+def test_the_fingerprint_is_of_boundaries_too(tmp_path):
+    def fingerprint(*lengths):
+        ids = iter(range(10, 20))
+        rows = [[next(ids) for _ in range(length)] for length in lengths]
+        rows = [{"input_ids": row, "labels": row} for row in rows]
+        return write(tmp_path / str(lengths), rows, strategy="next_fit").data_fingerprint
+
+    assert len({fingerprint(2, 3), fingerprint(3, 2), fingerprint(5)}) == 3
+
+
 def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
     rows = documents(300)
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

@@ -1,0 +1,31 @@
+"""The figures that end a run."""
+
+from types import SimpleNamespace
+
+from unsloth_pack.cli.run_report import summarise
+from unsloth_pack.report.fill import RowFill
+from unsloth_pack.training.trained import Trained
+
+
+def test_padding_and_passes_count_in_no_speed():
+    """Three passes over 40 documents in 2 seconds, a quarter of all slots padded."""
+    fill = RowFill(rows=10, documents=40, tokens=200, slots=400, slots_computed=270)
+    logged = [{"loss": 3.0}, {"eval_loss": 9.0}, {"loss": 2.5}, {"loss": 2.0}]
+    trainer = SimpleNamespace(
+        trained=Trained(seconds=2.0, tokens=600, slots=800, counted=500),
+        state=SimpleNamespace(log_history=logged, global_step=7, epoch=3.0),
+        finite_updates=SimpleNamespace(left_out=1),
+        counts=SimpleNamespace(broken_images=2),
+        args=SimpleNamespace(output_dir="out"),
+    )
+    summary = summarise(trainer, fill, None, [])
+    assert (summary.tokens_per_second, summary.documents_per_second) == (300, 60)
+    assert (summary.tokens_trained, summary.tokens_counted, summary.tokens_padded) == (600, 500, 200)
+    assert (summary.first_loss, summary.last_loss) == (3.0, 2.0)
+    assert (summary.steps, summary.epochs, summary.seconds) == (7, 3.0, 2.0)
+    assert (summary.updates_left_out, summary.broken_images, summary.output_dir) == (1, 2, "out")
+
+
+def test_the_fill_of_rows():
+    fill = RowFill(rows=4, documents=10, tokens=150, slots=200, slots_computed=160)
+    assert (fill.fill, fill.documents_per_row, fill.padding) == (0.75, 2.5, 10)
