@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import datasets
+
 from unsloth_pack.cli.run_report import summarise
-from unsloth_pack.report.fill import RowFill
+from unsloth_pack.report.fill import RowFill, fill_of_packed, fill_of_padded
 from unsloth_pack.training.trained import Trained
 
 
@@ -29,3 +31,11 @@ def test_padding_and_passes_count_in_no_speed():
 def test_the_fill_of_rows():
     fill = RowFill(rows=4, documents=10, tokens=150, slots=200, slots_computed=160)
     assert (fill.fill, fill.documents_per_row, fill.padding) == (0.75, 2.5, 10)
+
+
+def test_slots_that_packed_and_padded_rows_have():
+    columns = {"input_ids": [[1] * 6, [1] * 3], "seq_lengths": [[4, 2], [3]]}
+    rows = datasets.Dataset.from_dict(columns)
+    assert fill_of_packed(rows, 8) == RowFill(rows=2, documents=3, tokens=9, slots=16, slots_computed=9)
+    padded = RowFill(rows=2, documents=2, tokens=9, slots=12, slots_computed=12)
+    assert fill_of_padded(rows.remove_columns("seq_lengths"), 2, seed=0) == padded
