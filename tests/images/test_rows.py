@@ -7,6 +7,8 @@ import pytest
 import torch
 from tiny_vision import encoded, picture
 
+from unsloth_pack.errors import InputError
+
 IMAGES = [picture(40, 72), picture(96, 33, 1)]
 BYTES = [encoded(image) for image in IMAGES]
 QUESTION = ("First ", 0, "\nthen ", 1, "?")
@@ -155,6 +157,12 @@ def test_the_order_of_images_is_that_of_their_places(collate):
     assert one["image_grid_thw"].tolist() != other["image_grid_thw"].tolist()
 
 
+@pytest.mark.parametrize(("images", "told"), [(IMAGES[:1], 1), ([*IMAGES, IMAGES[0]], 3)])
+def test_as_many_images_as_places(images, told, collate):
+    with pytest.raises(InputError, match=f"places for images in column 'messages': 2, images: {told}"):
+        collate()([{"messages": turns(marked()), "images": images}])
+
+
 def test_several_turns_a_system_and_a_tool(collate):
     row = {
         "system": "Be brief.",
@@ -175,7 +183,6 @@ def test_a_template_that_writes_no_images_is_refused():
     from tiny_vision import vision_model, vision_processor
 
     from unsloth_pack import VisionDataCollator
-    from unsloth_pack.errors import InputError
 
     text_alone = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
     made = VisionDataCollator(vision_model(), vision_processor(template=text_alone))

@@ -268,6 +268,16 @@ def test_a_state_is_a_snapshot():
     assert json.dumps(state) == saved
 
 
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_a_document_that_waits_is_no_view(make):
+    """A loader may write the next document into the same memory."""
+    memory, stream = make([1, 2, 3]), PackingStream(8, buffer_size=2, strategy="next_fit")
+    stream.push(memory)
+    memory[:] = 0
+    stream.finish()
+    assert stream.pop()["input_ids"].tolist() == [1, 2, 3]
+
+
 def test_a_state_of_another_stream_is_refused():
     state = PackingStream(64, seed=1).state_dict()
     with pytest.raises(InputError, match="saved with capacity=64 and this one has 32; make it with the same"):
