@@ -1,11 +1,13 @@
 """What is kept of prepared data for some options is not taken for others."""
 
+import json
 from datetime import date
 
 import datasets
 import pytest
 from model_folder import TEMPLATE, byte_tokenizer
 
+from unsloth_pack.data import rows_hash
 from unsloth_pack.data.tokenize import documents_of, key_of_tokenizer
 from unsloth_pack.packing.kept_rows import pack_documents
 
@@ -32,6 +34,26 @@ def test_documents_of_another_option(option, rows):
     assert kept.rows.cache_files
     assert others.rows[:] != kept.rows[:]
     assert others.fingerprint != kept.fingerprint
+
+
+def test_saved_data_sets_of_one_fingerprint(rows, tmp_path):
+    """`datasets` believes what a folder says of itself, whatever its files hold by now."""
+    others = rows.map(lambda row: {"messages": [*row["messages"], *TURNS]})
+    made = []
+    for name, of_folder in (("one", rows), ("other", others)):
+        of_folder.save_to_disk(tmp_path / name)
+        path = tmp_path / name / "state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "_fingerprint": "same"}))
+        saved = datasets.load_from_disk(tmp_path / name)
+        made.append(documents_of(saved, byte_tokenizer(), max_length=99, num_proc=1))
+    assert made[0].fingerprint != made[1].fingerprint
+
+
+def test_a_fingerprint_is_of_where_rows_end():
+    def hashed(*rows):
+        return rows_hash(datasets.Dataset.from_dict({"input_ids": [*rows], "labels": [*rows]}))
+
+    assert len({hashed([1, 2], [3]), hashed([1], [2, 3]), hashed([1, 2, 3])}) == 3
 
 
 def test_rows_of_another_length(rows):
