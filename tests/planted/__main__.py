@@ -29,7 +29,6 @@ if not torch.cuda.is_available():  # as in tests/conftest.py, before anything im
     triton.knobs.runtime.interpret = True
     del os.environ["TRITON_INTERPRET"]
 
-import contextlib
 
 from tests.planted import ROOT, Fault, read_ledger
 
@@ -78,7 +77,7 @@ def run_tests(folder: Path, tests: Iterable[str]) -> None:
 
 
 def copied(source: Path) -> Path:
-    """A new folder with a copy of a checkout: package and tests, with what is compiled of them; links else."""
+    """A new folder with a copy of a checkout: package and tests with what is compiled, links to the rest."""
     folder = Path(tempfile.mkdtemp(prefix="planted-"))
     (folder / "copy").mkdir()
     for entry in source.iterdir():
