@@ -86,6 +86,12 @@ def test_order_depends_on_seed_and_epoch(rows):
     assert list(PackedSampler(rows, shuffle=False)) == list(range(len(rows)))
 
 
+def test_an_epoch_is_none_of_another_seed():
+    first, second = (PackedSampler([[1]] * 50, seed=seed) for seed in (0, 1))
+    first.set_epoch(1)
+    assert list(first) != list(second)
+
+
 def test_work_is_evener_than_dealt_in_turn(rows):
     sampler = PackedSampler(rows, 8, rows_per_rank=8)
     squares = np.array([sum(n * n for n in row) for row in rows])
