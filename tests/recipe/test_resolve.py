@@ -77,7 +77,7 @@ def test_what_is_free_on_resume():
     of_reports = {"config", "resume", "output_dir", "logging_steps", "report_to", "push_to_hub"}
     of_saving = {"save_model", "save_method", "save_path", "save_steps", "save_delay_steps"}
     of_machines = {"attn_backend", "use_gradient_checkpointing", "num_proc", "dataloader_num_workers"}
-    assert FREE_ON_RESUME == of_reports | of_saving | of_machines | {"no_probe", "on_nonfinite"}
+    assert of_reports | of_saving | of_machines | {"no_probe", "on_nonfinite"} == FREE_ON_RESUME
 
 
 def test_a_record_of_an_earlier_version_may_lack_options(folder):
