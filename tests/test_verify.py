@@ -38,6 +38,7 @@ from unsloth_pack.training.trl_setup import row_collator
 
 FEW = [document.tolist() for document in random_documents([9, 1, 14])]
 DAILY = ("gemma4_text", "gpt_oss", "olmoe", "lfm2", "qwen3_5_text", "phi3")  # windows, sinks, experts, states
+FIVE = [document.tolist() for document in random_documents([9, 1, 14, 40, 3])]
 LEAKS = ("leak into logits", "leak into gradients", "leak into trained gradients")
 
 
@@ -158,7 +159,7 @@ def test_plain_transformers_leaks_with_a_cache_or_a_mask(more):
         return {"position_ids": positions_of(lengths)[None], **more, **mask}
 
     model = tiny_model("llama", device="cpu")
-    report = verify(model, describe=describe)
+    report = verify(model, documents=FIVE, describe=describe)
     assert set(LEAKS) < set(failed(report))
     assert "first in layer 0 (LlamaDecoderLayer)" in str(report)
     with pytest.raises(LeakFound, match=r"attention sdpa first in layer 0 \(LlamaDecoderLayer\)"):
@@ -173,7 +174,7 @@ def test_boundaries_off_by_one(off):
         return {"packed_seq_lengths": [*lengths[:2], lengths[2] + off, lengths[3] - off, *lengths[4:]]}
 
     model = patched()
-    report = verify(model, describe=describe)
+    report = verify(model, documents=FIVE, describe=describe)
     assert {"leak into logits", "leak into gradients", "logits against alone"} < set(failed(report))
     with pytest.raises(LeakFound, match="attention sdpa first in layer 0"):
         probe(model, describe)
@@ -181,7 +182,7 @@ def test_boundaries_off_by_one(off):
 
 def test_boundaries_of_the_kernel_off_by_one(leak):
     """What it is told is right; the attention reads it wrongly."""
-    report = verify(patched())
+    report = verify(patched(), documents=FIVE)
     assert {"leak into logits", "leak into gradients", "logits against alone"} < set(failed(report))
 
 

@@ -117,7 +117,7 @@ ROWS = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1
 PROPERTIES = {
     every_document_is_in_one_bin: lengths_and_capacity(),
     bfd_needs_at_most_one_bin_more_than_ffd: lengths_and_capacity(shortest=1),
-    packing_can_be_undone: sequences_and_arguments(256),
+    packing_can_be_undone: sequences_and_arguments(64),
     a_stream_keeps_every_document: st.tuples(
         lengths_and_capacity(),
         st.integers(1, 40),
