@@ -283,21 +283,8 @@ def refusal_of(save):
     return str(caught.value)
 
 
-def at_an_end(case):
-    """Whether it is about the embedding or the head, which are one weight where they are tied."""
-    return any(end in str(CASES[case].options) for end in (*ENDS, "trainable_token_indices"))
-
-
-def tier_of(case, base):
-    if case in NEEDS_SKLEARN:
-        return [pytest.mark.extras]
-    return [] if base == "tied" or at_an_end(case) else [pytest.mark.nightly]
-
-
-@pytest.mark.parametrize(
-    ("case", "base"),
-    [pytest.param(case, base, marks=tier_of(case, base)) for case in CASES for base in BASES],
-)
+@pytest.mark.parametrize("base", BASES)
+@each(CASES)
 def test_equal_or_refused(case, base, folders, tmp_path):
     model, tokenizer = loaded(folders(case, base))
     model = adapted(case, model, tmp_path)
