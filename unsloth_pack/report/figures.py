@@ -102,7 +102,7 @@ def _plot(
 
 def _svg(draw: Callable[[], Figure], name: str) -> str:
     """The figure as an `<svg>` element. `name` keeps its ids apart from those of other figures."""
-    text = rendering.render(draw, "svg", metadata=_NO_METADATA).decode()
+    text = rendering.render(draw, "svg", salt=name, metadata=_NO_METADATA).decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = _NAMESPACE.sub("", text).replace("xlink:href", "href")
     return _ID.sub(rf"\1{name}-", text)
