@@ -1,7 +1,6 @@
 """Runs once in the process that `warm` forks all others from, so that everything is imported there."""
 
 import gc
-import io
 import json
 import os
 import tempfile
@@ -10,18 +9,11 @@ from pathlib import Path
 import accelerate.state
 import pytest  # noqa: F401 (tests import it)
 import torch
-from matplotlib.figure import Figure
 from model_folder import save_model
 from tqdm import tqdm
 
 from unsloth_pack.cli import main
-
-
-def save_nothing(figure, file, format=None, **_):
-    """Five figures take longer than a short run."""
-    empty = {"svg": "<svg></svg>", "png": "PNG"}[format]
-    file.write(empty if isinstance(file, io.TextIOBase) else empty.encode())
-
+from unsloth_pack.report import rendering
 
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0  # a thread, which may hold a lock as a process is forked
@@ -39,6 +31,7 @@ os.close(output)
 # A process that is forked from this one finds out by itself whether it has peers
 accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 accelerate.state.GradientState._reset_state()
-Figure.savefig = save_nothing
+# Five figures take longer than a short run
+rendering.render = lambda draw, file_format, **_: {"svg": b"<svg></svg>", "png": b"\x89PNG"}[file_format]
 gc.collect()
 gc.freeze()  # trainers collect garbage often: half a second each through all that was imported
