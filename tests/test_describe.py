@@ -96,7 +96,17 @@ def test_stacks_hold_every_token_once_and_never_mix_documents(lengths):
         assert (np.diff(row.positions[stack.numpy()], axis=1) >= 0).all()
     tokens = torch.arange(sum(lengths))
     assert torch.equal(torch.cat([tokens[stack].flatten() for stack in row.stacks])[row.unstack], tokens)
+    columns = torch.cat([torch.arange(stack.shape[1]).repeat(len(stack)) for stack in row.stacks])
+    assert torch.equal(columns[row.unstack], row.position_ids)  # no filler stands for a token
     assert sum(stack.numel() for stack in row.stacks) <= 4 / 3 * sum(lengths) + len(lengths)
+
+
+def test_a_row_on_another_device_shares_nothing_that_was_made_for_the_first():
+    row = PackedRow.of_lengths((3, 2), CPU)
+    assert row.once("of a layer", lambda: "on the cpu") == "on the cpu"
+    moved = row.on(torch.device("meta"))
+    assert moved.once("of a layer", lambda: "elsewhere") == "elsewhere"
+    assert row.on(CPU) is row
 
 
 def test_documents_of_similar_length_share_a_stack():

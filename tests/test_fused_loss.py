@@ -97,6 +97,15 @@ def test_a_trained_head_and_a_tied_one():
         assert any("embed" in name or "lm_head" in name for name in ours[2])
 
 
+def test_a_head_with_a_bias():
+    models = [patched(), through_logits(patched())]
+    for model in models:
+        head = model.get_output_embeddings()
+        bias = torch.randn(head.out_features, generator=torch.Generator().manual_seed(3))
+        head.bias = torch.nn.Parameter(bias.to(DEVICE))
+    assert_same_step(*(step(model, batch()) for model in models))
+
+
 @pytest.mark.parametrize("items", [77, torch.tensor(77), torch.tensor(77.0)], ids=str)
 def test_num_items_in_batch(items):
     inputs = batch() | {"num_items_in_batch": items}

@@ -107,6 +107,16 @@ def test_against_float64(monkeypatch, dtype, joined, bias, keep, tile):
     judge(lambda dtype: adapted(dtype, joined, bias), dtype, lambda model: fused(model, keep), again=True)
 
 
+def test_many_tiles_sum_to_exact_gradients(monkeypatch):
+    monkeypatch.setattr(module, "_TILE", 128 * FEATURES)
+    monkeypatch.setitem(globals(), "TOKENS", 60 * 128)
+
+    def with_biases(dtype):  # the gradient of down's is a plain sum
+        return adapted(dtype, bias=True)
+
+    judge(with_biases, torch.bfloat16, lambda model: fused(model, keep=False))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("tile", [2**26, 70 * FEATURES])

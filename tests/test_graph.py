@@ -172,6 +172,7 @@ def test_what_a_form_holds():
     form = RowForm(tokens=400, segments=4, longest=128, autocast=None)
     held = {"full": [128, 128, 128, 16], "its tail split": [128, 16]}
     too_much = {"documents": [80] * 5, "tail": [20, 30, 40], "length": [129, 64], "tokens": [101] * 4}
+    too_much["one token"] = [101, 100, 100, 100]
     for name, lengths in (held | too_much).items():
         assert form.holds(PackedRow.of_lengths(lengths, CPU)) == (name in held), name
 

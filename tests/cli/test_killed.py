@@ -6,6 +6,7 @@ import os
 import pkgutil
 import random
 import resource
+import shutil
 import signal
 import time
 
@@ -131,6 +132,17 @@ def test_a_half_written_checkpoint_is_never_taken(flags, whole, tmp_path):
         (half / name).write_text(text)
     (out / "checkpoint-old").mkdir()
     assert last_checkpoint(out) == before
+
+
+def test_the_last_checkpoint_is_the_latest_whole_one(finished):
+    whole = finished / "checkpoint-3"
+    assert last_checkpoint(finished) == whole
+    for step in (20, 100):
+        shutil.copytree(whole, finished / f"checkpoint-{step}")
+    assert last_checkpoint(finished) == finished / "checkpoint-100"
+    weights = finished / "checkpoint-100" / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    assert last_checkpoint(finished) == finished / "checkpoint-20"
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(train, monkeypatch):

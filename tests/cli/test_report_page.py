@@ -1,10 +1,12 @@
 """`report.html` of real runs: packed, padded, streamed, resumed; and no run fails because of it."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 
 from unsloth_pack.report import page
@@ -28,6 +30,17 @@ def test_a_run_leaves_a_page(flags, train, tmp_path):
     assert "could not be drawn" not in text
     assert text.count("<svg") == (3 if flags["sample_packing"] else 2)
     assert "Content-Security-Policy" in text
+
+
+def test_the_row_that_is_drawn_counts_all_but_first_tokens(train, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(page, "write_page", lambda *given: seen.append(given[-1].row))
+    texts = [{"text": word * 9} for word in ("ab", "b", "abc", "c")]
+    (tmp_path / "text.json").write_text(json.dumps(texts))
+    assert train(dataset=tmp_path / "text.json", sample_packing=True, max_steps=1) == 0
+    (row,) = seen
+    assert len(row.lengths) > 1
+    assert np.flatnonzero(~row.is_counted).tolist() == np.cumsum([0, *row.lengths[:-1]]).tolist()
 
 
 def test_a_resumed_run_shows_all_updates(train, finished):

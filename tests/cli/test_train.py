@@ -193,6 +193,8 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(number, train, tmp_path, m
     assert main(["--resume", "--output_dir", str(out)]) == 0
     assert losses(out) == losses(tmp_path / "whole")
     assert "stopped" not in read_metrics(out)
+    resumed, summary = (read_metrics(path)["summary"][0] for path in (out, tmp_path / "whole"))
+    assert resumed["tokens_trained"] == summary["tokens_trained"]
     finished, whole = (load_file(path / "adapter_model.safetensors") for path in (out, tmp_path / "whole"))
     assert all((finished[name] == whole[name]).all() for name in whole)
 

@@ -300,12 +300,13 @@ def test_where_caching_is_switched_off_nothing_is_kept(large, tmp_path, cache, m
     assert not cache.exists()
 
 
-def test_files_that_somebody_removed_from_the_cache_are_made_again(large, tmp_path, cache):
+@pytest.mark.parametrize("harm", [Path.unlink, lambda file: os.truncate(file, 100)], ids=["removed", "cut"])
+def test_files_of_the_cache_that_came_to_harm_are_made_again(harm, large, tmp_path, cache):
     path = write(tmp_path / "a.jsonl", jsonl(ALPACA))
     large()
     first = told(documents(path))
     for file in cache.rglob("documents-*/*.arrow"):
-        file.unlink()
+        harm(file)
         break
     assert told(documents(path)) == first
 

@@ -166,7 +166,7 @@ def test_images_shrink_to_fit(collate):
     row = asked("two", picture(160, 130), "and", picture(40, 40, 1), answer="word")
     batch = collate()([row])
     (length,) = batch["packed_seq_lengths"]
-    text = length - int(batch["image_grid_thw"].prod(1).sum()) // 4
+    text, made = length - int(batch["image_grid_thw"].prod(1).sum()) // 4, []
     for limit in range(text + 2, length):
         shrink = collate(max_seq_length=limit, overlong="shrink")
         got = shrink([row])
@@ -175,6 +175,9 @@ def test_images_shrink_to_fit(collate):
             1
         ).sum() // 4
         assert shrink.counts.shrunk == 1
+        made.append(got["packed_seq_lengths"][0])
+    assert made == sorted(made)
+    assert made[0] + 10 < made[-1]  # no further than they have to
     assert got["image_grid_thw"].tolist()[1] == batch["image_grid_thw"].tolist()[1]  # the small one stays
     with pytest.raises(InputError, match="too long with the smallest images"):
         collate(max_seq_length=text + 1, overlong="shrink")([row])
@@ -206,10 +209,12 @@ def test_images_shrink_no_further_than_min_pixels(size):
 
 def test_broken_images_are_counted(collate):
     data = encoded(picture(64, 64), "JPEG")
-    rows = [asked(data), asked(b"no image"), asked(data[: len(data) // 2]), asked("text")]
+    png = encoded(picture(64, 64), "PNG")
+    spoilt = png[: len(png) // 2] + bytes(10) + png[len(png) // 2 + 10 :]  # which shows as it is decoded
+    rows = [asked(data), asked(b"no image"), asked(data[: len(data) // 2]), asked(spoilt), asked("text")]
     skip = collate(skip_broken_images=True)
     assert len(skip(rows)["packed_seq_lengths"]) == 2
-    assert (skip.counts.broken, skip.counts.documents, skip.counts.images) == (2, 2, 1)
+    assert (skip.counts.broken, skip.counts.documents, skip.counts.images) == (3, 2, 1)
     with pytest.raises(InputError, match=r"row 1, .*no image of a known format"):
         collate()(rows)
     with pytest.raises(InputError, match="too long"):  # another mistake is none of these

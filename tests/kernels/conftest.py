@@ -26,6 +26,9 @@ def as_hardware(monkeypatch):
     pytest.importorskip("triton")
     from quick_interpreter import without_repeated_work
 
+    from unsloth_pack.kernels import launch
+
+    assert launch.INTERPRETED
     compute_as_hardware(monkeypatch)
     with without_repeated_work():
         yield

@@ -35,6 +35,12 @@ def test_the_oracles_bits(dtype, p, seed):
         assert torch.equal(added, expected)
 
 
+def test_nothing_is_lost_where_nothing_is_dropped():
+    """One element in 65,536 draws 0, the smallest number: it is kept too."""
+    ones = torch.ones(64, 4096, device=DEVICE)
+    assert torch.equal(dropout(ones, seeded(3), 0.0), ones)
+
+
 def test_philox_is_the_published_one():
     """The known answers of Random123 for the counters and keys that are drawn from here."""
     words = reference._philox(torch.tensor(0), torch.tensor([0]), torch.tensor([0]))

@@ -58,6 +58,17 @@ def test_nothing_is_read_or_written_past_the_end():
     )
 
 
+def test_what_lies_behind_the_result_stays(monkeypatch):
+    given, expected = quantised(5 * 64, 64, torch.float32, False)
+    arena = torch.full((1000,), 7.0, device=DEVICE)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda n, **_: arena[:n])
+        got = dequantize_4bit(*given)
+    assert torch.equal(got, expected)
+    assert got.data_ptr() == arena.data_ptr()
+    assert (arena[len(got) :] == 7).all()
+
+
 def test_no_blocks_at_all():
     empty = torch.empty(0, dtype=torch.uint8, device=DEVICE)
     code, scales = torch.zeros(16, device=DEVICE), torch.empty(0, device=DEVICE)

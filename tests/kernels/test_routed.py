@@ -143,6 +143,22 @@ def test_rows_are_summed_in_their_order(dtype, C, k):
         assert torch.equal(got, sum_of_rows(parts, places))
 
 
+@pytest.mark.parametrize("C", [5, 1030])
+def test_what_lies_behind_the_sums_stays(C, monkeypatch):
+    y, places = rand(6, C), torch.tensor([[5, 0], [1, 4], [2, 3]], device=DEVICE)
+    arena, new_empty = torch.full((3 * C + 2000,), 7.0, device=DEVICE), Tensor.new_empty
+
+    def of_arena(tensor, shape, **options):
+        return arena[: 3 * C].view(shape) if shape == (3, C) else new_empty(tensor, shape, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "new_empty", of_arena)
+        got = sum_of_rows([Scaled(y, 1.0)], places)
+    assert torch.equal(got, y[places].sum(1))
+    assert got.data_ptr() == arena.data_ptr()
+    assert (arena[3 * C :] == 7).all()
+
+
 @pytest.mark.parametrize("counts", [[5, 0, 9, 0], [0, 0, 0, 14], [1, 1, 11, 1], [14, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_grouped_gemms(counts, dtype):

@@ -73,6 +73,10 @@ def test_every_configuration_trains_as_under_plain_peft(name, architecture, when
     assert_trains_as_under_plain_peft(CONFIGURATIONS[name], architecture, when)
 
 
+def test_biases_of_an_adapter_are_added_to_those_of_its_layers():
+    assert_trains_as_under_plain_peft(CONFIGURATIONS["lora_bias"], "qwen2", "after")
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_copied_layers(when):
     assert_trains_as_under_plain_peft(COPIED_LAYERS, "llama", when)

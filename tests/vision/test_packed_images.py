@@ -328,8 +328,11 @@ def wrong_axes(docs):
     return axes
 
 
-def late_axes(docs):
-    return text_and_axes(docs) + torch.tensor([0, 1, 1, 1])[:, None, None].to(DEVICE)
+def late_axes(docs, axis=slice(1, 4), document=slice(None)):
+    is_late = torch.zeros(4, len(docs), dtype=torch.int64)
+    is_late[axis, document] = 1
+    lengths = torch.tensor([len(doc.ids) for doc in docs])
+    return text_and_axes(docs) + is_late.repeat_interleave(lengths, dim=1)[:, None].to(DEVICE)
 
 
 REFUSED = {
@@ -365,6 +368,10 @@ REFUSED = {
     ),
     "other axes": (lambda docs: {"position_ids": wrong_axes(docs)}, "leave them out, or make them agree"),
     "axes that start late": (lambda docs: {"position_ids": late_axes(docs)}, "let every document start at 0"),
+    "a document whose width starts late": (
+        lambda docs: {"position_ids": late_axes(docs, axis=3, document=1)},
+        "position_ids of document 1 start at [0, 0, 1]",
+    ),
     "videos": (lambda docs: {"pixel_values_videos": docs[0].pixels}, "only images are packed"),
     "embeddings": (
         lambda docs: {"input_ids": None, "inputs_embeds": torch.zeros(1, sum(len(d.ids) for d in docs), 64)},
