@@ -28,6 +28,11 @@ TRAINERS = {
     "SFT": (COMPLETIONS, {"max_length": 64}, {}),
     "SFT padding_free": (COMPLETIONS, {"max_length": None, "padding_free": True}, {}),
     "SFT packed": (COMPLETIONS, {"max_length": 64, "packing": True, "padding_free": True}, {}),
+    "SFT packed, padded": (
+        COMPLETIONS,
+        {"max_length": 64, "packing": True, "padding_free": True, "pad_to_multiple_of": 48},
+        {},
+    ),
     "SFT label smoothing": (COMPLETIONS, {"max_length": 64, "label_smoothing_factor": 0.1}, {}),
     "SFT dft": (COMPLETIONS, {"max_length": 64, "loss_type": "dft"}, {}),
     "DPO": (PREFERENCES, {"max_length": 64}, {}),

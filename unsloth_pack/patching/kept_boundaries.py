@@ -44,7 +44,10 @@ class KeepsBoundaries(TrainerCallback):
         if model is None or not any(isinstance(module, FastDecoder) for module in model.modules()):
             return
         for row in _packed_rows(getattr(train_dataloader, "dataset", None)):
-            if _documents(train_dataloader.collate_fn, row) not in (None, [n for n in row[_COLUMN] if n]):
+            lengths = [n for n in row[_COLUMN] if n]
+            documents = _documents(train_dataloader.collate_fn, row)
+            # Behind them a collator may pad: TRL makes every pad token a document
+            if documents is not None and documents[: len(lengths)] != lengths:
                 raise InputError(
                     f"train_dataset has the column {_COLUMN}, but the collator drops where documents end; "
                     "give SFTConfig(padding_free=True, packing=False, max_length=None), or Trainer the "
