@@ -325,6 +325,22 @@ def test_defaults_of_the_configuration(folder):
     assert SFTConfig(output_dir="outputs", max_seq_length=64).max_length == 64
 
 
+@pytest.mark.parametrize(("config", "length"), [(SFTConfig, 512), (TrlConfig, 64)], ids=["left out", "given"])
+def test_rows_joined_without_packing(config, length, folder):
+    """TRL refuses a max_length beside padding_free, and ours is the model's where it is left out."""
+    model, tokenizer = loaded(folder)
+    on_cpu = dict(use_cpu=True, bf16=False) if not torch.cuda.is_available() else {}
+    more = dict(max_length=64, gradient_checkpointing=False, **on_cpu) if config is TrlConfig else {}
+    rows = Dataset.from_dict({"text": ["short", "long" * 200] * 2})
+    args = config(**ARGUMENTS, **more, padding_free=True, output_dir="outputs")
+    trainer = SFTTrainer(adapted(model), args, tokenizer=tokenizer, train_dataset=rows)
+    assert trainer.args.max_length == length
+    assert sorted(map(len, trainer.train_dataset["input_ids"])) == [6, 6, length, length]
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 1
+    trained(trainer)
+    assert trainer.evaluate(rows)["eval_loss"] > 0
+
+
 def _texts():
     return Dataset.from_dict({"text": ["some text"] * 4})
 

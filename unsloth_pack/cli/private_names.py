@@ -326,6 +326,12 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "trl.trainer.sft_trainer",
+        "_prepare_dataset",
+        "rows that are cut where they are joined without packing",
+        ("training/notebooks.py",),
+    ),
+    PrivateName(
+        "trl.trainer.sft_trainer",
         "_total_train_tokens",
         "the tokens trained on, in the log",
         ("patching/late_metrics.py",),

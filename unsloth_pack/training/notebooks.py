@@ -85,10 +85,19 @@ class SFTTrainer(trl.SFTTrainer):
         config = _configuration(args, {name: kwargs.pop(name) for name in _OF_CONFIG if name in kwargs})
         if config.max_length is None:
             config.max_length = getattr(model, "max_seq_length", None)
+        self._cut_at = config.max_length
+        if config.padding_free and not config.packing:
+            config.max_length = None  # TRL refuses another value, although it cuts rows all the same
         for name in ("train_dataset", "eval_dataset"):
             if kwargs.get(name) is not None:
                 kwargs[name] = _begun_once(kwargs[name], kwargs.get("processing_class"), config)
         super().__init__(model, config, **kwargs)
+        self.args.max_length = self._cut_at
+
+    def _prepare_dataset(self, dataset: Any, tokenizer: Any, args: Any, *more: Any) -> Any:
+        args = copy.copy(args)
+        args.max_length = self._cut_at
+        return super()._prepare_dataset(dataset, tokenizer, args, *more)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's optimizer; embeddings with a learning rate of their own are a group of their own."""
