@@ -110,6 +110,17 @@ def test_equals_trl(rows, responses_only, template, tokenizer, tmp_path):
     assert ledger.rows_read == len(rows)
 
 
+@table(
+    ("one", "two"),
+    [({"text": "some"}, {"text": "<s>some"}), (STRING_PAIRS[0], {"prompt": "<s>2+2=", "completion": "4"})],
+)
+def test_a_text_begins_once(one, two, tokenizer):
+    data = (to_trl(to_dataset([row]), chat_template=True) for row in (one, two))
+    (without,), (given,) = (tokenize(rows, tokenizer, max_length=60)[0].to_list() for rows in data)
+    assert given == without
+    assert given["input_ids"].count(tokenizer.bos_token_id) == 1
+
+
 def test_ledger_accounts_for_every_token(tokenizer):
     data = to_trl(to_dataset(ALPACA), chat_template=True)
     whole, before = tokenize(data, tokenizer, max_length=10_000)

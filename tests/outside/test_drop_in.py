@@ -292,27 +292,58 @@ def test_a_stream(folder):
     trained(trainer)
 
 
-def test_text_that_begins_with_the_token_of_the_tokenizer(folder, caplog):
-    """A rendered chat has its begin-of-sequence token, and the tokenizer puts another before it."""
+@pytest.fixture
+def beginning():
+    """A tokenizer that puts a token before every text."""
     from tokenizers.processors import TemplateProcessing
 
-    model, _ = loaded(folder)
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = "<pad>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<pad> $A", special_tokens=[("<pad>", tokenizer.bos_token_id)]
     )
-    model = adapted(model)
-    for text in ("<pad>some text", "some text"):
-        trainer = SFTTrainer(
-            model,
-            SFTConfig(**ARGUMENTS, output_dir="outputs"),
-            tokenizer=tokenizer,
-            train_dataset=Dataset.from_dict({"text": [text] * 4}),
-        )
-        ids = trainer.train_dataset[0]["input_ids"]
-        assert ids[0] == tokenizer.bos_token_id
-        assert tokenizer.bos_token_id not in ids[1:]
+    return tokenizer
+
+
+MIXED = ["some text", "<pad>some text"]
+TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+ONES = {"text": MIXED, "messages": [TURNS, TURNS]}
+TEXTS = {
+    "rows that differ": ({"text": MIXED}, None),
+    "prompts": ({"prompt": ["some ", "<pad>some "], "completion": ["text", "text"]}, None),
+    "a function": (ONES, lambda row: row["text"]),
+    "a function that returns a list": (ONES, lambda row: [row["text"] + ""]),
+    "a function of batches": (ONES, lambda rows: [f"{text}" for text in rows["text"]]),
+    "a function of batches alone": (
+        ONES,
+        lambda rows: [
+            t if m[0] == TURNS[0] else m["x"] for t, m in zip(rows["text"], rows["messages"], strict=True)
+        ],
+    ),
+    "another column": ({"given": MIXED, "prompt": ["1", "2"]}, lambda row: row["given"]),
+}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["rows", "stream"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_begin_once(name, streams, folder, beginning):
+    """A rendered chat has its begin-of-sequence token, and the tokenizer puts another before it."""
+    columns, function = TEXTS[name]
+    model, _ = loaded(folder)
+    rows = Dataset.from_dict(columns)
+    rows = rows.to_iterable_dataset() if streams else rows
+    args = SFTConfig(**ARGUMENTS, output_dir="outputs")
+    given = dict(tokenizer=beginning, train_dataset=rows, eval_dataset=rows, formatting_func=function)
+    trainer = SFTTrainer(adapted(model), args, **given)
+    for dataset in (trainer.train_dataset, trainer.eval_dataset):
+        assert [beginning.decode(row["input_ids"]) for row in dataset] == ["<pad>some text<eos>"] * 2
+
+
+def test_a_function_that_returns_no_text(folder):
+    model, tokenizer = loaded(folder)
+    given = dict(tokenizer=tokenizer, train_dataset=_texts(), formatting_func=dict)
+    with pytest.raises(InputError, match="formatting_func returns a dict for a row; return its text"):
+        SFTTrainer(adapted(model), SFTConfig(**ARGUMENTS, output_dir="outputs"), **given)
 
 
 def test_defaults_of_the_configuration(folder):

@@ -1,4 +1,4 @@
-"""Token ids and labels of a batch of rows, as TRL's SFTTrainer would make them."""
+"""Token ids and labels of a batch of rows, as TRL's SFTTrainer would make them; a text begins once."""
 
 from __future__ import annotations
 
@@ -160,6 +160,11 @@ class Encoder:
         return text if text.endswith(end) else text + end
 
     def _plain(self, texts: list[str]) -> Ids:
+        """Ids of texts; one begin token where a text has it already and the tokenizer puts it before all."""
+        twice = [self.tokenizer.bos_token_id] * 2
+        return [ids[1:] if ids[:2] == twice else ids for ids in self._raw(texts)]
+
+    def _raw(self, texts: list[str]) -> Ids:
         if not self._has_plain_backend:
             return self.tokenizer(texts, verbose=False)["input_ids"]
         backend = self.tokenizer.backend_tokenizer  # as a call would use it, but without places and masks

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-_VERSION = 2  # raise it when what is kept changes for the same key
+_VERSION = 3  # raise it when what is kept changes for the same key
 _NOTES = "notes.json"
 Notes = dict[str, Any]
 

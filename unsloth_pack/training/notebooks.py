@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import trl
+from datasets import Dataset
 from transformers import TrainingArguments
 
 from unsloth_pack.errors import InputError, require_real
@@ -68,7 +69,8 @@ class SFTTrainer(trl.SFTTrainer):
 
     `tokenizer` is `processing_class`. `max_seq_length`, `dataset_text_field`, `dataset_num_proc`, `packing`
     and `dataset_kwargs` are those of the configuration. Rows of text that begin with the token that the
-    tokenizer puts before every text get it once.
+    tokenizer puts before every text get it once. `formatting_func` may take a batch of rows and return a list
+    of texts, as in Unsloth. Only its texts are trained on.
 
     Args:
         model, args, kwargs: as in TRL.
@@ -88,16 +90,17 @@ class SFTTrainer(trl.SFTTrainer):
         self._cut_at = config.max_length
         if config.padding_free and not config.packing:
             config.max_length = None  # TRL refuses another value, although it cuts rows all the same
-        for name in ("train_dataset", "eval_dataset"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = _begun_once(kwargs[name], kwargs.get("processing_class"), config)
         super().__init__(model, config, **kwargs)
-        self.args.max_length = self._cut_at
+        config.max_length = self._cut_at
 
-    def _prepare_dataset(self, dataset: Any, tokenizer: Any, args: Any, *more: Any) -> Any:
-        args = copy.copy(args)
-        args.max_length = self._cut_at
-        return super()._prepare_dataset(dataset, tokenizer, args, *more)
+    def _prepare_dataset(
+        self, dataset: Any, tokenizer: Any, args: Any, packing: bool, formatting_func: Any, name: str
+    ) -> Any:
+        config = copy.copy(args)
+        config.max_length = self._cut_at
+        rows = _rows_of_text(dataset, tokenizer, config, formatting_func)
+        left = formatting_func if rows is dataset else None
+        return super()._prepare_dataset(rows, tokenizer, config, packing, left, name)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's optimizer; embeddings with a learning rate of their own are a group of their own."""
@@ -130,29 +133,71 @@ def _configuration(args: Any, given: dict[str, Any]) -> Any:
     return config
 
 
-def _begun_once(given: Any, tokenizer: Any, config: Any) -> Any:
-    """Rows of text without the token at their begin, if the tokenizer puts it there too."""
-    if isinstance(given, Mapping):
-        return {key: _begun_once(dataset, tokenizer, config) for key, dataset in given.items()}
+def _rows_of_text(dataset: Any, tokenizer: Any, config: Any, formatting_func: Any) -> Any:
+    """Apply `formatting_func`, and remove the token from texts that the tokenizer puts before every text.
+
+    Rows that TRL does not prepare, or refuses to, come back as they are.
+    """
+    row: Any = next(iter(dataset), None)
+    is_map = isinstance(dataset, Dataset)
+    if not isinstance(row, Mapping) or "input_ids" in row or (is_map and dataset.format["type"] == "custom"):
+        return dataset
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    token, column = getattr(tokenizer, "bos_token", None), config.dataset_text_field
-    row: Any = next(iter(given), None)
-    if (
-        not token
-        or not isinstance(row, Mapping)
-        or not isinstance(row.get(column), str)
-        or "input_ids" in row
-    ):
-        return given
-    first_two = tokenizer(row[column][:200])["input_ids"][:2]
-    if not row[column].startswith(token) or first_two != [tokenizer.bos_token_id] * 2:
-        return given
-    logger.warning("rows begin with %s, which the tokenizer adds too; it is taken off once", token)
-    return given.map(partial(_without_first, column=column, token=token))
+    token = getattr(tokenizer, "bos_token", None) or ""
+    if tokenizer(token + "a")["input_ids"][:2] != [tokenizer.bos_token_id] * 2:
+        token = ""
+    if formatting_func is None and not token:
+        return dataset
+    call = formatting_func and _by_row(formatting_func, row)
+    options = {"call": call, "columns": (config.dataset_text_field, "prompt"), "token": token}
+    return dataset.map(
+        _begin_once,
+        fn_kwargs=options,
+        remove_columns=list(row) if call else None,  # TRL would train on `messages` beside the text
+        **{"num_proc": config.dataset_num_proc} if is_map else {},
+    )
 
 
-def _without_first(row: dict[str, Any], column: str, token: str) -> dict[str, str]:
-    return {column: row[column].removeprefix(token)}
+def _begin_once(row: dict[str, Any], call: Any, columns: tuple[str, ...], token: str) -> dict[str, str]:
+    texts = {columns[0]: call(row)} if call else {name: row.get(name) for name in columns}
+    return {name: text.removeprefix(token) for name, text in texts.items() if isinstance(text, str)}
+
+
+def _by_row(function: Any, row: Mapping[str, Any]) -> Any:
+    """A formatting function as TRL calls it: one row in, its text out.
+
+    Unsloth's and older TRL's take a batch and return a list. Called with one row twice they return two texts.
+
+    Raises:
+        InputError: it returns neither.
+    """
+
+    def tried(rows: Mapping[str, Any]) -> Any:
+        try:
+            return function(dict(rows))
+        except Exception as error:  # a function of batches may fail on a row, and the other way round
+            return error
+
+    made = tried(row)
+    if isinstance(made, str):
+        return function
+    match tried({name: [value, value] for name, value in row.items()}):
+        case [str(), str()]:
+            return partial(_of_batch, function)
+    match made:
+        case [str()]:
+            return partial(_of_list, function)
+        case Exception():
+            raise made
+    raise InputError(f"formatting_func returns a {type(made).__name__} for a row; return its text")
+
+
+def _of_batch(function: Any, row: Mapping[str, Any]) -> str:
+    return function({name: [value] for name, value in row.items()})[0]
+
+
+def _of_list(function: Any, row: Mapping[str, Any]) -> str:
+    return function(row)[0]
 
 
 def _split_embeddings(optimizer: Any, model: Any, rate: float) -> None:
