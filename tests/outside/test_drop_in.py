@@ -3,12 +3,15 @@
 import os
 import pickle
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from model_folder import byte_tokenizer, save_model
-from transformers import DataCollatorForSeq2Seq, TrainingArguments
+from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast, TrainingArguments
 from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer as TrlTrainer
 
@@ -292,11 +295,35 @@ def test_a_stream(folder):
     trained(trainer)
 
 
+def fallback_tokenizer():
+    """As sentencepiece has it: letters that the vocabulary lacks become tokens of single bytes."""
+    pieces = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁#:ab\n"]
+    bpe = Tokenizer(
+        models.BPE({piece: n for n, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    bpe.normalizer = normalizers.Replace(" ", "▁")
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [byte_tokenizer(), fallback_tokenizer()], ids=["byte-level", "byte fallback"]
+)
+def test_markers_with_letters_of_several_tokens(tokenizer):
+    question, answer = "### 질문:\n", "답변:"
+    text = f"{question}é b\n{answer} aé질<eos>{question}문\n{answer}답"
+    trainer = SimpleNamespace(
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"input_ids": [tokenizer(text)["input_ids"]]}),
+    )
+    train_on_responses_only(trainer, question, answer)
+    labels = trainer.train_dataset[0]["labels"]
+    assert tokenizer.decode([label for label in labels if label != -100]) == " aé질<eos>답"
+
+
 @pytest.fixture
 def beginning():
     """A tokenizer that puts a token before every text."""
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = "<pad>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
