@@ -96,6 +96,19 @@ def assert_trains_as_under_plain_peft(configuration, architecture, when):
     assert_same_training(patched, plain)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "cohere2", "qwen3_5_text"])
+def test_norms_are_tuned(architecture):
+    model = plain_model(architecture)
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if "norm" in name}
+    plain = peft.get_peft_model(model, peft.LNTuningConfig(target_modules=[*names])).train()
+    for name, weight in plain.named_parameters():
+        if "ln_tuning" in name:
+            weight.data += 0.1 * torch.randn_like(weight)
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    assert_same_training(patched, plain)
+
+
 @pytest.fixture
 def two_adapters():
     """An untouched model and a patched one with two adapters of different ranks and targets."""

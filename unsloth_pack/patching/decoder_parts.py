@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from unsloth_pack.forwards.activations import FAST_ACTIVATIONS
@@ -140,11 +141,17 @@ def _mlps(number: int, mlp: nn.Module, spec: ArchSpec) -> list[tuple[int, Any, G
 
 def itself_and_copies(one: nn.Module) -> list[nn.Module]:
     """A module, or the original and the copies where `modules_to_save` wraps it."""
-    kind = type(getattr(one, "original_module", one))
+    kind = _own_kind(one)
     return [module for module in one.modules() if type(module) is kind]
 
 
 def _alike(decoder: nn.Module, one: nn.Module) -> list[Any]:
-    """All modules of the kind of this one, which `modules_to_save` may wrap with a copy."""
-    kind = type(getattr(one, "original_module", one))
+    """All modules of the kind of this one."""
+    kind = _own_kind(one)
     return [module for module in decoder.modules() if type(module) is kind]
+
+
+def _own_kind(one: nn.Module) -> type[nn.Module]:
+    """The class of a module, or of what PEFT wraps: for `modules_to_save`, or in an adapter of norms."""
+    own = getattr(one, "original_module", one)
+    return type(own.get_base_layer() if isinstance(own, BaseTunerLayer) else own)
