@@ -194,6 +194,8 @@ REFUSED = {
         peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1),
         "it wraps the attention; use LoRA",
     ),
+    "LILY": (peft.LilyConfig(target_modules=ALL), "is LILY: its router averages over the whole row"),
+    "shadow": (peft.ShadowConfig(task_type="CAUSAL_LM"), "is SHADOW: its shadow network does not see where"),
     "activated LoRA": (
         LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, alora_invocation_tokens=[5]),
         "has alora_invocation_tokens: PEFT looks for them once a row, not in each document",

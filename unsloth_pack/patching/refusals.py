@@ -12,18 +12,25 @@ from unsloth_pack.modules.names import own_names
 from unsloth_pack.patching.decoder_parts import itself_and_copies
 
 _KNOWN_CODE = ("transformers.", "peft.", "torch.", "bitsandbytes.", "unsloth_pack.")
+# Of PEFT, whose layers look at a whole row
+_LOOK_AT_ROWS = {
+    "LILY": "its router averages over the whole row",
+    "SHADOW": "its shadow network does not see where documents end",
+}
 _OF_MODELS = ("transformers.", "transformers_modules.")  # the latter holds code that comes with a model
 
 
 def refuse_adapters(configs: Mapping[str, Any]) -> None:
     """Refuse adapters under which documents could not be kept apart, by their names and PEFT's settings."""
     for name, config in configs.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        why = _LOOK_AT_ROWS.get(kind)
         if getattr(config, "is_prompt_learning", False):
-            raise InputError(
-                f"adapter {name!r} is {config.peft_type}: its virtual tokens shift the documents; use LoRA"
-            )
+            why = "its virtual tokens shift the documents"
         if getattr(config, "is_adaption_prompt", False):
-            raise InputError(f"adapter {name!r} is {config.peft_type}: it wraps the attention; use LoRA")
+            why = "it wraps the attention"
+        if why is not None:
+            raise InputError(f"adapter {name!r} is {kind}: {why}; use LoRA")
         if getattr(config, "alora_invocation_tokens", None):
             raise InputError(
                 f"adapter {name!r} has alora_invocation_tokens: PEFT looks for them once a row, not in each "
