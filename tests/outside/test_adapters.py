@@ -224,24 +224,80 @@ def test_what_would_leak_is_refused_beside_another_adapter(two_adapters):
     assert "third" not in patched.peft_config
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_each_row_has_an_adapter_of_its_own(side, two_adapters):
-    """`adapter_names` names one for each row of a padded batch, where there is no cache either."""
+def padded(side):
+    """Ids and mask of all documents as rows of a batch."""
     rows = documents()
     width = max(map(len, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.int64, device=rows[0].device)
     for row, document in zip(ids, rows, strict=True):
         (row[-len(document) :] if side == "left" else row[: len(document)]).copy_(document)
-    mask = (ids != 0).long()
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def scored(model, side="right", **more):
+    batch = padded(side)
+    return model(**batch, use_cache=False, **more).logits[batch["attention_mask"].bool()]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_row_has_an_adapter_of_its_own(side, two_adapters):
+    """`adapter_names` names one for each row of a padded batch, where there is no cache either."""
     names = ["default", "other", "__base__", "other", "default"]
+    with torch.no_grad():
+        got, truth = (scored(model.eval(), side, adapter_names=names) for model in two_adapters[::-1])
+    assert_close(got, truth)
 
-    def scored(model):
-        with torch.no_grad():
-            call = model(input_ids=ids, attention_mask=mask, use_cache=False, adapter_names=names)
-        return call.logits[mask.bool()]
 
-    plain, patched = (model.eval() for model in two_adapters)
-    assert_close(scored(patched), scored(plain))
+def test_each_row_has_a_task_of_its_own():
+    config = peft.PolyConfig(task_type="CAUSAL_LM", target_modules=ALL, r=4, n_tasks=3, init_weights=False)
+    plain = peft.get_peft_model(plain_model(), config).train()
+    patched = copy.deepcopy(plain)
+    patch = patch_model(patched)
+    tasks = torch.tensor([0, 2, 1, 2, 0], device=documents()[0].device)
+    got, truth = [], []
+    for model, made in ((patched, got), (plain, truth)):
+        torch.manual_seed(0)  # the router draws in training
+        made.append(scored(model, task_ids=tasks))
+        made[0].square().mean().backward()
+        made += [weight.grad for weight in model.parameters() if weight.requires_grad]
+    for one, two in zip(got, truth, strict=True):
+        assert_close(one, two)
+    assert "PEFT pairs rows" in patch.report.not_fused["padding"]
+
+
+def test_each_token_has_a_scaling_of_its_own(tmp_path):
+    """X-LoRA weighs its adapters at every token of a batch."""
+    for name in "01":
+        adapted({"target_modules": ALL}, seed=int(name)).save_pretrained(tmp_path / name)
+    models = []
+    for is_patched in (False, True):
+        torch.manual_seed(0)
+        base = plain_model()
+        base.config.use_cache = False  # X-LoRA demands it
+        if is_patched:
+            patch_model(base)
+        config = peft.XLoraConfig(
+            task_type="CAUSAL_LM", hidden_size=64, adapters={n: str(tmp_path / n) for n in "01"}
+        )
+        models.append(peft.get_peft_model(base, config).eval())
+    with torch.no_grad():
+        assert_close(scored(models[1]), scored(models[0]))
+    both(models, lambda model: None)
+
+
+def test_an_adapter_begins_with_what_rows_hold():
+    """EVA measures the inputs of layers in a padded batch, by the places of its tokens."""
+    config = LoraConfig(r=2, target_modules=ALL, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1))
+    models = [plain_model() for _ in range(2)]
+    patch_model(models[1])
+    models = [peft.get_peft_model(model, config, low_cpu_mem_usage=True) for model in models]
+    batch = {**padded("right"), "use_cache": False}
+    for model in models:
+        peft.initialize_lora_eva_weights(model, [batch] * 3, show_progress_bar=False)
+    weights = [{n: w for n, w in model.state_dict().items() if "lora_A" in n} for model in models]
+    assert weights[0].keys() == weights[1].keys()
+    for name, truth in weights[0].items():
+        assert_close(weights[1][name], truth, name)
 
 
 def test_copies_are_independent():

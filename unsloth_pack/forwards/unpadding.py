@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.utils import is_tracing
 
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.modules.hooks import has_adapters_by_row
+from unsloth_pack.modules.hooks import has_peft_hooks
 from unsloth_pack.row.from_call import LAST_POSITION, refuse_document_ids
 from unsloth_pack.row.packed_row import IGNORE_INDEX
 from unsloth_pack.row.padded_batch import (
@@ -67,8 +67,8 @@ class Unpadding:
         """
         if self.why_never is not None or not _may_be_unpadded(decoder, inputs):
             return None
-        if not decoder.training and has_adapters_by_row(decoder):  # PEFT allows it in evaluation alone
-            self.kept["adapter_names gives each row an adapter of its own"] += 1
+        if has_peft_hooks(decoder):
+            self.kept["PEFT pairs rows with adapters, tasks or scalings, or measures them"] += 1
             return None
         tokens = inputs["inputs_embeds"] if inputs["input_ids"] is None else inputs["input_ids"]
         if known is not None:
