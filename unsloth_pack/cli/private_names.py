@@ -51,6 +51,7 @@ PRIVATE_NAMES = (
             "files/row_blocks.py",
             "forwards/mlp.py",
             "graphs/module_state.py",
+            "modules/hooks.py",
             "modules/sharding.py",
             "modules/walk.py",
         ),
