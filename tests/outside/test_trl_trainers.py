@@ -1,6 +1,8 @@
 """Every trainer of TRL trains a patched model as it trains the untouched one. Only SFTTrainer packs rows."""
 
 import copy
+import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -100,3 +102,26 @@ def test_trains_as_the_untouched_model(name, model_folder, tokenizer, tmp_path):
             moved += 1
             assert_close(one.detach() - before[key], two.detach() - before[key], key, slack=2e-3)
     assert moved
+
+
+def held():
+    """How many tensors, modules and objects of the package there are."""
+    gc.collect()
+    kinds = [type(each) for each in gc.get_objects()]
+    return Counter(
+        kind
+        for kind in kinds
+        if issubclass(kind, torch.Tensor | torch.nn.Module) or str(kind.__module__).startswith("unsloth_pack")
+    )
+
+
+def test_nothing_stays_of_a_run(model_folder, tokenizer, tmp_path):
+    def train():
+        patch_model(model := adapted(model_folder, "SFT"))
+        return run("SFT packed", model, tokenizer, model_folder, tmp_path)
+
+    train()  # what is made once for all runs
+    before = held()
+    for _ in range(2):
+        train()
+    assert held() == before
