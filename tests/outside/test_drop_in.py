@@ -366,10 +366,14 @@ def test_texts_begin_once(name, streams, folder, beginning):
         assert [beginning.decode(row["input_ids"]) for row in dataset] == ["<pad>some text<eos>"] * 2
 
 
-def test_a_function_that_returns_no_text(folder):
+@pytest.mark.parametrize(
+    ("function", "kind"), [(dict, "dict"), (lambda row: row["text"].split("x"), "list")], ids=["dict", "list"]
+)
+def test_a_function_that_makes_no_text_of_some_row(function, kind, folder):
     model, tokenizer = loaded(folder)
-    given = dict(tokenizer=tokenizer, train_dataset=_texts(), formatting_func=dict)
-    with pytest.raises(InputError, match="formatting_func returns a dict for a row; return its text"):
+    rows = Dataset.from_dict({"text": ["one", "one x two"]})
+    given = dict(tokenizer=tokenizer, train_dataset=rows, formatting_func=function)
+    with pytest.raises(InputError, match=f"formatting_func returns a {kind} for a row; return its text"):
         SFTTrainer(adapted(model), SFTConfig(**ARGUMENTS, output_dir="outputs"), **given)
 
 

@@ -5,8 +5,8 @@ TRL is not changed. Its own classes train a model just as well, with names and d
 """
 
 import copy
-import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -26,8 +26,6 @@ _OF_CONFIG = {
     "packing": "packing",
     "dataset_kwargs": "dataset_kwargs",
 }
-
-logger = logging.getLogger("unsloth_pack")
 
 
 @dataclass
@@ -146,58 +144,44 @@ def _rows_of_text(dataset: Any, tokenizer: Any, config: Any, formatting_func: An
     token = getattr(tokenizer, "bos_token", None) or ""
     if tokenizer(token + "a")["input_ids"][:2] != [tokenizer.bos_token_id] * 2:
         token = ""
-    if formatting_func is None and not token:
+    columns = (config.dataset_text_field, "prompt")
+    make = None
+    if formatting_func is not None:
+        make = partial(_text_of, formatting_func, _takes_batches(formatting_func, row))
+    elif not token or not any(isinstance(row.get(name), str) for name in columns):
         return dataset
-    call = formatting_func and _by_row(formatting_func, row)
-    options = {"call": call, "columns": (config.dataset_text_field, "prompt"), "token": token}
     return dataset.map(
         _begin_once,
-        fn_kwargs=options,
-        remove_columns=list(row) if call else None,  # TRL would train on `messages` beside the text
+        fn_kwargs={"make": make, "columns": columns, "token": token},
+        remove_columns=list(row) if make else None,  # TRL would train on `messages` beside the text
         **{"num_proc": config.dataset_num_proc} if is_map else {},
     )
 
 
-def _begin_once(row: dict[str, Any], call: Any, columns: tuple[str, ...], token: str) -> dict[str, str]:
-    texts = {columns[0]: call(row)} if call else {name: row.get(name) for name in columns}
+def _begin_once(row: dict[str, Any], make: Any, columns: tuple[str, ...], token: str) -> dict[str, str]:
+    texts = {columns[0]: make(row)} if make else {name: row.get(name) for name in columns}
     return {name: text.removeprefix(token) for name, text in texts.items() if isinstance(text, str)}
 
 
-def _by_row(function: Any, row: Mapping[str, Any]) -> Any:
-    """A formatting function as TRL calls it: one row in, its text out.
-
-    Unsloth's and older TRL's take a batch and return a list. Called with one row twice they return two texts.
-
-    Raises:
-        InputError: it returns neither.
-    """
-
-    def tried(rows: Mapping[str, Any]) -> Any:
-        try:
-            return function(dict(rows))
-        except Exception as error:  # a function of batches may fail on a row, and the other way round
-            return error
-
-    made = tried(row)
-    if isinstance(made, str):
-        return function
-    match tried({name: [value, value] for name, value in row.items()}):
-        case [str(), str()]:
-            return partial(_of_batch, function)
-    match made:
-        case [str()]:
-            return partial(_of_list, function)
-        case Exception():
-            raise made
-    raise InputError(f"formatting_func returns a {type(made).__name__} for a row; return its text")
+def _takes_batches(function: Any, row: Mapping[str, Any]) -> bool:
+    """Whether a formatting function is one of batches, as Unsloth's: it makes two texts of a row given twice,
+    and none of the row alone."""
+    with suppress(Exception):  # a function of batches may fail on a row, and the other way round
+        if isinstance(function(dict(row)), str):
+            return False
+    with suppress(Exception):
+        made = function({name: [value, value] for name, value in row.items()})
+        return isinstance(made, list) and len(made) == 2 and all(isinstance(text, str) for text in made)
+    return False
 
 
-def _of_batch(function: Any, row: Mapping[str, Any]) -> str:
-    return function({name: [value] for name, value in row.items()})[0]
-
-
-def _of_list(function: Any, row: Mapping[str, Any]) -> str:
-    return function(row)[0]
+def _text_of(function: Any, takes_batches: bool, row: Mapping[str, Any]) -> str:
+    made = function({name: [value] for name, value in row.items()} if takes_batches else row)
+    if isinstance(made, list) and len(made) == 1:
+        (made,) = made
+    if not isinstance(made, str):
+        raise InputError(f"formatting_func returns a {type(made).__name__} for a row; return its text")
+    return made
 
 
 def _split_embeddings(optimizer: Any, model: Any, rate: float) -> None:
