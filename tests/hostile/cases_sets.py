@@ -149,9 +149,7 @@ OF_FILES = [
 # ---- splits, columns, shares, mixtures
 
 OF_PARTS = [
-    sets(
-        "a split of a file", both(split="test"), "few.jsonl: split is 'test', and a single file has no splits"
-    ),
+    sets("a split of a file", both(split="test"), "few.jsonl: split is 'test', and it has no splits"),
     sets("a split that is not there", [{"path": "parts", "split": "dev"}], "parts: .*dev"),
     sets("a split in another script", [{"path": "parts", "split": "größe"}], "größe"),
     sets("a split that leads out", [{"path": "parts", "split": "../../x"}], r"\.\./\.\./x"),

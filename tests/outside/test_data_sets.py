@@ -213,11 +213,67 @@ def test_a_split_of_a_folder(packed, no_pack, folder, refused, model_folder):
     assert beside_a_file["documents"] == 5 + len(ALPACA)
     assert "no split 'dev'; choose one of test, train, validation" in no_pack("--dataset=data", "--split=dev")
     line = no_pack("--dataset=alpaca.json", "--split=test")
-    assert "alpaca.json: split is 'test', and a single file has no splits" in line
+    assert "alpaca.json: split is 'test', and it has no splits" in line
     model = [f"--model_name={model_folder}", "--max_seq_length=128"]
     streaming = ["--streaming", "--max_steps=1", *model, "--split=dev"]
     assert "choose one of test, train, validation" in refused([*streaming, "--dataset=data"])
-    assert "a single file has no splits" in refused([*streaming, "--dataset=alpaca.json"])
+    for path in ("alpaca.json", "data/*.json"):
+        assert f"{path}: split is 'dev', and it has no splits" in refused([*streaming, f"--dataset={path}"])
+
+
+LAYOUTS = {
+    "hub": ["default/train/0000.jsonl", "default/validation/0000.jsonl", "default/test/0000.jsonl"],
+    "shards": ["data/train_sft-00000-of-00001.jsonl", "data/test_sft-00000-of-00001.jsonl"],
+    "words": ["my train.jsonl", "dev-0.jsonl", "sub/x_testing.1.jsonl", "config.json"],
+    "declared": ["a/0.jsonl", "b/train.jsonl", "test.jsonl"],
+    "below": ["v1/dev.jsonl", "v2/train/a.jsonl", "v2/eval/a.jsonl"],
+}
+CARDS = {
+    "declared": "- config_name: other\n  data_files: test.jsonl\n- config_name: mine\n  default: true\n"
+    "  data_files:\n  - split: train\n    path: [./a/*.jsonl, test.jsonl]\n  - split: held\n    path: b/*\n",
+    "below": "- config_name: one\n  data_dir: v2\n",
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_has_the_splits_that_datasets_finds(packed, folder, no_pack, name):
+    for number, path in enumerate(LAYOUTS[name], 1):
+        (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / path).write_text('{"text": "a"}\n' * number)
+    if name in CARDS:
+        (folder / name / "README.md").write_text(f"---\nconfigs:\n{CARDS[name]}---\n# Rows\n")
+    splits = datasets.load_dataset(name, cache_dir=str(folder / "cache"))
+    for split, rows in splits.items():
+        assert packed(f"--dataset={name}", f"--split={split}")["documents"] == len(rows)
+    assert f"choose one of {', '.join(sorted(splits))}" in no_pack(f"--dataset={name}", "--split=none")
+
+
+@pytest.mark.parametrize(
+    ("paths", "card", "says"),
+    [
+        (["train.jsonl", "more.jsonl"], "", "more.jsonl: in no split, beside files of train; "),
+        (
+            ["train/test.jsonl", "test-train.jsonl"],
+            "",
+            "test-train.jsonl: named as of the splits train and",
+        ),
+        (["TEST.jsonl", "valid/(eval).jsonl"], "", "no split 'train'; choose one of test, validation"),
+        (["a.jsonl"], "configs: [{config_name: a}, {config_name: b}]", "its README declares a, b; give the"),
+        (["a.jsonl"], "configs: [{config_name: a, data_files: 3}]", "README.md: Expected data_files in YAML"),
+        (
+            ["a.jsonl"],
+            "configs: [{config_name: a, data_files: b.jsonl}]",
+            "no file is here that its README declares",
+        ),
+        (["a.jsonl"], "a: [", "README.md: while parsing a flow node; correct the splits that it declares"),
+    ],
+)
+def test_files_of_a_folder_that_have_no_one_split(folder, no_pack, paths, card, says):
+    for path in paths:
+        (folder / "data" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "data" / path).write_text('{"text": "a"}\n')
+    (folder / "data" / "README.md").write_text(f"---\n{card}\n---\n")
+    assert says in no_pack("--dataset=data")
 
 
 def test_a_split_of_a_saved_data_set(packed, no_pack, folder):
@@ -225,6 +281,8 @@ def test_a_split_of_a_saved_data_set(packed, no_pack, folder):
     datasets.DatasetDict(parts).save_to_disk(folder / "saved")
     assert packed("--dataset=saved", "--split=held")["documents"] == 2
     assert "no split 'x'; choose one of held, train" in no_pack("--dataset=saved", "--split=x")
+    datasets.Dataset.from_list(ALPACA).save_to_disk(folder / "one")
+    assert "one: split is 'test', and it has no splits" in no_pack("--dataset=one", "--split=test")
 
 
 def test_a_split_of_a_hub_data_set(packed, no_pack, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -129,13 +130,15 @@ class DataSet:
         return ChosenRows(source, self.columns, self.limit, self.option)
 
     @property
-    def is_file(self) -> bool:
-        """Whether it is a single file, which has no splits."""
-        return os.path.isfile(os.path.expanduser(self.path))
+    def has_splits(self) -> bool:
+        """Whether it is neither a file, nor a pattern of files, nor a saved data set without splits."""
+        path = os.path.expanduser(self.path)
+        if os.path.isdir(path):
+            return not os.path.isfile(os.path.join(path, "state.json"))
+        return not (os.path.exists(path) or glob.has_magic(path))
 
     def _check_split(self) -> None:
-        if self.split is not None and self.is_file:
+        if self.split is not None and not self.has_splits:
             raise InputError(
-                f"{self.path}: split is {self.split!r}, and a single file has no splits; leave it out, or "
-                "give the folder"
+                f"{self.path}: split is {self.split!r}, and it has no splits; leave it out or give the folder"
             )

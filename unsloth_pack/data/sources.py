@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_pack.data.compressed import COMPRESSED, plain_name
 from unsloth_pack.data.raw_blocks import FileRows, IterableRows, RowSource
 from unsloth_pack.data.readers import SUFFIXES, kind_of, read_files
+from unsloth_pack.data.splits import splits_of
 from unsloth_pack.demo import HELDOUT_FILE, TRAIN_FILE
 from unsloth_pack.errors import InputError
 
@@ -22,11 +23,6 @@ PACK_FILES = ("packs.json", "shard-00000.arrow")  # of a folder of packed rows: 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # of a data set or a model
 _UNREAD = {".lz4", ".zip"}  # compressions
 _MEDIA = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".mp4", ".wav", ".mp3", ".flac"}
-_SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
 
 
 def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -> datasets.Dataset:
@@ -36,9 +32,8 @@ def load_rows(dataset: str, split: str = "train", num_proc: int | None = None) -
         dataset: a json, jsonl, csv, parquet or txt file (`readers` has the rules of each), the text formats
             also compressed (.gz, .zst, .xz, .bz2); a folder of such files of one format, or one that
             `datasets.save_to_disk` wrote; "demo" or "vision-demo"; else a hub name.
-        split: which part of a folder, a demo ("train" or "test") or a hub dataset. In a folder, a file
-            with `train`, `validation`, `test` or the like as a word in its name belongs to that split; any
-            other file belongs to "train". A single file is read whole for every split.
+        split: which part of a folder (see `splits_of`), a demo ("train" or "test") or a hub dataset. A
+            single file is read whole for every split.
         num_proc: processes that read large files; None for as many as there are cores.
 
     Returns:
@@ -197,17 +192,14 @@ def _is_saved(folder: Path) -> bool:
 
 def _files_of(folder: Path, split: str) -> list[Path]:
     """The data files in a folder that belong to a split."""
-    files: dict[str, list[Path]] = {}
     shown = [file for file in sorted(folder.rglob("*")) if not _is_hidden(file.relative_to(folder))]
     _check_files(folder, shown)
-    for file in shown:
-        name = plain_name(file)
-        if name.suffix.lower() in SUFFIXES and file.is_file():
-            files.setdefault(_split_of(name), []).append(file)
-    if not files:
+    files = [file for file in shown if plain_name(file).suffix.lower() in SUFFIXES and file.is_file()]
+    splits = splits_of(folder, files)
+    if not splits:
         raise InputError(f"{folder}: no {', '.join(SUFFIXES)} file in this folder; give one that has some")
-    _check_split(folder, split, list(files))
-    return files[split]
+    _check_split(folder, split, list(splits))
+    return splits[split]
 
 
 def _is_hidden(path: Path) -> bool:
@@ -238,11 +230,6 @@ def _check_files(folder: Path, files: list[Path]) -> None:
             f"{folder}: {captions[0].name} describes images, video or sound ({media[0].name}), which are not "
             "supported; give the file itself to train on its text alone"
         )
-
-
-def _split_of(file: Path) -> str:
-    words = re.split(r"[^a-z]+", file.stem.lower())
-    return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), "train")
 
 
 def _load_saved(folder: Path, split: str) -> datasets.Dataset:

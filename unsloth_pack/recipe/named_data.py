@@ -37,7 +37,7 @@ def data_sets_of(
         DataSet(**{**({} if "columns" in item else shared), **item, "option": name})
         for item, name in zip(items, options, strict=True)
     ]
-    have_splits = sets if all(each.is_file for each in sets) else [each for each in sets if not each.is_file]
+    have_splits = [each for each in sets if each.has_splits] or sets
     return [replace(each, split=each.split or split) if each in have_splits else each for each in sets]
 
 
