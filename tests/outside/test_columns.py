@@ -415,6 +415,48 @@ def test_what_only_counts_tokens_reads_marks_of_user_turns(telling, tmp_path, ca
     assert capsys.readouterr().out
 
 
+CALLS = {  # what templates write of the arguments of a call
+    "objects": "{{ call.function.arguments | tojson }}",
+    "items": "{% for k, v in call.function.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %}",
+    "text": "{{ '```' + call.function.arguments + '```' }}",
+    "plain": "{{ call.function.arguments }}",
+    "either": "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
+    "{{ call.function.arguments | tojson }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "of_text", "of_object"),
+    [
+        ("objects", '{"x": "é"}', '{"x": "é"}'),
+        ("items", 'x="é"', 'x="é"'),
+        ("text", '```{"x":"é"}```', '```{"x": "é"}```'),
+        ("plain", '{"x":"é"}', '{"x": "é"}'),
+        ("either", '{"x":"é"}', '{"x": "é"}'),
+    ],
+)
+def test_arguments_of_calls_come_as_the_template_reads_them(trained, tmp_path, name, of_text, of_object):
+    """OpenAI writes them as JSON text, others as objects."""
+    template = TELLING_TEMPLATE.replace("{{ call | tojson }}", CALLS[name])
+    model = save_model(tmp_path / "model", chat_template=template, max_position_embeddings=4096)
+    turns = [calling(arguments) for arguments in ('{"x":"é"}', {"x": "é"})]
+    rows = [{"messages": [USER, turn]} for turn in turns]
+    rows += [{"prompt": [USER, turn, USER], "completion": [turn]} for turn in turns]
+    for alike, key in ((rows[:2], "messages"), (rows[2:], "prompt")):
+        learned = [loss for _, loss in trained(alike, f"--model_name={model}", "--train_on_responses_only")]
+        assert learned == [of_text + "<eos>", of_object + "<eos>"], key
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1', "[1]", '"x"'])
+def test_arguments_of_calls_that_are_no_object(refusal, trained, tmp_path, arguments):
+    line = refusal([CHAT, {"messages": [USER, calling(arguments)]}])
+    assert "row 1, column 'tool_calls': arguments that are no JSON object" in line
+    template = TELLING_TEMPLATE.replace("{{ call | tojson }}", CALLS["text"])
+    model = save_model(tmp_path / "model", chat_template=template, max_position_embeddings=4096)
+    ((_, learned),) = trained([{"messages": [USER, calling(arguments)]}], f"--model_name={model}")
+    assert f"```{arguments}```" in learned
+
+
 def test_keys_of_a_turn_that_templates_read(trained):
     turns = [
         USER | {"name": "bob"},
@@ -467,6 +509,11 @@ def test_tools_that_a_template_does_not_show(refusal, trained, tmp_path, row):
     assert line.endswith("use a model whose template does, or leave them out with --columns tools=")
     assert len(trained([row, row | {"tools": [TOOL]}], f"--model_name={deaf}", "--columns=tools=")) == 2
     assert len(trained([row, row | {"tools": []}], f"--model_name={deaf}")) == 2
+
+
+def test_parameters_of_a_tool_that_are_text(refusal):
+    tool = FUNCTION | {"parameters": '{"type": "object"}'}
+    assert "row 0, column 'tools': parameters that are text" in refusal([CHAT | {"tools": [tool]}])
 
 
 def test_calls_that_a_template_does_not_show(refusal, trained, tmp_path):

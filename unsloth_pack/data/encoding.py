@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.refusals import Offer, fail
+from unsloth_pack.data.tool_calls import ArgumentForm, Conversation, calls_in, without_calls
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class Encoder:
     ):
         self.tokenizer, self.max_length, self.chat_template = tokenizer, max_length, chat_template
         self._is_chat = is_chat
+        self._forms: dict[str, ArgumentForm] = {}  # by template
         column = next(name for name in ("prompt", "messages", "text") if name in columns)
         self._encode = {
             "prompt": self._encode_prompt,
@@ -182,20 +185,41 @@ class Encoder:
             together.setdefault(given, []).append(place)
         ids: list[Any] = [None] * len(conversations)
         marks: list[Any] = [None] * len(conversations)
-        for (tools, kwargs), members in together.items():
-            self._check_variables(numbers[members[0]], bool(tools), json.loads(kwargs))
-            encoded = self._apply_template(
-                [conversations[i] for i in members],
-                [numbers[i] for i in members],
-                marked,
-                options | {"tools": json.loads(tools) if tools else None} | json.loads(kwargs),
-            )
+        for (tools_text, kwargs_text), members in together.items():
+            of_rows, kwargs = [numbers[i] for i in members], json.loads(kwargs_text)
+            self._check_variables(of_rows[0], bool(tools_text), kwargs)
+            beside = {"tools": json.loads(tools_text) if tools_text else None} | kwargs
+            read = [
+                self._read(number, conversations[i], beside)
+                for number, i in zip(of_rows, members, strict=True)
+            ]
+            encoded = self._apply_template(read, of_rows, marked, options | beside)
             if not options:  # a prompt alone is a part of what has been checked
-                self._check_shown(conversations, members, numbers, tools and json.loads(tools), kwargs)
+                self._check_shown(of_rows, read, beside)
             for place, member in enumerate(members):
                 ids[member] = encoded["input_ids"][place]
                 marks[member] = encoded["assistant_masks"][place] if marked else None
         return ids, marks if marked else None
+
+    def _read(self, number: int, conversation: Conversation, beside: dict[str, Any]) -> Conversation:
+        """The conversation with the arguments of calls in the form that the template reads."""
+        if not calls_in(conversation):
+            return conversation
+        template = self.tokenizer.get_chat_template(self.chat_template, tools=beside["tools"])
+        if template not in self._forms:
+            self._forms[template] = ArgumentForm(conversation, lambda tried: self._text(tried, beside))
+        return self._forms[template].of(number, conversation)
+
+    def _text(self, conversation: Conversation, beside: dict[str, Any]) -> str | None:
+        """What the template makes of a conversation; None where it refuses it."""
+        from jinja2 import TemplateError
+
+        made: Any = None
+        with suppress(TemplateError, *TEMPLATE_REFUSALS):
+            made = self.tokenizer.apply_chat_template(
+                conversation, chat_template=self.chat_template, tokenize=False, **beside
+            )
+        return made
 
     def _check_variables(self, number: int, has_tools: bool, kwargs: dict[str, Any]) -> None:
         """Refuse variables that the template does not read: the row was written for another one."""
@@ -216,43 +240,28 @@ class Encoder:
             )
 
     def _check_shown(
-        self, conversations: list[Any], members: list[int], numbers: range, tools: Any, kwargs: str
+        self, numbers: list[int], conversations: list[Conversation], beside: dict[str, Any]
     ) -> None:
         """Refuse what the template does not show: tools, as the model would learn calls of unknown ones, and
         calls, in whose place it would learn an empty answer."""
-
-        from jinja2 import TemplateError
-
-        def rendered(conversation: Any, given: Any) -> Any:
-            try:
-                return self.tokenizer.apply_chat_template(
-                    conversation,
-                    chat_template=self.chat_template,
-                    tokenize=False,
-                    tools=given,
-                    **json.loads(kwargs),
-                )
-            except (TemplateError, *TEMPLATE_REFUSALS):
-                return None  # of the row as it is, the template has just made ids
-
-        for member in members:
-            conversation = conversations[member]
-            calls = [turn["tool_calls"] for turn in conversation if turn.get("tool_calls")]
+        tools = beside["tools"]
+        for number, conversation in zip(numbers, conversations, strict=True):
+            calls = calls_in(conversation)
             if not tools and not calls:
                 continue
-            shown = rendered(conversation, tools)
-            if tools and shown == rendered(conversation, None):
+            shown = self._text(conversation, beside)
+            if tools and shown == self._text(conversation, beside | {"tools": None}):
                 fail(
-                    numbers[member],
+                    number,
                     "tools",
                     "the chat template does not show them",
                     tools,
                     "use a model whose template does, or leave them out with ",
                     Offer({"tools": None}),
                 )
-            if calls and shown == rendered([_without_calls(turn) for turn in conversation], tools):
+            if calls and shown == self._text(without_calls(conversation), beside):
                 fail(
-                    numbers[member],
+                    number,
                     "tool_calls",
                     "the chat template does not show them",
                     calls[0],
@@ -292,10 +301,6 @@ class Encoder:
             **options,
         )
         return made
-
-
-def _without_calls(turn: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in turn.items() if key != "tool_calls"}
 
 
 def marks_answers(chat_template: str) -> bool:

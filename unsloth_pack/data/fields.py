@@ -168,6 +168,9 @@ def tools(index: int, row: Row) -> dict[str, str | None]:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         fail(index, "tools", "expected a list of objects", value, "write one JSON object a tool")
     wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+    for function in (tool["function"] for tool in wrapped):
+        if isinstance(function, dict) and isinstance(function.get("parameters"), str):
+            fail(index, "tools", "parameters that are text", function, "write them as an object")
     return {"tools": json_text(index, "tools", wrapped)}
 
 
