@@ -29,10 +29,14 @@ VOCAB_SIZE = 1024
 PAD, END = "<|pad|>", "<|endoftext|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
+    "{%- if tools -%}{{- '<|tools|>' + (tools | tojson) -}}{%- endif -%}"
     "{%- for message in messages -%}"
     "{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}{{- message['content'] + eos_token -}}{%- endgeneration -%}"
+    "{%- generation -%}{{- message['content'] or '' -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{- '<|call|>' + ((call['function'] or call) | tojson) -}}"
+    "{%- endfor -%}{{- eos_token -}}{%- endgeneration -%}"
     "{%- else -%}{{- message['content'] -}}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"

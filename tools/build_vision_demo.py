@@ -54,9 +54,15 @@ CHAT_TEMPLATE = """\
 {%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif -%}
 {%- endmacro -%}
+{%- if tools -%}
+<|im_start|>tools
+{{ tools | tojson }}<|im_end|>
+{% endif -%}
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
-{% if message.role == 'assistant' %}{% generation %}{{ write(message.content) }}<|im_end|>{% endgeneration %}
+{% if message.role == 'assistant' %}{% generation %}{{ write(message.content or '') }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ (call.function or call) | tojson }}{% endfor -%}
+<|im_end|>{% endgeneration %}
 {%- else %}{{ write(message.content) }}<|im_end|>{% endif %}
 {% endfor -%}
 {%- if add_generation_prompt %}<|im_start|>assistant

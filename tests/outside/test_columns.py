@@ -15,6 +15,7 @@ from model_folder import byte_tokenizer, save_model
 from outside_models import TELLING_TEMPLATE
 from tables import table
 
+from unsloth_pack import FastLanguageModel, FastVisionModel
 from unsloth_pack.cli import main
 
 USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -525,6 +526,35 @@ def test_calls_that_a_template_does_not_show(refusal, trained, tmp_path):
     assert "row 1, column 'tool_calls': the chat template does not show them" in line
     assert line.endswith("use a model whose template does, or remove the row")
     assert len(trained([row])) == 1
+
+
+def test_tools_and_calls_that_a_template_does_not_show_are_told_together(refusal, tmp_path):
+    deaf = save_model(tmp_path / "deaf", max_position_embeddings=4096)
+    line = refusal(
+        [CHAT | {"tools": [TOOL]}, {"messages": [USER, calling({}), USER, REPLY]}], f"--model_name={deaf}"
+    )
+    assert "row 0, column 'tools': the chat template shows neither tools nor tool_calls" in line
+    assert line.endswith("; use a model whose template does")
+    template = "{% for m in messages %}{{ m.content + '.' }}{% endfor %}"
+    deaf = save_model(tmp_path / "concatenates", chat_template=template, max_position_embeddings=4096)
+    without_text = calling({}) | {"content": None}
+    line = refusal([{"messages": [USER, without_text]}], f"--model_name={deaf}")
+    assert "row 0, column 'tool_calls': the chat template does not show them" in line
+
+
+def test_the_demos_learn_calls_of_tools(trained, packing, tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "seen", "tool_call_id": "1"}, REPLY]
+    rows = [{"messages": turns, "tools": [TOOL]}]
+    assert main(packing(rows, "--model_name=demo", "--max_seq_length=512", "--out=demo-packs")) == 0
+    for name, fast in (("demo", FastLanguageModel), ("vision-demo", FastVisionModel)):
+        template = fast.from_pretrained(name)[1].chat_template
+        model = save_model(tmp_path / name, chat_template=template, max_position_embeddings=4096)
+        ((text, learned),) = trained(rows, f"--model_name={model}", "--train_on_responses_only")
+        assert json.dumps([TOOL]) in text
+        assert text.count("seen") == 1
+        assert '{"name": "f", "arguments": {"x": 1}}' in learned
 
 
 @pytest.mark.parametrize("name", ["system", "tools", "chat_template_kwargs"])

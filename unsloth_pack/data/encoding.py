@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -181,21 +181,26 @@ class Encoder:
     ) -> tuple[Ids, Ids | None]:
         """Ids of every conversation; if `marked`, also marks that are 1 on the tokens of assistant turns."""
         together: dict[tuple[str | None, str], list[int]] = {}  # rows with equal tools and variables
-        for place, given in enumerate(_beside(batch, len(conversations))):
-            together.setdefault(given, []).append(place)
+        for place, key in enumerate(_beside(batch, len(conversations))):
+            together.setdefault(key, []).append(place)
+        groups: list[tuple[list[int], list[int], list[Conversation], dict[str, Any]]] = []
+        for (tools, kwargs_text), members in together.items():
+            of_rows, kwargs = [numbers[i] for i in members], json.loads(kwargs_text)
+            self._check_variables(of_rows[0], bool(tools), kwargs)
+            beside = {"tools": json.loads(tools) if tools else None} | kwargs
+            rows = zip(of_rows, members, strict=True)
+            read = [self._read(number, conversations[i], beside) for number, i in rows]
+            groups.append((members, of_rows, read, beside))
+        if not options:  # a prompt alone is a part of what is checked
+            self._check_shown(
+                (number, conversation, beside)
+                for _, of_rows, read, beside in groups
+                for number, conversation in zip(of_rows, read, strict=True)
+            )
         ids: list[Any] = [None] * len(conversations)
         marks: list[Any] = [None] * len(conversations)
-        for (tools_text, kwargs_text), members in together.items():
-            of_rows, kwargs = [numbers[i] for i in members], json.loads(kwargs_text)
-            self._check_variables(of_rows[0], bool(tools_text), kwargs)
-            beside = {"tools": json.loads(tools_text) if tools_text else None} | kwargs
-            read = [
-                self._read(number, conversations[i], beside)
-                for number, i in zip(of_rows, members, strict=True)
-            ]
+        for members, of_rows, read, beside in groups:
             encoded = self._apply_template(read, of_rows, marked, options | beside)
-            if not options:  # a prompt alone is a part of what has been checked
-                self._check_shown(of_rows, read, beside)
             for place, member in enumerate(members):
                 ids[member] = encoded["input_ids"][place]
                 marks[member] = encoded["assistant_masks"][place] if marked else None
@@ -239,34 +244,34 @@ class Encoder:
                 Offer({"chat_template_kwargs": None}),
             )
 
-    def _check_shown(
-        self, numbers: list[int], conversations: list[Conversation], beside: dict[str, Any]
-    ) -> None:
+    def _check_shown(self, rows: Iterable[tuple[int, Conversation, dict[str, Any]]]) -> None:
         """Refuse what the template does not show: tools, as the model would learn calls of unknown ones, and
         calls, in whose place it would learn an empty answer."""
-        tools = beside["tools"]
-        for number, conversation in zip(numbers, conversations, strict=True):
-            calls = calls_in(conversation)
+        unshown: dict[str, tuple[int, Any]] = {}  # the first row of each, and its value
+        for number, conversation, beside in rows:
+            tools, calls = beside["tools"], calls_in(conversation)
             if not tools and not calls:
                 continue
             shown = self._text(conversation, beside)
+            if shown is None:  # as templates without calls refuse an answer without text
+                conversation = [turn | {"content": turn.get("content") or ""} for turn in conversation]
+                shown = self._text(conversation, beside)
+            if shown is None:
+                continue
             if tools and shown == self._text(conversation, beside | {"tools": None}):
-                fail(
-                    number,
-                    "tools",
-                    "the chat template does not show them",
-                    tools,
-                    "use a model whose template does, or leave them out with ",
-                    Offer({"tools": None}),
-                )
+                unshown.setdefault("tools", (number, tools))
             if calls and shown == self._text(without_calls(conversation), beside):
+                unshown.setdefault("tool_calls", (number, calls[0]))
+        for column, (number, value) in unshown.items():
+            problem, remedy = "the chat template does not show them", "use a model whose template does"
+            if len(unshown) > 1:
+                problem = "the chat template shows neither tools nor tool_calls"
+                fail(number, column, problem, value, remedy)
+            if column == "tools":
                 fail(
-                    number,
-                    "tool_calls",
-                    "the chat template does not show them",
-                    calls[0],
-                    "use a model whose template does, or remove the row",
+                    number, column, problem, value, remedy, ", or leave them out with ", Offer({column: None})
                 )
+            fail(number, column, problem, value, remedy, ", or remove the row")
 
     def _apply_template(
         self, conversations: list[Any], numbers: list[int], marked: bool, options: dict[str, Any]
