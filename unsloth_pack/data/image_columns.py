@@ -10,14 +10,15 @@ if TYPE_CHECKING:
 
 IMAGES = "images"  # a list of objects, one for each image
 DOCUMENT = "document"  # of an image in a packed row: the number of its document in the row
-_NOT_HASHED = ("bytes", "row", "column")  # a hash stands for the first, the others are for errors
+# A hash stands for the bytes, a copy of a file is the same image, and the last two are for errors
+_NOT_HASHED = {"bytes", "path", "size", "mtime_ns", "row", "column"}
 
 
 def image_type(is_packed: bool = False) -> pa.DataType:
     """The Arrow type of an image.
 
     path: of its file, below the image folder where there is one. size, mtime_ns: of that file.
-    bytes: the encoded image, where it is no file. sha256: of these bytes.
+    bytes: the encoded image, where it is no file. sha256: of the encoded image.
     height, width: in pixels, as it is seen. tokens: that it takes. most_pixels: to which it is shrunk.
     row, column: in the data, for errors.
 

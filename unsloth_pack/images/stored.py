@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.image_columns import image_field
+from unsloth_pack.data.kept import digest
 from unsloth_pack.images.documents import PlacedImage
 from unsloth_pack.images.sources import ImageSource, file_of, refuse_image, refuse_lost, stat_of
 
@@ -48,7 +49,8 @@ def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False)
         about = stat_of(image.source, content)
         path = os.fspath(content)
         path = path if folder is None else os.path.relpath(path, os.path.realpath(folder))
-        return found | {"path": path, "size": about.st_size, "mtime_ns": about.st_mtime_ns}
+        found |= {"path": path, "size": about.st_size, "mtime_ns": about.st_mtime_ns}
+        return found | {"sha256": _sha256_of(image.source, content)}
     if not isinstance(content, bytes):
         raise TypeError(f"an image of Pillow, {content!r}, came out of a data set that does not decode")
     return found | {"bytes": content, "sha256": hashlib.sha256(content).hexdigest()}
@@ -75,10 +77,20 @@ def source_of_stored(image: Mapping[str, Any], folder: Path | None) -> ImageSour
     path = file_of(row, column, image["path"], folder)
     source = ImageSource(row, column, path)
     about = stat_of(source, path)
-    if (about.st_size, about.st_mtime_ns) != (image["size"], image["mtime_ns"]):
+    is_same = about.st_size == image["size"] and (
+        about.st_mtime_ns == image["mtime_ns"] or _sha256_of(source, path) == image.get("sha256")
+    )
+    if not is_same:
         problem = "an image that has changed since it was prepared"
         refuse_image(row, column, problem, str(path), "prepare it anew")
     return source
+
+
+def _sha256_of(source: ImageSource, path: Path) -> str:
+    try:
+        return digest(path)
+    except OSError as error:
+        refuse_lost(source, error)
 
 
 def _bytes_of(source: ImageSource, path: Path) -> bytes:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BATCH = 1000  # rows whose images are looked at at a time
 _FIRST_DOCUMENTS = 1000  # of a stream, one of which has to have images that can be decoded
-_OF_A_FILE = ("path", "size", "mtime_ns", "row", "column")
+_OF_A_FILE = ("path", "size", "mtime_ns", "sha256", "row", "column")
 
 
 def check_images(
