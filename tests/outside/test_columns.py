@@ -496,9 +496,10 @@ def test_parts_that_are_no_text(refusal, part):
     )
 
 
-def test_a_loss_weight_of_llama_factory_v1(refusal, trained):
-    assert "is excluded from training" in refusal([{"messages": [USER, REPLY | {"loss_weight": 0.0}]}])
-    assert len(trained([{"messages": [USER, REPLY | {"loss_weight": 1.0}]}])) == 1
+@pytest.mark.parametrize("key", ["loss_weight", "loss_scale"])
+def test_a_loss_weight_of_llama_factory_and_ms_swift(refusal, trained, key):
+    assert "is excluded from training" in refusal([{"messages": [USER, REPLY | {key: 0.0}]}])
+    assert len(trained([{"messages": [USER, REPLY | {key: 1.0}]}])) == 1
 
 
 @pytest.mark.parametrize("row", [CHAT, SHARE, CHAT_PAIR, ALPACA])
@@ -577,6 +578,10 @@ def test_what_a_template_would_read_beside_text(refusal, name):
         ("history", [["q", "a"]]),
         ("functions", [FUNCTION]),
         ("train_on_inputs", True),
+        ("objects", {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}),
+        ("objects", [{"caption": "cat", "bbox": [1, 2, 3, 4]}]),
+        ("enable_thinking", False),
+        ("mask", "User"),
     ],
 )
 def test_one_column_of_another_training(refusal, trained, row, name, value):
@@ -594,6 +599,8 @@ def test_one_column_of_another_training(refusal, trained, row, name, value):
         (CHAT | {"prompt": "q", "prompt_id": "x", "weight": 1}, "prompt, prompt_id, weight"),
         (ALPACA | {"text": "t", "source": None}, "text, source"),
         (SHARE | {"score": 0.2, "system": "", "tools": "[]"}, "score"),
+        (CHAT | {"objects": {"ref": [], "bbox": []}, "enable_thinking": None}, "objects, enable_thinking"),
+        (CHAT | {"objects": {"area": [1]}, "mask": "masks/1.png"}, "objects, mask"),
     ],
 )
 @pytest.mark.parametrize("name", ["pack", "stats"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.data.fields import role_of
 from unsloth_pack.data.refusals import Column, ColumnsRefused, Offer, Piece, fail, joined
 from unsloth_pack.data.turn_keys import MEDIA
 
@@ -64,6 +65,15 @@ def _is_not_bad(value: Any) -> bool:
     return str(value).strip().lower() not in ("false", "0", "0.0")
 
 
+def _marks_nothing(value: Any) -> bool:
+    is_other = isinstance(value, Mapping) and not (value.get("ref") or value.get("bbox"))
+    return is_other or _is_empty(value)
+
+
+def _is_no_role(value: Any) -> bool:
+    return not isinstance(value, str) or role_of(value.lower()) is None
+
+
 _MEDIA = _Acting(
     _is_empty, "images, video or sound, which are not supported", "remove the row, or the column"
 )
@@ -94,6 +104,15 @@ _ACTING = {
     **dict.fromkeys((*_PREFERRED, *_REFUSED), _ANSWER),
     **dict.fromkeys(("label", "kto_tag"), _LABEL),
     **dict.fromkeys(("train_on_input", "train_on_inputs"), _CHOICE),
+    "mask": _Acting(_is_no_role, _CHOICE.problem, _CHOICE.remedy),  # of NeMo
+    "enable_thinking": _Acting(
+        _is_none, "a variable of the chat template", "write it in a column chat_template_kwargs, or remove it"
+    ),
+    "objects": _Acting(
+        _marks_nothing,
+        "what <ref-object> and <bbox> in the text stand for, which is not put in",
+        "write it into the text, or remove the column",
+    ),
     "history": _Acting(_is_empty, "earlier turns", "write the row as conversations or messages"),
     "functions": _Acting(_is_empty, "an older form of tools", "write them in a column tools"),
     "parallel_tool_calls": _Acting(_is_one, "an option that no chat template takes", "remove the column"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 OF_TURNS = ("messages", "conversations", "prompt", "completion", "response")  # columns that may hold turns
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # of axolotl, OpenAI and Mistral, ms-swift, others, LLaMA-Factory
-_MARKS = ("train", "weight", "loss", "loss_mask", "loss_weight")
+_MARKS = ("train", "weight", "loss", "loss_mask", "loss_weight", "loss_scale")
 _REFUSED = {
     **dict.fromkeys(MEDIA, ("holds more than text", "remove the row, or the key to train on its text alone")),
     "function_call": ("has an older form of tool_calls", "write it as tool_calls"),
