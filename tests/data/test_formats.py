@@ -260,7 +260,7 @@ STRINGS = [
     ("alpaca", "output", ["x"], "expected a string, got ['x']"),
     ("alpaca", "instruction", " ", "expected some text, got ' '"),
     ("alpaca", "input", 3, "expected a string, got 3"),
-    ("history", "history", [["q", "a"]], "earlier turns, got [['q', 'a']]; write the row as conversations"),
+    ("history", "history", [["q", "a"]], "earlier turns, got [['q', 'a']]; write the row as messages"),
     ("pair", "completion", None, "expected a string, got None"),
     ("pair", "completion", "", "expected some text, got ''"),
     ("pair", "prompt", None, "expected a string, got None"),

@@ -578,17 +578,28 @@ def test_what_a_template_would_read_beside_text(refusal, name):
         ("history", [["q", "a"]]),
         ("functions", [FUNCTION]),
         ("train_on_inputs", True),
+    ],
+)
+def test_one_column_of_another_training(refusal, trained, row, name, value):
+    line = refusal([row | {name: value}])
+    assert f"row 0, column {name!r}" in line
+    assert f"--columns {name}=)" in line
+    assert len(trained([row | {name: value}], f"--columns={name}=")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
         ("objects", {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}),
         ("objects", [{"caption": "cat", "bbox": [1, 2, 3, 4]}]),
         ("enable_thinking", False),
         ("mask", "User"),
     ],
 )
-def test_one_column_of_another_training(refusal, trained, row, name, value):
-    line = refusal([row | {name: value}])
+def test_one_column_that_acts_on_conversations_elsewhere(refusal, trained, name, value):
+    line = refusal([CHAT | {name: value}])
     assert f"row 0, column {name!r}" in line
-    assert f"(--columns {name}=)" in line
-    assert len(trained([row | {name: value}], f"--columns={name}=")) == 1
+    assert len(trained([CHAT | {name: value}], f"--columns={name}=")) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
-"""Folders of images that were copied: the files hold the same, and their times are others."""
+"""Images by another way: their files were copied, or their column has another name."""
 
 import json
 import os
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, Features, Value
+from datasets import Image as HubImage
 from PIL import Image
 
 from unsloth_pack.cli import main
@@ -73,3 +77,31 @@ def test_an_image_under_two_names_is_on_one_side(rows, refused):
     Path("same.jsonl").write_text("\n".join(lines))
     line = refused([*FLAGS, "--dataset=same.jsonl", "--eval_fraction=0.5", "--output_dir=out"])
     assert "all 2 documents hold the same tokens" in line
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_remedy_for_a_column_of_another_name_trains(rows, refused, named):
+    """Image bytes in Parquet, with and without the type that `datasets` writes beside them."""
+    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "No."}]
+    picture = {"bytes": Path("seen/1.png").read_bytes(), "path": None}
+    if named:
+        kinds = {"messages": [{"role": Value("string"), "content": Value("string")}], "picture": HubImage()}
+        row = {"messages": [turns], "picture": [picture]}
+        Dataset.from_dict(row, features=Features(kinds)).to_parquet("r.parquet")
+    else:
+        pq.write_table(pa.Table.from_pylist([{"messages": turns, "picture": picture}]), "r.parquet")
+    pack = ["pack", *SIZES, "--dataset=r.parquet"]
+    line = refused([*pack, "--out=no"])
+    assert "(--columns picture=image or --columns picture=)" in line
+    assert main([*pack, "--out=packs", "--columns", "picture=image"]) == 0
+
+
+@pytest.mark.parametrize("value", ["1.png", ["1.png"]])
+def test_a_column_of_paths_beside_the_mark_of_an_image(rows, refused, value):
+    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "No."}]
+    Path("r.jsonl").write_text(json.dumps({"messages": turns, "photo": value}))
+    pack = ["pack", *SIZES, "--dataset=r.jsonl", "--image_folder=seen"]
+    assert "map 'photo' to it, which holds '1.png'" in refused([*pack, "--out=no"])
+    assert main([*pack, "--out=packs", "--columns=photo=image"]) == 0
+    Path("r.jsonl").write_text(json.dumps({"caption": "What?", "image": value}))
+    assert "; map them with --columns, or rename" in refused([*pack, "--out=no"])

@@ -29,6 +29,13 @@ CHAT = "[user]q[assistant]a<eos>"
         ({"instruction": "q", "response": "a"}, "instruction=prompt,response=completion", "qa<eos>"),
         ({"user_query": "q", "modelReply": "a"}, "user_query=prompt,modelReply=completion", "qa<eos>"),
         ({"question": "q", "context": "c", "answer": "a"}, None, "[user]q\nc[assistant]a<eos>"),
+        (
+            {"id": "x", "system_prompt": "s", "question": "q", "response": "a"},
+            "system_prompt=system,question=instruction,response=output",
+            "[system]s" + CHAT,
+        ),
+        ({"system_message": "s", "dialog": TURNS}, "system_message=system,dialog=", "[system]s" + CHAT),
+        ({"system": "s", "question": "q", "answer": "a"}, "question=instruction,", "[system]s" + CHAT),
         ({"dialog": TURNS}, "dialog=messages", CHAT),
         ({"id": 1, "chat": THEIRS}, "chat=conversations", CHAT),
         ({"content": "t", "title": "x"}, "content=text", "t<eos>"),
@@ -50,6 +57,28 @@ def test_the_mapping_that_is_suggested_trains(refusal, trained, row, suggested, 
 def test_no_suggestion_where_nothing_speaks_for_one(refusal):
     line = refusal([{"a1": "x", "b1": "y", "n": 2}])
     assert "map them with --columns, or rename them to messages" in line
+
+
+@pytest.mark.parametrize("rest", [{}, {"completion": json.dumps(TURNS[1:])}])
+@pytest.mark.parametrize(("name", "turns"), [("messages", TURNS), ("prompt", TURNS[:1]), ("chat", THEIRS)])
+def test_turns_as_json_text_are_no_text(refusal, name, turns, rest):
+    line = refusal([{name: json.dumps(turns), **rest}])
+    assert "holds turns as JSON text; write them as a list of objects" in line
+
+
+def test_a_prompt_in_turns_without_an_answer_is_not_offered_as_messages(refusal):
+    assert "; map them with --columns, or rename" in refusal([{"prompt": TURNS[:1], "answer": "a"}])
+
+
+def test_functions_are_offered_as_tools(refusal, trained):
+    row = {"messages": TURNS, "functions": [{"name": "f", "parameters": {}}]}
+    (said,) = re.findall(r"\((--columns \S+) or", refusal([row]))
+    assert '"name": "f"' in trained([row], *shlex.split(said))[0][0]
+
+
+def test_a_preference_without_its_question_is_not_offered_as_messages(refusal):
+    row = {"input": {"messages": TURNS[:1]}, "preferred_output": TURNS[1:], "non_preferred_output": TURNS[1:]}
+    assert "--columns" not in refusal([row])
 
 
 def test_a_preference_is_kept_as_its_better_answer(refusal, trained):

@@ -20,6 +20,8 @@ KNOWN_COLUMNS = {
     *("prompt", "completion", "response", "text"),
 }
 
+IMAGE_COLUMNS = ("images", "image")  # and so to these, for a model that takes images
+
 # What other data sets call a question, a passage beside it, an answer, and text alone
 _ASKING = (
     *("prompt", "question", "query", "instruction", "problem", "task", "request", "human", "user", "q"),
@@ -145,29 +147,51 @@ def as_flag(columns: Mapping[str, str | None]) -> str:
 
 def suggested(names: Sequence[str], first: Mapping[str, Any]) -> dict[str, str]:
     """A mapping to a format that the names and the first row speak for; empty where nothing does."""
-    turns = [name for name in names if _holds_turns(first.get(name))]
-    if turns:
-        return {turns[0]: "messages" if "role" in first[turns[0]][0] else "conversations"}
     strings = [name for name in names if isinstance(first.get(name), str)]
+    system = _named(strings, ("system",))
+    beside_turns = {system: "system"} if system not in (None, "system") else {}
+    if turns := next((name for name in names if holds_turns(first.get(name), with_answer=True)), None):
+        return {**beside_turns, turns: "messages" if "role" in first[turns][0] else "conversations"}
+    strings = [name for name in strings if name != system]
     answer = _named(strings, _ANSWERING)
     question = _named([name for name in strings if name != answer], _ASKING)
     if answer and question:
         beside = _named([name for name in strings if name not in (answer, question)], _BESIDE)
-        if beside:
-            return {question: "instruction", beside: "input", answer: "output"}
+        if beside or system:
+            return {
+                **beside_turns,
+                question: "instruction",
+                **({beside: "input"} if beside else {}),
+                answer: "output",
+            }
         return {question: "prompt", answer: "completion"}
+    if any(first.get(name) for name in IMAGE_COLUMNS):
+        return {}
     if text := _named(strings, _TELLING):
         return {text: "text"}
     return {strings[0]: "text"} if len(strings) == 1 and not answer else {}
 
 
-def _holds_turns(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, dict) for turn in value)
-        and ("role" in value[0] or "from" in value[0])
+def holds_turns(value: Any, *, with_answer: bool = False) -> bool:
+    """Whether a value is a list of turns, one of which answers if that is asked for."""
+    from unsloth_pack.data.fields import role_of
+
+    are_turns = isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
+    if not are_turns or not value[0].keys() & {"role", "from"}:
+        return False
+    return not with_answer or any(
+        role_of(turn.get("role", turn.get("from"))) == "assistant" for turn in value
     )
+
+
+def holds_text_of_turns(value: Any) -> bool:
+    """Whether a value is the JSON text of a list of turns."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return False
+    try:
+        return holds_turns(json.loads(value))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _named(names: Sequence[str], words: Sequence[str]) -> str | None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data import fields
 from unsloth_pack.data.absent_keys import holds_objects, without_absent_keys
-from unsloth_pack.data.columns import KNOWN_COLUMNS, suggested
+from unsloth_pack.data.columns import KNOWN_COLUMNS, holds_text_of_turns, suggested
 from unsloth_pack.data.fields import Row
 from unsloth_pack.data.other_columns import refuse_acting_columns, refuse_media, refuse_other_data
 from unsloth_pack.data.refusals import Column, ColumnsRefused, Offer, Piece, joined
@@ -82,6 +82,12 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     if "input_ids" in columns:
         _refuse_packed([name for name in column_names if name in _BOUNDARIES], first)
 
+    def refuse_text_of_turns(names: Iterable[str]) -> None:
+        for name in names:
+            if any(holds_text_of_turns(row.get(name)) for row in first_rows):
+                said = " holds turns as JSON text; write them as a list of objects, as .jsonl has it"
+                raise ColumnsRefused("column ", Column(name, is_quoted=True), said)
+
     def holds_lists(column: str) -> bool:
         values = [row[column] for row in first_rows if row.get(column) is not None]
         return column in columns and (not values or isinstance(values[0], list))
@@ -93,6 +99,7 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     if {"instruction", "output"} <= columns:
         return DataFormat.ALPACA
     if "prompt" in columns and columns & {"completion", "response"}:
+        refuse_text_of_turns(("prompt", _answer_column(columns)))
         return DataFormat.PROMPT_COMPLETION
     if "text" in columns:
         return DataFormat.TEXT
@@ -101,6 +108,7 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
             "column 'input_ids' holds token ids of an unknown tokenizer, perhaps packed without boundaries; "
             "give the text they were made of, or packs of it from `unsloth-pack pack`"
         )
+    refuse_text_of_turns(column_names)
     types: list[list[Piece]] = [
         [Column(name), f" ({type(first.get(name)).__name__})"] for name in column_names
     ]

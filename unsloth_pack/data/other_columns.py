@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.data.columns import holds_turns
 from unsloth_pack.data.fields import role_of
 from unsloth_pack.data.refusals import Column, ColumnsRefused, Offer, Piece, fail, joined
 from unsloth_pack.data.turn_keys import MEDIA
@@ -42,11 +43,13 @@ class _Acting:
     Args:
         is_harmless: whether this value would change nothing.
         problem, remedy: of any other value.
+        to: the name under which the column could act.
     """
 
     is_harmless: Callable[[Any], bool]
     problem: str
     remedy: str
+    to: str | None = None
 
 
 def _is_none(value: Any) -> bool:
@@ -76,6 +79,12 @@ def _is_no_role(value: Any) -> bool:
 
 _MEDIA = _Acting(
     _is_empty, "images, video or sound, which are not supported", "remove the row, or the column"
+)
+_STORED = _Acting(
+    _is_empty,
+    "images, which only some models take",
+    "map it for such a model, or leave it out",
+    to="image",
 )
 _TOKENS = _Acting(
     _is_none, "tokens or a mask of them made elsewhere", "remove the column to train on the row without it"
@@ -113,8 +122,8 @@ _ACTING = {
         "what <ref-object> and <bbox> in the text stand for, which is not put in",
         "write it into the text, or remove the column",
     ),
-    "history": _Acting(_is_empty, "earlier turns", "write the row as conversations or messages"),
-    "functions": _Acting(_is_empty, "an older form of tools", "write them in a column tools"),
+    "history": _Acting(_is_empty, "earlier turns", "write the row as messages, or remove the column"),
+    "functions": _Acting(_is_empty, "an older form of tools", "map it, or leave it out", to="tools"),
     "parallel_tool_calls": _Acting(_is_one, "an option that no chat template takes", "remove the column"),
 }
 _OF_CONVERSATIONS = _Acting(
@@ -154,11 +163,9 @@ def _way_to_keep(
         return {better: "completion", worse: None}
     if "instruction" in names:
         return {better: "output", worse: None}
-    return {better: "messages", worse: None} if _are_turns(first.get(better)) else {}
-
-
-def _are_turns(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    turns = first.get(better) or []
+    is_whole = holds_turns(turns, with_answer=True) and not holds_turns(turns[:1], with_answer=True)
+    return {better: "messages", worse: None} if is_whole else {}
 
 
 def refuse_media(dataset: datasets.Dataset, numbers: range | None = None) -> None:
@@ -170,8 +177,12 @@ def refuse_media(dataset: datasets.Dataset, numbers: range | None = None) -> Non
     Raises:
         InputError: it names row and column.
     """
-    stored = [name for name, feature in dataset.features.items() if _holds_media(feature)]
-    _refuse(dataset, dict.fromkeys((*MEDIA, *stored), _MEDIA), numbers or range(len(dataset)))
+    from datasets import Audio, Image, Video
+
+    media = {name: _MEDIA for name, kind in dataset.features.items() if _holds(kind, Audio | Video)}
+    images = {name: _STORED for name, kind in dataset.features.items() if _holds(kind, Image)}
+    rules = media | images | dict.fromkeys(MEDIA, _MEDIA)
+    _refuse(dataset, rules, numbers or range(len(dataset)))
 
 
 def refuse_acting_columns(
@@ -211,7 +222,9 @@ def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range
         if rule := rules.get(name):
             for index, value in zip(numbers, _values(dataset, name), strict=True):
                 if not rule.is_harmless(value):
-                    fail(index, name, rule.problem, value, rule.remedy, " (", Offer({name: None}), ")")
+                    ways: list[Piece] = [Offer({name: rule.to}), " or "] if rule.to else []
+                    ways += [Offer({name: None}), ")"]
+                    fail(index, name, rule.problem, value, rule.remedy, " (", *ways)
 
 
 def _values(dataset: datasets.Dataset, name: str) -> Iterator[Any]:
@@ -227,10 +240,10 @@ def _value(scalar: pa.Scalar) -> Any:
     return json.loads(value) if isinstance(scalar.type, pa.JsonType) and value is not None else value
 
 
-def _holds_media(feature: Any) -> bool:
-    from datasets import Audio, Image, Video
-
+def _holds(feature: Any, kind: Any) -> bool:
+    """Whether a column has values of a kind, or objects of bytes and path, which the kinds are without their
+    names."""
     if isinstance(feature, dict):
-        return any(map(_holds_media, feature.values()))
+        return {*feature} == {"bytes", "path"} or any(_holds(inner, kind) for inner in feature.values())
     inner = getattr(feature, "feature", None)  # of a list
-    return isinstance(feature, Audio | Image | Video) or (inner is not None and _holds_media(inner))
+    return isinstance(feature, kind) or (inner is not None and _holds(inner, kind))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unsloth_pack.data.columns import IMAGE_COLUMNS
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
 from unsloth_pack.data.fields import KEYS_OF_IMAGES
 from unsloth_pack.data.formats import detect_format
@@ -20,8 +22,10 @@ from unsloth_pack.data.spans import in_order, spans_of
 from unsloth_pack.data.tally import FILES, Tally
 from unsloth_pack.data.tokenize import SpanMaker, table_of
 from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
+from unsloth_pack.errors import InputError
 from unsloth_pack.images.documents import VisionDocument, VisionEncoder
 from unsloth_pack.images.parts import hide_images
+from unsloth_pack.images.rows import MARK
 from unsloth_pack.images.sources import UnreadableImage
 from unsloth_pack.images.stored import image_document_schema, stored
 
@@ -29,9 +33,8 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-_COLUMNS = ("images", "image")
 _USED = {
-    *_COLUMNS,
+    *IMAGE_COLUMNS,
     *OF_TURNS,
     "instruction",
     "input",
@@ -41,6 +44,7 @@ _USED = {
     "chat_template_kwargs",
 }
 _IN_JSON = '"type": "image'  # as `data.exact` writes parts
+_FILE = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?)$", re.IGNORECASE)
 _A_KEY = f'"({"|".join(KEYS_OF_IMAGES)})": '
 
 
@@ -50,7 +54,7 @@ def holds_images(dataset: datasets.Dataset) -> bool:
 
     from unsloth_pack.data.exact import ExactJson
 
-    if {*dataset.column_names} & {*_COLUMNS}:
+    if {*dataset.column_names} & {*IMAGE_COLUMNS}:
         return True
     for name in {*dataset.column_names} & {*OF_TURNS}:
         feature = dataset.features[name]
@@ -67,6 +71,23 @@ def holds_images(dataset: datasets.Dataset) -> bool:
             if any(hide_images(json.loads(text)) for text in suspects.to_pylist()):
                 return True
     return False
+
+
+def refuse_unmapped(dataset: datasets.Dataset) -> None:
+    """Refuse a first row whose text has `<image>`, and whose file a column of another name holds.
+
+    Raises:
+        InputError: names that column.
+    """
+    row = _not_decoding(dataset)[0] if len(dataset) else {}
+    texts = [row.get(name) for name in (*OF_TURNS, "instruction", "input")]
+    for name, value in row.items():
+        first = value[0] if isinstance(value, list) and value else value
+        if name not in _USED and isinstance(first, str) and _FILE.search(first) and MARK in str(texts):
+            raise InputError(
+                f"row 0: {MARK} in the text, and no column image; map {name!r} to it, which holds {first!r}",
+                about="columns",
+            )
 
 
 def _holds_text_alone(feature: Any) -> bool:

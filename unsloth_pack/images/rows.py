@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.data import fields
+from unsloth_pack.data.columns import IMAGE_COLUMNS
 from unsloth_pack.data.fields import Message
 from unsloth_pack.data.other_columns import refuse_acting_values
 from unsloth_pack.data.refusals import fail
@@ -15,7 +16,6 @@ from unsloth_pack.images.parts import check_text, image_in, refuse_unknown, unkn
 from unsloth_pack.images.sources import ImageSource, source_of
 
 MARK = "<image>"  # of LLaVA, LLaMA-Factory and ms-swift, in text
-_IMAGE_COLUMNS = ("images", "image")
 _OTHER_MARKS = ("<video>", "<audio>")  # which stand for what the same tools take beside images
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _CONVERSATIONS = ("messages", "conversations")
@@ -134,7 +134,7 @@ class _Waiting:
 
     def __init__(self, index: int, row: Mapping[str, Any], folder: Path | None):
         self._index, self._folder = index, folder
-        given = [name for name in _IMAGE_COLUMNS if not _is_empty(row.get(name))]
+        given = [name for name in IMAGE_COLUMNS if not _is_empty(row.get(name))]
         if len(given) > 1:
             fail(index, "image", "images in two columns", {name: row[name] for name in given}, "keep one")
         self._column = given[0] if given else "images"

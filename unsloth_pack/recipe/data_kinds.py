@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unsloth_pack.data.columns import KNOWN_COLUMNS
+from unsloth_pack.data.columns import IMAGE_COLUMNS, KNOWN_COLUMNS
 from unsloth_pack.recipe.kinds import (
     Kind,
     Refused,
@@ -20,6 +20,7 @@ from unsloth_pack.recipe.kinds import (
 )
 
 _KEYS = ("path", "weight", "split", "limit", "columns")  # of a data set in a list
+_NAMES = sorted({*KNOWN_COLUMNS, *IMAGE_COLUMNS})  # that columns may be given
 _WEIGHT, _LIMIT = real(above=0), whole(1)
 
 
@@ -80,8 +81,8 @@ def _column_names(value: object) -> dict[str, str | None]:
         raise Refused(value, "a mapping of columns, such as question=prompt,answer=completion")
     columns: dict[str, str | None] = {}
     for name, to in found.items():
-        if to is not None and to not in ("", *KNOWN_COLUMNS):
-            known = ", ".join(sorted(KNOWN_COLUMNS))
+        if to is not None and to not in ("", *_NAMES):
+            known = ", ".join(_NAMES)
             raise Refused(
                 value, f"{name!r} one of the names {known}, or none to leave it out, not {shown(to)}"
             )
@@ -153,7 +154,7 @@ _PAIRS_SCHEMA = {"type": "string", "pattern": "[={]"}
 _COLUMNS_SCHEMA = {
     "type": "object",
     "minProperties": 1,
-    "additionalProperties": {"enum": [*sorted(KNOWN_COLUMNS), "", None]},
+    "additionalProperties": {"enum": [*_NAMES, "", None]},
 }
 _PATH_SCHEMA = {"type": "string", "pattern": r"\S"}
 _DATA_SET_SCHEMA = {

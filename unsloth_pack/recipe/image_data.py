@@ -22,7 +22,13 @@ from unsloth_pack.files.loading import load_config, resolve
 from unsloth_pack.images.documents import VisionEncoder
 from unsloth_pack.images.families import image_maker
 from unsloth_pack.images.maker import ImageMaker
-from unsloth_pack.images.prepared import ImageDocumentMaker, holds_images, unused_columns, without_images
+from unsloth_pack.images.prepared import (
+    ImageDocumentMaker,
+    holds_images,
+    refuse_unmapped,
+    unused_columns,
+    without_images,
+)
 from unsloth_pack.images.processor import (
     VisionProcessor,
     load_image_processor,
@@ -260,7 +266,13 @@ def image_preparation(
             tokenizer is not that of the model.
     """
     config = load_config(resolve(model_name)[0])
-    if not hasattr(config, "vision_config") or not (are_expected or any(map(holds_images, rows))):
+    if not hasattr(config, "vision_config"):
+        return None
+    sets = list(rows)
+    without = [each for each in sets if not holds_images(each)]
+    for each in without:
+        refuse_unmapped(each)
+    if len(without) == len(sets) and not are_expected:
         return None
     return preparation_of(processor_folder(model_name), config, tokenizer, options, keep_bytes=keep_bytes)
 
