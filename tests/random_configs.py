@@ -72,7 +72,7 @@ def draw_overrides(spec, rng):
         overrides["original_max_position_embeddings"] = 16
     else:
         overrides["rope_parameters"] = _draw_rope(rng, overrides.get("qk_rope_head_dim", head_dim))
-        if "partial_rotary_factor" in (spec.tiny.get("rope_parameters") or {}):  # which is not 1 by default
+        if "partial_rotary_factor" in (getattr(known, "rope_parameters", None) or {}):  # not 1 by default
             overrides["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     if spec.query_scale:
         scale = {"llama_4_scaling_beta": rng.choice([0.1, 0.5]), "original_max_position_embeddings": 16}
@@ -184,7 +184,7 @@ def draw_lora(rng):
         [
             {},
             {"layers_to_transform": [0]},
-            {"rank_pattern": {"o_proj": 5}, "alpha_pattern": {"o_proj": 2}},
+            {"rank_pattern": {"(o|out)_proj": 5}, "alpha_pattern": {"(o|out)_proj": 2}},
             {"modules_to_save": ["embed_tokens"]},
             {"modules_to_save": ["mlp", "norm"]},
         ]
