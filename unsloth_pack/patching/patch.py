@@ -4,8 +4,7 @@ A patched module keeps its parameters, attributes, hooks and name. Only its `__c
 whose forward comes before transformers' own. So gradient checkpointing, `state_dict` keys, recorded hidden
 states and deep copies work as before, with and without PEFT.
 
-Patching changes two things outside the model: trainers give spare GPU memory back when they are done, see
-`memory.spare`, and refuse collators that drop where documents end, see `kept_boundaries`.
+Outside the model, patching changes trainers and PEFT, see `prepare_trainers`.
 """
 
 import logging
