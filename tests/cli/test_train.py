@@ -205,7 +205,7 @@ def test_a_signal_before_there_is_anything_to_save(number, train, monkeypatch, c
     before = signal.getsignal(number)
     assert train() == 128 + number
     assert signal.getsignal(number) is before
-    assert capsys.readouterr().err == "unsloth-pack: interrupted before there was anything to save\n"
+    assert capsys.readouterr().err == "unsloth-pack: interrupted before it saved anything\n"
     assert not (tmp_path / "out").exists()
 
 

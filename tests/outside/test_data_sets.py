@@ -193,6 +193,10 @@ def test_pack_and_stats_take_the_same_mixture(packed, folder, model_folder, caps
     assert main(["stats", f"--model_name={model_folder}", "--json", *flags]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["count"], report["tokens"]) == (50, manifest["tokens"])
+    assert [row["capacity"] for row in report["forecasts"]] == [1024, 2048, 4096]
+    assert main(["stats", f"--model_name={model_folder}", "--json", "--max_seq_length=200", *flags]) == 0
+    (forecast,) = json.loads(capsys.readouterr().out)["forecasts"]
+    assert (forecast["capacity"], forecast["packs"]) == (200, manifest["rows"])
     assert main(["stats", f"--model_name={model_folder}", *flags]) == 0
     assert "mixture: alpaca.json: weight 2" in capsys.readouterr().out
 

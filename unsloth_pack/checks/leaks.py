@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.checks.report import Check
-from unsloth_pack.checks.subject import Describe, Description, Subject, layers_given
+from unsloth_pack.checks.subject import Describe, Description, Gradients, Subject, layers_given
 from unsloth_pack.errors import LeakFound
 from unsloth_pack.forwards.leak_probe import (
     changed,
@@ -96,15 +96,20 @@ def check_logits(subject: Subject, documents: Sequence[Tensor], generator: torch
     return Check.of(name, value, allowed, f"document {source} changes document {victim}, first in {where}")
 
 
-def check_gradients(subject: Subject, documents: Sequence[Tensor], generator: torch.Generator) -> Check:
-    """Is the gradient of a document's loss exactly 0 at the input embeddings of every other?"""
+def check_gradients(
+    subject: Subject, documents: Sequence[Tensor], reached: Sequence[list[float]], generator: torch.Generator
+) -> Check:
+    """Is the gradient of a document's loss exactly 0 at the input embeddings of every other?
+
+    Args:
+        reached: by each document's loss, the greatest gradient at every document's embeddings.
+    """
     name = "leak into gradients"
     found: list[Found] = []
-    for victim in range(len(documents)):
-        reached = subject.reached_embeddings(documents, [victim])
-        if not reached[victim] > 0:
-            return Check(name, reached[victim], 0.0, f"document {victim} has no gradient of its own", False)
-        found += [(reached[source], source, victim) for source in _others(documents, victim)]
+    for victim, at in enumerate(reached):
+        if not at[victim] > 0:
+            return Check(name, at[victim], 0.0, f"document {victim} has no gradient of its own", False)
+        found += [(at[source], source, victim) for source in _others(documents, victim)]
     value, source, victim = _worst(found)
     if value == 0:
         return Check.of(name, value, 0.0, "exactly 0 at the embeddings of every other document")
@@ -114,26 +119,34 @@ def check_gradients(subject: Subject, documents: Sequence[Tensor], generator: to
     )
 
 
+def moved_by_others(
+    subject: Subject, documents: Sequence[Tensor], victim: int, before: Gradients, generator: torch.Generator
+) -> float:
+    """The relative change of a document's gradients in the row, `before`, where all others are changed."""
+    mixed = [changed(other, subject.vocab_size, generator) for other in documents]
+    mixed[victim] = documents[victim]
+    after = subject.gradients(documents[victim], lambda: subject.packed_outputs(mixed)[victim])
+    return relative_error(list(after.trained.values()), list(before.trained.values()))
+
+
 def check_trained_gradients(
-    subject: Subject, documents: Sequence[Tensor], generator: torch.Generator
+    subject: Subject, documents: Sequence[Tensor], moved: Sequence[float], generator: torch.Generator
 ) -> Check:
-    """Change all other documents; what do the gradients that a document gives the trained weights do?"""
+    """What do the gradients that a document gives the trained weights do where all others are changed?
+
+    Args:
+        moved: how far they do, by document.
+    """
     name = "leak into trained gradients"
-
-    def run_of(row: Sequence[Tensor], place: int) -> Callable[[], Tensor]:
-        return lambda: subject.packed_outputs(row)[place]
-
-    moved: list[float] = []
-    for victim, document in enumerate(documents):
-        mixed = [changed(other, subject.vocab_size, generator) for other in documents]
-        mixed[victim] = document
-        moved.append(_moved_gradients(subject, document, [run_of(documents, victim), run_of(mixed, victim)]))
     value = largest(moved)
     if value == 0:
         return Check.of(name, value, 0.0, "no bit of any changes with the tokens of other documents")
+
+    def run_of(place: int) -> Callable[[], Tensor]:
+        return lambda: subject.packed_outputs(documents)[place]
+
     rounding = [
-        _moved_gradients(subject, document, [run_of(documents, number)] * 2)
-        for number, document in enumerate(documents)
+        _moved_gradients(subject, document, [run_of(number)] * 2) for number, document in enumerate(documents)
     ]
     if subject.rounds_together:
         for document in documents:

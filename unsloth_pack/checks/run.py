@@ -1,7 +1,7 @@
 """`verify`: every check on one model."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from unsloth_pack.checks import agreement, images, leaks
 from unsloth_pack.checks.report import VerifyReport
 from unsloth_pack.checks.subject import Describe, Description, Subject
 from unsloth_pack.errors import LAST_SEED, InputError, require_whole
-from unsloth_pack.forwards.leak_probe import random_documents
+from unsloth_pack.forwards.leak_probe import greatest_by_document, random_documents
 from unsloth_pack.forwards.unnoticed import left_alone
 
 _LENGTHS = (1, 33, 2, 64, 1, 19)
@@ -32,6 +32,7 @@ def verify(
     collate: agreement.Collate | None = None,
     max_seq_length: int | None = None,
     seed: int = 3407,
+    progress: Callable[[str], Any] = lambda step: None,
 ) -> VerifyReport:
     """Verify on this very model that documents of a packed row do not mix and come out as they do alone.
 
@@ -51,6 +52,7 @@ def verify(
         collate: the trainer's collator, from rows with `seq_lengths` to a batch. None: TRL's.
         max_seq_length: tokens of the row at most. None: what the model was loaded with, else 8192.
         seed: of the random tokens.
+        progress: is called with the name of every step as it begins.
 
     Returns:
         The report; `report.passed` is the verdict.
@@ -75,16 +77,27 @@ def verify(
 
         collate = row_collator()
     with left_alone(model):
-        against_alone = agreement.check_alone(subject, row)
+        measured = []
+        for number in range(len(row)):
+            progress(f"document {number + 1} of {len(row)} in the row and alone")
+            measured.append(_measure(subject, row, number, generator))
+        reached, moved, packed, rounded = map(list, zip(*measured, strict=True))
+        progress("rounding of every document")
+        against_alone = agreement.check_alone(subject, row, packed, rounded, generator)
+        progress("leaks into trained gradients")
+        trained = leaks.check_trained_gradients(subject, row, moved, generator)
+        progress("leaks into logits and reach of attention")
         checks = [
             leaks.check_logits(subject, row, generator),
-            leaks.check_gradients(subject, row, generator),
-            leaks.check_trained_gradients(subject, row, generator),
+            leaks.check_gradients(subject, row, reached, generator),
+            trained,
             leaks.check_reach(subject, row),
             *against_alone,
-            *agreement.check_counting(subject, row, collate, against_alone),
-            *images.check_images(subject, generator),
         ]
+        progress("counted tokens")
+        checks += agreement.check_counting(subject, row, collate, against_alone)
+        progress("images")
+        checks += images.check_images(subject, generator)
     return VerifyReport(
         model_type=subject.config.model_type,
         attn_backend=subject.attn_backend,
@@ -93,6 +106,25 @@ def verify(
         lengths=tuple(map(len, row)),
         checks=tuple(checks),
     )
+
+
+def _measure(
+    subject: Subject, row: Sequence[Tensor], number: int, generator: torch.Generator
+) -> tuple[list[float], float, agreement.Errors, agreement.Errors]:
+    """Measure one document of the row: the gradient of its loss at all embeddings, how far changes of all
+    other documents move its gradients, and the errors of its packed and of a rounded pass.
+
+    At most two of the passes' gradients are held at a time.
+    """
+    document, start = row[number], sum(map(len, row[:number]))
+    alone = subject.gradients(document, lambda: subject.logits_alone(document))
+    rounded = agreement.rounded_errors(subject, document, alone)
+    packed = subject.gradients(document, lambda: subject.packed_outputs(row)[number])
+    own = packed.embeddings[0, start : start + len(document)]
+    errors = agreement.Errors.of(packed, alone, own)
+    del alone
+    reached = greatest_by_document(packed.embeddings[0], row)
+    return reached, leaks.moved_by_others(subject, row, number, packed, generator), errors, rounded
 
 
 def _lengths(subject: Subject, room: int) -> list[int]:

@@ -44,9 +44,10 @@ def run(arguments: Sequence[str]) -> int:
     quieten(show_bars=not as_json)
     mixture, images = _mixture(given)
     lengths = row_lengths(mixture.train.rows) + _image_tokens(given)
+    caps = [*given.get("pack_lengths", ()), *(given[n] for n in ["max_seq_length"] if n in given)]
     report = length_report(
         lengths,
-        given.get("pack_lengths", _DEFAULT_CAPS),
+        caps or _DEFAULT_CAPS,
         given.get("world_size", 1),
         given.get("per_device_train_batch", 1),
         given.get("target_effective", 32),
@@ -89,7 +90,13 @@ def _parser() -> Parser:
         *("--pack_lengths", "--pack-lengths"),
         type=_caps,
         metavar="TOKENS,...",
-        help="row lengths to forecast (default: 1024,2048,4096)",
+        help="row lengths to forecast (default: --max_seq_length, else 1024,2048,4096)",
+    )
+    add(
+        "--max_seq_length",
+        type=whole(1),
+        metavar="TOKENS",
+        help="a row length to forecast, as for training (default: none)",
     )
     add(
         "--world_size",

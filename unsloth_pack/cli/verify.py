@@ -1,7 +1,9 @@
 """`unsloth-pack verify`: does this model keep the documents of a packed row apart?"""
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 _ROOM = 8192  # tokens of a row by default: beyond the usual sliding windows
 _MOST_DOCUMENTS = 8  # of a data set
+_SILENCE = 10  # seconds without a line, where the output is no terminal
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -40,7 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     room = given.get("max_seq_length") or _default_room(given.get("model_name", "demo"))
     model, tokenizer = _load_model(given, room, seed)
     documents = _documents(given, tokenizer, room) if "dataset" in given else None
-    report = verify(model, documents=documents, max_seq_length=room, seed=seed)
+    with _shown_steps() as progress:
+        report = verify(model, documents=documents, max_seq_length=room, seed=seed, progress=progress)
     console = LastingConsole()
     if given.get("json", False):
         console.show_json(_as_json(report))
@@ -82,6 +86,28 @@ def _parser() -> Parser:
     )
     parser.add_switch("--json", "print JSON")
     return parser
+
+
+@contextmanager
+def _shown_steps() -> Iterator[Callable[[str], None]]:
+    """Show steps on a terminal, else print one now and then; name the step that is interrupted."""
+    from rich.console import Console
+
+    console, present, shown_at = Console(stderr=True), "the first step", time.monotonic()
+
+    def show(step: str) -> None:
+        nonlocal present, shown_at
+        present = step
+        status.update(f"verifying: {step}")
+        if not console.is_terminal and time.monotonic() > shown_at + _SILENCE:
+            console.print(f"verifying: {step}", highlight=False)
+            shown_at = time.monotonic()
+
+    with console.status("verifying") as status:
+        try:
+            yield show
+        except KeyboardInterrupt as error:
+            raise type(error)(f"interrupted in {present}; there is no verdict yet") from None
 
 
 def _default_room(model_name: str) -> int:
