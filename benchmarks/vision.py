@@ -6,9 +6,9 @@
 An update of every peer holds the same documents: those that fill one packed row of ours. The peers, which
 do not pack images of these models, pad them to the longest. Texts are log-normal in length and images are
 noise. All train through TRL's SFTTrainer with LoRA of rank 16 on the language model; `--tower lora` adapts
-the tower, too. The aligner is frozen, so that all train the same. Cases of 8B recompute layers in the backward
-pass, for every peer in its own way, because a padded batch does not fit otherwise; `--checkpointing` does so in
-other cases.
+the tower, too. The aligner is frozen, so that all train the same. Cases of 8B recompute layers in the
+backward pass, for every peer in its own way, because a padded batch does not fit otherwise; `--checkpointing`
+does so in other cases.
 
 `--images ready` (default) hands all peers the same pixels, made beforehand: losses have to agree, but for the
 order in which documents come. `--images jpeg` begins with files, and each peer decodes them by its own
