@@ -1,5 +1,7 @@
 """A patched model generates what the untouched one does, in all of the ways that transformers has."""
 
+import json
+import shutil
 from inspect import signature
 
 import pytest
@@ -9,6 +11,7 @@ from tables import table
 from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 
 from unsloth_pack import InputError
+from unsloth_pack.cli import main
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -128,3 +131,26 @@ def test_continuous_batching_is_refused():
     assert [len(answer.generated_tokens) for answer in plain.generate_batch(**asked).values()] == [4]
     with pytest.raises(InputError, match=r"generate_batch keeps keys and values in pages.*; call generate "):
         patched.generate_batch(**asked)
+
+
+@table(
+    "own",
+    [
+        {"num_beams": 3, "early_stopping": True},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"stop_strings": ["x"]},
+        {"output_attentions": True, "return_dict_in_generate": True},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_the_command_streams_whatever_the_models_own_config_asks_for(own, model_folder, tmp_path, capsys):
+    folder = tmp_path / next(iter(own))
+    shutil.copytree(model_folder, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    answers = []
+    for model in (model_folder, folder):
+        capsys.readouterr()
+        assert main(["generate", f"--model_name={model}", "--prompt=hi", "--max_new_tokens=3"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]

@@ -109,6 +109,8 @@ def _answer(model: Any, tokenizer: Any, encoded: Iterable[Any], given: dict[str,
     n_positions = model.config.get_text_config().max_position_embeddings
     new_tokens, temperature = given.get("max_new_tokens", 128), given.get("temperature", 0.0)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    # A model's own generation config may ask for what cannot be streamed
+    streamed = {"num_beams": 1, "num_return_sequences": 1, "output_attentions": False, "tokenizer": tokenizer}
     pads = tokenizer.pad_token_id is not None
     for each in encoded:
         inputs = each.to(model.device)
@@ -121,6 +123,7 @@ def _answer(model: Any, tokenizer: Any, encoded: Iterable[Any], given: dict[str,
         model.generate(
             **inputs,
             **sampling,
+            **streamed,
             max_new_tokens=new_tokens,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             pad_token_id=tokenizer.pad_token_id if pads else tokenizer.eos_token_id,

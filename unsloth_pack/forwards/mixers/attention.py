@@ -148,7 +148,8 @@ def refuse_attention_weights(config: PreTrainedConfig, asked_for: Mapping[str, A
     asked = asked_for.get("output_attentions")
     if config.output_attentions if asked is None else asked:
         raise InputError(
-            "output_attentions=True: a patched model builds no attention weights; undo the patch"
+            "output_attentions=True: a patched model builds no attention weights; set it to False, or undo "
+            "the patch"
         )
 
 
