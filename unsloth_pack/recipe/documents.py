@@ -108,7 +108,7 @@ def mixed_documents(
         images: how those are prepared that have images; None if there are none.
 
     Raises:
-        InputError: a row cannot be trained on. If there are several data sets, the error names the one.
+        InputError: a row cannot be trained on. The error names the data set, unless only it is trained on.
     """
     sources = []
     for each in given:
@@ -121,7 +121,7 @@ def mixed_documents(
             check_used(columns, documents.unused_columns, are_shared=are_shared)
         except InputError as error:
             error.about = (*error.about, each.data_set.option)
-            if len(given) == 1:
+            if len(given) == 1 and each.data_set.option != "eval_dataset":
                 raise
             raise InputError(f"{name}: {error}", about=error.about) from None
         sources.append(Source(name, each.data_set.weight, documents, each.data_set.option))
