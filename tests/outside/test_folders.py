@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from model_folder import byte_tokenizer
+from model_folder import byte_tokenizer, save_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Trainer, TrainingArguments
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
@@ -334,3 +335,46 @@ def test_a_trainer_does_not_turn_the_saved_cache_off(was, model_folder):
     assert not model.config.use_cache
     model.save_pretrained_merged("merged")
     assert use_cache_in("merged") is was
+
+
+@pytest.fixture
+def sampling_folder(tmp_path, model_folder):
+    """A base with sampling values but no `do_sample`, whose special tokens differ from the tokenizer's."""
+    shutil.copytree(model_folder, tmp_path / "base")
+    settings = {"eos_token_id": 7, "temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(settings))
+    return "base"
+
+
+def settings_in(folder):
+    settings = json.loads(Path(folder, "generation_config.json").read_text())
+    return {name: settings.get(name) for name in ("eos_token_id", "temperature", "top_p", "do_sample")}
+
+
+def test_sampling_values_of_the_base_are_saved_with_what_trained(flags, sampling_folder):
+    full = ["--tuning=full", "--max_steps=1", "--save_steps=1", "--output_dir=out"]
+    assert main([*flags, f"--model_name={sampling_folder}", *full]) == 0
+    expected = {"eos_token_id": [256, 7], "temperature": 0.9, "top_p": 0.6, "do_sample": None}
+    assert settings_in("out") == settings_in("out/checkpoint-1") == expected
+    assert AutoModelForCausalLM.from_pretrained("out").generation_config.eos_token_id == [256, 7]
+
+
+def test_sampling_values_of_the_base_are_saved_with_a_merged_model(sampling_folder):
+    model, tokenizer = FastLanguageModel.from_pretrained(sampling_folder, max_seq_length=128)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    base = model.get_base_model()
+    base.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained_merged("merged")
+    base.generation_config = GenerationConfig(top_p=0.5)
+    model.save_pretrained_merged("other")
+    assert [settings_in(folder)["top_p"] for folder in ("merged", "other")] == [0.6, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [({"num_hidden_layers": 1}, "`layer_types`"), ({"output_attentions": True}, "output_attentions is True")],
+)
+def test_a_configuration_that_could_not_be_saved_is_not_loaded(option, said, tmp_path):
+    save_model(tmp_path / "base", "qwen2")
+    with pytest.raises(ValueError, match=said):
+        FastLanguageModel.from_pretrained("base", max_seq_length=128, **option)

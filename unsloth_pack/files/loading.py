@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -140,6 +141,14 @@ def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
         InputError: as `load_config`.
     """
     config, others = load_with(AutoConfig, source, return_unused_kwargs=True, **options)
+    try:
+        config.validate()  # as saving does: an option may contradict the file
+    except StrictDataclassError as error:
+        raise InputError(
+            f"cannot load {source}: {_reason(error.__cause__ or error)}; make them agree"
+        ) from None
+    if config.output_attentions:
+        raise InputError(f"cannot load {source}: output_attentions is True, which cannot train; leave it out")
     text_config = config.get_text_config()
     for name in _SIZES:
         size = getattr(text_config, name, 1)
@@ -243,7 +252,19 @@ def load_model(source: str, *, use_safetensors: bool = True, **options: Any) -> 
             f"{', ...' * (len(missing) > 3)}; correct config.json, or download the model again"
         )
     refuse_not_finite(model, f"cannot load {source}")
+    if type(model.generation_config) is GenerationConfig:
+        model.generation_config.__class__ = _AlwaysSaved
     return model
+
+
+class _AlwaysSaved(GenerationConfig):
+    """Saved with what it was loaded with, such as a temperature without `do_sample`.
+
+    transformers warns of that at loading, and refuses to save it once a trainer has set a token's id.
+    """
+
+    def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
+        super().validate(user_set_attributes=user_set_attributes)
 
 
 def auto_class(config: Any) -> Any:

@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.files.loading import trained_tokens
@@ -183,7 +184,7 @@ def _write_merged(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     _write_weights(model, base, dtype, left_out, folder)
     config.save_pretrained(folder)
     if base.generation_config is not None:
-        base.generation_config.save_pretrained(folder)
+        base.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def _write_weights(
