@@ -14,8 +14,10 @@ from outside_models import (
     plain_model,
 )
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+from trl.trainer.callbacks import BEMACallback
 
 from unsloth_pack import patch_model
 
@@ -63,7 +65,7 @@ class FullPrecision(TrainerCallback):
         torch.set_float32_matmul_precision("highest")
 
 
-def train(model, folder, compute_metrics=False, **options):
+def train(model, folder, compute_metrics=False, callbacks=(), **options):
     given = {
         "max_steps": 3,
         "per_device_train_batch_size": 5,
@@ -80,7 +82,7 @@ def train(model, folder, compute_metrics=False, **options):
         eval_dataset=ROWS[:5],
         data_collator=DataCollatorWithFlattening(),
         compute_metrics=accuracy if compute_metrics else None,
-        callbacks=[FullPrecision],
+        callbacks=[FullPrecision, *callbacks],
     )
     trainer.train()
     return [{key: line[key] for key in COMPARED if key in line} for line in trainer.state.log_history]
@@ -117,3 +119,27 @@ def test_the_noise_of_neftune_is_that_of_each_document_alone():
     for part, length in zip((noisy - quiet).split(LENGTHS, 1), LENGTHS, strict=True):
         largest = 5.0 / (length * part.shape[-1]) ** 0.5
         assert 0.9 * largest < float(part.detach().abs().max()) <= largest * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])  # the second takes no sdpa
+def test_the_class_of_a_patched_model_makes_plain_ones(architecture, tmp_path):
+    plain, patched = plain_and_patched(architecture)
+    made = type(patched)(patched.config)
+    made.load_state_dict(patched.state_dict())
+    patched.save_pretrained(tmp_path)
+    loaded = type(patched).from_pretrained(tmp_path)
+    ids = documents()[1][None]
+    expected = plain(ids).logits
+    for model in (made.to(DEVICE), loaded.to(DEVICE), patched):
+        assert type(model).__name__ == type(plain).__name__
+        assert_close(model.eval()(ids).logits, expected)
+
+
+def test_a_callback_averages_a_patched_models_weights(tmp_path):
+    """TRL's makes a model of the trained one's class, and saves it."""
+    plain, patched = plain_and_patched()
+    for name, model in {"plain": plain, "patched": patched}.items():
+        train(model, tmp_path / name, callbacks=[BEMACallback(update_freq=1, device=DEVICE)])
+    averages = [load_file(tmp_path / name / "bema" / "model.safetensors") for name in ("plain", "patched")]
+    for key, average in averages[0].items():
+        assert_close(averages[1][key], average, key)

@@ -140,6 +140,7 @@ PRIVATE_NAMES = (
             "forwards/decoder.py",
             "patching/patch.py",
             "patching/applied.py",
+            "patching/classes.py",
         ),
     ),
     PrivateName(
