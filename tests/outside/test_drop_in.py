@@ -225,20 +225,27 @@ def test_parts_of_a_model(left_out, stays, folder):
 
 
 def test_continued_pretraining(folder):
-    """Embeddings are trained with a learning rate of their own."""
+    """Embeddings are trained with a learning rate of their own, also by a second `train()`."""
     model, tokenizer = loaded(folder)
     model = adapted(model, target_modules=[*SEVEN, "embed_tokens", "lm_head"], use_rslora=True)
     rows = Dataset.from_dict({"text": [f"line {number} of a long text" for number in range(12)]})
-    trainer = UnslothTrainer(
-        model=model,
-        tokenizer=tokenizer,
-        train_dataset=rows,
-        dataset_text_field="text",
-        max_seq_length=256,
-        dataset_num_proc=1,
-        args=UnslothTrainingArguments(**ARGUMENTS, embedding_learning_rate=1e-5, output_dir="outputs"),
-    )
+
+    def trainer_of(**more):
+        given = {**ARGUMENTS, "save_strategy": "steps", "save_steps": 2, "output_dir": "outputs", **more}
+        return UnslothTrainer(
+            model=model,
+            tokenizer=tokenizer,
+            train_dataset=rows,
+            dataset_text_field="text",
+            max_seq_length=256,
+            dataset_num_proc=1,
+            args=UnslothTrainingArguments(**given, embedding_learning_rate=1e-5),
+        )
+
+    trainer = trainer_of()
     trained(trainer)
+    trained(trainer)
+    trainer_of(max_steps=3).train(resume_from_checkpoint="outputs/checkpoint-2")
     named = {id(weight): name for name, weight in model.named_parameters()}
     rates = {}
     for group in trainer.optimizer.param_groups:

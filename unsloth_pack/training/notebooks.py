@@ -200,7 +200,9 @@ def _split_embeddings(optimizer: Any, model: Any, rate: float) -> None:
         )
     for group in list(optimizer.param_groups):
         apart = [weight for weight in group["params"] if id(weight) in chosen]
-        if not apart:
-            continue
-        group["params"] = [weight for weight in group["params"] if id(weight) not in chosen]
-        optimizer.add_param_group({**group, "params": apart, "lr": rate, "initial_lr": rate})
+        rest = [weight for weight in group["params"] if id(weight) not in chosen]
+        if apart and rest:
+            group["params"] = rest
+            optimizer.add_param_group({**group, "params": apart, "lr": rate, "initial_lr": rate})
+        elif apart:  # a second `train()` gives the same optimizer
+            group["lr"] = group["initial_lr"] = rate
