@@ -641,6 +641,16 @@ def test_no_hook_is_passed_over(register):
     assert DecoderState(decoder).why_not_captured() == "modules have hooks"
 
 
+def test_no_forward_that_is_set_on_a_module_is_passed_over():
+    model = tiny_model("llama", device="cpu")
+    patch_model(model)
+    decoder = model.get_base_model().model
+    state, norm = DecoderState(decoder), decoder.layers[0].input_layernorm
+    assert state.why_not_captured() is None
+    norm.forward = norm.forward
+    assert state.why_not_captured() == "modules have hooks"
+
+
 def test_hooks_that_record_what_a_caller_asked_for_are_no_reason():
     """transformers leaves them on every layer, and on every router."""
     model = tiny_model("qwen3_moe", device="cpu")

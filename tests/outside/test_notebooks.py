@@ -1,7 +1,9 @@
 """What the cells of a notebook do between two calls of a patched model."""
 
 import copy
+from functools import partial
 
+import accelerate
 import pytest
 import torch
 from datasets import Dataset
@@ -16,14 +18,22 @@ from outside_models import (
     fill_adapters,
     gradients,
     packed_call,
+    plain_and_patched,
     plain_model,
 )
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer
 
 import unsloth_pack
 from unsloth_pack import InputError, patch_model
+from unsloth_pack.chat_templates import train_on_responses_only
 from unsloth_pack.packing import pack_dataset
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -131,6 +141,35 @@ def test_weights_exchanged_between_forward_and_backward(models):
     assert_same_training(patched, plain)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma4_text"])  # whose layers share keys and values
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_weights_that_accelerate_brings_when_a_module_is_called(to, architecture, tmp_path):
+    plain, patched = plain_and_patched(architecture)
+    if to == "cpu":
+        accelerate.cpu_offload(patched, execution_device=DEVICE)
+    else:
+        accelerate.disk_offload(patched, str(tmp_path), execution_device=DEVICE)
+    with torch.no_grad():
+        assert_close(packed_call(patched)[0], calls_alone(plain)[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["input_layernorm", "q_proj", "down_proj", "base_layer", "default", "act_fn"]
+)
+def test_a_forward_that_is_set_on_a_module_is_called(name, models):
+    """As accelerate sets it, and tools that record or scale what a module gives."""
+
+    def halve(forward, *args):
+        return forward(*args) / 2
+
+    for model in models:
+        for path, module in model.named_modules():
+            if path.endswith(f".{name}"):
+                module.forward = partial(halve, module.forward)
+    patched, plain = models[1], models[0]
+    assert_same_training(patched, plain)
+
+
 def packed_rows(streamed):
     rows = Dataset.from_list([{"input_ids": document.tolist()} for document in documents() * 3])
     packed = pack_dataset(rows, capacity=64)
@@ -171,6 +210,55 @@ def test_an_untouched_model_trains_with_any_collator(models, tmp_path):
     trainer = trainer_of_packed_rows("flattening", False, models[0], tmp_path)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def trainer_of_numbered_rows(model, numbers, folder, padded=True, streamed=False):
+    """Of rows with a column of numbers, which no packing has made, under the name of packed rows' lists."""
+    ids = [document.tolist() for document in documents()]
+    rows = Dataset.from_dict({"input_ids": ids, "seq_lengths": numbers})
+    pad = DataCollatorForLanguageModeling(byte_tokenizer(), mlm=False)
+    given = {"max_steps": 1, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": "none"}
+    return Trainer(
+        model,
+        TrainingArguments(str(folder), **given, use_cpu=DEVICE == "cpu", disable_tqdm=True),
+        train_dataset=rows.to_iterable_dataset() if streamed else rows,
+        data_collator=pad if padded else DataCollatorWithFlattening(),
+    )
+
+
+@pytest.mark.parametrize("way", [{}, {"padded": False}, {"padded": False, "streamed": True}])
+def test_a_column_of_numbers_named_as_that_of_packed_rows(way, tmp_path):
+    """Plain trainers drop it."""
+    losses, plain = [], plain_model(vocab_size=258, use_cache=False)
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    for model in (plain, patched):
+        trainer = trainer_of_numbered_rows(model, LENGTHS, tmp_path, **way)
+        trainer.train()
+        losses.append(torch.tensor(trainer.state.log_history[0]["loss"]))
+    assert_close(losses[1], losses[0])
+
+
+def test_answers_are_found_beside_a_column_of_numbers(tmp_path):
+    tokenizer, learned = byte_tokenizer(), []
+    ids = [tokenizer(f"[user]{n}[assistant]answer {n}")["input_ids"] for n in range(3)]
+    for more in ({}, {"seq_lengths": [20] * 3}):
+        trainer = Trainer(
+            plain_model(),
+            TrainingArguments(str(tmp_path), report_to="none", use_cpu=DEVICE == "cpu"),
+            train_dataset=Dataset.from_dict({"input_ids": ids, **more}),
+            processing_class=tokenizer,
+            data_collator=DataCollatorForSeq2Seq(tokenizer),
+        )
+        learned.append(train_on_responses_only(trainer, "[user]", "[assistant]").train_dataset["labels"][:])
+    assert learned[0] == learned[1]
+
+
+def test_numbers_that_would_be_taken_for_lengths_are_refused(tmp_path):
+    model = plain_model(vocab_size=258)
+    patch_model(model)
+    with pytest.raises(InputError, match="has the column seq_lengths, 3 in a row of 5 tokens; rename it"):
+        trainer_of_numbered_rows(model, [3] * len(LENGTHS), tmp_path).train()
 
 
 @pytest.mark.parametrize(

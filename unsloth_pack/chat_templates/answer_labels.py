@@ -60,11 +60,12 @@ class AnswerLabels:
         return {"labels": labels, COUNTS: counts}
 
     def of_row(
-        self, input_ids: Sequence[int], given: Sequence[int] | None, seq_lengths: Sequence[int] | None
+        self, input_ids: Sequence[int], given: Sequence[int] | None, seq_lengths: Any
     ) -> tuple[np.ndarray, AnswerCounts]:
         """`[tokens]` labels of one row, and what was found in its documents."""
         ids = np.asarray(input_ids, np.int64)
-        ends = np.cumsum([len(ids)] if seq_lengths is None else seq_lengths)
+        is_packed = np.ndim(seq_lengths) == 1  # or a column of numbers, which no packing has made
+        ends = np.cumsum(seq_lengths if is_packed else [len(ids)])
         labels, counts = np.full(len(ids), IGNORE_INDEX), AnswerCounts()
         for begin, end in zip([0, *ends[:-1]], ends, strict=True):
             document = ids[begin:end]

@@ -1,7 +1,7 @@
 """What a graph takes for granted of any module: where its parameters lie, and what its adapters do."""
 
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, contains
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, UntypedStorage
@@ -19,6 +19,7 @@ class ModuleState:
         modules = list(module.modules())
         self._module = module
         self._hooks = [getattr(m, name) for m in modules for name in HOOKS]
+        self._attributes = [vars(m) for m in modules]
         self._children = [m._modules for m in modules if m._modules]
         self._children_seen = [dict(held) for held in self._children]
         self._holders = [m._parameters for m in modules if m._parameters]
@@ -42,8 +43,9 @@ class ModuleState:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether a hook may change what the module computes."""
-        return any(not is_harmless(hook) for held in filter(None, self._hooks) for hook in held.values())
+        """Whether a hook, or a forward that was set on a module, may change what the module computes."""
+        hooks = (hook for held in filter(None, self._hooks) for hook in held.values())
+        return not all(map(is_harmless, hooks)) or any(map(contains, self._attributes, repeat("forward")))
 
     def _parameters(self) -> list[Tensor]:
         held = chain.from_iterable(map(dict.values, self._holders))

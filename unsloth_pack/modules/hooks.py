@@ -24,9 +24,12 @@ def is_harmless(hook: object) -> bool:
 
 
 def has_hooks(*modules: nn.Module) -> bool:
-    """Whether calling one of the modules does more than its forward."""
+    """Whether calling one of the modules does more than the forward of its class: hooks, or a forward that
+    was set on it, as accelerate's that brings its weights from the host."""
     for m in modules:  # spelt out: this runs for every layer at every step
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return True
+        if "forward" in m.__dict__:
             return True
     return False
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -44,10 +45,20 @@ class KeepsBoundaries(TrainerCallback):
         if model is None or not any(isinstance(module, FastDecoder) for module in model.modules()):
             return
         for row in _packed_rows(getattr(train_dataloader, "dataset", None)):
-            lengths = [n for n in row[_COLUMN] if n]
             documents = _documents(train_dataloader.collate_fn, row)
+            if documents is None:
+                continue
+            if np.ndim(row[_COLUMN]) != 1:  # a column of the same name, which no packing has made
+                n_tokens = len(row.get("input_ids", ()))
+                if documents not in ([], [n_tokens]):
+                    raise InputError(
+                        f"train_dataset has the column {_COLUMN}, {row[_COLUMN]!r} in a row of {n_tokens} "
+                        "tokens; rename it: it means lengths of documents"
+                    )
+                continue
+            lengths = [n for n in row[_COLUMN] if n]
             # Behind them a collator may pad: TRL makes every pad token a document
-            if documents is not None and documents[: len(lengths)] != lengths:
+            if documents[: len(lengths)] != lengths:
                 raise InputError(
                     f"train_dataset has the column {_COLUMN}, but the collator drops where documents end; "
                     "give SFTConfig(padding_free=True, packing=False, max_length=None), or Trainer the "
@@ -57,9 +68,9 @@ class KeepsBoundaries(TrainerCallback):
 
 
 def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """Rows of several documents; none where the data set is not packed."""
+    """Rows of several documents, or of a foreign column; none where the data set is not packed."""
     if isinstance(dataset, IterableDataset):
-        if _COLUMN in (getattr(dataset, "column_names", None) or ()):
+        if hasattr((getattr(dataset, "features", None) or {}).get(_COLUMN), "feature"):  # a list of them
             yield _EXAMPLE
         return
     for number in islice(range(len(dataset or ())), _N_ROWS):
@@ -67,7 +78,7 @@ def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
         lengths = row.get(_COLUMN) if isinstance(row, Mapping) else None
         if lengths is None:
             return
-        if sum(n > 0 for n in lengths) > 1:
+        if np.ndim(lengths) != 1 or sum(n > 0 for n in lengths) > 1:
             yield row
 
 

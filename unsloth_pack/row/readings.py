@@ -80,6 +80,8 @@ def documents_by_description(host: Mapping[str, Any], shape: tuple[int, int]) ->
             rows = _nested(name, host[name])
             if name == "seq_lengths" and shape[0] == 1:  # of several examples, joined to one row
                 rows = [[length for row in rows for length in row]]
+            elif name == "seq_lengths" and len(rows[0]) == shape[0] and "attention_mask" in host:
+                rows = [[length] for length in rows[0]]  # of a column of numbers; the mask has to agree
             documents[name] = _checked_lengths(name, rows, shape)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in host:

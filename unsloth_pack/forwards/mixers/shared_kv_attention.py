@@ -8,12 +8,13 @@ W_v, and read what the layer of their type has stored. Layers may differ in head
 Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size of the layer.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from unsloth_pack.attention import attend, attend_dense
+from unsloth_pack.forwards.layer_inputs import SharedKeysAndValues
 from unsloth_pack.forwards.mixers.attention import (
     AttentionMixer,
     attention_options,
@@ -35,14 +36,6 @@ _KNOWN = frozenset(
         *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "v_norm"),
     }
 )
-
-
-class SharedKeysAndValues(Protocol):
-    """Keys and values by the type of the layer that has stored them."""
-
-    def __getitem__(self, layer_type: str) -> tuple[Tensor, Tensor]: ...
-
-    def __setitem__(self, layer_type: str, keys_and_values: tuple[Tensor, Tensor]) -> None: ...
 
 
 class FastSharedKVAttention(nn.Module):
