@@ -152,8 +152,9 @@ class FastLanguageModel:
         )
         remember_vocabulary(model)
         if bundled := [name for name, folder in BUNDLED_MODELS.items() if source == str(folder)]:
-            # An adapter stores this name of its base; a path into this package would not last
-            model.name_or_path = model.config._name_or_path = bundled[0]
+            # An adapter stores this name of its base; a path into this package would not last. The
+            # configuration keeps the path, by which trainers load a reference model or a tokenizer.
+            model.name_or_path = bundled[0]
         elif os.path.isdir(source):  # from another folder, `models/llama` would be a name on the hub
             model.name_or_path = model.config._name_or_path = str(Path(source).absolute())
         if load_in_fp8:

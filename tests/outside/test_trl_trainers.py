@@ -12,7 +12,7 @@ from outside_models import DEVICE, assert_close, fill_adapters
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from unsloth_pack import patch_model
+from unsloth_pack import FastLanguageModel, patch_model
 
 PAIRS = [("ab" * size, "cd" * (9 - size), "ef" * (size + 2)) for size in range(1, 9)]
 PREFERENCES = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
@@ -125,3 +125,10 @@ def test_nothing_stays_of_a_run(model_folder, tokenizer, tmp_path):
     for _ in range(2):
         train()
     assert held() == before
+
+
+def test_trainers_find_what_belongs_to_a_bundled_model(tmp_path):
+    """Its tokenizer, and the reference model, which they load by the name in the configuration."""
+    model, _ = FastLanguageModel.from_pretrained("demo", max_seq_length=64, full_finetuning=True)
+    logs = run("DPO", model, None, None, tmp_path)
+    assert logs[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # ln 2: the reference is it
