@@ -101,16 +101,21 @@ def test_all_contradictions_come_at_once(flags, told, train, capsys):
     assert [line for line in told if line not in said] == []
 
 
-def test_what_there_is_of_a_model_and_its_data_is_told_at_once(train, capsys, tmp_path):
+def test_what_there_is_of_data_and_then_of_a_model_is_told_at_once(train, capsys, tmp_path):
+    """What is wrong with the model is told where nothing else is: it takes seconds to look at one."""
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
-    wrong = {"columns": "question=prompt,answr=completion", "target_modules": "q_prj,v_prj", "bias": "none"}
-    wrong |= {"optim": "adam", "eval_dataset": "gone.jsonl", "layers_to_transform": "99"}
-    assert train(dataset="rows.jsonl", **wrong) == 2
-    said = capsys.readouterr().err.splitlines()
-    told = ["optim is 'adam'", "target_modules names 'q_prj', 'v_prj'", "layers_to_transform is 99"]
-    told += ["rows.jsonl: columns maps 'answr'", "gone.jsonl: file not found"]
-    assert len(said) == len(told)
-    assert [line for line in told if not any(line in each for each in said)] == []
+    of_data = {"columns": "question=prompt,answr=completion", "optim": "adam", "eval_dataset": "gone.jsonl"}
+    of_model = {"target_modules": "q_prj,v_prj", "bias": "none", "layers_to_transform": "99"}
+    told = ["optim is 'adam'", "rows.jsonl: columns maps 'answr'", "gone.jsonl: file not found"]
+    right = {"columns": "question=prompt,answer=completion"}
+    for wrong, lines in (
+        ({**of_model, **of_data}, told),
+        ({**of_model, **right}, ["target_modules names 'q_prj', 'v_prj'", "layers_to_transform is 99"]),
+    ):
+        assert train(dataset="rows.jsonl", **wrong) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == len(lines)
+        assert [line for line in lines if not any(line in each for each in said)] == []
 
 
 def test_evaluation_cannot_be_packed_alone(refused, data):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
-from unsloth_pack.recipe.checks import check_here
+from unsloth_pack.recipe.checks import check_first
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.report.callbacks import MetricsCallback
 from unsloth_pack.report.fill import document_lengths
@@ -358,7 +358,7 @@ def test_several_processes_need_a_folder(train, tmp_path, monkeypatch, capsys):
     assert "output_dir is missing" in capsys.readouterr().err
     options = read_options(["--output_dir", "outputs/mine"])
     assert options.output.output_dir == "outputs/mine"
-    check_here(options, {})
+    check_first(options, {})
 
 
 def test_resuming_merges_into_no_folder_of_somebody_else(train, refused, tmp_path):

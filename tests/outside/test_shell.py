@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import unsloth_pack
 from unsloth_pack.cli import main
 
 CLI = Path(__file__).parents[2] / "cli.py"
@@ -77,6 +78,44 @@ def assert_same(one, other):
     one, other = load_file(one), load_file(other)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Mistakes that need no torch
+
+SIMPLE = {
+    "--dataset=gone.json": "gone.json: file not found",
+    "--model_name=./gone": "cannot load ./gone: no such folder",
+    "--dataset=rows.json --columns=gone=text": "columns maps 'gone'",
+    "--dataset=rows.json --output_dir=models": "output_dir 'models' holds",
+    "--report_to=clearml": "report_to is 'clearml', which is not installed",
+    "--report_to=wndb": "report_to is 'wndb'; choose one of",
+    "--optim=adam": "optim is 'adam'; choose one of",
+    "--lr_scheduler_type=cos": "lr_scheduler_type is 'cos'; choose one of",
+    "--fsdp=full": "fsdp shards over several processes and this is one",
+    "pack --dataset=gone.json --out=packs": "gone.json: file not found",
+    "stats --dataset=gone.json": "gone.json: file not found",
+    "verify --model_name=./gone": "cannot load ./gone: no such folder",
+    "bench --model_name=./gone": "cannot load ./gone: no such folder",
+    "generate --model_name=./gone --prompt=a": "cannot load ./gone: no such folder",
+}
+IN_TURN = """
+import sys
+from unsloth_pack.cli import main
+for command in sys.argv[1:]:
+    print(main(command.split()), "torch" in sys.modules)
+"""
+
+
+def test_simple_mistakes_and_the_version_need_no_torch(project):
+    """Its import takes seconds."""
+    (project / "models" / "loss.png").write_bytes(b"")
+    command = [sys.executable, "-c", IN_TURN, "--version", *SIMPLE]
+    environment = os.environ | {"PYTHONPATH": str(CLI.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment)
+    (project / "models" / "loss.png").unlink()
+    assert done.stdout == f"unsloth-pack {unsloth_pack.__version__}\n0 False\n" + "2 False\n" * len(SIMPLE)
+    for line, told in zip(done.stderr.splitlines(), SIMPLE.values(), strict=True):
+        assert told in line
 
 
 # Runs and models that are resumed and merged elsewhere

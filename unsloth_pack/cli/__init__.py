@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
 
+from unsloth_pack import __version__
 from unsloth_pack.cli.quiet import quieten_imports
 from unsloth_pack.cli.threads import choose_threads
 from unsloth_pack.errors import (
@@ -158,6 +159,9 @@ def _one_line(error: BaseException | str) -> str:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["--version"]:
+        print(f"unsloth-pack {__version__}")
+        return 0
     name = "train"
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments

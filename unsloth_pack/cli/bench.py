@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
-from unsloth_pack.recipe.data_flags import add_data_flags, data_options
+from unsloth_pack.recipe.data_flags import add_data_flags, check_sources, data_options
 from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.machine import device_name, device_type, versions
 from unsloth_pack.recipe.named_data import paths_of
@@ -61,6 +61,7 @@ def run(arguments: Sequence[str]) -> int:
         InputError: a bad argument, an unsupported architecture, or a model or data that cannot be loaded.
     """
     given = _parser().parse(arguments)
+    check_sources(given)
 
     from rich.console import Console
 

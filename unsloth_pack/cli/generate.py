@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from unsloth_pack.errors import InputError
+from unsloth_pack.recipe.data_flags import check_sources
 from unsloth_pack.recipe.kinds import path, real, whole
 from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES
 from unsloth_pack.recipe.parser import Parser
@@ -24,6 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     prompts = [given["prompt"]] if "prompt" in given else _lines(sys.stdin)
     if given.get("prompt", "-").strip() == "":
         raise InputError(f"prompt is {given['prompt']!r}; give some text")
+    check_sources(given)
 
     from unsloth_pack.cli.quiet import quieten
 

@@ -7,7 +7,13 @@ from typing import Any
 
 from unsloth_pack.errors import LAST_SEED, InputError
 from unsloth_pack.packing.plan import STRATEGIES
-from unsloth_pack.recipe.data_flags import add_data_flags, add_image_flags, data_options, image_options
+from unsloth_pack.recipe.data_flags import (
+    add_data_flags,
+    add_image_flags,
+    check_sources,
+    data_options,
+    image_options,
+)
 from unsloth_pack.recipe.folders import check_new_folder
 from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.options import TrainingOptions
@@ -27,6 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         raise InputError("--out is missing; see `unsloth-pack pack --help`")
     out = Path(given["out"])
     check_new_folder("out", out)
+    check_sources(given)
 
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import LAST_SEED, InputError
-from unsloth_pack.recipe.data_flags import add_data_flags, add_image_flags, data_options, image_options
+from unsloth_pack.recipe.data_flags import (
+    add_data_flags,
+    add_image_flags,
+    check_sources,
+    data_options,
+    image_options,
+)
 from unsloth_pack.recipe.folders import check_picture
 from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.options import TrainingOptions
@@ -34,6 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     png = Path(given["png"]) if "png" in given else None
     if png is not None:
         check_picture("png", png)
+    check_sources(given)
 
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.packing import length_report

@@ -25,7 +25,7 @@ from unsloth_pack.files.saved_names import ADAPTER_CONFIG, CARD
 from unsloth_pack.files.served import note_on_vllm
 from unsloth_pack.forked import children_end_with_this_process
 from unsloth_pack.recipe import run_folder
-from unsloth_pack.recipe.checks import check_here
+from unsloth_pack.recipe.checks import check_first, check_here
 from unsloth_pack.recipe.command_line import placed_options, telling_places, train_parser, values_of
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.hub import upload
@@ -61,14 +61,15 @@ def run(arguments: Sequence[str]) -> int:
         InputError: something is missing, contradictory or cannot work here; nothing has been written then.
     """
     others = ", ".join(name for name in SUBCOMMANDS if name != "train")
-    epilog = f"Other subcommands: {others}. Each has its own --help."
+    epilog = f"Other subcommands: {others}. Each has its own --help. --version prints the version."
     placed = placed_options(train_parser(epilog), arguments)
     with telling_places(placed):
         given = values_of(placed)
         options = filled_in(given, may_lack_adapter=True)  # which is told with the other mistakes
+        check_launcher()
+        check_first(options, given)
         quieten(show_bars=is_main_process())
         check_here(options, given)
-        check_launcher()
         claim = claimed(options.folder) if is_main_process() else nullcontext()
         with claim, children_end_with_this_process():
             run_folder.check_folders(options)  # again: another run may have ended there just before

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import LAST_SEED
-from unsloth_pack.recipe.data_flags import add_data_flags, data_options
+from unsloth_pack.recipe.data_flags import add_data_flags, check_sources, data_options
 from unsloth_pack.recipe.kinds import path, whole
 from unsloth_pack.recipe.options import DTYPE_HELP, DTYPE_UNSET, DTYPES, RECOMPUTING
 from unsloth_pack.recipe.parser import Parser
@@ -33,6 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         InputError: a bad argument, an unsupported architecture, or a model or data that cannot be loaded.
     """
     given = _parser().parse(arguments)
+    check_sources(given)
 
     from unsloth_pack.checks import verify
     from unsloth_pack.cli.quiet import quieten

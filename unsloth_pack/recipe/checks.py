@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from unsloth_pack.demo import BUNDLED_MODELS
@@ -12,6 +13,7 @@ from unsloth_pack.files.saved_names import MODEL_CONFIG
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.hub import check_hub, check_repository
 from unsloth_pack.recipe.image_checks import check_images_together, refuse_image_options
+from unsloth_pack.recipe.library_names import names_in
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.named_data import check_data, evaluation_sets, name_of, training_sets
 from unsloth_pack.recipe.optimizers import check_masters, check_rounding, check_settings, check_updates
@@ -24,6 +26,13 @@ from unsloth_pack.recipe.sharding import check_sharding, check_sharding_here
 from unsloth_pack.recipe.what_trains import check_names_of_modules, check_tuning
 
 _SCHEDULES_BY_EVALUATION = ("reduce_lr_on_plateau", "greedy")
+_TRACKERS = ("integrations/integration_utils", "INTEGRATION_TO_CALLBACK")
+_PACKAGES_OF_TRACKERS = {  # of those that have another name, or none
+    "azure_ml": ("azureml",),
+    "flyte": ("flytekit",),
+    "kubeflow": ("transformers",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+}
 
 
 def check_anywhere(options: TrainOptions, given: Mapping[str, Any]) -> None:
@@ -59,8 +68,8 @@ def check_file(options: TrainOptions, given: Mapping[str, Any]) -> None:
     at_once(checks)
 
 
-def check_here(options: TrainOptions, given: Mapping[str, Any]) -> None:
-    """Refuse what cannot be on this machine or with this model, all at once, and load no weights or data.
+def check_first(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    """Refuse what can be told without torch, whose import takes seconds, all at once.
 
     Args:
         given: as for `check_anywhere`.
@@ -69,9 +78,26 @@ def check_here(options: TrainOptions, given: Mapping[str, Any]) -> None:
         InputError: names the option, its value and the remedy.
     """
     own: list[Callable[[TrainOptions], Iterator[InputError] | None]]
-    own = [check_sharding_here, check_folders, _check_loading, _check_loftq, _check_dtype, _check_push]
-    own += [_check_tracker_is_there, _check_model, _check_sources]
-    at_once([partial(check_anywhere, options, given), *(partial(check, options) for check in own)])
+    own = [check_sharding_here, check_folders, _check_push, _check_tracker_is_installed, _check_sources]
+    checks: list[Check] = [partial(check_given, options, given), *_together(options)]
+    checks.append(partial(check_names, options, given, tries=False))
+    at_once([*checks, *(partial(check, options) for check in own)])
+
+
+def check_here(options: TrainOptions, given: Mapping[str, Any]) -> None:
+    """Refuse what cannot be on this machine or with this model, all at once, and load no weights or data.
+
+    Args:
+        given: as for `check_anywhere`. `check_first` has nothing to refuse.
+
+    Raises:
+        InputError: names the option, its value and the remedy.
+    """
+    own: list[Callable[[TrainOptions], Iterator[InputError] | None]]
+    own = [check_sharding_here, _check_loading, _check_loftq, _check_dtype, _check_tracker_is_there]
+    at_once(
+        [partial(check_names, options, given), *(partial(check, options) for check in [*own, _check_model])]
+    )
 
 
 def _together(options: TrainOptions) -> list[Check]:
@@ -89,13 +115,15 @@ def _together(options: TrainOptions) -> list[Check]:
     return [partial(check_data, options.data), *(partial(check, options) for check in checks)]
 
 
-def check_names(options: TrainOptions, given: Mapping[str, Any], told: Collection[str] = ()) -> None:
+def check_names(
+    options: TrainOptions, given: Mapping[str, Any], told: Collection[str] = (), *, tries: bool = True
+) -> None:
     """Refuse an optimizer, a schedule or a tracker that is unknown, and settings that it does not take.
 
     Args:
-        given: as for `check_anywhere`. Where one of these is among them, transformers is imported, which
-            knows the names.
+        given: as for `check_anywhere`. What is not among them is not judged.
         told: options of which a mistake has been told; what goes with one of them cannot be judged.
+        tries: whether the schedule is made, for which torch is imported.
 
     Raises:
         InputError: names the option, its value and the remedy.
@@ -103,7 +131,7 @@ def check_names(options: TrainOptions, given: Mapping[str, Any], told: Collectio
     optimizer = with_optimizer(options, "cpu").training  # that of CUDA has the same settings
     checks: dict[tuple[str, ...], Check] = {
         ("lr_scheduler_type", "lr_scheduler_kwargs"): partial(
-            _check_schedule, options.training, "learning_rate" not in told
+            _check_schedule, options.training, "learning_rate" not in told, tries
         ),
         ("optim", "optim_args"): partial(check_settings, optimizer),
         ("report_to",): partial(_check_tracker, options.output.report_to),
@@ -242,18 +270,27 @@ def _check_push(options: TrainOptions) -> None:
         check_hub(options.output.push_to_hub)
 
 
-def _check_tracker_is_there(options: TrainOptions) -> Iterator[InputError]:
+def _check_tracker_is_installed(options: TrainOptions) -> Iterator[InputError]:
     name = options.output.report_to
-    if name in ("none", "all"):
-        return
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    packages = _PACKAGES_OF_TRACKERS.get(name, (name,))
+    if name in names_in(*_TRACKERS) and not any(map(find_spec, packages)):
+        yield _tracker_missing(name)
 
-    if name in INTEGRATION_TO_CALLBACK and name not in get_available_reporting_integrations():
-        yield InputError(
-            f"report_to is {name!r}, which is not installed; pip install {name}, or use none",
-            about="report_to",
-        )
+
+def _check_tracker_is_there(options: TrainOptions) -> Iterator[InputError]:
+    """Refuse a tracker that transformers finds no use for: some are installed, and not configured."""
+    name = options.output.report_to
+    if name not in ("none", "all"):
+        from transformers.integrations import get_available_reporting_integrations
+
+        if name not in get_available_reporting_integrations():
+            yield _tracker_missing(name)
+
+
+def _tracker_missing(name: str) -> InputError:
+    return InputError(
+        f"report_to is {name!r}, which is not installed; pip install {name}, or use none", about="report_to"
+    )
 
 
 def _check_model(options: TrainOptions) -> None:
@@ -304,16 +341,13 @@ def _check_sources(options: TrainOptions) -> None:
     at_once([*checks, *(each.check for each in evaluation_sets(data))])
 
 
-def _check_schedule(training: TrainingOptions, knows_rate: bool) -> Iterator[InputError]:
+def _check_schedule(training: TrainingOptions, knows_rate: bool, tries: bool) -> Iterator[InputError]:
     """Refuse what transformers refuses, and a floor at which the rate would rise, or be negative.
 
     Args:
         knows_rate: whether `learning_rate` is what was meant, so that a floor can be held against it.
+        tries: whether the schedule is made.
     """
-    import torch
-    from transformers import get_scheduler
-    from transformers.trainer_utils import SchedulerType
-
     name, settings = training.lr_scheduler_type, dict(training.lr_scheduler_kwargs or {})
     if name in ("constant", "constant_with_warmup") and settings:
         yield InputError(
@@ -322,20 +356,17 @@ def _check_schedule(training: TrainingOptions, knows_rate: bool) -> Iterator[Inp
             about=("lr_scheduler_kwargs", "lr_scheduler_type"),
         )
         return
-    schedules = [name.value for name in SchedulerType]
+    schedules = names_in("trainer_utils", "SchedulerType")
     if name not in schedules:
         yield InputError(
             f"lr_scheduler_type is {name!r}; choose one of {', '.join(schedules)}", about="lr_scheduler_type"
         )
         return
-    try:
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
-        get_scheduler(name, optimizer, 0, 1, scheduler_specific_kwargs=settings)
-    except (ValueError, TypeError) as error:
+    if tries and (why := _why_not_made(name, settings, training.learning_rate)):
         given = f" and lr_scheduler_kwargs is {json.dumps(settings)}" if settings else ""
         yield InputError(
-            f"lr_scheduler_type is {name!r}{given}, which transformers refuses ({first_line(error)}); "
-            "correct lr_scheduler_kwargs, or give another lr_scheduler_type",
+            f"lr_scheduler_type is {name!r}{given}, which transformers refuses ({why}); correct "
+            "lr_scheduler_kwargs, or give another lr_scheduler_type",
             about=("lr_scheduler_type", "lr_scheduler_kwargs"),
         )
         return
@@ -351,10 +382,21 @@ def _check_schedule(training: TrainingOptions, knows_rate: bool) -> Iterator[Inp
             )
 
 
-def _check_tracker(report_to: str) -> Iterator[InputError]:
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+def _why_not_made(schedule: str, settings: dict[str, Any], learning_rate: float) -> str | None:
+    """Why transformers refuses to make a schedule with these settings, or None."""
+    import torch
+    from transformers import get_scheduler
 
-    known = ("none", "all", *INTEGRATION_TO_CALLBACK)
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=learning_rate)
+        get_scheduler(schedule, optimizer, 0, 1, scheduler_specific_kwargs=settings)
+    except (ValueError, TypeError) as error:
+        return first_line(error)
+    return None
+
+
+def _check_tracker(report_to: str) -> Iterator[InputError]:
+    known = ("none", "all", *names_in(*_TRACKERS))
     if report_to not in known:
         yield InputError(f"report_to is {report_to!r}; choose one of {', '.join(known)}", about="report_to")
 

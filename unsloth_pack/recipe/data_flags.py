@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from unsloth_pack.errors import at_once
+from unsloth_pack.errors import Check, at_once
+from unsloth_pack.files.places import check_model_there
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import Option, options_of
 from unsloth_pack.recipe.image_checks import image_mistakes
 from unsloth_pack.recipe.image_options import ImageOptions
-from unsloth_pack.recipe.named_data import check_data
+from unsloth_pack.recipe.named_data import check_data, training_sets
 from unsloth_pack.recipe.parser import Parser, once
 
 _OF_IMAGES = ("image_folder", "max_pixels", "min_pixels", "skip_broken_images", "shrink_images")
@@ -41,6 +42,18 @@ def data_options(given: Mapping[str, Any]) -> DataOptions:
     options = DataOptions(**{name: given[name] for name in (*_NAMES, "num_proc") if name in given})
     at_once([partial(check_data, options)])
     return options
+
+
+def check_sources(given: Mapping[str, Any]) -> None:
+    """Refuse a model and data that are not there, before torch is imported, which takes seconds.
+
+    Raises:
+        InputError: names them.
+    """
+    checks: list[Check] = [partial(check_model_there, given.get("model_name", "demo"))]
+    if "dataset" in given:
+        checks += [each.check for each in training_sets(data_options(given))]
+    at_once(checks)
 
 
 def add_image_flags(parser: Parser, *, may_shrink: bool = True) -> None:

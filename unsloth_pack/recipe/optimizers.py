@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.recipe.kinds import Kind, Refused, boolean, real, shown, whole
+from unsloth_pack.recipe.library_names import names_in
 from unsloth_pack.recipe.machine import count_processes
 from unsloth_pack.recipe.options import TrainingOptions, TrainOptions
 
@@ -63,9 +64,7 @@ _BY_GROUP = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", 
 
 def check_settings(training: TrainingOptions) -> Iterator[InputError]:
     """Refuse an optimizer that transformers does not know, and settings that it does not take."""
-    from transformers.training_args import OptimizerNames
-
-    optim, optimizers = str(training.optim), [name.value for name in OptimizerNames]
+    optim, optimizers = str(training.optim), names_in("training_args", "OptimizerNames")
     if optim not in optimizers:
         yield InputError(f"optim is {optim!r}; choose one of {', '.join(optimizers)}", about="optim")
         return
