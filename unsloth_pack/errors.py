@@ -15,6 +15,7 @@ _IN_WORKER = re.compile(
     r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.\n.*\n[\w.]+: (?P<message>[^\n]*)\n?",
     re.DOTALL,
 )
+_OF_REQUESTS = re.compile(r"\((Request|Amzn Trace|Amz CF) ID: [^)]*\)|^\d{3} Client Error\.", re.MULTILINE)
 
 
 class InputError(ValueError):
@@ -144,8 +145,12 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; empty where it has none."""
-    return next(iter(str(error).strip().splitlines()), "")
+    """The first line of an error's message that says something; empty where it has none.
+
+    A line that ends with a colon says nothing without the next, nor does the number of a request to the hub.
+    """
+    lines = [line.strip() for line in _OF_REQUESTS.sub("", str(error)).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 def written(value: object) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+import yaml
+from huggingface_hub import RepoUrl
 from model_folder import byte_tokenizer, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Trainer, TrainingArguments
@@ -378,3 +380,47 @@ def test_a_configuration_that_could_not_be_saved_is_not_loaded(option, said, tmp
     save_model(tmp_path / "base", "qwen2")
     with pytest.raises(ValueError, match=said):
         FastLanguageModel.from_pretrained("base", max_seq_length=128, **option)
+
+
+# What is uploaded
+
+
+def card_of(folder):
+    return yaml.safe_load(Path(folder, "README.md").read_text().split("---")[1])
+
+
+@pytest.mark.parametrize("base", ["model_folder", "demo"])
+def test_a_card_names_no_base_that_the_hub_refuses(base, request):
+    name = base if base == "demo" else request.getfixturevalue(base)
+    model, tokenizer = FastLanguageModel.from_pretrained(name, max_seq_length=128)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    model.save_pretrained_merged("saved", tokenizer, save_method="lora")
+    card = card_of("saved")
+    assert "base_model" not in card
+    assert card["library_name"] == "peft"
+    assert not [tag for tag in card["tags"] if tag.startswith("base_model")]
+    assert json.loads(Path("saved/adapter_config.json").read_text())["base_model_name_or_path"] == name
+
+
+def test_an_upload_that_fails_says_how_to_repeat_it_alone(flags, monkeypatch, capsys):
+    said = '(Request ID: Root=1-2;3)\n\nBad request for commit endpoint:\n"tags" must be an array'
+
+    def refuse(self, **given):
+        assert Path(given["folder_path"], "report.html").exists()  # all is there by now
+        raise OSError(said)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda self: {})
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.create_repo", lambda self, *_, **__: RepoUrl("https://huggingface.co/a/b")
+    )
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", refuse)
+    assert main([*flags, "--output_dir=out", "--push_to_hub=a/b"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        'not uploaded (Bad request for commit endpoint: "tags" must be an array); repeat: hf upload' in line
+    )
+    assert " a/b out . --private" in line
+    assert '"summary"' in Path("out/metrics.jsonl").read_text()
+    assert "base_model" not in card_of("out")

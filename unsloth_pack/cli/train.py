@@ -133,6 +133,8 @@ def _train(prepared: "Prepared", console: "Console") -> int:
         write_report(console, trainer, prepared, metrics, figures)
         metrics.write("summary", **figures)  # ends the run: what comes later is lost if it is killed
         print_summary(console, summary, ledger)
+        if options.output.push_to_hub is not None and is_main_process():
+            upload(options.folder, options.output.push_to_hub)
     return 0
 
 
@@ -298,5 +300,3 @@ def _save_merged_and_plot(model: Any, prepared: "Prepared", trainer: "RunTrainer
         beside = prepared.saved_with_model
         model.save_pretrained_merged(output.save_path, beside, save_method=output.save_method)
     plot_loss(trainer.state.log_history, folder / "loss.png")
-    if output.push_to_hub is not None:
-        upload(folder, output.push_to_hub)

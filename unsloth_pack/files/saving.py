@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -40,8 +40,6 @@ from unsloth_pack.files.whole_folders import write_whole
 SaveMethod = Literal["merged_16bit", "lora"]
 _USE_CACHE = "use_cache_as_loaded"  # attributes of the base model
 _VOCABULARY = "vocabulary_as_loaded"
-_TASK_OF_TEXT = re.compile(r"^pipeline_tag: text-generation$", re.MULTILINE)
-_TASK_OF_IMAGES = "pipeline_tag: image-text-to-text"
 
 
 def save_pretrained_merged(
@@ -148,15 +146,19 @@ def save_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -
         is_in_adapter = {*range(before, now)} <= {*trained_tokens(model.active_peft_config)}
         options.setdefault("save_embedding_layers", not is_in_adapter)
     PeftModel.save_pretrained(model, str(save_directory), **options)
-    if hasattr(base.config, "vision_config") and options.get("is_main_process", True):
-        _correct_task(Path(save_directory, CARD))
+    if options.get("is_main_process", True):
+        _correct_card(Path(save_directory, CARD), hasattr(base.config, "vision_config"))
 
 
-def _correct_task(card: Path) -> None:
-    """Name the task of a model of vision and language, which PEFT takes for a model of text."""
-    if card.is_file():
-        text = card.read_text(encoding="utf-8")
-        card.write_text(_TASK_OF_TEXT.sub(_TASK_OF_IMAGES, text, count=1), encoding="utf-8")
+def _correct_card(path: Path, takes_images: bool) -> None:
+    """Correct the task of a model that takes images, and leave out a base in a folder: the hub refuses it."""
+    card = ModelCard.load(path)
+    if takes_images and card.data.pipeline_tag == "text-generation":
+        card.data.pipeline_tag = "image-text-to-text"
+    if os.path.isabs(str(card.data.base_model)):
+        card.data.base_model = None
+        card.data.tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
+    card.save(path)
 
 
 def remember_vocabulary(base: PreTrainedModel) -> None:

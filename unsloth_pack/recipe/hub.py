@@ -1,11 +1,12 @@
 """The repository on the Hugging Face hub that gets what a run trained."""
 
+import shlex
 from pathlib import Path
 
-from unsloth_pack.errors import InputError, first_line
+from unsloth_pack.errors import InputError, RunStopped, first_line
 
 _LATER = "leave it out, and give the folder to `hf upload` later"
-_NOT_UPLOADED = ["checkpoint-*/*", ".*", ".*/*", "merged/*", "optimizer.pt"]
+_NOT_UPLOADED = ["checkpoint-*/*", ".*", "merged/*"]
 
 
 def check_repository(repository: str) -> None:
@@ -46,11 +47,22 @@ def _refused(repository: str, why: str, remedy: str = _LATER) -> InputError:
     return InputError(f"push_to_hub is {repository!r}{why}; {remedy}", about="push_to_hub")
 
 
-def upload(folder: Path, repository: str) -> str:
-    """Upload what a run saved in `folder`, without its checkpoints; returns the address."""
+def upload(folder: Path, repository: str) -> None:
+    """Upload what a run saved in `folder`, without its checkpoints.
+
+    Raises:
+        RunStopped: says how to repeat the upload alone.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi()
-    address = api.create_repo(repository, private=True, exist_ok=True)
-    api.upload_folder(repo_id=address.repo_id, folder_path=folder, ignore_patterns=_NOT_UPLOADED)
-    return str(address)
+    try:
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=address.repo_id, folder_path=folder, ignore_patterns=_NOT_UPLOADED)
+    except Exception as error:  # of any of the libraries below
+        without = " ".join(f"--exclude '{pattern}'" for pattern in _NOT_UPLOADED)
+        again = f"hf upload {repository} {shlex.quote(str(folder))} . --private {without}"
+        said = first_line(error).rstrip(".") or type(error).__name__
+        raise RunStopped(
+            f"all is saved, but {repository} was not uploaded ({said}); repeat: {again}"
+        ) from error
