@@ -66,8 +66,8 @@ def run(arguments: Sequence[str]) -> int:
     with telling_places(placed):
         given = values_of(placed)
         options = filled_in(given, may_lack_adapter=True)  # which is told with the other mistakes
-        check_launcher()
         check_first(options, given)
+        check_launcher()
         quieten(show_bars=is_main_process())
         check_here(options, given)
         claim = claimed(options.folder) if is_main_process() else nullcontext()
