@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
 
-from unsloth_pack import __version__
+import unsloth_pack
 from unsloth_pack.cli.quiet import quieten_imports
 from unsloth_pack.cli.threads import choose_threads
 from unsloth_pack.errors import (
@@ -160,7 +160,7 @@ def _one_line(error: BaseException | str) -> str:
 
 def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"]:
-        print(f"unsloth-pack {__version__}")
+        print(f"unsloth-pack {unsloth_pack.__version__}")
         return 0
     name = "train"
     if arguments and not arguments[0].startswith("-"):
