@@ -1462,6 +1462,18 @@ def test_no_memory_for_a_capture(monkeypatch):
 
 
 @gpu
+def test_a_model_that_is_gone_leaves_no_workspace_of_cublas():
+    held = []
+    for _ in range(3):
+        models = pair()
+        capture(models)
+        del models
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert max(held) - min(held) < 2**20
+
+
+@gpu
 def test_copies_run_uncaptured():
     models = pair()
     capture(models)

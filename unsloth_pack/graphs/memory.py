@@ -134,6 +134,8 @@ class GraphMemory:
 
     def _make_pool(self) -> tuple[_Pool, torch.cuda.Stream]:
         self._pool, self._stream = None, torch.cuda.Stream()
+        # Or cuBLAS keeps the workspace of each stream: 64 MiB for every model that has captured
+        weakref.finalize(self, torch._C._cuda_clearCublasWorkspaces).atexit = False
         holder = torch.cuda.CUDAGraph()
         with self.capturing(holder):
             torch.zeros(1, device="cuda")
