@@ -200,9 +200,9 @@ def test_fp8_reaches_the_loading_of_the_patched_model_alone(case, tmp_path, monk
     assert len(asked) == 1
 
 
-def test_fp8_is_refused_where_the_device_lacks_it(model, answers, monkeypatch, capsys):
+def test_fp8_is_refused_where_the_device_lacks_it(model, data, answers, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))  # of a GPU without fp8
-    assert main(["bench", "--model_name", model, "--dataset", "no-such.json", "--load_in_fp8"]) == 2
+    assert main(["bench", "--model_name", model, "--dataset", data, "--load_in_fp8"]) == 2
     assert "load_in_fp8=True needs a GPU of compute capability 8.9 or more" in capsys.readouterr().err
     assert not answers[1]
 
