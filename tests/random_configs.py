@@ -41,7 +41,10 @@ def draw_overrides(spec, rng):
         overrides["final_logit_softcapping"] = rng.choice([None, 3.0, 10.0])
         overrides["query_pre_attn_scalar"] = rng.choice([1, 8])
     if getattr(known, "num_experts", None):
-        overrides["num_experts"] = n_experts = rng.choice([1, 3, 4])
+        n_experts = rng.choice([1, 3, 4])
+        if spec.model_type == "gpt_oss":  # PEFT turns the update of a single transposed expert round
+            n_experts = max(n_experts, 2)
+        overrides["num_experts"] = n_experts
         overrides["num_experts_per_tok"] = rng.randint(1, n_experts)
         options = {
             "norm_topk_prob": rng.random() < 0.5,

@@ -48,6 +48,12 @@ def borrowed(x: torch.Tensor) -> torch.Tensor:
     return bytes_of_x.view(x.dtype).as_strided(x.shape, x.stride())
 
 
+def _clear_workspaces() -> None:
+    """cuBLAS keeps one for each stream: 64 MiB for every model that has captured."""
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 class GraphMemory:
     """A pool of GPU memory, and which replay's activations lie in it."""
 
@@ -134,8 +140,7 @@ class GraphMemory:
 
     def _make_pool(self) -> tuple[_Pool, torch.cuda.Stream]:
         self._pool, self._stream = None, torch.cuda.Stream()
-        # Or cuBLAS keeps the workspace of each stream: 64 MiB for every model that has captured
-        weakref.finalize(self, torch._C._cuda_clearCublasWorkspaces).atexit = False
+        weakref.finalize(self, _clear_workspaces).atexit = False
         holder = torch.cuda.CUDAGraph()
         with self.capturing(holder):
             torch.zeros(1, device="cuda")
