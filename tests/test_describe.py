@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.row.from_call import describe_row
+from unsloth_pack.row.from_call import describe_row, row_of_call
 from unsloth_pack.row.labels import CountedLabels, checked_labels
 from unsloth_pack.row.packed_row import PackedRow
 
@@ -70,6 +70,12 @@ def test_all_descriptions_mean_the_same_row(lengths):
         assert row.longest == max(lengths)
         written = PackedRow.of_lengths(tuple(lengths), CPU)
         assert (row.is_padding, row.shape) == (written.is_padding, written.shape)
+
+
+def test_a_keyword_that_is_nearly_one_of_a_row_is_refused():
+    inputs = {"input_ids": torch.zeros(1, 5, dtype=torch.int64), "attention_mask": None}
+    with pytest.raises(InputError, match="packed_seq_length is no argument of the model; do you mean"):
+        row_of_call(inputs, {"packed_seq_length": [5]}, True)
 
 
 def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatch):
