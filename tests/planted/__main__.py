@@ -99,12 +99,13 @@ def start(folder: Path, tests: Iterable[str]) -> int:
         os._exit(0)
 
 
-def result_of(pid: int, folder: Path) -> dict:
-    """What became of a process that has ended; those that it left are ended too."""
+def result_of(pid: int, folder: Path, status: int) -> dict:
+    """What became of a process that has ended with a wait status; those that it left are ended too."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     path = folder / "result.json"
-    result = json.loads(path.read_text()) if path.exists() else {"code": -1, "failed": None, "ran": 0}
+    result = json.loads(path.read_text()) if path.exists() else {"failed": None, "ran": 0}
+    result.setdefault("code", os.waitstatus_to_exitcode(status) or -1)
     return result | {"log": (folder / "log.txt").read_text(errors="replace")}
 
 
@@ -113,7 +114,9 @@ def verdict(result: dict) -> tuple[bool, str]:
     code, failed = result["code"], result["failed"]
     if code == 1 and failed and " of " not in failed.split("::")[0]:
         return True, failed.removeprefix("tests/")
-    why = {0: "NOT CAUGHT", -1: "NOT CAUGHT: the tests died or ran too long"}
+    if code in (-signal.SIGSEGV, -signal.SIGABRT):  # Triton's interpreter left the memory of an array
+        return True, f"the tests end with {signal.Signals(-code).name}"
+    why = {0: "NOT CAUGHT", -signal.SIGALRM: "NOT CAUGHT: the tests ran too long"}
     return False, why.get(code, f"LEDGER: pytest exits with {code}, {failed or result['log'][-300:]}")
 
 
@@ -125,9 +128,9 @@ def plant(source: Path, faults: list[Fault], jobs: int) -> list[tuple[Fault, boo
             (folder / "copy" / "unsloth_pack" / fault.file).write_text(fault.edited())
             pid = start(folder, fault.tests)
             running[pid] = fault, folder, time.monotonic()
-        pid, _ = os.wait()
+        pid, status = os.wait()
         fault, folder, began = running.pop(pid)
-        caught, text = verdict(result_of(pid, folder))
+        caught, text = verdict(result_of(pid, folder, status))
         shutil.rmtree(folder, ignore_errors=True)
         results[fault.name] = fault, caught, text
         print(
@@ -167,8 +170,8 @@ def main() -> int:
     folder = copied(ROOT)  # in which modules are compiled once; the others are copies of it
     try:
         pid = start(folder, dict.fromkeys(test for fault in faults for test in fault.tests))
-        os.waitpid(pid, 0)
-        whole = result_of(pid, folder)
+        _, status = os.waitpid(pid, 0)
+        whole = result_of(pid, folder, status)
         if whole["code"]:
             print(whole["log"], f"The tests fail without a fault: {whole['failed']}", sep="\n")
             return 1
