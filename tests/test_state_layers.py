@@ -403,16 +403,10 @@ def test_architectures_that_leak_are_refused_by_name(model_type):
 
 def test_an_architecture_without_a_patch_is_told_which_is_the_nearest():
     for model_type, near in {
-        "granitemoe": "the nearest is 'mixtral': its configuration adds attention_bias, .*, its layers add b",
-        "minimax_m2": "the nearest is 'mixtral': .*, its layers add e_score_correction_bias, k_norm, q_n",
-        "cohere2_moe": "the nearest is 'olmoe': its configuration adds .* and lacks .*, its layers add .*",
-        "cohere_compass_text": "the nearest is 'cohere2': its configuration adds pooling; add a file",
-        # its configuration has the fields of apertus
-        "bitnet": "the nearest is 'gemma': .*, its layers add attn_sub_norm, ffn_sub_norm; ",
+        "granitemoe": "the nearest name is 'granite'",
         "qwen9": "the nearest name is 'qwen",  # which transformers does not know
-        "qwen3_5": "its text model, 'qwen3_5_text', has one; ",
+        "qwen3_5": "the nearest name is 'qwen3_5_text'",
         "gpt2": "add a file to unsloth_pack/models",  # nothing is near
-        "bert": "add a file to unsloth_pack/models",  # half of its fields are apertus'
     }.items():
         with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' has no patch; {near}") as refusal:
             spec_of(model_type)

@@ -1,5 +1,7 @@
 """The architectures that can be patched: one small file of data each."""
 
+from difflib import get_close_matches
+
 from unsloth_pack.errors import UnsupportedArchitecture
 from unsloth_pack.models import (
     apertus,
@@ -55,7 +57,6 @@ from unsloth_pack.models import (
     smolvlm,
     youtu,
 )
-from unsloth_pack.models.nearest import nearest
 from unsloth_pack.models.refused import LEAKING
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.models.vision_spec import VisionSpec
@@ -147,9 +148,11 @@ def spec_of(model_type: str) -> ArchSpec:
             "transformers"
         )
     if model_type not in _SPECS:
-        near = nearest(model_type, supported_architectures().keys())
+        inner = f"{model_type}_text"  # of a model of vision and language
+        alike = [inner] if inner in _SPECS else get_close_matches(model_type, _SPECS, n=1)
+        near = f"the nearest name is {alike[0]!r}; " if alike else ""
         raise UnsupportedArchitecture(
-            f"model type {model_type!r} has no patch; {near + '; ' if near else ''}add a file to "
-            f"unsloth_pack/models, see CONTRIBUTING.md; supported are {', '.join(sorted(_SPECS))}"
+            f"model type {model_type!r} has no patch; {near}add a file to unsloth_pack/models, see "
+            f"CONTRIBUTING.md; supported are {', '.join(sorted(_SPECS))}"
         )
     return _SPECS[model_type]
