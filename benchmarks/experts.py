@@ -37,10 +37,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 from unsloth_pack import FastLanguageModel, patch_model
-from unsloth_pack.forwards.experts import FastExperts, FastExpertsLora, gate_of
-from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
-from unsloth_pack.lora.quantised_stacks import quantise_stacks
-from unsloth_pack.lora.stacks import is_expert_adapter, is_experts, quantise_experts
+from unsloth_pack.layers.mlp import GateAndUpPlan
+from unsloth_pack.layers.moe import FastExperts, FastExpertsLora, gate_of
+from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts, quantise_experts, quantise_stacks
 
 RANK, RUNS, WARM_UPS = 16, 20, 5
 LAYER = ["experts.gate_up_proj", "experts.down_proj"]

@@ -208,9 +208,9 @@ def train(peer: str, case: Case, folder: str, work: Path, weights: str) -> dict[
     )
     kind: Any = SFTTrainer
     if OURS.get(peer) is not None:
-        from unsloth_pack.training.trl import RunTrainer as kind
+        from unsloth_pack.training.trainer import RunTrainer as kind
     if "masters_on_host" in options:
-        from unsloth_pack.training.host_masters import check_host_memory
+        from unsloth_pack.training.cpu_master_weights import check_host_memory
 
         check_host_memory(model)
     seen: dict[str, Any] = {}

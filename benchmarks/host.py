@@ -154,8 +154,8 @@ def replay_nothing(graphs: Any) -> None:
     """Capture forms as on a GPU, in graphs whose replay computes nothing."""
     import torch
 
-    from unsloth_pack.forwards.mixers import attention
-    from unsloth_pack.graphs import step_graphs
+    from unsloth_pack.cuda_graphs import step as step_graphs
+    from unsloth_pack.layers.mixers import attention
 
     capture_form = step_graphs.capture_form
     instead = {
@@ -185,18 +185,17 @@ def replay_nothing(graphs: Any) -> None:
 
 def watch(parts: Parts, model: Any) -> None:
     """Name the parts of a step that are timed."""
-    from unsloth_pack.forwards import causal_lm
-    from unsloth_pack.graphs.capture import CapturedForm
-    from unsloth_pack.graphs.decoder_state import DecoderState
-    from unsloth_pack.graphs.row_form import RowForm
-    from unsloth_pack.row.packed_row import PackedRow
+    from unsloth_pack.cuda_graphs.capture import CapturedForm, DecoderState
+    from unsloth_pack.cuda_graphs.shapes import ShapeBucket
+    from unsloth_pack.layers import causal_lm
+    from unsloth_pack.packed_row.row import PackedRow
 
     for owner, name, part in (
         (causal_lm, "row_of_call", "describe the row"),
         (causal_lm, "_StepLabels", "labels checked and masked"),
         (causal_lm, "LabelledHead", "labels counted"),
         (DecoderState, "matches", "is the decoder as captured"),
-        (RowForm, "of", "form of the row"),
+        (ShapeBucket, "of", "form of the row"),
         (PackedRow, "fill", "fill the static row"),
         (CapturedForm, "launch", "launch the forward graph"),
         (CapturedForm, "output", "gradients of what was launched"),
@@ -245,8 +244,7 @@ def train_with_trl(model: Any, parts: Parts, steps: int) -> None:
 def train_as_a_run(model: Any, parts: Parts, steps: int) -> None:
     import torch
 
-    from unsloth_pack.training.trl import make_trainer
-    from unsloth_pack.training.trl_setup import sft_config
+    from unsloth_pack.training.trainer import make_trainer, sft_config
 
     def make(folder: str, rows: Any, callbacks: list[Any]) -> Any:
         config = sft_config(folder, padding_free=True, dtype=torch.float32, **arguments(steps))

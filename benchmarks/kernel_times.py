@@ -490,7 +490,7 @@ def nf4(linear: torch.nn.Linear) -> torch.nn.Module:
 
 
 def over_one_input(name: str, shape: Shape, attention: Any, names: tuple[str, ...]) -> Subject:
-    from unsloth_pack.lora.layers import project
+    from unsloth_pack.lora.linear import project
 
     layers = [getattr(attention, name) for name in names]
     return Subject(

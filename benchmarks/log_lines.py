@@ -59,12 +59,12 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from unsloth_pack.patching import late_lines
+    from unsloth_pack.patching.trainer_hooks import deferred_logging
 
     on_gpu = torch.cuda.is_available()
     model, tokenizer = load("ours", case, folder)
     if peer == "at-once":
-        late_lines.may_wait = lambda trainer: False
+        deferred_logging.may_wait = lambda trainer: False
     config = SFTConfig(
         output_dir=str(work / f"log-lines-{peer}"),
         per_device_train_batch_size=1,

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from unsloth_pack.packing import concatenate_and_pack, pack_sequences, plan_packs
-from unsloth_pack.packing.plan import STRATEGIES
+from unsloth_pack.packing.planner import STRATEGIES
 
 MEAN, CAPACITY = 370, 4096
 LISTS, LIST_MEAN, ROW, VOCABULARY = 100_000, 250, 2048, 151_936

@@ -108,7 +108,7 @@ def prepare(data: Path, work: Path, shape: str) -> None:
 def documents_of(path: Path) -> list[dict[str, str]]:
     """Prompts with completions from a file of any format; plain text gives completions only."""
     from unsloth_pack.data import load_rows, to_trl
-    from unsloth_pack.data.readers import SUFFIXES
+    from unsloth_pack.data.files import SUFFIXES
 
     if path.suffix not in SUFFIXES:
         return []
@@ -234,7 +234,7 @@ def note_updates(notes: Path) -> None:
     """Let the command line's trainer note what each update saw, without waiting for the device."""
     import torch
 
-    import unsloth_pack.training.trl
+    import unsloth_pack.training.trainer
 
     hashed = torch.randint(-(2**62), 2**62, (2**20,), generator=torch.Generator().manual_seed(0))
 
@@ -242,7 +242,7 @@ def note_updates(notes: Path) -> None:
         """An int64 that tells a row from every other."""
         return ((ids.flatten() + 1) * hashed[: ids.numel()].to(ids.device)).sum()
 
-    class NotingTrainer(unsloth_pack.training.trl.RunTrainer):
+    class NotingTrainer(unsloth_pack.training.trainer.RunTrainer):
         def train_from(self, checkpoint: Path | None) -> None:
             rows = [int(mark(torch.tensor(row["input_ids"]))) for row in self.train_dataset]
             start = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
@@ -274,7 +274,7 @@ def note_updates(notes: Path) -> None:
         with notes.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    unsloth_pack.training.trl.RunTrainer = NotingTrainer  # type: ignore[misc]
+    unsloth_pack.training.trainer.RunTrainer = NotingTrainer  # type: ignore[misc]
 
 
 def memory() -> dict[str, int]:

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from unsloth_pack.attention import BACKENDS, AttentionOptions
 from unsloth_pack.kernels import reference
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
-varlen = import_module("unsloth_pack.kernels.varlen_attention")  # whose name the function has taken
+varlen = import_module("unsloth_pack.kernels.attention")  # whose name the function has taken
 Tile = varlen.Tile
 H, K, D = 8, 4, 256
 OPTIONS = AttentionOptions(scale=D**-0.5, softcap=50.0)

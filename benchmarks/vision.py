@@ -147,7 +147,7 @@ def plain_model(folder: str, dtype: Any, lora: dict[str, Any], tower: str) -> tu
     from peft import LoraConfig
     from transformers import AutoModelForImageTextToText
 
-    from unsloth_pack.lora.vision_parts import TrainedParts, vision_targets
+    from unsloth_pack.lora.vision_targets import TrainedParts, vision_targets
 
     on_gpu = torch.cuda.is_available()
     has_flash = on_gpu and importlib.util.find_spec("flash_attn") is not None
@@ -165,7 +165,7 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from unsloth_pack.images.families import image_maker
+    from unsloth_pack.images.families import make_image_family
 
     say("libraries imported")
     on_gpu = torch.cuda.is_available()
@@ -173,7 +173,7 @@ def train(peer: str, case: Case, folder: str, args: argparse.Namespace) -> dict[
     model, adapter = load(peer, case, folder, args.tower, checkpointing)
     say("model loaded")
     config, processor = processor_in(folder, case.shape)
-    make = image_maker(config, processor.image_processor)
+    make = make_image_family(config, processor.image_processor)
     rows = updates(case.sides, case.row_tokens, make, case.steps)
     if args.images == "ready":
         collate: Any = ReadyBatches.of(rows, config, processor, packs=peer == "ours")

@@ -38,11 +38,11 @@ class ReadyBatches:
         cls, updates: Sequence[Sequence[Document]], config: Any, processor: Any, packs: bool
     ) -> "ReadyBatches":
         """Encode all documents, and decode every file once."""
-        from unsloth_pack.images.documents import VisionEncoder
-        from unsloth_pack.images.families import image_maker
+        from unsloth_pack.images.encoding import VisionEncoder
+        from unsloth_pack.images.families import make_image_family
         from unsloth_pack.images.tokens import image_tokens_of
 
-        make = image_maker(config, processor.image_processor)
+        make = make_image_family(config, processor.image_processor)
         encode = VisionEncoder(processor.tokenizer, image_tokens_of(config), make, config=config)
         read = file_reader(make)
         return cls(
@@ -74,9 +74,9 @@ class ReadyBatches:
     def _packed(
         self, ids: list[np.ndarray], labels: list[np.ndarray], images: list[list[Any]]
     ) -> dict[str, Any]:
-        from unsloth_pack.images.pictured_row import PicturedRow
+        from unsloth_pack.images.packed_rows import RowWithImages
 
-        made = PicturedRow.of(ids, labels, images, self.placeholder, self.make)
+        made = RowWithImages.of(ids, labels, images, self.placeholder, self.make)
         return {
             "input_ids": made.ids,
             "labels": made.labels,
@@ -104,7 +104,7 @@ def file_reader(make: Any) -> Callable[[bytes, int], tuple[Any, Any]]:
 
     The pixels are bfloat16. Every file is read once.
     """
-    from unsloth_pack.images.sources import ImageSource
+    from unsloth_pack.images.reading import ImageSource
 
     @cache
     def read(file: bytes, of_document: int) -> tuple[Any, Any]:

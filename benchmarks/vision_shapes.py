@@ -308,7 +308,7 @@ def updates(sides: str, row_tokens: int, make: Any, count: int) -> list[list[Doc
 
 def _documents(sides: tuple[int, ...], most: int, make: Any) -> Iterator[tuple[Document, int]]:
     """Documents and about how many tokens each has; those that fit into no row are left out."""
-    from unsloth_pack.images.sources import ImageSource
+    from unsloth_pack.images.reading import ImageSource
 
     draw = random.Random(0)
 

@@ -34,7 +34,7 @@ from vision_batches import file_reader
 from vision_shapes import SHAPES, SIDES, VisionShape, updates
 
 from unsloth_pack import patch_model
-from unsloth_pack.images.families import image_maker
+from unsloth_pack.images.families import make_image_family
 
 TOWERS = [name for name, shape in SHAPES.items() if "qwen" in shape.model_type]
 SLACK, SMALL = 3.0, 1e-6
@@ -105,7 +105,7 @@ def rows_of(
     shape: VisionShape, model: Any, sides: str, row_tokens: int, count: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Pixels on the device and grids on the host of rows with images."""
-    make = image_maker(model.config, shape.image_processor())
+    make = make_image_family(model.config, shape.image_processor())
     read = file_reader(make)
     for documents in updates(sides, row_tokens, make, count):
         images = [read(file, len(one.sides)) for one in documents for file in one.jpegs()]

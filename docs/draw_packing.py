@@ -22,7 +22,7 @@ from unsloth_pack.data import load_rows, to_trl
 from unsloth_pack.data.tokenize import tokenize
 from unsloth_pack.demo import MODEL_DIR
 from unsloth_pack.packing import PackedSampler, plan_packs
-from unsloth_pack.packing.plan import STRATEGIES
+from unsloth_pack.packing.planner import STRATEGIES
 
 HERE = Path(__file__).parent
 RANKS, ROWS_PER_RANK = 4, 4

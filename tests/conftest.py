@@ -94,18 +94,18 @@ def plain_torch_on_a_cpu():
 @pytest.fixture(autouse=True, scope="module")
 def no_figures():
     """Five of them take longer than a short run: they are empty. Returns what draws them."""
-    from unsloth_pack.report import rendering
+    from unsloth_pack.report import terminal
 
-    empty, draw = {"svg": b"<svg></svg>", "png": b"\x89PNG"}, rendering.render
+    empty, draw = {"svg": b"<svg></svg>", "png": b"\x89PNG"}, terminal.render
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rendering, "render", lambda draw, file_format, **_: empty[file_format])
+        patched.setattr(terminal, "render", lambda draw, file_format, **_: empty[file_format])
         yield draw
 
 
 @pytest.fixture(autouse=True)
 def figures_where_they_are_tested(request, no_figures, monkeypatch):
     if "draws" in request.keywords:
-        monkeypatch.setattr("unsloth_pack.report.rendering.render", no_figures)
+        monkeypatch.setattr("unsloth_pack.report.terminal.render", no_figures)
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def quick_tests_start_no_process(request, monkeypatch):
 @pytest.fixture
 def leak(monkeypatch):
     """Attention whose first boundary is off by one."""
-    from unsloth_pack.row.packed_row import PackedRow
+    from unsloth_pack.packed_row.row import PackedRow
 
     right = PackedRow.stacks.func
 
@@ -133,13 +133,13 @@ def leak(monkeypatch):
         return right(wrong)
 
     monkeypatch.setattr(PackedRow, "stacks", property(shifted))
-    monkeypatch.setattr("unsloth_pack.forwards.leak_probe._LENGTHS", (7, 3, 16, 2))
+    monkeypatch.setattr("unsloth_pack.layers.leak_probe._LENGTHS", (7, 3, 16, 2))
 
 
 @pytest.fixture
 def described(monkeypatch):
     """The shapes of the rows that were described."""
-    from unsloth_pack.row import from_call
+    from unsloth_pack.packed_row import describe as from_call
 
     shapes, describe = [], from_call.describe_row
 

@@ -12,13 +12,12 @@ from trl import SFTTrainer
 from warm import two_ranks
 
 from unsloth_pack import patch_model
-from unsloth_pack.training.trl import make_trainer
-from unsloth_pack.training.trl_setup import sft_config
+from unsloth_pack.training.trainer import make_trainer, sft_config
 
 LENGTHS = [[5, 1, 9, 3], [12, 4], [7], [2, 2, 20], [6, 6], [30, 1], [8, 3, 3], [11], [4, 17]]
-TRLS_OWN = "unsloth_pack.patching.late_metrics.reads_late"
-ON_A_GPU = "unsloth_pack.patching.late_lines._computes_while_the_host_goes_on"
-NOT_FLAT = "unsloth_pack.patching.flat_updates.why_not_flat"
+TRLS_OWN = "unsloth_pack.patching.trainer_hooks.deferred_logging.reads_late"
+ON_A_GPU = "unsloth_pack.patching.trainer_hooks.deferred_logging._computes_while_the_host_goes_on"
+NOT_FLAT = "unsloth_pack.patching.trainer_hooks.optimizer.why_not_flat"
 
 
 def rows(packed, seed=0):

@@ -11,9 +11,8 @@ from tiny import tiny_model
 from torch.utils.data import Dataset as OfTorch
 from transformers import Trainer, TrainerCallback, default_data_collator
 
-from unsloth_pack.patching.ahead import LoadsAhead
-from unsloth_pack.patching.collator import RowCollator
-from unsloth_pack.training.trl import make_trainer
+from unsloth_pack.patching.trainer_hooks.prefetch import PrefetchCallback, RowCollator
+from unsloth_pack.training.trainer import make_trainer
 
 
 class Watch(TrainerCallback):
@@ -48,7 +47,7 @@ def watched(trainer):
 
 
 def without_looking_ahead(monkeypatch):
-    monkeypatch.setattr(LoadsAhead, "on_optimizer_step", lambda *_, **__: None)
+    monkeypatch.setattr(PrefetchCallback, "on_optimizer_step", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -141,7 +140,9 @@ class Follows(OfTorch):
 @pytest.mark.parametrize("kind", ["of torch", "transformed", "workers", "not patched"])
 def test_where_nothing_is_loaded_ahead(kind, tmp_path, monkeypatch):
     fetched = []
-    monkeypatch.setattr("unsloth_pack.patching.ahead._Ahead.fetch", lambda self, n: fetched.append(n))
+    monkeypatch.setattr(
+        "unsloth_pack.patching.trainer_hooks.prefetch._Ahead.fetch", lambda self, n: fetched.append(n)
+    )
     dataset = Dataset.from_list([{"input_ids": [*range(5)], "labels": [*range(5)]}] * 12)
     if kind == "of torch":
         dataset = Follows()

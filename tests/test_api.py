@@ -15,15 +15,9 @@ from safetensors import safe_open
 from tiny import DEVICE, error, random_documents, routing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from unsloth_pack import (
-    FastLanguageModel,
-    InputError,
-    UnsupportedArchitecture,
-    api,
-    supported_architectures,
-)
-from unsloth_pack.files import loading
-from unsloth_pack.files.quantised import refuse_stored_quantised
+from unsloth_pack import FastLanguageModel, InputError, UnsupportedArchitecture, api, supported_architectures
+from unsloth_pack.checkpoints import loading
+from unsloth_pack.checkpoints.loading import refuse_stored_quantised
 from unsloth_pack.patching.patch import patch_of
 
 ARCHITECTURES = list(supported_architectures())
@@ -353,7 +347,7 @@ def test_a_save_that_fails_leaves_what_was_there(folder, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("unsloth_pack.files.saving.write_weights", full)
+    monkeypatch.setattr("unsloth_pack.checkpoints.saving.write_weights", full)
     with pytest.raises(InputError, match="No space left on device"):
         model.save_pretrained_merged(target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before

@@ -26,10 +26,10 @@ from unsloth_pack.attention import (
 )
 from unsloth_pack.attention.flash import VarlenKernel, flash_attn_4, refuse_int32_overflow
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.forwards.mixers import MIXERS
-from unsloth_pack.patching.decoder_parts import mixers_by_layer
+from unsloth_pack.layers.mixers import MIXERS
+from unsloth_pack.packed_row.row import PackedRow
+from unsloth_pack.patching.parts import mixers_by_layer
 from unsloth_pack.recipe.checks import check_backend
-from unsloth_pack.row.packed_row import PackedRow
 
 ROWS = {
     "mixed": (1, 2, 31, 32, 33, 127, 128, 129),

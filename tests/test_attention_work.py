@@ -6,12 +6,12 @@ from tiny import tiny_model
 from tiny_vision import vision_model
 
 from unsloth_pack.packing import PackedSampler
-from unsloth_pack.training import attention_work
-from unsloth_pack.training.attention_work import attention_share
+from unsloth_pack.training import sampling
+from unsloth_pack.training.sampling import attention_share
 
 ROWS = [[30], [10, 20]]
 OF_TOKEN = (30**2 + 10**2 + 20**2) / 60  # tokens of a token's document on average
-SLOWER, NOT_FULL = attention_work._SLOWER, attention_work._NOT_FULL
+SLOWER, NOT_FULL = sampling._SLOWER, sampling._NOT_FULL
 
 
 def share(width, weights):

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from warm import in_two_processes
 
+from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
 from unsloth_pack.errors import InputError
-from unsloth_pack.graphs.flat_adamw import FlatAdamW
-from unsloth_pack.training import averaging
-from unsloth_pack.training.averaging import AveragedGradients
-from unsloth_pack.training.trl import make_trainer
+from unsloth_pack.training import distributed
+from unsloth_pack.training.distributed import AveragedGradients
+from unsloth_pack.training.trainer import make_trainer
 
 MICRO_BATCHES = 3
 
@@ -89,7 +89,7 @@ def test_a_weight_without_a_gradient_is_an_error(tmp_path):
 
 def of_size(rank, most, taken_over):
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(averaging, "_MOST_BYTES", most)
+        patching.setattr(distributed, "_MOST_BYTES", most)
         model = small_model()  # 64 numbers of 4 bytes
         optimizer = FlatAdamW(model.parameters(), lr=0.1, fused=True)
         parallel, averaged = DistributedDataParallel(model), AveragedGradients()

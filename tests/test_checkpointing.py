@@ -9,11 +9,11 @@ import torch
 from tiny import DEVICE, random_documents, run_packed, tiny_model
 
 from unsloth_pack import patch_model
+from unsloth_pack.cuda_graphs import activation_offload
+from unsloth_pack.cuda_graphs.activation_offload import ActivationOffload
+from unsloth_pack.cuda_graphs.memory import GraphMemory
+from unsloth_pack.cuda_graphs.recomputed_layers import RecomputedLayers
 from unsloth_pack.errors import InputError
-from unsloth_pack.graphs import host_store
-from unsloth_pack.graphs.host_store import HostStore
-from unsloth_pack.graphs.memory import GraphMemory
-from unsloth_pack.graphs.recomputed_layers import RecomputedLayers
 from unsloth_pack.memory import recompute
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.memory.recompute import RecomputePlan
@@ -142,9 +142,9 @@ class FakeOnHost:
 
 
 def test_the_next_input_is_fetched_while_one_is_used(monkeypatch):
-    monkeypatch.setattr(host_store, "_OnHost", FakeOnHost)
+    monkeypatch.setattr(activation_offload, "_OnHost", FakeOnHost)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    store = HostStore(lambda number, x: None)
+    store = ActivationOffload(lambda number, x: None)
     inputs = [SimpleNamespace(is_cuda=True, device=None, nbytes=8) for _ in range(5)]
     held = [store.put(x) for x in inputs]
     assert [h.is_let_go for h in held] == [True, True, True, True, False]  # by the one after it
@@ -160,9 +160,9 @@ def test_the_next_input_is_fetched_while_one_is_used(monkeypatch):
 
 def test_an_input_that_is_fetched_and_never_taken_is_waited_for(monkeypatch):
     """That of a frozen layer, below which nothing trains. A graph may not end before its copy does."""
-    monkeypatch.setattr(host_store, "_OnHost", FakeOnHost)
+    monkeypatch.setattr(activation_offload, "_OnHost", FakeOnHost)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    store = HostStore(lambda number, x: None)
+    store = ActivationOffload(lambda number, x: None)
     held = [store.put(SimpleNamespace(is_cuda=True, device=None, nbytes=8)) for _ in range(3)]
     for number in (2, 1):
         store.take(held[number])
@@ -289,7 +289,7 @@ def test_a_host_without_memory_is_not_filled(monkeypatch):
     """A tensor of 700 bytes takes 1,024; what a step has had is there for the next."""
     free = {"available": 3500}
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(**free))
-    store, held = HostStore(), [torch.zeros(1) for _ in range(4)]
+    store, held = ActivationOffload(), [torch.zeros(1) for _ in range(4)]
     for step in range(2):
         for x in held[:3]:
             store._require_room(700)

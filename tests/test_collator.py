@@ -12,13 +12,12 @@ from trainer_runs import arguments
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.patching.collator import RowCollator
-from unsloth_pack.patching.late_lines import LogLine
-from unsloth_pack.row import from_call
-from unsloth_pack.row.packed_row import PackedRow
-from unsloth_pack.row.padded_batch import PaddedBatch
-from unsloth_pack.training.trl import make_trainer
-from unsloth_pack.training.trl_setup import row_collator, sft_config
+from unsloth_pack.packed_row import describe
+from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.packed_row.row import PackedRow
+from unsloth_pack.patching.trainer_hooks.deferred_logging import LogLine
+from unsloth_pack.patching.trainer_hooks.prefetch import RowCollator
+from unsloth_pack.training.trainer import make_trainer, row_collator, sft_config
 
 LENGTHS = [5, 1, 9, 3]
 
@@ -62,8 +61,8 @@ def test_the_trainer_of_a_run_reads_nothing_back(
     monkeypatch,
 ):
     """Rows are described in the loader alone; none of the descriptions is looked for in a call."""
-    entered, row_itself = [], from_call._row_itself
-    monkeypatch.setattr(from_call, "_row_itself", lambda row, *a: entered.append(row) or row_itself(row, *a))
+    entered, row_itself = [], describe._row_itself
+    monkeypatch.setattr(describe, "_row_itself", lambda row, *a: entered.append(row) or row_itself(row, *a))
     rows = Dataset.from_list([example(seed=seed) for seed in range(4)])
     config = sft_config(
         str(tmp_path),

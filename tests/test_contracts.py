@@ -9,8 +9,8 @@ from torch import nn
 
 from unsloth_pack import patch_model, verify
 from unsloth_pack.errors import InputError
-from unsloth_pack.forwards import mixers
-from unsloth_pack.forwards.mixers import Choice
+from unsloth_pack.layers import mixers
+from unsloth_pack.layers.mixers import Choice
 from unsloth_pack.patching import patch as patching
 
 LENGTHS = [5, 1, 9, 3]

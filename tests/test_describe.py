@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.row.from_call import describe_row, row_of_call
-from unsloth_pack.row.labels import CountedLabels, checked_labels
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.describe import describe_row, row_from_call
+from unsloth_pack.packed_row.labels import CountedLabels, checked_labels
+from unsloth_pack.packed_row.row import PackedRow
 
 CPU = torch.device("cpu")
 
@@ -75,11 +75,11 @@ def test_all_descriptions_mean_the_same_row(lengths):
 def test_a_keyword_that_is_nearly_one_of_a_row_is_refused():
     inputs = {"input_ids": torch.zeros(1, 5, dtype=torch.int64), "attention_mask": None}
     with pytest.raises(InputError, match="packed_seq_length is no argument of the model; do you mean"):
-        row_of_call(inputs, {"packed_seq_length": [5]}, True)
+        row_from_call(inputs, {"packed_seq_length": [5]}, True)
 
 
 def test_descriptions_on_a_device_come_apart_after_their_one_transfer(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.row.readings.is_remote", lambda x: isinstance(x, torch.Tensor))
+    monkeypatch.setattr("unsloth_pack.packed_row.describe.is_remote", lambda x: isinstance(x, torch.Tensor))
     lengths = [3, 1, 4, 2]
     for name, description in every_description(lengths).items():
         row = describe_row((1, 10), CPU, **description)
@@ -492,7 +492,7 @@ def test_labels_without_loss_where_no_loss_is_are_no_contradiction():
 def test_what_is_on_a_device_comes_in_one_transfer(monkeypatch):
     positions, seq_idx = positions_of([3, 4])[None], torch.tensor([[0] * 3 + [1] * 4])
     remote = {id(positions), id(seq_idx)}
-    monkeypatch.setattr("unsloth_pack.row.readings.is_remote", lambda x: id(x) in remote)
+    monkeypatch.setattr("unsloth_pack.packed_row.describe.is_remote", lambda x: id(x) in remote)
     transfers, to_cpu = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.numel()) or to_cpu(x))
     assert describe_row((1, 7), CPU, packed_seq_lengths=[3, 4]) is not None

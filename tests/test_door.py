@@ -19,14 +19,14 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from trl.trainer.utils import add_fused_lm_head
 
 from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
+from unsloth_pack.cuda_graphs.capture import DecoderState
+from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
-from unsloth_pack.graphs.decoder_state import DecoderState
-from unsloth_pack.graphs.step_graphs import StepGraphs
 from unsloth_pack.losses.contract import LabelledHead
 from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.patching import ahead
-from unsloth_pack.row import from_call
-from unsloth_pack.training.trl_setup import _loss_needs_cuda
+from unsloth_pack.packed_row import describe
+from unsloth_pack.patching.trainer_hooks import prefetch
+from unsloth_pack.training.trainer import _loss_needs_cuda
 
 LENGTHS = [5, 1, 9, 3]
 VOCABULARY = 260  # of the tokenizer that the trainers get
@@ -93,7 +93,7 @@ def test_trls_trainer_describes_a_row_once(
 ):
     """In the loader, if the collator is TRL's."""
     if not by_loader:
-        monkeypatch.setattr(ahead, "is_trls", lambda collate: False)
+        monkeypatch.setattr(prefetch, "is_trls", lambda collate: False)
     trainer = sft(patched(adapter=adapter), tmp_path, gradient_accumulation_steps=1, num_train_epochs=2)
     trainer.train()
     assert len(described) == (0 if by_loader else 2 * len(trainer.train_dataset))
@@ -111,7 +111,7 @@ def test_a_row_that_comes_with_the_call_is_not_described(described):
     model = patched()
     documents = random_documents(LENGTHS)
     expected = model(**row(documents), packed_seq_lengths=LENGTHS)
-    known = from_call.PackedRow.of_lengths(tuple(LENGTHS), torch.device("cpu"))
+    known = describe.PackedRow.of_lengths(tuple(LENGTHS), torch.device("cpu"))
     del described[:]
     got = model(**row(documents), position_ids=positions(LENGTHS), packed_row=known)
     assert torch.equal(got.loss, expected.loss)
@@ -421,7 +421,7 @@ def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(
     tmp_path, no_chunked_head, described, monkeypatch
 ):
     """And keeps its own head when the patch is undone."""
-    monkeypatch.setattr(ahead, "is_trls", lambda collate: False)  # so that the model describes every row
+    monkeypatch.setattr(prefetch, "is_trls", lambda collate: False)  # so that the model describes every row
     model = tiny_model("qwen3", torch.float32, vocab_size=VOCABULARY)
     trainer = sft(model, tmp_path, gradient_accumulation_steps=1, max_steps=2, num_train_epochs=1)
     its_own = vars(base_of(model))["forward"]
@@ -433,7 +433,7 @@ def test_a_trainer_that_is_there_before_the_patch_gets_the_kernel(
 
 
 def test_two_trainers_after_one_another(tmp_path, no_chunked_head, described, monkeypatch):
-    monkeypatch.setattr(ahead, "is_trls", lambda collate: False)  # so that the model describes every row
+    monkeypatch.setattr(prefetch, "is_trls", lambda collate: False)  # so that the model describes every row
     model = patched(adapter=False)
     for number in range(2):
         trainer = sft(model, tmp_path / str(number), max_steps=1, gradient_accumulation_steps=1)

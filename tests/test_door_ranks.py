@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from warm import in_two_processes
 
 from unsloth_pack import patch_model
-from unsloth_pack.row import from_call
+from unsloth_pack.packed_row import describe as from_call
 
 LENGTHS = {0: [5, 1, 9, 3], 1: [8, 2, 4]}
 

@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from unsloth_pack import FastLanguageModel, patch_model, supported_architectures
+from unsloth_pack.checkpoints.loading import load_adapter
+from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.loading import load_adapter
-from unsloth_pack.files.merging import merged_weights
-from unsloth_pack.lora.stacked_options import refuse_on_stacks
-from unsloth_pack.lora.targets import default_names, lora_targets
+from unsloth_pack.lora.targets import default_names, lora_targets, refuse_on_stacks
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION = {f"layers.{i}.self_attn.{name}" for i in (0, 1) for name in SEVEN[:4]}

@@ -14,14 +14,14 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 from unsloth_pack import patch_model, supported_architectures
-from unsloth_pack.forwards import experts as fast
-from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
+from unsloth_pack.layers import moe as fast
+from unsloth_pack.layers.mlp import GateAndUpPlan
 from unsloth_pack.lora import experts as module
-from unsloth_pack.lora.stacks import is_expert_adapter, is_experts
+from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_experts
 from unsloth_pack.losses.trl_head import load_balancing_loss
 from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.models import spec_of
-from unsloth_pack.patching.decoder_parts import _mlps
+from unsloth_pack.models import arch_spec_for
+from unsloth_pack.patching.parts import _mlps
 
 EXPERTS, WIDTH, FEATURES, RANK = 5, 32, 24, 3
 LAYOUTS = {
@@ -368,6 +368,6 @@ def test_a_shared_expert_is_a_gated_mlp():
     config = Qwen2MoeConfig(hidden_size=64, shared_expert_intermediate_size=32, **sizes)
     block = Qwen2MoeSparseMoeBlock(config)
     assert [type(one).__name__ for one in block.modules() if is_experts(one)] == ["Qwen2MoeExperts"]
-    ((_, mlp, projections),) = _mlps(0, block, spec_of("qwen2_moe"))
+    ((_, mlp, projections),) = _mlps(0, block, arch_spec_for("qwen2_moe"))
     assert type(mlp).__name__ == "Qwen2MoeMLP"
     assert projections == (("gate_proj", "up_proj"), "down_proj")

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny import DEVICE
 from torch.optim import AdamW
 
-from unsloth_pack.graphs.flat_adamw import FlatAdamW
-from unsloth_pack.graphs.flat_gradients import FlatGradients
-from unsloth_pack.training.trl import make_trainer
+from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW, FlatGradients
+from unsloth_pack.training.trainer import make_trainer
 
 SHAPES = [(4, 7), (3,), (7, 4), (4, 7), (1, 1), (33, 5), (3,), (4, 7)]
 UPDATES = 4

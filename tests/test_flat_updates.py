@@ -14,10 +14,10 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from unsloth_pack import patch_model
-from unsloth_pack.graphs.flat_adamw import FlatAdamW
-from unsloth_pack.patching import flat_updates
-from unsloth_pack.patching.flat_updates import update_flat, why_not_flat
-from unsloth_pack.training.trl import make_trainer
+from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
+from unsloth_pack.patching.trainer_hooks import optimizer
+from unsloth_pack.patching.trainer_hooks.optimizer import update_flat, why_not_flat
+from unsloth_pack.training.trainer import make_trainer
 
 FUSED = {"optim": "adamw_torch_fused", "weight_decay": 0.1}
 
@@ -146,7 +146,7 @@ def test_sharded_weights_are_left_alone(how, tmp_path, monkeypatch):
     if how == "launched":
         trainer.is_fsdp_enabled = True  # as `accelerate launch` asks, which `args.fsdp` does not tell
     else:
-        monkeypatch.setattr(flat_updates, "sharded_by", lambda model: "tensor parallelism")
+        monkeypatch.setattr(optimizer, "sharded_by", lambda model: "tensor parallelism")
     assert type(Trainer.create_optimizer(trainer)) is AdamW
 
 

@@ -11,7 +11,7 @@ from tiny import random_documents, run_alone, run_packed, tiny_model
 
 from unsloth_pack import patch_model
 from unsloth_pack.kernels import quantize_rows
-from unsloth_pack.lora import arithmetic, gated_mlp
+from unsloth_pack.lora import arithmetic, mlp
 from unsloth_pack.lora.fp8 import quantize_to_fp8
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
@@ -122,7 +122,7 @@ def assert_alike(got, expected, atol=1e-6):
 def test_tiles_give_what_the_whole_does(monkeypatch, arch, dropout):
     """Every row is quantised by itself. One that is on the edge of two values may fall to either side."""
     expected = outcome(in_fp8(arch, dropout))
-    monkeypatch.setattr(gated_mlp, "_tiles", lambda n, *_: [slice(s, s + 32) for s in range(0, n, 32)])
+    monkeypatch.setattr(mlp, "_tiles", lambda n, *_: [slice(s, s + 32) for s in range(0, n, 32)])
     assert_alike(outcome(in_fp8(arch, dropout)), expected)
 
 
@@ -139,7 +139,7 @@ def test_every_weight_is_transposed_once_and_only_where_a_gradient_goes_through(
     """Of two layers: the first one's q, k and v need none, and tiles share the transposed weights."""
     groups, transposed = [], arithmetic.fp8_transposed
     monkeypatch.setattr(arithmetic, "fp8_transposed", lambda of: groups.append(len(of)) or transposed(of))
-    monkeypatch.setattr(gated_mlp, "_tiles", lambda n, *_: [slice(s, s + 32) for s in range(0, n, 32)])
+    monkeypatch.setattr(mlp, "_tiles", lambda n, *_: [slice(s, s + 32) for s in range(0, n, 32)])
     model = in_fp8()
     outcome(model)  # with the probe of the first step
     groups.clear()

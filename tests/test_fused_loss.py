@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.errors import InputError
-from unsloth_pack.kernels import chunked_head
+from unsloth_pack.kernels import head as chunked_head
 from unsloth_pack.losses.cross_entropy import LossOutput
 
 ARCHITECTURES = list(supported_architectures())

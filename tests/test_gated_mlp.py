@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards import gate_and_up
+from unsloth_pack.layers import mlp as gate_and_up
 from unsloth_pack.lora import arithmetic
-from unsloth_pack.lora import gated_mlp as module
-from unsloth_pack.lora.gated_mlp import gated_mlp
-from unsloth_pack.lora.layers import FastLoraLinear, Recipe
+from unsloth_pack.lora import mlp as module
+from unsloth_pack.lora.linear import FastLoraLinear, Recipe
+from unsloth_pack.lora.mlp import gated_mlp
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 WIDTH, FEATURES, TOKENS = 64, 192, 300

@@ -21,24 +21,22 @@ from typing_extensions import get_protocol_members
 
 from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
-from unsloth_pack.forwards.mixers import AttentionMixer, Choice, Request
-from unsloth_pack.forwards.rotary import rotary_tables
-from unsloth_pack.forwards.unnoticed import left_alone
-from unsloth_pack.graphs.capture import StepOutput, _Replayed, capture_form
-from unsloth_pack.graphs.decoder_state import DecoderState
-from unsloth_pack.graphs.flat_gradients import FlatGradients
-from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm
-from unsloth_pack.graphs.memory import GraphMemory, Token, borrowed
-from unsloth_pack.graphs.protocols import CapturableDecoder
-from unsloth_pack.graphs.row_form import RowForm
-from unsloth_pack.graphs.step_graphs import StepGraphs
-from unsloth_pack.graphs.trials import Trials
+from unsloth_pack.cuda_graphs.capture import DecoderState, StepOutput, _Replayed, capture_form
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
+from unsloth_pack.cuda_graphs.flat_adamw import FlatGradients
+from unsloth_pack.cuda_graphs.memory import GraphMemory, Token, alias_memory
+from unsloth_pack.cuda_graphs.protocols import CapturableDecoder
+from unsloth_pack.cuda_graphs.shapes import Embedded, EmbeddedForm, ShapeBucket
+from unsloth_pack.cuda_graphs.step import StepGraphs
+from unsloth_pack.layers.leak_probe import side_effect_free_pass
+from unsloth_pack.layers.mixers import AttentionMixer, Choice, Request
+from unsloth_pack.layers.rotary import rotary_tables
 from unsloth_pack.memory.checkpointing import enable_checkpointing
-from unsloth_pack.models import spec_of
+from unsloth_pack.models import arch_spec_for
 from unsloth_pack.modules.hooks import has_hooks
-from unsloth_pack.patching.decoder_parts import DecoderParts
+from unsloth_pack.packed_row.row import PackedRow
+from unsloth_pack.patching.parts import DecoderParts
 from unsloth_pack.patching.patch import _why_never_captured
-from unsloth_pack.row.packed_row import PackedRow
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.gpu
@@ -126,7 +124,7 @@ def captured_form(replay):
 def test_a_form_holds_every_row_that_it_is_of():
     for lengths in ([1], [64], [65], [100, 200], [2048], [2000, 3], [1] * 300, [5, 4000, 90]):
         row = PackedRow.of_lengths(lengths, CPU)
-        form = RowForm.of(row)
+        form = ShapeBucket.of(row)
         assert form.tokens >= row.n_tokens
         assert form.tokens - row.n_tokens < max(64, row.n_tokens / 8)
         static = PackedRow.static(form.tokens, form.segments, form.longest, CPU)
@@ -154,7 +152,7 @@ def test_a_form_holds_every_row_that_it_is_of():
 )
 def test_forms_are_few(lengths, form):
     """Sizes are rounded so far up that rows alike in length share one."""
-    assert RowForm.of(PackedRow.of_lengths(lengths, CPU)) == RowForm(*form, None)
+    assert ShapeBucket.of(PackedRow.of_lengths(lengths, CPU)) == ShapeBucket(*form, None)
 
 
 @pytest.fixture
@@ -169,7 +167,7 @@ def autocast_on_a_gpu():
 
 
 def test_what_a_form_holds():
-    form = RowForm(tokens=400, segments=4, longest=128, autocast=None)
+    form = ShapeBucket(tokens=400, segments=4, longest=128, autocast=None)
     held = {"full": [128, 128, 128, 16], "its tail split": [128, 16]}
     too_much = {"documents": [80] * 5, "tail": [20, 30, 40], "length": [129, 64], "tokens": [101] * 4}
     too_much["one token"] = [101, 100, 100, 100]
@@ -180,9 +178,9 @@ def test_what_a_form_holds():
 def test_a_form_reaches_as_far_as_the_positions_of_its_rows():
     row = PackedRow.of_lengths([5, 20], CPU)
     row = replace_fields(row, positions=row.positions + 237)
-    assert RowForm.of(row) == RowForm(64, 64, 512, None)
-    assert RowForm(64, 64, 257, None).holds(row)
-    assert not RowForm(64, 64, 256, None).holds(row)
+    assert ShapeBucket.of(row) == ShapeBucket(64, 64, 512, None)
+    assert ShapeBucket(64, 64, 257, None).holds(row)
+    assert not ShapeBucket(64, 64, 256, None).holds(row)
 
 
 def test_rotary_tables_of_a_form_reach_as_far_as_it_does():
@@ -195,10 +193,10 @@ def test_rotary_tables_of_a_form_reach_as_far_as_it_does():
 
 def test_a_form_is_of_one_autocast(autocast_on_a_gpu):
     row = PackedRow.of_lengths([9], CPU)
-    assert RowForm.of(row) == RowForm(64, 64, 64, torch.bfloat16)
-    assert RowForm(64, 64, 64, torch.bfloat16).holds(row)
-    assert not RowForm(64, 64, 64, torch.float16).holds(row)
-    assert not RowForm(64, 64, 64, None).holds(row)
+    assert ShapeBucket.of(row) == ShapeBucket(64, 64, 64, torch.bfloat16)
+    assert ShapeBucket(64, 64, 64, torch.bfloat16).holds(row)
+    assert not ShapeBucket(64, 64, 64, torch.float16).holds(row)
+    assert not ShapeBucket(64, 64, 64, None).holds(row)
 
 
 def test_a_form_is_of_one_kind_of_inputs():
@@ -216,7 +214,7 @@ def test_a_form_is_of_one_kind_of_inputs():
     assert len({*kinds}) == 7
     assert EmbeddedForm.of(Embedded(embeds, [torch.zeros(5, 4)])) == kinds[5]
     for kind in kinds:
-        form = RowForm.of(row, False, kind)
+        form = ShapeBucket.of(row, False, kind)
         assert [form.holds(row, False, other) for other in kinds] == [other == kind for other in kinds]
 
 
@@ -224,9 +222,9 @@ def test_a_form_holds_rows_without_axes_of_their_own_but_not_the_reverse():
     row = PackedRow.of_lengths([2, 3], CPU)
     of_text = replace_fields(row, axes=np.tile(row.positions, (3, 1)))
     of_image = replace_fields(row, axes=np.stack([row.positions, [0, 7, 0, 1, 1], row.positions]))
-    assert RowForm.of(of_text) == RowForm.of(row)
-    assert not RowForm.of(row).holds(of_image)
-    form = RowForm.of(of_image)
+    assert ShapeBucket.of(of_text) == ShapeBucket.of(row)
+    assert not ShapeBucket.of(row).holds(of_image)
+    form = ShapeBucket.of(of_image)
     assert form.holds(of_image)
     static = PackedRow.static(8, 4, 3, CPU, form.axes)
     for given in (of_image, of_text, row):
@@ -258,7 +256,7 @@ def test_nothing_is_captured_on_a_cpu():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_only_what_reads_the_row_on_the_device_is_captured(backend):
     decoder = tiny_model("llama", device="cpu").get_base_model().model
-    spec = spec_of("llama")
+    spec = arch_spec_for("llama")
     on_gpu = SimpleNamespace(weight=SimpleNamespace(device=SimpleNamespace(type="cuda")))
     decoder.get_input_embeddings = lambda: on_gpu
     request = Request("cpu", torch.float32, "sdpa", "the test")
@@ -278,7 +276,9 @@ def test_graphs_of_much_that_trains_need_memory(held_up, monkeypatch):
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     n_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
     asked = []
-    monkeypatch.setattr(Trials, "why_too_large", lambda _, *given: asked.append(given) or "too little")
+    monkeypatch.setattr(
+        CaptureDecision, "why_too_large", lambda _, *given: asked.append(given) or "too little"
+    )
     graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
     for _ in range(3):
@@ -356,13 +356,13 @@ def test_a_layer_with_a_function_that_nobody_knows_is_not_captured():
 @pytest.fixture
 def held_up(monkeypatch):
     """Rows of every size are known to wait for Python."""
-    monkeypatch.setattr(Trials, "is_held_up", lambda *_: True)
+    monkeypatch.setattr(CaptureDecision, "is_held_up", lambda *_: True)
 
 
 def test_which_forms_are_captured(held_up, monkeypatch):
     """The third row of a form, or any longer row once there are graphs; not a row that wastes a little."""
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda decoder, form, *_: form.tokens)
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.MOST_FORMS", 3)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", lambda decoder, form, *_: form.tokens)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.MOST_FORMS", 3)
     graphs = StepGraphs(None)
 
     def graphs_for(*lengths):
@@ -383,7 +383,7 @@ def test_which_forms_are_captured(held_up, monkeypatch):
 def test_a_form_is_captured_with_room_for_later_rows(held_up, monkeypatch, room_is_free, widths):
     captured = []
     monkeypatch.setattr(
-        "unsloth_pack.graphs.step_graphs.capture_form", lambda _, form, *__: captured.append(form)
+        "unsloth_pack.cuda_graphs.step.capture_form", lambda _, form, *__: captured.append(form)
     )
     graphs = StepGraphs(None, room_is_free)
     rows = [[250] * 8, [20] * 100, [2000], [10] * 200, [1000] * 2]  # all of one size
@@ -394,21 +394,21 @@ def test_a_form_is_captured_with_room_for_later_rows(held_up, monkeypatch, room_
 
 
 def test_how_wide_a_form_becomes():
-    form = RowForm(2048, 64, 256, None)
-    few = [RowForm(1024, 128, 64, None), RowForm(2048, 64, 1024, None)]
-    others = [RowForm(4096, 512, 64, None), RowForm(2048, 512, 64, torch.bfloat16)]
+    form = ShapeBucket(2048, 64, 256, None)
+    few = [ShapeBucket(1024, 128, 64, None), ShapeBucket(2048, 64, 1024, None)]
+    others = [ShapeBucket(4096, 512, 64, None), ShapeBucket(2048, 512, 64, torch.bfloat16)]
     others.append(replace_fields(form, segments=512, router_logits=True))
     assert form.widened([], 1) == form
-    assert form.widened([*few, *others], 1) == RowForm(2048, 128, 1024, None)
-    assert form.widened([*few, *others], 2) == RowForm(2048, 256, 2048, None)
+    assert form.widened([*few, *others], 1) == ShapeBucket(2048, 128, 1024, None)
+    assert form.widened([*few, *others], 2) == ShapeBucket(2048, 256, 2048, None)
     assert form.widened(few, 16).longest == 2048
-    reaches_on = RowForm(64, 64, 512, None)  # its documents begin above position 0
-    assert reaches_on.widened([], 2) == RowForm(64, 128, 512, None)
+    reaches_on = ShapeBucket(64, 64, 512, None)  # its documents begin above position 0
+    assert reaches_on.widened([], 2) == ShapeBucket(64, 128, 512, None)
 
 
 def test_the_nearest_form_that_holds_a_row_is_replayed():
-    near = [RowForm(128, 64, 64, None), RowForm(128, 128, 64, None), RowForm(128, 8, 128, None)]
-    far = [RowForm(192, 8, 48, None), RowForm(64, 64, 64, None), RowForm(128, 1, 64, None)]
+    near = [ShapeBucket(128, 64, 64, None), ShapeBucket(128, 128, 64, None), ShapeBucket(128, 8, 128, None)]
+    far = [ShapeBucket(192, 8, 48, None), ShapeBucket(64, 64, 64, None), ShapeBucket(128, 1, 64, None)]
     row = PackedRow.of_lengths([30, 40, 30], CPU)
     graphs = StepGraphs(None)
     graphs._graphs = {form: form for form in [*reversed(near), *far]}
@@ -420,7 +420,7 @@ def test_the_nearest_form_that_holds_a_row_is_replayed():
 def test_graphs_say_what_they_hold_and_stay_behind():
     graphs = StepGraphs(None)
     assert str(graphs) == "not captured: no form of row has come often enough yet"
-    graphs._graphs = dict.fromkeys(RowForm(tokens, 64, n, None) for tokens in (512, 64) for n in (32, 64))
+    graphs._graphs = dict.fromkeys(ShapeBucket(tokens, 64, n, None) for tokens in (512, 64) for n in (32, 64))
     assert str(graphs) == "captured for 4 forms of rows, of 64, 512 tokens"
     for other in (graphs, StepGraphs("it is too large")):
         for twin in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
@@ -438,8 +438,8 @@ def test_a_capture_that_fails_is_the_last(device, number, monkeypatch, caplog):
     states = []
     generator = SimpleNamespace(clone_state=lambda: "its state", graphsafe_set_state=states.append)
     monkeypatch.setattr(torch.cuda, "default_generators", {number: generator})
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", fail)
-    graphs, form = StepGraphs(None), RowForm(64, 64, 64, None)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", fail)
+    graphs, form = StepGraphs(None), ShapeBucket(64, 64, 64, None)
     graphs._graphs, before = {form: "from before"}, graphs._memory
     monkeypatch.setattr(before, "give_back", lambda: states.append(f"{len(graphs._graphs)} graphs left"))
     assert not graphs._capture(None, form, torch.device(device))
@@ -479,7 +479,7 @@ def test_memory_is_not_released_for_graphs_that_are_held_still(allocations, monk
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments if allocations.sharing else [])
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *what: released.append(what), raising=False)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    held = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, memory)
+    held = capture_form(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, memory)
     assert {held.forward_graph, held.backward_graph} < allocations.sharing
     memory.give_back()
     assert not allocations.sharing
@@ -501,12 +501,12 @@ def test_a_capture_is_of_the_device_of_the_model(held_up, monkeypatch):
         return captured_form(lambda *_: "replayed")
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", capture_there)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", capture_there)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     row, ids = PackedRow.of_lengths([64], CPU), torch.zeros(1, 64, dtype=torch.int64)
     graphs = StepGraphs(None)
-    graphs._rows_seen[64, RowForm.of(row).kind] = 2
+    graphs._rows_seen[64, ShapeBucket.of(row).kind] = 2
     assert graphs.run(model.get_decoder(), row, ids) == "replayed"
     assert not current
 
@@ -605,20 +605,20 @@ def test_graphs_outlive_evaluation_and_probes(held_up, monkeypatch):
         captures.append(captured_form(lambda *given: (f"captured anew {len(captures)}", *given)))
         return captures[-1]
 
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", capture_anew)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", capture_anew)
     model = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5})
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, ids = StepGraphs(None), torch.zeros(1, 64, dtype=torch.int64)
     graphs._state = DecoderState(decoder)
-    graphs._graphs[RowForm.of(row)] = captured_form(lambda *given: given)
+    graphs._graphs[ShapeBucket.of(row)] = captured_form(lambda *given: given)
     assert graphs.run(decoder, row, ids) == (row, ids)
     with torch.no_grad():
         assert graphs.run(decoder, row, ids) is None
     model.eval()
     assert graphs.run(decoder, row, ids) is None
     model.train()
-    with left_alone(model):
+    with side_effect_free_pass(model):
         hook = decoder.embed_tokens.register_forward_hook(lambda *_: None)
         assert graphs.run(decoder, row, ids) is None
         hook.remove()
@@ -740,7 +740,7 @@ def trusted(held_up, monkeypatch):
         return ids
 
     monkeypatch.setattr(
-        "unsloth_pack.graphs.step_graphs.capture_form",
+        "unsloth_pack.cuda_graphs.step.capture_form",
         lambda *_: SimpleNamespace(launch=launch, output=lambda row, ids: "replayed"),
     )
     model = tiny_model("llama", device="cpu", lora={"lora_dropout": 0.5})
@@ -845,12 +845,12 @@ def test_a_step_that_is_replayed_does_not_ask_for_the_free_memory(trusted, monke
 
 def test_a_row_awaited_by_graphs_that_are_gone_holds_the_memory(held_up, monkeypatch):
     captured = captured_form(lambda *_: "replayed")
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: captured)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     decoder, row = model.get_base_model().model, PackedRow.of_lengths([64], CPU)
     graphs, weight = StepGraphs(None), nn.Parameter(torch.ones(2))
-    graphs._rows_seen[64, RowForm.of(row).kind] = 2
+    graphs._rows_seen[64, ShapeBucket.of(row).kind] = 2
     loss = _Replayed.apply(without_kernels(graphs._memory, weight), 3, weight)[0].sum()
     assert graphs.run(decoder, row, torch.zeros(1, 64, dtype=torch.int64)) is None
     assert "backward pass yet" in graphs.why_not
@@ -938,7 +938,7 @@ class RoutedDecoder(TinyDecoder):
 def test_router_logits_are_captured_with_their_gradients(allocations, held_up, monkeypatch):
     """Rows that ask for them and rows that do not have graphs of their own."""
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
-    monkeypatch.setattr(Trials, "why_too_large", lambda *_: None)
+    monkeypatch.setattr(CaptureDecision, "why_too_large", lambda *_: None)
     decoder, graphs = RoutedDecoder(), StepGraphs(None)
     (weight,) = decoder.parameters()
     for step in range(9):
@@ -967,7 +967,7 @@ def without_waits(asked):
 
 def test_a_capture_restricts_no_other_thread(allocations):
     """Under torch's default a loader's thread that pins memory meanwhile fails, and takes the run with it."""
-    captured = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
+    captured = capture_form(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
     captures = [asked for asked in allocations if asked[0] == "capture"]
     assert [mode for *_, mode in captures] == ["thread_local"] * 3
     assert [grad.shape for grad in captured.gradients.copies()] == [(8, 4)]
@@ -979,7 +979,7 @@ WARM_UP = ("warm-up", "warm-up")  # the forward pass, then the backward pass
 def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocations):
     decoder, memory = TinyDecoder(), GraphMemory()
     for tokens in (64, 128):
-        capture_form(decoder, RowForm(tokens, 64, 64, None), CPU, memory)
+        capture_form(decoder, ShapeBucket(tokens, 64, 64, None), CPU, memory)
     asked = without_waits(allocations)
     what, pools = zip(*((first, pool) for first, pool, *_ in asked), strict=True)
     assert what == ("capture", *(*WARM_UP, "capture", "capture") * 2)
@@ -990,7 +990,7 @@ def test_all_forms_warm_up_and_are_captured_in_one_pool_on_one_stream(allocation
 
 
 def test_a_replay_is_of_the_row_that_came(allocations):
-    captured = capture_form(TinyDecoder(), RowForm(64, 64, 64, None), CPU, GraphMemory())
+    captured = capture_form(TinyDecoder(), ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
     (weight,) = captured.parameters
     for lengths in ([9, 3], [5]):
         ids = torch.randint(8, (sum(lengths),))
@@ -1016,18 +1016,18 @@ def test_forms_share_the_memory_of_what_a_row_brings():
 def test_forms_share_the_memory_of_what_comes_back(allocations):
     decoder, memory = TinyDecoder(), GraphMemory()
     small, large, middle = (
-        capture_form(decoder, RowForm(n, 64, 64, None), CPU, memory) for n in (64, 128, 96)
+        capture_form(decoder, ShapeBucket(n, 64, 64, None), CPU, memory) for n in (64, 128, 96)
     )
     (of_small,), (of_large,), (of_middle,) = small.grads, large.grads, middle.grads
     assert of_middle.data_ptr() == of_large.data_ptr() != of_small.data_ptr()
     assert of_middle.shape == (96, 4)
     of_large.fill_(torch.nan)  # of a row that has been used up
-    (again,) = capture_form(decoder, RowForm(96, 64, 64, None), CPU, memory).grads
+    (again,) = capture_form(decoder, ShapeBucket(96, 64, 64, None), CPU, memory).grads
     assert not again.any()
 
 
 def test_a_model_that_moves_gets_memory_on_its_new_device(allocations):
-    memory, form = GraphMemory(), RowForm(64, 64, 64, None)
+    memory, form = GraphMemory(), ShapeBucket(64, 64, 64, None)
     for allocations.device in (0, 1, 1):
         capture_form(TinyDecoder(), form, CPU, memory)
     whole = ("capture", *WARM_UP, "capture", "capture")
@@ -1045,13 +1045,13 @@ def test_a_warm_up_that_breaks_is_waited_for(allocations):
     decoder = TinyDecoder()
     decoder._packed_forward = fail
     with pytest.raises(torch.OutOfMemoryError):
-        capture_form(decoder, RowForm(64, 64, 64, None), CPU, GraphMemory())
+        capture_form(decoder, ShapeBucket(64, 64, 64, None), CPU, GraphMemory())
     assert allocations == [("wait",)]
 
 
 def test_a_memory_whose_making_was_interrupted_is_made_again(allocations, monkeypatch):
     """As by Ctrl-C in a notebook, where training is then started anew."""
-    decoder, form, memory = TinyDecoder(), RowForm(64, 64, 64, None), GraphMemory()
+    decoder, form, memory = TinyDecoder(), ShapeBucket(64, 64, 64, None), GraphMemory()
     with monkeypatch.context() as broken:
         broken.setattr(torch.cuda, "graph", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -1065,7 +1065,7 @@ def test_rotary_tables_are_made_outside_the_memory_of_graphs(allocations):
     tables = [
         SimpleNamespace(for_row=lambda row: allocations.append(("tables", row.longest)), static_table=None)
     ]
-    capture_form(TinyDecoder(tables), RowForm(64, 64, 48, None), CPU, GraphMemory())
+    capture_form(TinyDecoder(tables), ShapeBucket(64, 64, 48, None), CPU, GraphMemory())
     asked = without_waits(allocations)
     assert [what for what, *_ in asked] == ["tables", "capture", *WARM_UP, "capture", "capture"]
     assert asked[0] == ("tables", 48)
@@ -1083,7 +1083,7 @@ def test_nothing_that_a_warm_up_makes_outlives_it(arch, monkeypatch):
         return q[..., : v.shape[-1]] + k.sum() + v.sum()
 
     for mixer in ("attention", "latent_attention", "shared_kv_attention"):
-        monkeypatch.setattr(f"unsloth_pack.forwards.mixers.{mixer}.attend", attend)
+        monkeypatch.setattr(f"unsloth_pack.layers.mixers.{mixer}.attend", attend)
     # PEFT drops nothing before experts
     model = tiny_model(arch, device="cpu", lora={"lora_dropout": 0.0 if is_routed(arch) else 0.1})
     patch_model(model)
@@ -1421,7 +1421,7 @@ def test_a_warm_up_that_breaks_while_a_loss_holds_graphs(monkeypatch):
 
     decoder, lengths = model.get_base_model().model, [200, 300]
     with monkeypatch.context() as broken:
-        broken.setattr("unsloth_pack.graphs.stand_ins.StandIns.__enter__", no_memory)
+        broken.setattr("unsloth_pack.cuda_graphs.capture.PlaceholderParams.__enter__", no_memory)
         ids = torch.cat(random_documents(lengths)).cuda()[None]
         decoder(input_ids=ids, packed_seq_lengths=lengths).last_hidden_state.sum().backward()
     assert "capture failed (OutOfMemoryError" in str(graphs_of(model))
@@ -1454,7 +1454,7 @@ def test_no_memory_for_a_capture(monkeypatch):
     def no_memory(*args, **kwargs):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", no_memory)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", no_memory)
     for step in range(5):
         step_both(models, step)
     assert_alike(models)
@@ -1530,7 +1530,7 @@ def test_a_borrowed_view_has_the_strides_of_what_it_stands_for():
     """The first hidden states of SigLIP's towers are not contiguous."""
     whole = torch.randn(3, 8, 5, device="cuda", dtype=torch.bfloat16)
     for x in (whole, whole.transpose(1, 2), whole[:, 1:4, ::2], whole[:, :1].expand(3, 4, 5), whole[:0]):
-        view = borrowed(x)
+        view = alias_memory(x)
         assert torch.equal(view, x)
         assert view.stride() == x.stride() or not x.numel()
         assert view.data_ptr() == x.data_ptr() or not x.numel()

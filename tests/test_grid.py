@@ -20,9 +20,10 @@ from peft.tuners.lora import LoraLayer
 from tiny import Outcome
 
 from unsloth_pack.attention import BACKENDS
-from unsloth_pack.graphs.capture import StepOutput
-from unsloth_pack.lora import arithmetic, layers
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.cuda_graphs.capture import StepOutput
+from unsloth_pack.lora import arithmetic
+from unsloth_pack.lora import linear as layers
+from unsloth_pack.packed_row.row import PackedRow
 
 PART = dict.fromkeys(
     [
@@ -255,7 +256,7 @@ class Stale(Replayed):
 def captures(monkeypatch):
     """Steps that CUDA graphs would hold if they ran here."""
     monkeypatch.setattr("unsloth_pack.patching.patch._why_never_captured", lambda *_: None)
-    return lambda form: monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", form)
+    return lambda form: monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", form)
 
 
 def rows_of(checkpointing, variant="dropout"):

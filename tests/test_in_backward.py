@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Adafactor
 
 from unsloth_pack import InputError, patch_model
-from unsloth_pack.training.host_masters import HostMasters, check_host_memory
-from unsloth_pack.training.in_backward import InBackward
+from unsloth_pack.training.cpu_master_weights import CpuMasterWeights, check_host_memory
+from unsloth_pack.training.optimizers import InBackward
 
 LENGTHS = [33, 2, 60]
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -149,7 +149,7 @@ def test_the_gradients_are_never_there_together(masters):
     for in_backward in (False, True):
         model, optimizer = made("llama", torch.bfloat16, num_hidden_layers=12)
         if masters:
-            optimizer = HostMasters(optimizer)
+            optimizer = CpuMasterWeights(optimizer)
         train(model, optimizer, 1, in_backward)  # makes the optimizer's state
         loss, as_they_come = loss_of(model, 1), InBackward(optimizer)
         if in_backward:
@@ -180,7 +180,7 @@ def test_nothing_is_applied_after_a_loss_that_is_not_finite():
 def test_no_weight_is_updated_from_the_first_gradient_on_that_is_not_finite(masters):
     model, optimizer = made()
     if masters:
-        optimizer = HostMasters(optimizer)
+        optimizer = CpuMasterWeights(optimizer)
     before = copy.deepcopy(model.state_dict())
     broken = model.model.layers[1].self_attn.o_proj.weight
     broken.register_hook(lambda gradient: gradient / 0)
@@ -220,7 +220,7 @@ def test_gradients_outside_a_step_stay():
 
 def with_masters(optimizer="adamw", device="cpu", seeds=0, updates=3, in_backward=False):
     model, own = made("llama", torch.bfloat16, device, optimizer)
-    masters = HostMasters(own)
+    masters = CpuMasterWeights(own)
     train(model, masters, updates, in_backward, falling(masters), seeds)
     return model, masters
 
@@ -237,7 +237,7 @@ def test_masters_are_what_float32_weights_would_be(optimizer, in_backward, devic
     for number, weight in enumerate(plain):
         groups[number >= len(own.param_groups[0]["params"])]["params"].append(weight)
     reference = OPTIMIZERS[optimizer]([{**g, "params": list(g["params"])} for g in groups])
-    masters = HostMasters(own)
+    masters = CpuMasterWeights(own)
     schedules = [falling(masters), falling(reference)]
     for seed in range(2):  # a third row of one form is captured, whose backward pass runs once
         loss, as_they_come = loss_of(model, seed), InBackward(masters)
@@ -264,7 +264,7 @@ def test_masters_are_what_float32_weights_would_be(optimizer, in_backward, devic
 def test_masters_keep_what_16_bits_lose():
     """Each update is far below half of a weight's last place, and a hundred of them are ten times as much."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    masters = HostMasters(torch.optim.SGD([weight], lr=2.0**-12))
+    masters = CpuMasterWeights(torch.optim.SGD([weight], lr=2.0**-12))
     for _ in range(128):
         weight.grad = torch.ones_like(weight)
         masters.step()
@@ -279,7 +279,7 @@ def test_masters_go_on_from_their_checkpoint():
     again, own = made("llama", torch.bfloat16)
     weights, state = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
     again.load_state_dict(weights)
-    resumed = HostMasters(own)
+    resumed = CpuMasterWeights(own)
     resumed.load_state_dict(state)
     schedule = falling(resumed)
     schedule.last_epoch = 2

@@ -11,8 +11,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from trl import SFTTrainer
 
 from unsloth_pack import patch_model
-from unsloth_pack.patching import ahead, late_metrics
-from unsloth_pack.training.trl import make_trainer
+from unsloth_pack.patching.trainer_hooks import deferred_logging, prefetch
+from unsloth_pack.training.trainer import make_trainer
 
 # What reads where the data is on the host, or reads a copy that was started before the decoder
 ON_THE_HOST = {"checked_labels", "check_head", "count", "pinned", "leave_out"}
@@ -43,7 +43,7 @@ class Count(TrainerCallback):
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded_within_a_step(monkeypatch):
     """Collators read what lies on the host."""
-    monkeypatch.setattr(ahead.LoadsAhead, "on_optimizer_step", lambda *_, **__: None)
+    monkeypatch.setattr(prefetch.PrefetchCallback, "on_optimizer_step", lambda *_, **__: None)
 
 
 def functions_that_read(folder, packed, accumulation):
@@ -132,7 +132,7 @@ def test_a_trainer_derived_from_sft_trainer(tmp_path):
 def test_other_models_are_trained_by_trls_own_loss(tmp_path, monkeypatch):
     """One that was never patched, and one whose patch is undone, after trainers have been prepared."""
     runs.sft_trainer(tmp_path, packed=True, max_steps=1).train()
-    monkeypatch.setattr(late_metrics, "default_loss", None)
+    monkeypatch.setattr(deferred_logging, "default_loss", None)
     undone = tiny_model("qwen3")
     patch_model(undone).undo()
     for model in (tiny_model("qwen3"), undone):

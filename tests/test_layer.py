@@ -10,8 +10,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards import layer as layers
-from unsloth_pack.forwards.layer import FastLayer, is_plain
+from unsloth_pack.layers import layer as layers
+from unsloth_pack.layers.layer import FastLayer, is_plain
 from unsloth_pack.models import supported_architectures
 
 # Of the text models that stand alone. A release of transformers that changes such a forward shows here.
@@ -27,7 +27,7 @@ DOCUMENTS = random_documents([7, 1, 12, 30])
 @pytest.fixture
 def joined(monkeypatch):
     """What was added and normed at once, in the order of the calls."""
-    norm, seen = sys.modules["unsloth_pack.forwards.norm"], []
+    norm, seen = sys.modules["unsloth_pack.layers.norm"], []
     own = norm.add_rms_norm
     monkeypatch.setattr(
         norm, "add_rms_norm", lambda x, added, *a: seen.append(added is None) or own(x, added, *a)

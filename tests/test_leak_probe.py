@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack import LeakFound, patch_model, probe
-from unsloth_pack.forwards import leak_probe
+from unsloth_pack.layers import leak_probe
 
 LENGTHS = [9, 14, 5]
 ROW = {

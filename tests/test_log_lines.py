@@ -12,8 +12,8 @@ from model_folder import byte_tokenizer
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from unsloth_pack.patching.late_lines import LogLine
-from unsloth_pack.training.trl import make_trainer
+from unsloth_pack.patching.trainer_hooks.deferred_logging import LogLine
+from unsloth_pack.training.trainer import make_trainer
 
 EVERY_LINE = {"logging_steps": 1, "eval_strategy": "no"}
 
@@ -254,7 +254,10 @@ def test_no_number_is_read_while_a_line_is_made(kind, tmp_path, monkeypatch):
 @both_trainers
 def test_trls_own_loss_waits_anyway(kind, tmp_path):
     trainer = trainer_of(tmp_path, watch := Watch(), kind=kind, max_steps=2, **EVERY_LINE)
-    with as_on_a_gpu(), patch("unsloth_pack.patching.late_lines.reads_late", lambda trainer: False):
+    with (
+        as_on_a_gpu(),
+        patch("unsloth_pack.patching.trainer_hooks.deferred_logging.reads_late", lambda trainer: False),
+    ):
         trainer.train()
     assert watch.events == [(what, step) for step in (1, 2) for what in ("update", "line")]
 

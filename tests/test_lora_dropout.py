@@ -11,8 +11,8 @@ from tiny import DEVICE, random_documents, run_packed, tiny_model
 from torch import nn
 
 from unsloth_pack import patch_model
-from unsloth_pack.lora import gated_mlp
-from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.lora import mlp
+from unsloth_pack.lora.linear import FastLoraLinear
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 LENGTHS = [33, 2, 64, 1]
@@ -63,8 +63,8 @@ def test_recomputed_layers_drop_what_they_dropped(mode, arch):
 def test_tiles_drop_what_the_whole_does(monkeypatch):
     lengths = [200, 33, 64, 100]
     expected = outcome(patched(), lengths=lengths)
-    monkeypatch.setattr(gated_mlp, "_TILE", 128)
-    assert len(gated_mlp._tiles(sum(lengths), 128, keep=True)) == 4
+    monkeypatch.setattr(mlp, "_TILE", 128)
+    assert len(mlp._tiles(sum(lengths), 128, keep=True)) == 4
     assert_alike(outcome(patched(), lengths=lengths), expected)
 
 

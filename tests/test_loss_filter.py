@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_CALLBACKS
 
 from unsloth_pack import patch_model
-from unsloth_pack.patching import loss_filter
+from unsloth_pack.patching.trainer_hooks import deferred_logging
 
 
 class Look(TrainerCallback):
@@ -41,16 +41,16 @@ def test_for_patched_models_on_a_gpu_alone(patched, on_gpu, is_on, tmp_path, mon
     model = tiny_model("llama")
     if patched:
         patch_model(model)
-    monkeypatch.setattr(loss_filter, "_is_on_gpu", lambda decoder: on_gpu)
+    monkeypatch.setattr(deferred_logging, "_is_on_gpu", lambda decoder: on_gpu)
     assert train(model, tmp_path, is_on) == (is_on and not (patched and on_gpu))
-    assert DEFAULT_CALLBACKS.count(loss_filter.LogsEveryLoss) == 1
+    assert DEFAULT_CALLBACKS.count(deferred_logging.NanFilterCallback) == 1
 
 
 def test_an_error_in_between(monkeypatch):
     model = tiny_model("llama")
     patch_model(model)
-    monkeypatch.setattr(loss_filter, "_is_on_gpu", lambda decoder: True)
-    callback, arguments = loss_filter.LogsEveryLoss(), TrainingArguments(use_cpu=True)
+    monkeypatch.setattr(deferred_logging, "_is_on_gpu", lambda decoder: True)
+    callback, arguments = deferred_logging.NanFilterCallback(), TrainingArguments(use_cpu=True)
     callback.on_train_begin(arguments, None, None, model=model)  # ends in an error
     callback.on_train_begin(arguments, None, None, model=model)
     assert not arguments.logging_nan_inf_filter

@@ -15,10 +15,11 @@ ROOT = Path(unsloth_pack.__file__).parent
 
 # A room may import from itself and from those below it in this list.
 ROOMS = (
-    *("cli", "bench", "recipe", "report", "vision", "api", "chat_templates", "drop_in", "checks", "training"),
-    *("images", "packing", "files", "data", "demo"),
-    *("patching", "memory", "forwards", "graphs", "losses", "lora", "models", "attention", "row", "kernels"),
-    *("modules", "host_copy", "forked", "errors"),
+    *("cli", "bench", "recipe", "report", "vision_api", "api", "chat_templates"),
+    *("unsloth_exports", "unsloth_arguments", "verification", "training"),
+    *("images", "packing", "checkpoints", "data", "demo"),
+    *("patching", "memory", "layers", "cuda_graphs", "losses", "lora", "models", "attention", "packed_row"),
+    *("kernels", "modules", "host_copy", "forked", "errors"),
 )
 TORCH_FREE = {"packing", "data", "demo"}  # know nothing of a model, nor of what patches one
 
@@ -52,9 +53,9 @@ def test_imports_run_one_way(path):
     ours = {name.split(".")[1] for name in imported if name.startswith("unsloth_pack.")}
     assert not [name for name in ours if ROOMS.index(name) < ROOMS.index(room)]
     if room in TORCH_FREE:
-        assert ours <= TORCH_FREE | {"files", "forked", "errors"}
-        of_files = [name for name in imported if name.startswith("unsloth_pack.files.")]
-        assert all(name.startswith("unsloth_pack.files.whole_folders") for name in of_files)
+        assert ours <= TORCH_FREE | {"checkpoints", "forked", "errors"}
+        of_checkpoints = [name for name in imported if name.startswith("unsloth_pack.checkpoints.")]
+        assert all(name.startswith("unsloth_pack.checkpoints.atomic") for name in of_checkpoints)
     theirs = {name.split(".")[0] for name in imported}
     if room in ("kernels", "host_copy"):
         assert not theirs & {"transformers", "peft", "trl", "datasets"}

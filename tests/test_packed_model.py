@@ -18,8 +18,8 @@ from transformers import (
 
 from unsloth_pack import UnsupportedArchitecture, patch_model, supported_architectures
 from unsloth_pack.attention import BACKENDS
+from unsloth_pack.cuda_graphs.capture import StepOutput
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.graphs.capture import StepOutput
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.patching.patch import patch_of
 
@@ -443,7 +443,7 @@ def test_generation_with_a_static_cache_is_as_in_transformers(arch, lengths):
 def test_the_positions_of_tokens_that_are_generated_are_not_looked_at(monkeypatch):
     """Which would wait for the device."""
     model = patched("llama").eval()
-    monkeypatch.setattr("unsloth_pack.row.from_call.describe_row", None)
+    monkeypatch.setattr("unsloth_pack.packed_row.describe.describe_row", None)
     token = torch.tensor([[5]], device=DEVICE)
     model(input_ids=token, position_ids=token)
     cache = model(input_ids=token.expand(1, 3)).past_key_values

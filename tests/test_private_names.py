@@ -16,8 +16,8 @@ from trl import SFTTrainer
 
 import unsloth_pack
 from unsloth_pack.cli.known import TESTED
-from unsloth_pack.cli.missing_names import missing_names
 from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName
+from unsloth_pack.cli.run_errors import missing_names
 
 ROOT = Path(unsloth_pack.__file__).parent
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")

@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import is_bitsandbytes_available
 
 from unsloth_pack import FastLanguageModel, patch_model
+from unsloth_pack.checkpoints.loading import load_adapter
+from unsloth_pack.checkpoints.merging import merged_weights
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.loading import load_adapter
-from unsloth_pack.files.merging import merged_weights
+from unsloth_pack.lora.expert_stacks import dequantised_copy, is_experts, is_quantised, quantise_experts
 from unsloth_pack.lora.fp8 import quantize_to_fp8
-from unsloth_pack.lora.quantised_stacks import dequantised_copy, is_quantised
-from unsloth_pack.lora.stacks import is_experts, quantise_experts
 
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
 kinds = pytest.mark.parametrize("kind", [pytest.param("nf4", marks=needs_bitsandbytes), "fp8"])

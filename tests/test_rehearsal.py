@@ -15,10 +15,11 @@ from tiny import random_documents
 from transformers import Trainer
 from trl import SFTTrainer
 
-from unsloth_pack.forwards import rehearsal
-from unsloth_pack.forwards.rehearsal import layers_of_each_kind
-from unsloth_pack.kernels import launch, side_by_side
-from unsloth_pack.kernels.side_by_side import compiled_side_by_side
+from unsloth_pack.kernels import launch
+from unsloth_pack.kernels import launch as side_by_side
+from unsloth_pack.kernels.launch import compiled_side_by_side
+from unsloth_pack.layers import kernel_warmup
+from unsloth_pack.layers.kernel_warmup import layers_of_each_kind
 
 OF_EXPERTS = ("qwen3_moe", "deepseek_v3")  # whose stacks PEFT adapts without dropout only
 
@@ -26,14 +27,14 @@ OF_EXPERTS = ("qwen3_moe", "deepseek_v3")  # whose stacks PEFT adapts without dr
 @pytest.fixture
 def passes(monkeypatch):
     """The layers that were rehearsed, one list for each pass: on a CPU nothing is rehearsed otherwise."""
-    seen, forward = [], rehearsal.packed_forward
+    seen, forward = [], kernel_warmup.packed_forward
 
     def record(decoder, *args, only=None, **asked):
         seen.append(list(only))
         return forward(decoder, *args, only=only, **asked)
 
-    monkeypatch.setattr(rehearsal, "_compiles_for", lambda device: True)
-    monkeypatch.setattr(rehearsal, "packed_forward", record)
+    monkeypatch.setattr(kernel_warmup, "_compiles_for", lambda device: True)
+    monkeypatch.setattr(kernel_warmup, "packed_forward", record)
     return seen
 
 
@@ -54,7 +55,7 @@ def steps(arch="llama", rows=(ROW, ROW), **overrides):
 def test_a_rehearsed_step_has_the_same_bits(arch, passes, monkeypatch):
     losses, gradients, number = steps(arch)
     assert len(passes) == 1  # of two steps
-    monkeypatch.setattr(rehearsal, "_compiles_for", lambda device: False)
+    monkeypatch.setattr(kernel_warmup, "_compiles_for", lambda device: False)
     expected_losses, expected_gradients, expected_number = steps(arch)
     assert losses == expected_losses
     assert number == expected_number
@@ -73,7 +74,7 @@ def test_trainers_have_the_same_losses(kind, passes, monkeypatch, tmp_path):
 
     rehearsed = losses()
     assert len(passes) == 1
-    monkeypatch.setattr(rehearsal, "_compiles_for", lambda device: False)
+    monkeypatch.setattr(kernel_warmup, "_compiles_for", lambda device: False)
     assert losses() == rehearsed
 
 
@@ -100,7 +101,7 @@ def test_one_layer_of_each_kind_is_rehearsed():
 def test_the_probe_is_rehearsed_through_these_layers_and_finds_nothing(passes, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "unsloth_pack.forwards.leak_probe.OwnProbe.rehearse",
+        "unsloth_pack.layers.leak_probe.OwnProbe.rehearse",
         lambda self, decoder, only: seen.append(list(only)),
     )
     model = patched()
@@ -121,7 +122,7 @@ def test_what_fails_in_the_rehearsal_is_left_to_the_step(passes, monkeypatch, ca
     def broken(*_, **__):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(rehearsal, "packed_forward", broken)
+    monkeypatch.setattr(kernel_warmup, "packed_forward", broken)
     model = patched()
     with caplog.at_level(logging.DEBUG, "unsloth_pack"):
         loss = model(**ROW).loss

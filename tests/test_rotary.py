@@ -5,8 +5,8 @@ import torch
 from tiny import error, random_documents, run_alone, run_packed, tiny_model
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards.rotary import RotaryTables
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.layers.rotary import RotaryTables
+from unsloth_pack.packed_row.row import PackedRow
 
 ROPES = {
     "longrope": (

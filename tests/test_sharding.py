@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards import mlp
+from unsloth_pack.layers import mlp
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.modules import sharding
 

@@ -10,8 +10,8 @@ from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_mo
 from unsloth_pack import patch_model
 from unsloth_pack.attention import BACKENDS, choose_backend, why_unavailable
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.forwards.mixers import Choice
-from unsloth_pack.patching.decoder_parts import DecoderParts
+from unsloth_pack.layers.mixers import Choice
+from unsloth_pack.patching.parts import DecoderParts
 from unsloth_pack.patching.patch import _why_never_captured
 
 LENGTHS = [5, 40, 1, 17]

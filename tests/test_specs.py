@@ -11,7 +11,7 @@ from unsloth_pack import patch_model, supported_architectures
 from unsloth_pack.errors import InputError
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.patching import patch as patching
-from unsloth_pack.patching.decoder_parts import mixers_by_layer
+from unsloth_pack.patching.parts import mixers_by_layer
 from unsloth_pack.patching.patch import patch_of
 
 SPECS = supported_architectures()

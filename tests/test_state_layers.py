@@ -25,11 +25,11 @@ from unsloth_pack import (
     supported_architectures,
     verify,
 )
-from unsloth_pack.forwards.mixers import MIXERS, Request
-from unsloth_pack.forwards.mixers.state_layer import BY_DOCUMENT, IN_ONE_ROW, FastStateLayer
-from unsloth_pack.models import spec_of
+from unsloth_pack.layers.mixers import MIXERS, Request
+from unsloth_pack.layers.mixers.state_space import BY_DOCUMENT, IN_ONE_ROW, FastStateLayer
+from unsloth_pack.models import arch_spec_for
 from unsloth_pack.models.refused import LEAKING
-from unsloth_pack.patching.decoder_parts import mixers_by_layer
+from unsloth_pack.patching.parts import mixers_by_layer
 
 HYBRIDS = {name: spec for name, spec in supported_architectures().items() if spec.mixers}
 SMALL = [name for name, spec in HYBRIDS.items() if not any("experts" in field for field in spec.tiny)]
@@ -395,7 +395,7 @@ def test_every_name_of_a_state_layer_is_known(arch):
 @pytest.mark.parametrize("model_type", LEAKING)
 def test_architectures_that_leak_are_refused_by_name(model_type):
     with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' cannot be packed: ") as refusal:
-        spec_of(model_type)
+        arch_spec_for(model_type)
     assert "\n" not in str(refusal.value)
     if version("transformers") >= "5.23":
         assert AutoConfig.for_model(model_type).model_type == model_type
@@ -409,5 +409,5 @@ def test_an_architecture_without_a_patch_is_told_which_is_the_nearest():
         "gpt2": "add a file to unsloth_pack/models",  # nothing is near
     }.items():
         with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' has no patch; {near}") as refusal:
-            spec_of(model_type)
+            arch_spec_for(model_type)
         assert "\n" not in str(refusal.value)

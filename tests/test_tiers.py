@@ -17,15 +17,15 @@ from tiers import (
     smallest_cover,
 )
 
-from unsloth_pack.models import spec_of, vision_spec_of
+from unsloth_pack.models import arch_spec_for, vision_spec_for
 from unsloth_pack.models.spec import ArchSpec
 
 
 def test_the_cover_uses_every_field():
     """`axes` alone belongs to models with images."""
-    used = set().union(*(features_of(spec_of(name)) for name in COVER))
+    used = set().union(*(features_of(arch_spec_for(name)) for name in COVER))
     assert used | {*DESCRIPTIVE, "axes"} == {field.name for field in fields(ArchSpec)}
-    assert "axes" in features_of(spec_of("qwen3_vl_text"))
+    assert "axes" in features_of(arch_spec_for("qwen3_vl_text"))
     assert {*COVER} < {*ARCHITECTURES}
 
 
@@ -41,7 +41,7 @@ def test_one_model_stands_for_each_class_of_tower():
     towers = {}
     for module in (vision_models, tiled_models):
         for name in module.MODELS:
-            path = vision_spec_of(name).tower
+            path = vision_spec_for(name).tower
             towers[name] = type(module.made(name).get_base_model().model.get_submodule(path)).__name__
     assert towers.keys() == {*VISION_MODELS}
     for name, other in SAME_TOWER.items():  # transformers writes a copy under the name of the model

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards.trained_mlp import trained_gated_mlp, trains_fused
+from unsloth_pack.layers.mlp import trained_gated_mlp, trains_fused
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 WIDTH, FEATURES, TOKENS = 64, 192, 300

@@ -8,7 +8,7 @@ import torch
 from tiny import DEVICE, error, random_documents, tiny_model
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards.trained_tokens import FastTrainedTokens
+from unsloth_pack.layers.layer import FastTrainedTokens
 
 LENGTHS = [40, 1, 30]
 TOKENS = [3, 40, 255]

@@ -8,13 +8,11 @@ import torch
 from tiny import random_documents, tiny_model
 
 from unsloth_pack import patch_model
-from unsloth_pack.graphs.capture import StepOutput
-from unsloth_pack.graphs.decoder_state import DecoderState
-from unsloth_pack.graphs.gauge import Gauge, free_bytes
-from unsloth_pack.graphs.inputs import Embedded
-from unsloth_pack.graphs.step_graphs import StepGraphs
-from unsloth_pack.graphs.trials import Trials
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.cuda_graphs.capture import DecoderState, StepOutput
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision, DeviceTimer, free_bytes
+from unsloth_pack.cuda_graphs.shapes import Embedded
+from unsloth_pack.cuda_graphs.step import StepGraphs
+from unsloth_pack.packed_row.row import PackedRow
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -70,7 +68,7 @@ class Machine:
 
 
 def trials_on(machine):
-    return Trials(lambda device: machine)
+    return CaptureDecision(lambda device: machine)
 
 
 def try_rows(trials, machine, *rows, tokens=1024, pause=1.0):
@@ -233,7 +231,7 @@ def test_a_backward_pass_that_takes_more_counts():
 
 @pytest.fixture
 def decoder(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: CAPTURED)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", lambda *_: CAPTURED)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     return model.get_decoder()
@@ -342,14 +340,14 @@ def test_rows_of_embeddings_are_measured_by_themselves(decoder):
     assert graphs.run(decoder, row, IDS) == "replayed"
 
 
-class Slow(Gauge):
+class Slow(DeviceTimer):
     """A device that computes ten times as long as it is launched for."""
 
     def between(self, start, end):
         return 10 * super().between(start, end)
 
 
-@pytest.mark.parametrize(("gauge", "is_captured"), [(Gauge, True), (Slow, False)])
+@pytest.mark.parametrize(("gauge", "is_captured"), [(DeviceTimer, True), (Slow, False)])
 def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
     replayed = []
 
@@ -358,11 +356,11 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
         return StepOutput(torch.randn(*ids.shape, 64), None)
 
     captured = SimpleNamespace(launch=lambda row, ids: ids, output=replay)
-    monkeypatch.setattr("unsloth_pack.graphs.step_graphs.capture_form", lambda *_: captured)
+    monkeypatch.setattr("unsloth_pack.cuda_graphs.step.capture_form", lambda *_: captured)
     model = tiny_model("llama", device="cpu")
     patch_model(model)
     graphs = model.get_decoder().step_graphs
-    graphs._why_never, graphs._trials = None, defaultdict(lambda: Trials(gauge))
+    graphs._why_never, graphs._trials = None, defaultdict(lambda: CaptureDecision(gauge))
     ids = torch.cat(random_documents([40, 20]))[None]
     for _ in range(6):
         model(input_ids=ids, labels=ids, packed_seq_lengths=[40, 20])
@@ -372,7 +370,7 @@ def test_rows_of_a_patched_model_are_tried(gauge, is_captured, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_gpu_is_read():
-    gauge, x = Gauge(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
+    gauge, x = DeviceTimer(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
     gauge.wait()
     start, began = gauge.mark(), gauge.now()
     for _ in range(20):

@@ -27,11 +27,11 @@ from transformers import (
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from unsloth_pack import patch_model, supported_architectures
+from unsloth_pack.cuda_graphs.capture import StepOutput
 from unsloth_pack.errors import InputError
-from unsloth_pack.graphs.capture import StepOutput
 from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.losses.contract import LabelledHead
-from unsloth_pack.row.padded_batch import PaddedBatch
+from unsloth_pack.packed_row.labels import PaddedBatch
 
 ARCHITECTURES = list(supported_architectures())
 LENGTHS = [5, 40, 1, 17, 30]

@@ -14,10 +14,10 @@ from unsloth_pack import patch_model
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, backends, choose_backend
 from unsloth_pack.attention.dense import attend_dense, causal_mask
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.lora.layers import Recipe, prepared
+from unsloth_pack.lora.linear import Recipe, prepared
 from unsloth_pack.memory.checkpointing import enable_checkpointing
+from unsloth_pack.packed_row.row import PackedRow
 from unsloth_pack.patching.patch import patch_of
-from unsloth_pack.row.packed_row import PackedRow
 
 IDS = random_documents([40])[0][None]
 SLACK = 5e-6  # transformers rotates and normalises in float32, whatever the dtype

@@ -31,10 +31,10 @@ from unsloth_pack import (
     verify,
 )
 from unsloth_pack.attention.backends import BACKENDS
-from unsloth_pack.forwards.mixers import attention
+from unsloth_pack.layers.mixers import attention
 from unsloth_pack.losses import contract
-from unsloth_pack.row.packed_row import PackedRow
-from unsloth_pack.training.trl_setup import row_collator
+from unsloth_pack.packed_row.row import PackedRow
+from unsloth_pack.training.trainer import row_collator
 
 FEW = [document.tolist() for document in random_documents([9, 1, 14])]
 DAILY = ("gemma4_text", "gpt_oss", "olmoe", "lfm2", "qwen3_5_text", "phi3")  # windows, sinks, experts, states

@@ -16,7 +16,7 @@ import vision_tower
 from vision_batches import ReadyBatches, decoded_batches
 from vision_shapes import SHAPES, build, processor_in, updates
 
-from unsloth_pack.images.families import image_maker
+from unsloth_pack.images.families import make_image_family
 
 TINY = ("tiny", "tiny-2.5", "tiny-ov")
 
@@ -61,7 +61,7 @@ def test_cases_of_8b_recompute_layers():
 def test_pixels_made_beforehand_are_those_that_a_peer_decodes(name, work):
     case = vision.CASES[name]
     config, processor = processor_in(build(case.shape, work), case.shape)
-    make = image_maker(config, processor.image_processor)
+    make = make_image_family(config, processor.image_processor)
     rows = updates(case.sides, case.row_tokens, make, 2)
     ready = ReadyBatches.of(rows, config, processor, packs=False)
     decoded = decoded_batches("trl", rows, None, config, processor)

@@ -20,13 +20,13 @@ from transformers import (
 
 from unsloth_pack import FastLanguageModel, patch_model, verify
 from unsloth_pack.errors import InputError
-from unsloth_pack.models import spec_of, vision_spec_of
+from unsloth_pack.models import arch_spec_for, vision_spec_for
 
 LENGTHS = MIXED_LENGTHS[:4]
 
 
 def gemma3(dtype, **text):
-    spec = spec_of("gemma3_text")
+    spec = arch_spec_for("gemma3_text")
     text_config = spec.tiny_config(
         vocab_size=300, **text
     ).to_dict()  # with a softcap that the wrapper ignores
@@ -46,7 +46,7 @@ def gemma4(dtype, **text):
     plain = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_attention_heads=4)
     plain |= dict(num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.08)
     config = Gemma4Config(
-        text_config=plain | dict(spec_of("gemma4_text").tiny) | text,
+        text_config=plain | dict(arch_spec_for("gemma4_text").tiny) | text,
         vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
         | dict(num_key_value_heads=2, head_dim=16, patch_size=14, position_embedding_size=16),
         image_token_id=299,
@@ -61,7 +61,7 @@ def qwen2_5_vl(dtype, **text):
     plain |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
     plain |= dict(initializer_range=0.08)
     config = Qwen2_5_VLConfig(
-        text_config=plain | dict(spec_of("qwen2_5_vl_text").tiny) | text,
+        text_config=plain | dict(arch_spec_for("qwen2_5_vl_text").tiny) | text,
         vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
         | dict(patch_size=14, window_size=56, fullatt_block_indexes=[0]),
         image_token_id=299,
@@ -74,7 +74,7 @@ def qwen2_5_vl(dtype, **text):
 
 def qwen3_5(dtype, **text):
     config = Qwen3_5Config(
-        text_config=spec_of("qwen3_5_text").tiny_config(vocab_size=300, **text).to_dict(),
+        text_config=arch_spec_for("qwen3_5_text").tiny_config(vocab_size=300, **text).to_dict(),
         vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
         | dict(patch_size=14),
         image_token_id=299,
@@ -88,7 +88,7 @@ def qwen3_5(dtype, **text):
 def mistral4(dtype, **text):
     plain = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
     plain |= dict(num_attention_heads=4, max_position_embeddings=2048, initializer_range=0.08)
-    plain |= dict(spec_of("mistral4").tiny) | dict(model_type="mistral4", first_k_dense_replace=2)
+    plain |= dict(arch_spec_for("mistral4").tiny) | dict(model_type="mistral4", first_k_dense_replace=2)
     config = Mistral3Config(
         text_config=plain | text,
         vision_config=dict(model_type="pixtral", hidden_size=32, intermediate_size=48, num_hidden_layers=1)
@@ -165,7 +165,7 @@ def test_packed_rows_are_as_documents_alone(name):
     plain_logits, plain_gradients = alone(made(name), documents)
     model = made(name)
     patch = patch_model(model)
-    assert patch.report.model_type == spec_of(patch.report.model_type).model_type
+    assert patch.report.model_type == arch_spec_for(patch.report.model_type).model_type
     ids = joined(documents)
     with torch.no_grad():
         logits = model(input_ids=ids, packed_seq_lengths=LENGTHS).logits[0].double()
@@ -237,7 +237,7 @@ def test_everything_else_is_as_in_transformers(name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in WRAPPERS if vision_spec_of(AROUND.get(name, name)) is None]
+    "name", [name for name in WRAPPERS if vision_spec_for(AROUND.get(name, name)) is None]
 )
 def test_an_image_in_a_packed_row_is_refused(name):
     model = made(name)

@@ -28,7 +28,7 @@ from transformers import (
 )
 from vision_models import dtype_of, labels_of, outcome_of
 
-from unsloth_pack.models import spec_of
+from unsloth_pack.models import arch_spec_for
 
 IMAGE, BREAK, START, END = 299, 298, 297, 296
 SIDE, PATCH = 16, 4  # of a tile and of a patch, in pixels
@@ -37,7 +37,7 @@ _TOWER |= dict(image_size=SIDE, patch_size=PATCH)
 
 
 def _text(name, **overrides):
-    config = spec_of(name).tiny_config(vocab_size=300, **overrides).to_dict()
+    config = arch_spec_for(name).tiny_config(vocab_size=300, **overrides).to_dict()
     return config | {"tie_word_embeddings": False}
 
 

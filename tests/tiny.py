@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from unsloth_pack import supported_architectures
 from unsloth_pack.lora.targets import lora_targets
-from unsloth_pack.models import spec_of
-from unsloth_pack.modules.chosen import train_only
+from unsloth_pack.models import arch_spec_for
+from unsloth_pack.modules.walk import train_only
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MIXED_LENGTHS = [1, 33, 2, 128, 31, 129, 32, 127]
@@ -139,7 +139,7 @@ def exactly(model):
     transformers casts the state to float32, whatever the dtype. As a truth such a model would share its
     rounding with plain transformers in float32, whose errors then looked too small.
     """
-    if model.dtype != torch.float64 or not spec_of(model.config.get_text_config().model_type).mixers:
+    if model.dtype != torch.float64 or not arch_spec_for(model.config.get_text_config().model_type).mixers:
         yield
         return
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from unsloth_pack.images.processor import VisionProcessor
 from unsloth_pack.images.tokens import IMAGE_TOKENS
-from unsloth_pack.models import spec_of
+from unsloth_pack.models import arch_spec_for
 
 SIDE, PATCH = 16, 4  # of a tile and of a patch, in pixels
 _TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
@@ -167,7 +167,9 @@ def tile_tokenizer(name, template=None):
 
 def tile_config(name):
     family, tokenizer = FAMILIES[name], tile_tokenizer(name)
-    text = spec_of(family.text).tiny_config(vocab_size=len(tokenizer), eos_token_id=256, pad_token_id=257)
+    text = arch_spec_for(family.text).tiny_config(
+        vocab_size=len(tokenizer), eos_token_id=256, pad_token_id=257
+    )
     return transformers.AutoConfig.for_model(
         name,
         text_config=text.to_dict() | {"tie_word_embeddings": False},

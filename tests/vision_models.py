@@ -19,7 +19,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from unsloth_pack.models import spec_of
+from unsloth_pack.models import arch_spec_for
 
 torch.backends.cudnn.allow_tf32 = False  # else towers in float32 cut their patches in TF32 on a GPU
 
@@ -35,7 +35,7 @@ MERGE = 2
 def _text(name, **overrides):
     plain = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3)
     plain |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
-    plain |= dict(initializer_range=0.08, pad_token_id=0) | dict(spec_of(name).tiny)
+    plain |= dict(initializer_range=0.08, pad_token_id=0) | dict(arch_spec_for(name).tiny)
     if "layer_types" in plain:
         plain["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     return plain | overrides

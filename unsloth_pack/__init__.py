@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unsloth_pack.api import FastLanguageModel, FastModel, is_bfloat16_supported
-    from unsloth_pack.checks import probe, verify
     from unsloth_pack.errors import BackendUnavailable, InputError, LeakFound, UnsupportedArchitecture
     from unsloth_pack.models import supported_architectures
     from unsloth_pack.patching.patch import patch_model
@@ -14,8 +13,8 @@ if TYPE_CHECKING:
         UnslothTrainer,
         UnslothTrainingArguments,
     )
-    from unsloth_pack.vision.collator import UnslothVisionDataCollator, VisionDataCollator
-    from unsloth_pack.vision.model import FastVisionModel
+    from unsloth_pack.verification import probe, verify
+    from unsloth_pack.vision_api import FastVisionModel, UnslothVisionDataCollator, VisionDataCollator
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,21 +42,21 @@ _HOMES = {
     "BackendUnavailable": "errors",
     "FastLanguageModel": "api",
     "FastModel": "api",
-    "FastVisionModel": "vision.model",
+    "FastVisionModel": "vision_api",
     "InputError": "errors",
     "LeakFound": "errors",
     "SFTConfig": "training.notebooks",
     "SFTTrainer": "training.notebooks",
     "UnslothTrainer": "training.notebooks",
     "UnslothTrainingArguments": "training.notebooks",
-    "UnslothVisionDataCollator": "vision.collator",
+    "UnslothVisionDataCollator": "vision_api",
     "UnsupportedArchitecture": "errors",
-    "VisionDataCollator": "vision.collator",
+    "VisionDataCollator": "vision_api",
     "is_bfloat16_supported": "api",
     "patch_model": "patching.patch",
-    "probe": "checks",
+    "probe": "verification",
     "supported_architectures": "models",
-    "verify": "checks",
+    "verify": "verification",
 }
 
 

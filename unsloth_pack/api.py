@@ -14,52 +14,51 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from unsloth_pack.demo import BUNDLED_MODELS
-from unsloth_pack.drop_in.arguments import (
-    device_map_of,
-    take_adapter_arguments,
-    take_loading_arguments,
-    take_trained_ends,
-)
-from unsloth_pack.drop_in.exports import (
-    push_to_hub_gguf,
-    push_to_hub_merged,
-    save_pretrained_gguf,
-    save_pretrained_merged,
-)
-from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
-from unsloth_pack.files.loading import (
+from unsloth_pack.checkpoints.loading import (
     load_adapter,
     load_model,
     load_tokenizer,
     match_vocabulary,
     own_device,
+    quantization,
+    refuse_stored_quantised,
     resolve,
     split_config,
     take_file_options,
     tokenizer_folder,
     weight_dtype,
 )
-from unsloth_pack.files.loading_checks import check_loading, check_loftq, check_positions
-from unsloth_pack.files.quantised import quantization, refuse_stored_quantised
-from unsloth_pack.files.saving import remember_use_cache, remember_vocabulary, save_adapter
+from unsloth_pack.checkpoints.saving import remember_use_cache, remember_vocabulary, save_adapter
+from unsloth_pack.checkpoints.weight_checks import check_loading, check_loftq, check_positions
+from unsloth_pack.demo import BUNDLED_MODELS
+from unsloth_pack.errors import LAST_SEED, InputError, require_real, require_whole
+from unsloth_pack.lora.expert_stacks import quantise_experts, stand_ins
 from unsloth_pack.lora.fp8 import Fp8Linear, quantize_to_fp8
 from unsloth_pack.lora.nf4 import keep_from_packing
-from unsloth_pack.lora.parts import (
+from unsloth_pack.lora.targets import lora_targets, refuse_on_stacks
+from unsloth_pack.lora.trained_parts import (
     check_parts,
     refuse_adapted_rows,
     refuse_rows_without_direction,
     tell_of_longer_names,
 )
-from unsloth_pack.lora.quantised_stacks import stand_ins
-from unsloth_pack.lora.stacked_options import refuse_on_stacks
-from unsloth_pack.lora.stacks import quantise_experts
-from unsloth_pack.lora.targets import lora_targets
-from unsloth_pack.lora.vision_parts import kept_in_16_bits
+from unsloth_pack.lora.vision_targets import kept_in_16_bits
 from unsloth_pack.memory.checkpointing import CheckpointingMode, check_mode, enable_checkpointing
-from unsloth_pack.models import spec_of
-from unsloth_pack.modules.given import require_model
+from unsloth_pack.models import arch_spec_for
+from unsloth_pack.modules.walk import require_model
 from unsloth_pack.patching.patch import patch_model, patch_of
+from unsloth_pack.unsloth_arguments import (
+    device_map_of,
+    take_adapter_arguments,
+    take_loading_arguments,
+    take_trained_ends,
+)
+from unsloth_pack.unsloth_exports import (
+    push_to_hub_gguf,
+    push_to_hub_merged,
+    save_pretrained_gguf,
+    save_pretrained_merged,
+)
 
 logger = logging.getLogger("unsloth_pack")
 
@@ -135,7 +134,7 @@ class FastLanguageModel:
         files = {"use_safetensors": hf_kwargs.pop("use_safetensors", True)}
         config, for_weights = split_config(source, **hub, **hf_kwargs)
         text_config = config.get_text_config()
-        spec_of(text_config.model_type)
+        arch_spec_for(text_config.model_type)
         refuse_stored_quantised(source, config, load_in_4bit, load_in_8bit, load_in_fp8)
         check_positions(max_seq_length, model_name, text_config)
         of_tokens = tokenizer_folder(model_name)

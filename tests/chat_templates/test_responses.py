@@ -17,7 +17,7 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
 from unsloth_pack import InputError
 from unsloth_pack.chat_templates import CHAT_FORMATS, get_chat_template, train_on_responses_only
-from unsloth_pack.chat_templates.markers import TokenTexts
+from unsloth_pack.chat_templates.answers import TokenTexts
 
 PARTS = {"instruction_part": "<|im_start|>user\n", "response_part": "<|im_start|>assistant\n"}
 

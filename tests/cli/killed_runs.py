@@ -39,7 +39,7 @@ def _run(arguments, folder, fault):
 
 
 def _note_the_rows_of_every_step(path):
-    from unsloth_pack.training.trl import RunTrainer
+    from unsloth_pack.training.trainer import RunTrainer
 
     step = RunTrainer.training_step
     with path.open("a") as file:

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from unsloth_pack.cli import main
-from unsloth_pack.training.trl import RunTrainer
+from unsloth_pack.training.trainer import RunTrainer
 
 step = RunTrainer.training_step
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from unsloth_pack.cli import main
-from unsloth_pack.training.trl import RunTrainer
+from unsloth_pack.training.trainer import RunTrainer
 
 step, seen = RunTrainer.training_step, []
 

@@ -143,7 +143,7 @@ def test_arguments_that_loftq_does_not_take(refused):
 
 
 def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.files.loading_checks.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr("unsloth_pack.checkpoints.weight_checks.is_bitsandbytes_available", lambda: False)
     error = refused("--load_in_4bit")
     assert "load_in_4bit" in error
     assert "pip install" in error
@@ -151,7 +151,7 @@ def test_quantised_weights_need_bitsandbytes(refused, monkeypatch):
 
 def test_weights_in_a_form_that_the_device_lacks_are_refused_before_data_is_read(refused, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("unsloth_pack.data.data_sets.load_rows", None)
+    monkeypatch.setattr("unsloth_pack.data.sources.load_rows", None)
     error = refused("--load_in_fp8")
     assert "load_in_fp8" in error
     assert "needs a GPU" in error
@@ -426,7 +426,7 @@ def test_anything_else_is_one_line_and_exit_code_1(train, monkeypatch, capsys):
     def fail(*_, **__):
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr("unsloth_pack.training.trl.make_trainer", fail)
+    monkeypatch.setattr("unsloth_pack.training.trainer.make_trainer", fail)
     assert train() == 1
     assert (
         capsys.readouterr().err == "unsloth-pack: RuntimeError: first line; add --debug for the traceback\n"

@@ -175,7 +175,7 @@ def test_no_breakdown_of_a_run_that_failed(model, data, answers, capsys):
 
 def test_fp8_is_for_the_patched_model(model, data, answers, capsys, monkeypatch):
     # As on a GPU that has it
-    monkeypatch.setattr("unsloth_pack.files.loading_checks.check_loading", lambda *_: None)
+    monkeypatch.setattr("unsloth_pack.checkpoints.weight_checks.check_loading", lambda *_: None)
     planned, asked = answers
     planned[True, True, True] = bench_figures(kernel_ms=dict.fromkeys(CATEGORIES, 1.0), busy_ms=6.0)
     assert main(["bench", "--model_name", model, "--dataset", data, "--load_in_fp8", "--json"]) == 0
@@ -244,7 +244,7 @@ def test_what_a_process_measured(case, monkeypatch):
         runpy.run_module(name, run_name="__main__")
         return subprocess.CompletedProcess(command, 0, stderr="")
 
-    monkeypatch.setattr("unsloth_pack.bench.process.subprocess.run", run_here)
+    monkeypatch.setattr("unsloth_pack.bench.measure.subprocess.run", run_here)
     figures = measure_apart(case)
     assert figures.attention == "sdpa"
     assert figures.startup_seconds > 0

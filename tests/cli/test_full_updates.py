@@ -83,14 +83,14 @@ def test_masters_keep_updates_that_bfloat16_loses(train, model, tmp_path):
 
 def test_an_update_that_is_not_finite_is_left_out_as_a_whole(train, data, tmp_path, monkeypatch):
     """Its loss is infinite, which is known before the backward pass."""
-    from unsloth_pack.patching import late_metrics
+    from unsloth_pack.patching.trainer_hooks import deferred_logging
 
     def broken(trainer, *arguments):
         loss, outputs = default_loss(trainer, *arguments)
         return (loss * torch.inf if trainer.state.global_step == 1 else loss), outputs
 
-    default_loss = late_metrics.default_loss
-    monkeypatch.setattr(late_metrics, "default_loss", broken)
+    default_loss = deferred_logging.default_loss
+    monkeypatch.setattr(deferred_logging, "default_loss", broken)
     flags = {**FULL, "save_steps": 1, "on_nonfinite": "skip", "optimizer_in_backward": True}
     assert train("--packing", **flags, max_steps=2) == 0
     out = tmp_path / "out"

@@ -15,8 +15,8 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
 from unsloth_pack.cli import main
-from unsloth_pack.data import spans
-from unsloth_pack.images.documents import VisionEncoder
+from unsloth_pack.data import cache
+from unsloth_pack.images.encoding import VisionEncoder
 from unsloth_pack.report.metrics import read_losses
 
 
@@ -180,7 +180,7 @@ def test_a_large_data_set_is_prepared_by_several_processes(place, tmp_path, monk
 def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
     """As long as no image, no setting and no row is another. Large ones alone are kept."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(spans, "_ROWS", 4)  # so that ten rows are many
+    monkeypatch.setattr(cache, "_ROWS", 4)  # so that ten rows are many
     seen = shutil.copytree(place / "seen", tmp_path / "seen")
     rows = rows_of(place)
     many = write(tmp_path / "many.jsonl", rows)
@@ -231,7 +231,7 @@ def test_a_large_data_set_is_prepared_once(place, tmp_path, monkeypatch):
 
 def test_nothing_half_is_left_where_preparing_ends(place, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(spans, "_ROWS", 4)  # so that ten rows are many
+    monkeypatch.setattr(cache, "_ROWS", 4)  # so that ten rows are many
     many = write(tmp_path / "many.jsonl", rows_of(place))
     flags = ("--dataset", many, "--num_proc", 1, "--num_train_epochs", 1)
     each, calls = VisionEncoder.each, []

@@ -159,8 +159,8 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(train, monkeypatch):
             named.append(target.name)
         rename(source, target)
 
-    monkeypatch.setattr("unsloth_pack.files.whole_folders.os.fsync", noting_flush)
-    monkeypatch.setattr("unsloth_pack.files.whole_folders.os.replace", noting_rename)
+    monkeypatch.setattr("unsloth_pack.checkpoints.atomic.os.fsync", noting_flush)
+    monkeypatch.setattr("unsloth_pack.checkpoints.atomic.os.replace", noting_rename)
     assert train(save_steps=2) == 0
     assert named == ["checkpoint-2", "checkpoint-4"]
 
@@ -341,7 +341,7 @@ def test_sigterm_takes_no_line_away(at, train, monkeypatch, capsys):
 
     before = signal.signal(signal.SIGTERM, lambda *_: came_through.append(at))
     try:
-        monkeypatch.setattr("unsloth_pack.training.trl.RunTrainer.training_step", full)
+        monkeypatch.setattr("unsloth_pack.training.trainer.RunTrainer.training_step", full)
         monkeypatch.setattr(where, terminated)
         assert train() == 1
         signal.raise_signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ def poisoned(model, tmp_path, rows, monkeypatch):
     from pathlib import Path
     from shutil import copytree
 
-    monkeypatch.setattr("unsloth_pack.files.loading.refuse_not_finite", lambda *_: None)
+    monkeypatch.setattr("unsloth_pack.checkpoints.loading.refuse_not_finite", lambda *_: None)
     folder = Path(copytree(model, tmp_path / "poisoned"))
     weights = load_file(folder / "model.safetensors")
     token = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"][POISON]
@@ -67,7 +67,7 @@ def test_an_update_that_is_not_finite_stops_the_run(optim, poisoned, train, tmp_
 
 
 def test_weights_that_have_diverged_blame_no_document(train, monkeypatch, capsys):
-    from unsloth_pack.training.trl import RunTrainer
+    from unsloth_pack.training.trainer import RunTrainer
 
     step = RunTrainer.training_step
 
@@ -88,7 +88,7 @@ def test_weights_that_have_diverged_blame_no_document(train, monkeypatch, capsys
 
 def test_the_rows_named_are_the_rows_seen(poisoned, train, tmp_path, monkeypatch):
     """Over two epochs; every update is not finite, so that each names its rows."""
-    from unsloth_pack.training.trl import RunTrainer
+    from unsloth_pack.training.trainer import RunTrainer
 
     seen, step = {}, RunTrainer.training_step
 
@@ -134,7 +134,7 @@ def test_skipping_leaves_the_update_out(poisoned, train, tmp_path, capsys):
     ],
 )
 def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
-    from unsloth_pack.training.single_steps import leave_out
+    from unsloth_pack.training.cpu_master_weights import leave_out
 
     weight = torch.nn.Parameter(torch.randn(64))
     optimizer = kind([weight], lr=0.1, **options)
@@ -151,7 +151,7 @@ def test_an_optimizer_on_a_cpu_does_nothing_at_all(kind, options):
 
 @pytest.mark.gpu
 def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
-    from unsloth_pack.training.single_steps import leave_out
+    from unsloth_pack.training.cpu_master_weights import leave_out
 
     weight = torch.nn.Parameter(torch.randn(64, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
@@ -168,15 +168,15 @@ def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
 
 def test_nothing_is_read_from_the_device_between_log_lines(train, monkeypatch):
     """Whatever reads a tensor on the host goes through `take_verdicts`, once a log line."""
-    from unsloth_pack.training.finite_updates import FiniteUpdates
+    from unsloth_pack.training.nonfinite import NonFiniteCallback
 
-    verdicts, look = [], FiniteUpdates.take_verdicts
+    verdicts, look = [], NonFiniteCallback.take_verdicts
 
     def noting(self):
         verdicts.append(len(self._verdicts))
         return look(self)
 
-    monkeypatch.setattr(FiniteUpdates, "take_verdicts", noting)
+    monkeypatch.setattr(NonFiniteCallback, "take_verdicts", noting)
     assert train(max_steps=7, logging_steps=3) == 0
     assert [n for n in verdicts if n] == [1, 2, 3, 1]  # the first update is logged, too, and the last
 
@@ -210,7 +210,7 @@ def test_the_remedy_is_computed():
 
 @pytest.mark.parametrize(("fails_at", "checkpointing"), [(1, "false"), (3, "auto")])
 def test_out_of_memory(fails_at, checkpointing, train, tmp_path, monkeypatch, capsys):
-    from unsloth_pack.training.trl import RunTrainer
+    from unsloth_pack.training.trainer import RunTrainer
 
     compute = RunTrainer.compute_loss
 
@@ -220,8 +220,8 @@ def test_out_of_memory(fails_at, checkpointing, train, tmp_path, monkeypatch, ca
         return compute(self, *args, **kwargs)
 
     gib = 2**30
-    monkeypatch.setattr("unsloth_pack.training.memory_watch.device_memory", lambda: (8 * gib, 4 * gib))
-    monkeypatch.setattr("unsloth_pack.training.memory_watch.most_held", lambda: 8 * gib)
+    monkeypatch.setattr("unsloth_pack.training.counters.device_memory", lambda: (8 * gib, 4 * gib))
+    monkeypatch.setattr("unsloth_pack.training.counters.most_held", lambda: 8 * gib)
     with monkeypatch.context() as patch:
         patch.setattr(RunTrainer, "compute_loss", failing)
         flags = {"max_seq_length": 256, "save_steps": 1, "use_gradient_checkpointing": checkpointing}

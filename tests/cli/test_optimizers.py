@@ -11,7 +11,7 @@ from trl import SFTConfig
 
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.optimizers import SETTINGS, arguments_of
-from unsloth_pack.training.trl import RunTrainer
+from unsloth_pack.training.trainer import RunTrainer
 
 OTHER = {  # values that are nobody's default
     "block_size": 64,

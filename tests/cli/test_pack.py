@@ -352,8 +352,8 @@ def test_any_number_of_processes_writes_the_same_packs(model, data, tmp_path, mo
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     command = ["pack", "--model_name", model, "--dataset", data, "--max_seq_length", "128"]
     assert main([*command, "--out", "held"]) == 0
-    monkeypatch.setattr("unsloth_pack.data.readers._SMALL", 0)
-    monkeypatch.setattr("unsloth_pack.data.spans._ROWS", 7)
+    monkeypatch.setattr("unsloth_pack.data.files._SMALL", 0)
+    monkeypatch.setattr("unsloth_pack.data.cache._ROWS", 7)
     for num_proc in ("1", "3"):
         assert main([*command, "--out", num_proc, "--num_proc", num_proc]) == 0
         shutil.rmtree(tmp_path / "cache")
@@ -369,8 +369,8 @@ def test_a_large_data_set_trains_as_a_small_one_does(model, data, tmp_path, monk
     flags = ["--model_name", model, "--dataset", data, "--max_seq_length", "144", "--max_steps", "3"]
     flags += ["--sample_packing", "--gradient_accumulation_steps", "1", "--dtype", "float32"]
     assert main([*flags, "--output_dir", "held"]) == 0
-    monkeypatch.setattr("unsloth_pack.data.readers._SMALL", 0)
-    monkeypatch.setattr("unsloth_pack.data.spans._ROWS", 7)
+    monkeypatch.setattr("unsloth_pack.data.files._SMALL", 0)
+    monkeypatch.setattr("unsloth_pack.data.cache._ROWS", 7)
     assert main([*flags, "--output_dir", "kept", "--num_proc", "2"]) == 0
     assert losses(tmp_path / "kept") == losses(tmp_path / "held")
     held, kept = (read_metrics(tmp_path / name)["data"] for name in ("held", "kept"))

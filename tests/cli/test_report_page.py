@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from unsloth_pack.report import page
+from unsloth_pack.report import html as page
 
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+|url\((?!#)|\bsrc=|@import|<script|<link", re.IGNORECASE)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "chromium-headless-shell")

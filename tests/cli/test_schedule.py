@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.optim import AdamW
 
 from unsloth_pack.cli import main
-from unsloth_pack.graphs.flat_adamw import FlatAdamW
-from unsloth_pack.training.trl import RunTrainer
+from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW
+from unsloth_pack.training.trainer import RunTrainer
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from unsloth_pack import FastLanguageModel
 from unsloth_pack.cli import main
-from unsloth_pack.training.trl import RunTrainer
+from unsloth_pack.training.trainer import RunTrainer
 
 
 @contextmanager

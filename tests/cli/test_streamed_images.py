@@ -15,12 +15,11 @@ from tiny_vision import encoded, picture
 
 from unsloth_pack.cli import main
 from unsloth_pack.errors import InputError, RunStopped
-from unsloth_pack.images.reading import size_of
-from unsloth_pack.images.sources import ImageSource
+from unsloth_pack.images.reading import ImageSource, size_of
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.recipe.prepare import prepare
 from unsloth_pack.report.metrics import read_losses
-from unsloth_pack.training.trl import RunTrainer
+from unsloth_pack.training.trainer import RunTrainer
 
 STREAM = ["--streaming", "--num_proc", 2]
 
@@ -28,9 +27,9 @@ STREAM = ["--streaming", "--num_proc", 2]
 @pytest.fixture
 def little_at_a_time(monkeypatch):
     """Blocks of a few rows, few documents that wait."""
-    monkeypatch.setattr("unsloth_pack.data.raw_blocks._BYTES", 300)
-    monkeypatch.setattr("unsloth_pack.data.streamed._FIRST_ROWS", 5)
-    monkeypatch.setattr("unsloth_pack.training.row_stream._BUFFER", 4)
+    monkeypatch.setattr("unsloth_pack.data.streaming._BYTES", 300)
+    monkeypatch.setattr("unsloth_pack.data.streaming._FIRST_ROWS", 5)
+    monkeypatch.setattr("unsloth_pack.training.streaming._BUFFER", 4)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import warm
 from cli_runs import losses, read_metrics
 
 from unsloth_pack.cli import main
-from unsloth_pack.training.trl import RunTrainer
+from unsloth_pack.training.trainer import RunTrainer
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def seen(monkeypatch):
 @pytest.fixture
 def little_at_a_time(monkeypatch):
     """Blocks of a few rows, few documents that wait."""
-    monkeypatch.setattr("unsloth_pack.data.raw_blocks._BYTES", 300)
-    monkeypatch.setattr("unsloth_pack.data.streamed._FIRST_ROWS", 5)
-    monkeypatch.setattr("unsloth_pack.training.row_stream._BUFFER", 6)
+    monkeypatch.setattr("unsloth_pack.data.streaming._BYTES", 300)
+    monkeypatch.setattr("unsloth_pack.data.streaming._FIRST_ROWS", 5)
+    monkeypatch.setattr("unsloth_pack.training.streaming._BUFFER", 6)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from unsloth_pack.cli import main
 from unsloth_pack.recipe.checks import check_first
 from unsloth_pack.recipe.command_line import read_options
 from unsloth_pack.report.callbacks import MetricsCallback
-from unsloth_pack.report.fill import document_lengths
+from unsloth_pack.report.terminal import document_lengths
 from unsloth_pack.training.checkpoints import state_of
 
 

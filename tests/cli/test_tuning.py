@@ -291,7 +291,7 @@ def test_new_tokens_are_in_every_reload(base, train, request, tmp_path):
 
 
 def test_new_tokens_begin_as_a_mean(untied):
-    from unsloth_pack.files.new_tokens import add_to_model, add_to_tokenizer
+    from unsloth_pack.checkpoints.new_tokens import add_to_model, add_to_tokenizer
 
     model, tokenizer = FastLanguageModel.from_pretrained(untied, 128, torch.float32)
     before = [end.weight.clone() for end in (model.get_input_embeddings(), model.get_output_embeddings())]

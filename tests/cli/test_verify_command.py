@@ -93,8 +93,8 @@ def test_training_stops_at_a_leak_and_nothing_is_lost(train, leak, tmp_path, cap
 
 @pytest.mark.parametrize(("more", "looks"), [((), 1), (("--no_probe",), 0)])
 def test_a_run_looks_once_or_not_at_all(more, looks, train, monkeypatch):
-    from unsloth_pack.checks import leaks
-    from unsloth_pack.forwards import leak_probe
+    from unsloth_pack.layers import leak_probe
+    from unsloth_pack.verification import leaks
 
     seen, look = [], leak_probe.look_for_leaks
     for module in (leak_probe, leaks):

@@ -16,7 +16,7 @@ import torch
 from tiny import Outcome, error, run_alone, run_packed
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from unsloth_pack.models import spec_of
+from unsloth_pack.models import arch_spec_for
 
 FACTOR = 1.5
 NUMBERS_OF_DRAWS = (1, 4, 16, 64)  # the next where fewer are above
@@ -65,7 +65,7 @@ def on_the_same_row(model, documents, routes=None):
     masks without position_ids: there it is given masks of transformers' own that are made with them.
     """
     config = model.config.get_text_config()
-    if spec_of(config.model_type).mixers:
+    if arch_spec_for(config.model_type).mixers:
         return _by_length(model, documents, routes)
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None].to(model.device)
     masks = {"attention_mask": _masks(model, config, positions)} if config.model_type == "gpt_oss" else {}

@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from unsloth_pack import supported_architectures
-from unsloth_pack.files.loading import load_adapter
-from unsloth_pack.forwards.mixers.state_layer import StateMixer
+from unsloth_pack.checkpoints.loading import load_adapter
 from unsloth_pack.kernels import reference
-from unsloth_pack.lora import layers
-from unsloth_pack.lora.layers import FastLoraLinear
-from unsloth_pack.models import spec_of
-from unsloth_pack.patching.decoder_parts import mixers_by_layer
+from unsloth_pack.layers.mixers.state_space import StateMixer
+from unsloth_pack.lora import linear as layers
+from unsloth_pack.lora.linear import FastLoraLinear
+from unsloth_pack.models import arch_spec_for
+from unsloth_pack.patching.parts import mixers_by_layer
 
 from .cases import DTYPES, STAGES, VARIANTS, WINDOWS
 
@@ -197,7 +197,7 @@ def _with_token_dropout(model):
 
 def _without_dropout_in_states(model):
     decoder = model.get_decoder()
-    for mixer, one in mixers_by_layer(decoder, spec_of(decoder.config.model_type)):
+    for mixer, one in mixers_by_layer(decoder, arch_spec_for(decoder.config.model_type)):
         for layer in one.modules() if isinstance(mixer, StateMixer) else ():
             if isinstance(layer, LoraLayer):
                 layer.lora_dropout.update({name: nn.Identity() for name in layer.lora_dropout})

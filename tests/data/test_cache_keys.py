@@ -9,7 +9,7 @@ from model_folder import TEMPLATE, byte_tokenizer
 
 from unsloth_pack.data import rows_hash
 from unsloth_pack.data.tokenize import documents_of, key_of_tokenizer
-from unsloth_pack.packing.kept_rows import pack_documents
+from unsloth_pack.packing.dataset import pack_documents
 
 TURNS = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
 OTHER_TEMPLATE = TEMPLATE.replace("[{{ m.role }}]", "<{{ m.role }}>")
@@ -19,7 +19,7 @@ OTHER_TEMPLATE = TEMPLATE.replace("[{{ m.role }}]", "<{{ m.role }}>")
 def rows(tmp_path, monkeypatch):
     """Too many to be held, so that their documents are kept."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("unsloth_pack.data.spans._ROWS", 3)
+    monkeypatch.setattr("unsloth_pack.data.cache._ROWS", 3)
     return datasets.Dataset.from_list([{"messages": TURNS}] * 8)
 
 

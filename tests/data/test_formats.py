@@ -13,7 +13,7 @@ from tables import table
 
 from unsloth_pack.data import DataFormat, detect_format, load_rows, to_trl
 from unsloth_pack.data.formats import Conversion
-from unsloth_pack.data.refusals import ColumnsRefused, Offer, fail, telling_names
+from unsloth_pack.data.rows import ColumnsRefused, Offer, fail, telling_names
 from unsloth_pack.errors import InputError
 
 USER = {"role": "user", "content": "hello"}

@@ -21,11 +21,10 @@ from model_folder import TEMPLATE, byte_tokenizer
 from tables import table
 
 from unsloth_pack.data import load_rows, rows_hash
-from unsloth_pack.data.kept import kept
-from unsloth_pack.data.spans import in_order, spans_of
+from unsloth_pack.data.cache import from_cache, in_order, spans_of
 from unsloth_pack.errors import InputError, RunStopped
 from unsloth_pack.packing import pack_dataset
-from unsloth_pack.packing.kept_rows import pack_documents
+from unsloth_pack.packing.dataset import pack_documents
 from unsloth_pack.recipe.documents import prepare_documents
 
 WORDS = ["one", "zwei", "drei\nund", "é😀", "five " * 9]
@@ -64,9 +63,9 @@ def large(monkeypatch):
     """Makes everything too large to be held."""
 
     def make():
-        monkeypatch.setattr("unsloth_pack.data.readers._SMALL", 0)
+        monkeypatch.setattr("unsloth_pack.data.files._SMALL", 0)
         read_little(monkeypatch)
-        monkeypatch.setattr("unsloth_pack.data.spans._ROWS", 3)
+        monkeypatch.setattr("unsloth_pack.data.cache._ROWS", 3)
         monkeypatch.setattr("unsloth_pack.data.tokenize._ROWS_A_BATCH", 2)
 
     return make
@@ -86,7 +85,7 @@ def whole(monkeypatch):
     def both(path):
         held = load(path)
         with monkeypatch.context() as patch:
-            patch.setattr("unsloth_pack.data.readers._SMALL", 0)
+            patch.setattr("unsloth_pack.data.files._SMALL", 0)
             read_little(patch)
             in_parts = load(path)
         return held, in_parts
@@ -323,10 +322,10 @@ def test_what_another_process_has_made_meanwhile_is_not_made_again(notes):
         made.append(folder)
         return notes
 
-    first = threading.Thread(target=kept, args=("packed", ["key"], make))
+    first = threading.Thread(target=from_cache, args=("packed", ["key"], make))
     first.start()
     is_making.wait()
-    folder, found = kept("packed", ["key"], make)
+    folder, found = from_cache("packed", ["key"], make)
     first.join()
     assert len(made) == 1
     assert found == notes
@@ -366,7 +365,7 @@ SLOW = """
 import sys, time, datasets
 from pathlib import Path
 from unsloth_pack.data import spans
-from unsloth_pack.data.kept import kept
+from unsloth_pack.data.cache import kept
 def slow(task):
     Path(sys.argv[1], str(task)).write_text(str(__import__("os").getpid()))
     time.sleep(60)
@@ -379,7 +378,7 @@ kept("documents", ["a key"], make)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_preparation_leaves_no_process_and_nothing_that_is_taken_for_whole(number, tmp_path, cache):
-    from unsloth_pack.data.kept import kept
+    from unsloth_pack.data.cache import from_cache
 
     (marks := tmp_path / "marks").mkdir()
     environment = os.environ | {"HF_DATASETS_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -403,6 +402,6 @@ def test_a_killed_preparation_leaves_no_process_and_nothing_that_is_taken_for_wh
         (folder / "0.arrow").write_text("whole")
         return {}
 
-    folder, _ = kept("documents", ["a key"], make)
+    folder, _ = from_cache("documents", ["a key"], make)
     assert sorted(path.name for path in folder.iterdir()) == ["0.arrow", "notes.json"]
     assert not list(folder.parent.glob("*.aside"))

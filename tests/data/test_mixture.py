@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 from tables import table
 
-from unsloth_pack.data.chosen_rows import ChosenRows
-from unsloth_pack.data.data_sets import DataSet
-from unsloth_pack.data.held_out import held_out
-from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mixed_rows import MixedRows
-from unsloth_pack.data.mixture import Source, mix
-from unsloth_pack.data.raw_blocks import Place, endless
-from unsloth_pack.data.sources import open_stream
+from unsloth_pack.data.mixture import Source, held_out, mix
+from unsloth_pack.data.sources import ChosenRows, DataSet, open_stream
+from unsloth_pack.data.streaming import Place, endless
+from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents, rows_hash
 from unsloth_pack.errors import InputError
 
@@ -197,7 +194,7 @@ def lines(tmp_path):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.data.raw_blocks._BYTES", 60)
+    monkeypatch.setattr("unsloth_pack.data.streaming._BYTES", 60)
     monkeypatch.setattr("unsloth_pack.data.mixed_rows._ROUND", 16)
 
 

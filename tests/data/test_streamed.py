@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from model_folder import byte_tokenizer
 
-from unsloth_pack.data.raw_blocks import IterableRows, Place, endless
 from unsloth_pack.data.sources import load_rows, open_stream
-from unsloth_pack.data.streamed import DocumentStream, Share
+from unsloth_pack.data.streaming import DocumentStream, IterableRows, Place, Share, endless
 from unsloth_pack.errors import InputError
 
 ROWS = [{"text": f"row {number} {'x' * (number % 90)}", "note": str(number)} for number in range(100)]
@@ -23,9 +22,9 @@ ROWS = [{"text": f"row {number} {'x' * (number % 90)}", "note": str(number)} for
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.data.raw_blocks._BYTES", 900)
-    monkeypatch.setattr("unsloth_pack.data.raw_blocks._ROWS", 7)
-    monkeypatch.setattr("unsloth_pack.data.streamed._FIRST_ROWS", 20)
+    monkeypatch.setattr("unsloth_pack.data.streaming._BYTES", 900)
+    monkeypatch.setattr("unsloth_pack.data.streaming._ROWS", 7)
+    monkeypatch.setattr("unsloth_pack.data.streaming._FIRST_ROWS", 20)
 
 
 def open_zst(path, mode):
@@ -187,7 +186,7 @@ def test_a_process_without_a_row_in_one_pass_has_one_in_the_next(tmp_path):
 
 
 def test_short_blocks_are_shared_out_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.data.raw_blocks._BYTES", 1)  # a line a block
+    monkeypatch.setattr("unsloth_pack.data.streaming._BYTES", 1)  # a line a block
     stream = documents(open_stream(str(write(tmp_path / "rows.jsonl", ROWS[:12]))))
     assert [one_pass_of(stream, Share(number, 3))[1] for number in range(3)] == [4, 4, 4]
 
@@ -212,7 +211,7 @@ def refusal(source, **changed):
     ],
 )
 def test_a_bad_row_is_named(bad, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.data.raw_blocks._BYTES", 1)  # a line a block
+    monkeypatch.setattr("unsloth_pack.data.streaming._BYTES", 1)  # a line a block
     path = write(tmp_path / "rows.jsonl", ROWS[:50])
     line = bad if isinstance(bad, bytes) else bad.encode()
     path.write_bytes(path.read_bytes().rstrip() + b"\n" + line + b"\n")
@@ -277,7 +276,7 @@ def test_nothing_is_read_ahead_of_a_block(monkeypatch):
     ids=["an image", "images", "bytes"],
 )
 def test_blocks_of_rows_with_images_are_small(kind, monkeypatch):
-    monkeypatch.setattr("unsloth_pack.data.raw_blocks._ROWS", 1000)
+    monkeypatch.setattr("unsloth_pack.data.streaming._ROWS", 1000)
     features = datasets.Features({"text": datasets.Value("string"), "seen": kind})
     rows = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(130)]})
     saved = rows.add_column("seen", [None] * 130).cast(features).to_iterable_dataset()

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import to_trl
-from unsloth_pack.data.exact import to_dataset
-from unsloth_pack.data.ledger import TokenLedger, check_token_loss
+from unsloth_pack.data.lossless_json import to_dataset
+from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import IGNORE_INDEX, tokenize, tokenizer_hash
 from unsloth_pack.errors import InputError
 

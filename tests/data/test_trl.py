@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from unsloth_pack.data import check_token_ids, to_trl
-from unsloth_pack.data.exact import to_dataset
+from unsloth_pack.data.lossless_json import to_dataset
 
 TEMPLATE = (
     "{% if tools %}[tools]{{ tools | tojson }}{% endif %}"

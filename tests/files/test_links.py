@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
-from unsloth_pack.files.whole_folders import remove_folder, write_file, write_whole
+from unsloth_pack.checkpoints.atomic import atomic_dir, remove_folder, write_file
+from unsloth_pack.report.html import plot_lengths, plot_loss
 from unsloth_pack.report.metrics import MetricsFile
-from unsloth_pack.report.plots import plot_lengths, plot_loss
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_saved_folders(out, precious, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (out / "config.json").symlink_to(precious)
     (out / "other").symlink_to(tmp_path / "elsewhere")
-    with write_whole(out) as folder:
+    with atomic_dir(out) as folder:
         (folder / "other" / "deep").mkdir(parents=True)
         for name in ("config.json", "other/weights", "other/deep/weights"):
             (folder / name).write_text("new")
@@ -87,7 +87,7 @@ def test_a_folder_that_is_named_may_be_a_link(already, out, tmp_path):
     (tmp_path / "link").symlink_to(out)
     for name in already:
         (out / name).write_text("old")
-    with write_whole(tmp_path / "link") as folder:
+    with atomic_dir(tmp_path / "link") as folder:
         (folder / "new").write_text("new")
     assert (tmp_path / "link").is_symlink()
     assert holds_only(out, "new", *already)

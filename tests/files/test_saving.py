@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from unsloth_pack import FastLanguageModel
-from unsloth_pack.files.merging import merged_weights
-from unsloth_pack.files.weight_files import converted_apart, write_weights
+from unsloth_pack.checkpoints.merging import merged_weights
+from unsloth_pack.checkpoints.saving import converted_apart, write_weights
 
 IDS = torch.arange(20)[None]
 
@@ -30,7 +30,7 @@ def test_weights_in_other_files(sharded, model, tmp_path, monkeypatch):
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     parameter.fill_(0.02 * (number + 1))
-        monkeypatch.setattr("unsloth_pack.files.weight_files.SHARD", "50KB" if in_shards else "1GB")
+        monkeypatch.setattr("unsloth_pack.checkpoints.saving.SHARD", "50KB" if in_shards else "1GB")
         model.save_pretrained_merged(tmp_path / "saved", byte_tokenizer())
         assert ((tmp_path / "saved" / "model.safetensors.index.json").exists()) == in_shards
         assert ((tmp_path / "saved" / "model.safetensors").exists()) != in_shards
@@ -85,7 +85,7 @@ def test_merging_holds_less_than_a_shard(architecture, tmp_path, monkeypatch):
     model = FastLanguageModel.get_peft_model(model, r=4)
     n_bytes = 2 * sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
     shard = n_bytes // 5
-    monkeypatch.setattr("unsloth_pack.files.weight_files.SHARD", shard)
+    monkeypatch.setattr("unsloth_pack.checkpoints.saving.SHARD", shard)
     with BytesHeld() as counted:
         model.save_pretrained_merged(tmp_path / "merged")
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) >= 5
@@ -121,7 +121,7 @@ def test_merging_an_embedding_holds_less_than_a_shard(how, tied, tmp_path, monke
     """Which is a shard of its own, where it is most of the model."""
     model = adapted_at_the_ends(tmp_path / "base", how, tied)
     shard = 2 * model.get_input_embeddings().weight.numel()
-    monkeypatch.setattr("unsloth_pack.files.weight_files.SHARD", shard)
+    monkeypatch.setattr("unsloth_pack.checkpoints.saving.SHARD", shard)
     with BytesHeld() as counted:
         model.save_pretrained_merged(tmp_path / "merged")
     assert 0 < counted.peak < 1.2 * shard, counted.peak / shard
@@ -136,7 +136,7 @@ def test_merging_an_embedding_holds_less_than_a_shard(how, tied, tmp_path, monke
 def test_rows_are_merged_as_the_whole_layer_is(how, tied, tmp_path, monkeypatch):
     model = adapted_at_the_ends(tmp_path / "base", how, tied)
     by_rows = dict(merged_weights(model, torch.float32))
-    monkeypatch.setattr("unsloth_pack.files.row_blocks.LARGE", 10**9)
+    monkeypatch.setattr("unsloth_pack.checkpoints.merging.LARGE", 10**9)
     as_whole = dict(merged_weights(model, torch.float32))
     model.double()
     if tied and how == "on the head of tokens":  # which `merge_adapter` merges within the wrapper

@@ -12,15 +12,14 @@ import time
 
 import pytest
 
+from unsloth_pack.checkpoints.atomic import atomic_dir, claimed, holds, write_file
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.locks import claimed
-from unsloth_pack.files.whole_folders import holds, write_file, write_whole
 
 HEX = "0a1b2c3d"
 
 
 def save(target, *names, text="new", **options):
-    with write_whole(target, **options) as folder:
+    with atomic_dir(target, **options) as folder:
         for name in names:
             (folder / name).parent.mkdir(exist_ok=True, parents=True)
             (folder / name).write_text(text)
@@ -28,7 +27,7 @@ def save(target, *names, text="new", **options):
 
 def save_and(act, target, **options):
     """Save a file, and act before the save ends."""
-    with write_whole(target, **options) as folder:
+    with atomic_dir(target, **options) as folder:
         (folder / "a").write_text("first")
         act(folder)
 
@@ -81,7 +80,7 @@ def test_a_mount_point_is_written_to_from_inside(already, mount):
 
 
 def test_a_new_folder_gets_its_name_when_it_is_whole(tmp_path):
-    with write_whole(tmp_path / "new") as folder:
+    with atomic_dir(tmp_path / "new") as folder:
         (folder / "file").write_text("new")
         assert not (tmp_path / "new").exists()
     assert content(tmp_path) == {"new/file": "new"}
@@ -114,7 +113,7 @@ def test_two_saves_at_once_leave_each_other_alone(is_there, tmp_path):
     if is_there:
         out.mkdir()
         (out / "notes").write_text("mine")
-    with write_whole(out) as first:
+    with atomic_dir(out) as first:
         (first / "a").write_text("first")
         if is_there:
             save(out, "a", text="second")
@@ -256,7 +255,7 @@ def test_a_claim_ends_with_its_context(tmp_path):
 CLAIMING = """
 import os, sys, time
 from pathlib import Path
-from unsloth_pack.files.locks import claimed
+from unsloth_pack.checkpoints.atomic import claimed
 
 with claimed(Path(sys.argv[1])):
     if not os.fork():

@@ -13,7 +13,7 @@ from refusals import Case
 
 from unsloth_pack import FastLanguageModel, packing
 from unsloth_pack.data import check_token_ids, load_rows, to_trl
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 T = 12  # tokens of the row in every model call
 INF, NAN = float("inf"), float("nan")

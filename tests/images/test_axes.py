@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_vision import vision_model
 
-from unsloth_pack.row.images import RowImages
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.images import RowImages
+from unsloth_pack.packed_row.row import PackedRow
 
 MODELS = {name: vision_model(name).model for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
 IMAGE = 9

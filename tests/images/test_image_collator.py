@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from unsloth_pack import UnslothVisionDataCollator, VisionDataCollator
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.sources import UnreadableImage
+from unsloth_pack.images.reading import UnreadableImage
 
 ROWS = [
     asked(picture(70, 100), "what is it?"),  # an image first

@@ -5,7 +5,7 @@ import base64
 import pytest
 from tiny_vision import encoded, picture
 
-from unsloth_pack.data.exact import to_dataset
+from unsloth_pack.data.lossless_json import to_dataset
 from unsloth_pack.errors import InputError
 from unsloth_pack.images.prepared import holds_images
 

@@ -19,9 +19,9 @@ from transformers import (
 
 from unsloth_pack import VisionDataCollator
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.pixels import PatchMaker
 from unsloth_pack.images.processor import limit_pixels, load_image_processor, processor_of
-from unsloth_pack.images.sources import ImageSource
+from unsloth_pack.images.qwen_vl import QwenVLImages
+from unsloth_pack.images.reading import ImageSource
 
 THEIRS = dict(zip(FAMILY, (Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor), strict=True))
 
@@ -78,7 +78,7 @@ def test_ids_and_pixels_equal_those_of_transformers(model_type):
 def test_tokens_from_the_header_are_those_of_the_patches(height, width, most):
     if max(height, width) / min(height, width) > 190:
         return
-    make = PatchMaker(image_processor())
+    make = QwenVLImages(image_processor())
     limit = None if most is None else make.pixels_of_tokens(most)
     source = ImageSource(0, "image", picture(height, width))
     patches = make(source, limit)
@@ -87,7 +87,7 @@ def test_tokens_from_the_header_are_those_of_the_patches(height, width, most):
 
 
 def test_patches_are_an_eighth_of_what_the_model_takes(processor):
-    make = PatchMaker(processor.image_processor)
+    make = QwenVLImages(processor.image_processor)
     patches = make(ImageSource(0, "image", picture(100, 100)))
     values = torch.from_numpy(patches.values)
     assert values.dtype == torch.uint8
@@ -123,7 +123,7 @@ def test_what_is_saved_can_be_loaded_by_transformers(model_type, tmp_path):
 def test_limits_of_pixels(processor, tmp_path):
     made = limit_pixels(image_processor(), 2048, None)
     assert made.size == {"shortest_edge": 1024, "longest_edge": 2048}
-    make = PatchMaker(made)
+    make = QwenVLImages(made)
     source = ImageSource(0, "image", encoded(picture(300, 300)))
     assert make.cut(source, (300, 300)).tokens == 1 == len(make(source).values) // 4
     for most, least, message in [

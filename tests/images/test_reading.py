@@ -9,9 +9,8 @@ import pytest
 from PIL import Image, ImageFile, ImageOps, features
 from tiny_vision import encoded, picture
 
-from unsloth_pack.images.pixels import PatchMaker
-from unsloth_pack.images.reading import pixels_of, size_of
-from unsloth_pack.images.sources import ImageSource, UnreadableImage, source_of
+from unsloth_pack.images.qwen_vl import QwenVLImages
+from unsloth_pack.images.reading import ImageSource, UnreadableImage, pixels_of, size_of, source_of
 
 KINDS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"]
 KINDS += ["AVIF"] if features.check("avif") else []
@@ -142,7 +141,7 @@ def test_ways_to_name_an_image(tmp_path):
 @pytest.mark.parametrize("size", [(3, 50), (50, 3), (1, 1), (1, 100), (97, 131), (16, 16)])
 def test_small_and_odd_sizes_take_the_tokens_that_their_header_says(size, processor):
     """Three rows of pixels look like three channels to a processor that has to guess."""
-    make = PatchMaker(processor.image_processor)
+    make = QwenVLImages(processor.image_processor)
     source = of(encoded(picture(*size)))
     patches = make(source)
     assert len(patches.values) == make.cut(source, size_of(source)).tokens * 4

@@ -4,9 +4,9 @@ import pytest
 from tiny_vision import asked, encoded, picture, vision_config, vision_processor
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.documents import VisionEncoder
-from unsloth_pack.images.families import image_maker
-from unsloth_pack.images.stored import source_of_stored, stored
+from unsloth_pack.images.encoding import VisionEncoder
+from unsloth_pack.images.families import make_image_family
+from unsloth_pack.images.prepared import source_of_stored, stored
 from unsloth_pack.images.tokens import image_tokens_of
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 
@@ -17,7 +17,7 @@ ONE, OTHER = (encoded(picture(64, 64, seed), "BMP") for seed in (0, 1))  # of on
 def packed():
     """A packed row of one document, and what makes batches of it."""
     config, processor = vision_config(), vision_processor()
-    make = image_maker(config, processor.image_processor)
+    make = make_image_family(config, processor.image_processor)
     encode = VisionEncoder(processor.tokenizer, image_tokens_of(config), make, config=config)
     (document,) = encode([asked(ONE)])
     images = [{"path": None, **stored(image, None)} for image in document.images]

@@ -13,8 +13,8 @@ from tiny_vision import asked, picture
 from torch.nn import functional as F
 
 from unsloth_pack import InputError, VisionDataCollator, patch_model
-from unsloth_pack.images.families import image_maker
-from unsloth_pack.images.sources import ImageSource
+from unsloth_pack.images.families import make_image_family
+from unsloth_pack.images.reading import ImageSource
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokenIds
 
 each_family = pytest.mark.parametrize("name", FAMILIES)
@@ -92,7 +92,7 @@ def test_tokens_from_the_header_are_those_of_transformers(name):
     def check(height, width, several, most, edge):
         if has_edge:
             oracle.image_processor.size = {"longest_edge": edge}
-        make = image_maker(config, oracle.image_processor)
+        make = make_image_family(config, oracle.image_processor)
         of_document = 1 + several
         source = ImageSource(0, "image", picture(height, width))
         if name == "mistral3" and edge < max(height, width) / min(height, width):

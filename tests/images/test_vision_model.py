@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 from trl import SFTTrainer
 
 from unsloth_pack import FastVisionModel, InputError, VisionDataCollator
-from unsloth_pack.lora.vision_parts import TrainedParts, VisionParts, kept_in_16_bits, vision_targets
+from unsloth_pack.lora.vision_targets import TrainedParts, VisionParts, kept_in_16_bits, vision_targets
 
 FAMILIES = ("gemma3", "smolvlm", "idefics3", "llava_onevision", "internvl", "mistral3", "qwen3_vl_moe")
 

@@ -11,10 +11,10 @@ from tiny_vision import FAMILY, asked, image_processor, picture, vision_config, 
 from torch.utils.flop_counter import FlopCounterMode
 
 from unsloth_pack import FastVisionModel, VisionDataCollator, patch_model
-from unsloth_pack.data.image_columns import image_field
-from unsloth_pack.images.families import image_maker
-from unsloth_pack.images.sources import ImageSource
-from unsloth_pack.training.vision_work import vision_work
+from unsloth_pack.data.rows import image_field
+from unsloth_pack.images.families import make_image_family
+from unsloth_pack.images.reading import ImageSource
+from unsloth_pack.training.sampling import vision_work
 
 SIZES = [(30, 70), (16, 16), (90, 20), (40, 41)]
 
@@ -27,7 +27,7 @@ def made(make, size, of_document):
 @each_family
 @pytest.mark.parametrize("of_document", [1, 2])
 def test_patches_are_those_that_the_tower_sees(name, of_document):
-    make = image_maker(tile_config(name), tile_image_processor(name))
+    make = make_image_family(tile_config(name), tile_image_processor(name))
     for size in SIZES:
         image, tokens = made(make, size, of_document)
         tiles, _, height, width = image.values.shape
@@ -37,7 +37,7 @@ def test_patches_are_those_that_the_tower_sees(name, of_document):
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_patches_of_qwen(name):
-    make = image_maker(vision_config(name), image_processor(16 if name == "qwen3_vl" else 14))
+    make = make_image_family(vision_config(name), image_processor(16 if name == "qwen3_vl" else 14))
     for size in SIZES:
         image, tokens = made(make, size, 1)
         assert make.seen(tokens, size, 1) == (len(image.values), len(image.values))
@@ -87,7 +87,7 @@ def test_the_estimate_is_near_what_is_computed(name):
     n_tokens = batch["input_ids"].shape[1]
     call = {k: v for k, v in batch.items() if k not in ("labels", "packed_seq_lengths")}
     model.set_attn_implementation("eager")  # the counter misses attention in one call on a CPU
-    make = image_maker(model.config, processor.image_processor)
+    make = make_image_family(model.config, processor.image_processor)
     (work,) = vision_work(rows_of(make, [[(40, 90)]]), "packed_images", model, make)
     # All weights train here, so the ratio is that of forward passes; the rest is attention over text
     assert work / n_tokens == pytest.approx(counted(model, call), rel=0.35)
@@ -95,7 +95,7 @@ def test_the_estimate_is_near_what_is_computed(name):
 
 def test_a_frozen_tower_has_no_backward_pass():
     model, processor = vision_model(), vision_processor()
-    make = image_maker(model.config, processor.image_processor)
+    make = make_image_family(model.config, processor.image_processor)
     rows = rows_of(make, [[(40, 90)], []], [], [[], [(64, 64), (32, 96)]])
     patch_model(model)
     trained = vision_work(rows, "packed_images", model, make)

@@ -48,7 +48,7 @@ def path(request, monkeypatch):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 4 rows of logits, whatever the vocabulary."""
-    from unsloth_pack.kernels import chunked_head
+    from unsloth_pack.kernels import head
 
     for name, value in (("_CHUNK_BYTES", 0), ("_LEAST_ROWS", 4), ("_STEP", 4)):
-        monkeypatch.setattr(chunked_head, name, value)
+        monkeypatch.setattr(head, name, value)

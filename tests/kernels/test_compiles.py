@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-scores = import_module("unsloth_pack.kernels.token_scores_kernels")
+scores = import_module("unsloth_pack.kernels.token_scores")
 loss = import_module("unsloth_pack.kernels.linear_cross_entropy")
 POINTERS = ("log_probs", "entropies", "tops", "means", "squares", "losses", "g_log_probs", "g_entropies")
 TYPES = {"logits": "*bf16", "labels": "*i64", "scale": "fp32", "softcap": "fp32", "V": "i32"}
@@ -51,7 +51,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-host = import_module("unsloth_pack.kernels.varlen_attention")
+host = import_module("unsloth_pack.kernels.attention")
 kernels = host.kernels
 HOPPER = sys.argv[1] == "Hopper"
 ONE_OF_EACH = sys.argv[2:] == ["one of each"]
@@ -127,7 +127,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-kernel = import_module("unsloth_pack.kernels.four_bits")._dequantize_kernel
+kernel = import_module("unsloth_pack.kernels.quantized")._dequantize_kernel
 for dtype, nested in itertools.product(["bf16", "fp16", "fp32"], [False, True]):
     signature = {"packed": "*u8", "code": "*fp32", "scales": "*u8" if nested else "*fp32"}
     of_scales = {} if nested else {"scale_code": None, "outer_scales": None, "offset": None}
@@ -152,7 +152,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-fp8 = import_module("unsloth_pack.kernels.fp8")
+fp8 = import_module("unsloth_pack.kernels.quantized")
 GROUPS = {(4096,): 4, (14336,): 16, (4096, 1024, 1024): 4, (14336, 14336): 32}
 
 
@@ -254,7 +254,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-host = import_module("unsloth_pack.kernels.routed")
+host = import_module("unsloth_pack.kernels.moe")
 INTS = dict.fromkeys(("weight_stride", "F", "C"), "i32")
 FLOATS = ("low_rank_scale", "g_scale", "alpha", "limit", "offset", "scale", "more_scale")
 EXACT = {"expert": "*i16", "weight": "*fp32", "g_weight": "*fp32", "places": "*i64"}

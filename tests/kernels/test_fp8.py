@@ -13,7 +13,7 @@ from unsloth_pack.kernels import (
     quantize_rows,
     reference,
 )
-from unsloth_pack.kernels.fp8 import _side_by_side
+from unsloth_pack.kernels.quantized import _side_by_side
 
 pytest.importorskip("triton")
 HAS_FP8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)

@@ -14,7 +14,8 @@ from exactness import DEVICE
 from extra_leaves import KINDS_OF_EXTRA, of_leaves, with_extra
 from largest import Largest
 
-from unsloth_pack.kernels import LabelledRows, chunked_head, reference, token_scores
+from unsloth_pack.kernels import LabelledRows, reference, token_scores
+from unsloth_pack.kernels import head as chunked_head
 from unsloth_pack.kernels.reference import TokenScores
 from unsloth_pack.kernels.token_scores import FIELDS
 

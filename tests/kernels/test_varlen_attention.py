@@ -20,7 +20,7 @@ from torch import Tensor
 from unsloth_pack.kernels import reference, varlen_attention
 
 pytest.importorskip("triton")
-host = import_module("unsloth_pack.kernels.varlen_attention")  # whose name the function has taken
+host = import_module("unsloth_pack.kernels.attention")  # whose name the function has taken
 TILES, Tile, Tiles = host.TILES, host.Tile, host.Tiles
 FP32, BF16 = torch.float32, torch.bfloat16
 SMALL = Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))  # many tiles of few tokens

@@ -12,7 +12,7 @@ from packs_on_disk import cut, edit_manifest, flip_a_byte, rewrite
 from tables import table
 from test_pack_dataset import documents, quiet  # noqa: F401
 
-from unsloth_pack.data.ledger import TokenLedger
+from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import find_packs, pack_dataset, read_manifest, read_packs, write_packs
 
@@ -111,10 +111,10 @@ def test_a_seed_changes_what_shares_a_row_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("where", "call"),
     [
-        ("packing.offline.writer.sha256_of", 1),  # between two shards
-        ("packing.offline.writer.sha256_of", 3),
-        ("files.whole_folders.flush", 1),  # once all is written
-        ("files.whole_folders.flush", 5),
+        ("packing.on_disk.file_sha256", 1),  # between two shards
+        ("packing.on_disk.file_sha256", 3),
+        ("checkpoints.atomic.flush", 1),  # once all is written
+        ("checkpoints.atomic.flush", 5),
     ],
 )
 def test_an_interrupted_write_leaves_nothing(where, call, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packing import plan_packs
-from unsloth_pack.packing.plan import STRATEGIES
+from unsloth_pack.packing.planner import STRATEGIES
 
 
 def plain_plan(lengths, capacity, strategy):
@@ -64,7 +64,7 @@ def test_bfd_fills_bins_as_the_definition_does(seed):
 
 
 def test_next_fit_past_a_block_of_documents(monkeypatch):
-    monkeypatch.setattr("unsloth_pack.packing.in_order.BLOCK", 8)
+    monkeypatch.setattr("unsloth_pack.packing.planner.BLOCK", 8)
     lengths = random_lengths(3, documents=300, capacity=16)
     assert plan_packs(lengths, 16, "next_fit").bins == plain_plan(lengths, 16, "next_fit")
 
@@ -72,8 +72,7 @@ def test_next_fit_past_a_block_of_documents(monkeypatch):
 def test_bfd_past_a_block_of_documents(monkeypatch):
     lengths = random_lengths(4, documents=300, capacity=16)
     whole = plan_packs(lengths, 16).bins[:]
-    for module in ("lengths", "best_fit"):
-        monkeypatch.setattr(f"unsloth_pack.packing.{module}.BLOCK", 7)
+    monkeypatch.setattr("unsloth_pack.packing.planner.BLOCK", 7)
     assert plan_packs(lengths, 16).bins == whole
 
 

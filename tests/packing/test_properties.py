@@ -17,7 +17,7 @@ from unsloth_pack.packing import (
     pack_sequences,
     plan_packs,
 )
-from unsloth_pack.packing.plan import STRATEGIES
+from unsloth_pack.packing.planner import STRATEGIES
 
 
 @st.composite

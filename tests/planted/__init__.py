@@ -3,7 +3,7 @@
 `python -m tests.planted` applies each of them to a copy and runs those tests. An entry of `faults/*.yaml`:
 
     - name: the first boundary of a row is one too late   # plain words, unique
-      file: row/packed_row.py                             # below unsloth_pack/
+      file: packed_row/row.py                             # below unsloth_pack/
       old: "cu_seqlens[i]"                                # occurs exactly once in the file
       new: "cu_seqlens[i] + 1"
       tests: [tests/test_packed_model.py::test_rows_of_other_forms_are_as_right]   # of the default tier

@@ -9,7 +9,7 @@ from unsloth_pack.recipe.model import load_run_model
 from unsloth_pack.recipe.options import TrainOptions
 from unsloth_pack.recipe.rates import rates_of
 from unsloth_pack.recipe.what_trains import check_names_of_modules
-from unsloth_pack.training.learning_rates import check_rates
+from unsloth_pack.training.optimizers import check_rates
 
 CASES = {
     "usual": {},

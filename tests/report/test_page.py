@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 
 from unsloth_pack.patching.report import PatchReport
-from unsloth_pack.report import page
-from unsloth_pack.report.figures import packed_row, with_speed
-from unsloth_pack.report.page import NAME, RunSeen, page_of, write_page
-from unsloth_pack.report.row_figure import PackedRowSeen, draw_row, placed
+from unsloth_pack.report import html
+from unsloth_pack.report.html import (
+    NAME,
+    PackedRowSeen,
+    RunSeen,
+    draw_row,
+    packed_row,
+    page_of,
+    placed,
+    with_speed,
+    write_page,
+)
 
 pytestmark = pytest.mark.draws
 PATCH = PatchReport("llama", 2, "sdpa", "<why>", {"norms": "5 RMS norms"}, {"loss": "a & b"})
@@ -168,7 +176,7 @@ def test_a_figure_that_fails_leaves_the_page(monkeypatch):
     def fail(*args):
         raise RuntimeError("no <fonts>\nhere")
 
-    monkeypatch.setattr(page, "curves", fail)
+    monkeypatch.setattr(html, "curves", fail)
     text = page_of(LINES, SEEN)
     assert "could not be drawn: RuntimeError: no &lt;fonts&gt;" in text
     assert text.count("<svg") == 2
@@ -194,8 +202,8 @@ def test_a_link_is_replaced_and_not_written_through(tmp_path):
 def test_a_failure_leaves_the_page_of_before(tmp_path, monkeypatch):
     write_page(tmp_path, LINES, SEEN)
     before = (tmp_path / NAME).read_bytes()
-    monkeypatch.setattr(page, "_STYLE", None)
-    monkeypatch.setattr(page, "_section", lambda *_: 1 / 0)
+    monkeypatch.setattr(html, "_STYLE", None)
+    monkeypatch.setattr(html, "_section", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_page(tmp_path, LINES, SEEN)
     assert (tmp_path / NAME).read_bytes() == before

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import datasets
 
 from unsloth_pack.cli.run_report import summarise
-from unsloth_pack.report.fill import RowFill, fill_of_packed, fill_of_padded
-from unsloth_pack.training.trained import Trained
+from unsloth_pack.report.terminal import RowFill, fill_of_packed, fill_of_padded
+from unsloth_pack.training.counters import TokenCounter
 
 
 def test_padding_and_passes_count_in_no_speed():
@@ -14,7 +14,7 @@ def test_padding_and_passes_count_in_no_speed():
     fill = RowFill(rows=10, documents=40, tokens=200, slots=400, slots_computed=270)
     logged = [{"loss": 3.0}, {"eval_loss": 9.0}, {"loss": 2.5}, {"loss": 2.0}]
     trainer = SimpleNamespace(
-        trained=Trained(seconds=2.0, tokens=600, slots=800, counted=500),
+        trained=TokenCounter(seconds=2.0, tokens=600, slots=800, counted=500),
         state=SimpleNamespace(log_history=logged, global_step=7, epoch=3.0),
         finite_updates=SimpleNamespace(left_out=1),
         counts=SimpleNamespace(broken_images=2),

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from unsloth_pack.packing import PackedSampler
-from unsloth_pack.training.row_order import TurnToEpoch, packed_sampler
+from unsloth_pack.training.sampling import TurnToEpoch, packed_sampler
 
 ROWS = datasets.Dataset.from_dict({"seq_lengths": [[3, 2], [4]] * 12})
 

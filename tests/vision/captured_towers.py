@@ -7,9 +7,9 @@ from recorded_graphs import record_graphs
 from tiny import DEVICE, error
 from torch import nn
 
-from unsloth_pack.forwards import tower, tower_of_sizes
-from unsloth_pack.graphs import tower_graphs
-from unsloth_pack.graphs.trials import Trials
+from unsloth_pack.cuda_graphs import tower as tower_graphs
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
+from unsloth_pack.layers.vision import tower, variable_size_tower
 
 ON_GPU = DEVICE != "cpu"
 ATTEND = tower.attend
@@ -17,11 +17,11 @@ ATTEND = tower.attend
 
 def hold_up(monkeypatch):
     """Towers are known to wait for Python. Without a GPU, graphs are recorded."""
-    monkeypatch.setattr(Trials, "is_held_up", lambda *_: True)
+    monkeypatch.setattr(CaptureDecision, "is_held_up", lambda *_: True)
     if not ON_GPU:
         record_graphs(monkeypatch)
         monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
-        for forward in (tower, tower_of_sizes):
+        for forward in (tower, variable_size_tower):
             monkeypatch.setattr(forward, "attend", _by_ends)
 
 

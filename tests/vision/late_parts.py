@@ -3,7 +3,7 @@
 import torch
 from transformers import vision_utils
 
-from unsloth_pack.forwards import decoder
+from unsloth_pack.layers import decoder
 
 
 def late_windows(monkeypatch, which=slice(1, -1)):

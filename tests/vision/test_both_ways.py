@@ -13,14 +13,14 @@ from tiny import DEVICE, error
 from transformers import masking_utils
 
 from unsloth_pack import patch_model
-from unsloth_pack.attention import AttentionNeed, AttentionOptions, attend, both_ways, flash
+from unsloth_pack.attention import AttentionNeed, AttentionOptions, attend, bidirectional_blocks, flash
 from unsloth_pack.attention.backends import backend_of_other_keys
+from unsloth_pack.cuda_graphs.shapes import ShapeBucket
 from unsloth_pack.errors import BackendUnavailable, InputError
-from unsloth_pack.forwards.lost_parts import Lost
-from unsloth_pack.graphs.row_form import RowForm
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.row.block_rows import BlockRows
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.layers.deferred_checks import DeferredCheck
+from unsloth_pack.packed_row.images import BlockRows
+from unsloth_pack.packed_row.row import PackedRow
 
 GEMMA = "gemma3"
 
@@ -100,7 +100,7 @@ def test_static_blocks_hold_every_row_of_their_form(window):
     """And the rows of narrower forms. Every run has a query and as many keys or more; what is too many is of
     the padding behind the row."""
     rows = [row for seed in range(20) if len((row := random_row(seed)).blocks)]
-    forms = [RowForm.of(row) for row in rows]
+    forms = [ShapeBucket.of(row) for row in rows]
     form = max(forms, key=lambda form: form.tokens).widened(forms, 1)
     static = PackedRow.static(form.tokens, form.segments, form.longest, rows[0].device, both_ways=True)
     padding = form.blocks.padding(form.longest)
@@ -131,7 +131,7 @@ def test_static_blocks_hold_every_row_of_their_form(window):
 def test_a_form_with_blocks_has_room_for_them_and_a_token_of_padding():
     row = replace(random_row(0), visual=np.arange(4, 9), _built={})
     row = replace(PackedRow.of_lengths((64,), row.device), visual=row.visual, both_ways=True)
-    form = RowForm.of(row)
+    form = ShapeBucket.of(row)
     assert form.tokens > 64
     assert not replace(form, tokens=64).holds(row)
     for name in ("blocks", "queries", "earlier", "longest"):
@@ -145,7 +145,7 @@ def test_a_window_bounds_the_keys_of_static_blocks():
     row = PackedRow.of_lengths((1000,), torch.device(DEVICE))
     images = np.flatnonzero(np.arange(1000) % 50 < 40)
     row = replace(row, visual=images, both_ways=True, _built={})
-    form = RowForm.of(row)
+    form = ShapeBucket.of(row)
     static = PackedRow.static(form.tokens, form.segments, form.longest, row.device, both_ways=True)
     few, all_of_them = (
         len(BlockRows.static(static, window, form.blocks).key_places) for window in (16, None)
@@ -237,7 +237,7 @@ def test_flash_is_told_which_keys_a_block_has(kernel, window, monkeypatch):
     else:
         made_kernel = flash.VarlenKernel("stand-in", kernel)
     monkeypatch.setattr(flash, "varlen_kernel", lambda head_dim, options: made_kernel)
-    monkeypatch.setattr(both_ways, "backend_of_other_keys", lambda name, need: "flash")
+    monkeypatch.setattr(bidirectional_blocks, "backend_of_other_keys", lambda name, need: "flash")
     row, options = random_row(1), AttentionOptions(0.3, window)
     qkv, _ = drawn(row, 8, 1)
     out = attend(*qkv, row, options, "sdpa")
@@ -327,7 +327,7 @@ def test_what_stands_on_a_device_is_refused_behind_the_decoder(monkeypatch):
     model, docs, seen = made(GEMMA), documents(GEMMA), []
     patch_model(model)
     late = classmethod(lambda cls, count, said: [cls(HostCopy(count), said)])
-    monkeypatch.setattr(Lost, "sought", late)
+    monkeypatch.setattr(DeferredCheck, "sought", late)
     model.get_base_model().lm_head.register_forward_pre_hook(lambda *args: seen.append(True))
     row = {"input_ids": row_of(GEMMA, model, docs)["input_ids"]}
     with pytest.raises(InputError, match="image tokens and comes without pixel_values"):

@@ -11,8 +11,8 @@ from torch import nn
 from vision_models import labels_of
 
 from unsloth_pack import patch_model
-from unsloth_pack.graphs.step_graphs import StepGraphs
-from unsloth_pack.graphs.tower_graphs import Patches, PatchesForm
+from unsloth_pack.cuda_graphs.step import StepGraphs
+from unsloth_pack.cuda_graphs.tower import Patches, PatchesForm
 
 DTYPE, BOUND = (torch.bfloat16, 0.02) if ON_GPU else (torch.float64, 1e-6)  # Pixtral norms in float32
 BACKEND = "flash" if ON_GPU else "auto"  # of those that a graph holds; batches attend as transformers does

@@ -20,16 +20,16 @@ from torch.nn.utils.rnn import pad_sequence
 from vision_models import labels_of
 
 from unsloth_pack import patch_model
-from unsloth_pack.attention import both_ways
+from unsloth_pack.attention import bidirectional_blocks
 from unsloth_pack.attention.backends import BACKENDS
-from unsloth_pack.forwards.deepstack import add_visual
-from unsloth_pack.forwards.mixers import attention
-from unsloth_pack.graphs.capture import CapturedForm
-from unsloth_pack.graphs.inputs import Embedded, EmbeddedForm, StaticInputs
-from unsloth_pack.graphs.memory import GraphMemory
-from unsloth_pack.graphs.trials import Trials
-from unsloth_pack.row.block_rows import BlockRows
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.cuda_graphs.capture import CapturedForm
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
+from unsloth_pack.cuda_graphs.memory import GraphMemory
+from unsloth_pack.cuda_graphs.shapes import Embedded, EmbeddedForm, StaticInputs
+from unsloth_pack.layers.decoder import add_visual
+from unsloth_pack.layers.mixers import attention
+from unsloth_pack.packed_row.images import BlockRows
+from unsloth_pack.packed_row.row import PackedRow
 
 GRIDS = [*vision_models.MODELS]
 TILED = [*tiled_models.MODELS]
@@ -140,7 +140,7 @@ def by_ends(q_NHD, k_NKD, v_NKD, row, options, *others):
     out_NHD = masked_by_ends(q_NHD, k_NKD, v_NKD, row, options)
     if not len(row.blocks):
         return out_NHD
-    return both_ways.attend_in_blocks(out_NHD, q_NHD, k_NKD, v_NKD, row, options, "sdpa")
+    return bidirectional_blocks.attend_in_blocks(out_NHD, q_NHD, k_NKD, v_NKD, row, options, "sdpa")
 
 
 def masked_by_ends(q_NHD, k_NKD, v_NKD, row, options, sinks_H=None, keys=None):
@@ -173,8 +173,8 @@ ATTEND = attention.attend
 @pytest.fixture
 def held_up(monkeypatch):
     """Rows of every size are known to wait for Python, and there is memory."""
-    monkeypatch.setattr(Trials, "is_held_up", lambda *_: True)
-    monkeypatch.setattr(Trials, "why_too_large", lambda *_: None)
+    monkeypatch.setattr(CaptureDecision, "is_held_up", lambda *_: True)
+    monkeypatch.setattr(CaptureDecision, "why_too_large", lambda *_: None)
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def recorded(monkeypatch, held_up):
     record_graphs(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
     monkeypatch.setattr(attention, "attend", by_ends)
-    monkeypatch.setattr(both_ways, "BACKENDS", {"sdpa": SimpleNamespace(run=masked_by_ends)})
+    monkeypatch.setattr(bidirectional_blocks, "BACKENDS", {"sdpa": SimpleNamespace(run=masked_by_ends)})
 
 
 def assert_alike(models, name, docs, bound):

@@ -18,11 +18,11 @@ from torch import nn
 from vision_models import labels_of
 
 from unsloth_pack import patch_model
-from unsloth_pack.graphs import tower_graphs
-from unsloth_pack.graphs.memory import GraphMemory
-from unsloth_pack.graphs.step_graphs import StepGraphs
-from unsloth_pack.graphs.tower_graphs import TowerGraphs
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.cuda_graphs import tower as tower_graphs
+from unsloth_pack.cuda_graphs.memory import GraphMemory
+from unsloth_pack.cuda_graphs.step import StepGraphs
+from unsloth_pack.cuda_graphs.tower import TowerGraphs
+from unsloth_pack.packed_row.row import PackedRow
 
 DTYPE, BOUND = (torch.bfloat16, 0.02) if ON_GPU else (torch.float64, 1e-9)
 BACKEND = "flash" if ON_GPU else "auto"  # the fastest of those that a graph holds

@@ -7,7 +7,7 @@ import torch
 from test_captured_images import called, documents, labels_of, patched
 from tiny import DEVICE
 
-from unsloth_pack.forwards import rehearsal
+from unsloth_pack.layers import kernel_warmup
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "llava_onevision"])
@@ -21,14 +21,16 @@ def test_a_rehearsed_step_over_images_has_the_same_bits(name, monkeypatch, caplo
         loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    passes, forward = [], rehearsal.packed_forward
-    monkeypatch.setattr(rehearsal, "_compiles_for", lambda device: True)
+    passes, forward = [], kernel_warmup.packed_forward
+    monkeypatch.setattr(kernel_warmup, "_compiles_for", lambda device: True)
     monkeypatch.setattr(
-        rehearsal, "packed_forward", lambda *given, **asked: passes.append(asked) or forward(*given, **asked)
+        kernel_warmup,
+        "packed_forward",
+        lambda *given, **asked: passes.append(asked) or forward(*given, **asked),
     )
     with caplog.at_level(logging.DEBUG, "unsloth_pack"):
         rehearsed = step()
     assert len(passes) == 1
     assert "not compiled side by side" not in caplog.text
-    monkeypatch.setattr(rehearsal, "_compiles_for", lambda device: False)
+    monkeypatch.setattr(kernel_warmup, "_compiles_for", lambda device: False)
     assert all(map(torch.equal, rehearsed, step()))

@@ -26,7 +26,7 @@ from vision_models import WAYS, Passes, labels_of
 
 from unsloth_pack import patch_model
 from unsloth_pack.errors import InputError
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 each_model = pytest.mark.parametrize("name", MODELS)
 

@@ -14,9 +14,9 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards.norm import FastRMSNorm
-from unsloth_pack.forwards.tower_mlp import FastTowerMLP
-from unsloth_pack.lora.layers import FastLoraLinear, is_lora_linear
+from unsloth_pack.layers.norm import FastRMSNorm
+from unsloth_pack.layers.vision.tower import FastTowerMLP
+from unsloth_pack.lora.linear import FastLoraLinear, is_lora_linear
 
 BF16 = torch.bfloat16
 WIDTH = 32

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from unsloth_pack import patch_model
-from unsloth_pack.forwards.tower_norm import FastTowerNorm
+from unsloth_pack.layers.vision.tower import FastTowerNorm
 
 BF16 = torch.bfloat16
 

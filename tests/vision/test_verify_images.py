@@ -11,7 +11,7 @@ from vision_models import MODELS, made
 
 from unsloth_pack import patch_model, verify
 from unsloth_pack.errors import InputError
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 
 def in_turn(models, values):
@@ -184,7 +184,7 @@ def test_wrong_blocks_of_gemma_3_are_found(wrong, monkeypatch):
 @pytest.mark.parametrize("lost", ["rows", "tokens"])
 def test_swapped_features_are_found(lost, monkeypatch):
     """Images that reach another document, or other tokens of their own."""
-    from unsloth_pack.forwards import vision_lm
+    from unsloth_pack.layers.vision import vision_lm
 
     model, right = tiled_models.made("internvl"), vision_lm.seen
     patch_model(model)

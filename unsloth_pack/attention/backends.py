@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from unsloth_pack.attention import flash, sdpa, triton_varlen, xformers
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.errors import BackendUnavailable, InputError, first_line
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 ENVIRONMENT_VARIABLE = "UNSLOTH_PACK_ATTN"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.errors import InputError
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 _MAX_HEAD_DIM = 256
 _LOADED_BYTES = 16

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from unsloth_pack.attention.backends import BACKENDS, choose_backend
-from unsloth_pack.attention.both_ways import attend_in_blocks
+from unsloth_pack.attention.bidirectional_blocks import attend_in_blocks
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 
 def attend(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unsloth_pack.attention.dense import attend_all, attend_dense, causal_mask, is_written_out, window_mask
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 _SHORTEST_BLOCK = 256
 _WRITTEN_OUT_BLOCK = 1024  # queries whose logits exist at the same time

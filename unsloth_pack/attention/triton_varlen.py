@@ -9,8 +9,8 @@ from torch import Tensor
 from unsloth_pack.attention import flash
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.kernels import launch, varlen_attention
-from unsloth_pack.kernels.varlen_attention import MAX_HEAD_DIM
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.kernels.attention import MAX_HEAD_DIM
+from unsloth_pack.packed_row.row import PackedRow
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:

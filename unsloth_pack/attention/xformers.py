@@ -6,7 +6,7 @@ from torch import Tensor
 from unsloth_pack.attention import flash
 from unsloth_pack.attention.options import AttentionNeed, AttentionOptions
 from unsloth_pack.errors import first_line
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 
 def why_unavailable(need: AttentionNeed) -> str | None:

@@ -5,11 +5,14 @@ STARTED is the time, in seconds since the epoch, at which the process was reques
 """
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,25 +27,24 @@ from transformers import (
     set_seed,
 )
 
+import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.bench.breakdown import break_down
 from unsloth_pack.bench.case import Case, Figures, plain_packing_leaks
-from unsloth_pack.errors import InputError, first_line
-from unsloth_pack.files.loading import (
+from unsloth_pack.checkpoints.loading import (
     load_model,
     load_tokenizer,
     own_device,
+    quantization,
     resolve,
     weight_dtype,
 )
-from unsloth_pack.files.quantised import quantization
+from unsloth_pack.errors import InputError, first_line
 from unsloth_pack.lora.targets import default_names
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 from unsloth_pack.patching.patch import patch_of
-from unsloth_pack.report.fill import document_lengths
-from unsloth_pack.report.memory import peak_memory
-from unsloth_pack.training.trl import RunTrainer, make_trainer
-from unsloth_pack.training.trl_setup import sft_config
+from unsloth_pack.report.terminal import document_lengths, peak_memory
+from unsloth_pack.training.trainer import RunTrainer, make_trainer, sft_config
 
 SEED = 3407
 _WARM_UP = {"cuda": 10, "cpu": 1}  # steps; kernels compile and common forms of rows are captured in them
@@ -208,3 +210,43 @@ def _now() -> float:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), float(sys.argv[2]))
+
+
+# Runs a case in a process of its own, so that it shares neither memory nor patches with other cases.
+
+_LAST_LINES = 2000  # characters of stderr that are kept of a process without an answer
+
+
+class Failed(RuntimeError):
+    """The run gave no figures. The message says why in one line."""
+
+
+def measure_apart(case: Case) -> Figures:
+    """Run `case` in a fresh Python process.
+
+    Raises:
+        InputError: this machine cannot run the case.
+        Failed: anything else failed in the process, such as memory that ran out.
+    """
+    with TemporaryDirectory(prefix="unsloth-pack-bench-") as folder:
+        Path(folder, "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
+        # -P: no imports from the user's working folder
+        command = [sys.executable, "-P", "-m", "unsloth_pack.bench.measure", folder, str(time.time())]
+        paths = [str(Path(unsloth_pack.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            answer = json.loads(Path(folder, "answer.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            said = " ".join(done.stderr[-_LAST_LINES:].strip().splitlines()[-1:])
+            raise Failed(f"the process ended with {done.returncode}: {said or 'it said nothing'}") from None
+    if "refused" in answer:
+        raise InputError(answer["refused"])
+    if "failed" in answer:
+        raise Failed(answer["failed"])
+    return Figures(**answer)

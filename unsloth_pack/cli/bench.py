@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from unsloth_pack.cli.quiet import quieten
-    from unsloth_pack.report.console import LastingConsole
+    from unsloth_pack.report.terminal import LastingConsole
 
     quieten(show_bars=False)
     progress = Console(stderr=True, quiet=given.get("json", False))
@@ -134,8 +134,8 @@ def _parser() -> Parser:
 def _prepare(given: Mapping[str, Any], folder: Path) -> list["Case"]:
     """Documents and packed rows on disk, and the four runs over them, the patched packed one first."""
     from unsloth_pack.bench import Case
-    from unsloth_pack.files.loading import load_config, resolve, weight_dtype
-    from unsloth_pack.files.loading_checks import check_loading, check_positions
+    from unsloth_pack.checkpoints.loading import load_config, resolve, weight_dtype
+    from unsloth_pack.checkpoints.weight_checks import check_loading, check_positions
     from unsloth_pack.packing import pack_dataset
     from unsloth_pack.recipe.checks import check_backend
 
@@ -250,7 +250,7 @@ def why_too_busy(runs: Iterable[Run]) -> str | None:
 
 
 def _weights(case: "Case") -> str:
-    from unsloth_pack.files.loading import weight_dtype
+    from unsloth_pack.checkpoints.loading import weight_dtype
 
     if case.load_in_fp8 and case.is_patched:
         return "fp8"
@@ -279,7 +279,7 @@ def _print(
 ) -> None:
     from rich.table import Table
 
-    from unsloth_pack.report.memory import gib
+    from unsloth_pack.report.terminal import gib
 
     table = Table("", *(run.name for run in runs), title=device_name(), title_justify="left")
     lines: list[tuple[str, Callable[[Figures], str]]] = [

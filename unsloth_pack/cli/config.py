@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         InputError: an argument or the file is wrong.
     """
-    from unsloth_pack.report.console import LastingConsole
+    from unsloth_pack.report.terminal import LastingConsole
 
     action, *rest = arguments or ["--help"]
     if action.startswith("-"):

@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
-from unsloth_pack.cli.missing_names import missing_names
 from unsloth_pack.cli.private_names import PRIVATE_NAMES
+from unsloth_pack.cli.run_errors import missing_names
 from unsloth_pack.errors import InputError, first_line, printable
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.parser import Parser
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     as_json = _parser().parse(arguments).get("json", False)
 
-    from unsloth_pack.report.console import LastingConsole
+    from unsloth_pack.report.terminal import LastingConsole
 
     lines = [
         line

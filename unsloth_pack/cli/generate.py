@@ -55,16 +55,16 @@ def _load_with_images(
         InputError: the model takes no images, refuses one of these, or they are not prepared here.
     """
     from unsloth_pack.cli.prompts import encode_with_images, open_images, refuse_sizes
-    from unsloth_pack.images.families import image_maker
+    from unsloth_pack.images.families import make_image_family
     from unsloth_pack.images.tokens import IMAGE_TOKENS
     from unsloth_pack.recipe.image_data import takes_images
-    from unsloth_pack.vision.model import FastVisionModel
+    from unsloth_pack.vision_api import FastVisionModel
 
     if not takes_images(name):
         raise InputError(f"--image is {files[0]!r}, and {name} takes no images; leave it out")
     images = open_images(files)
     model, processor = FastVisionModel.from_pretrained(name, **options)
-    refuse_sizes(files, images, image_maker(model.config, processor.image_processor))
+    refuse_sizes(files, images, make_image_family(model.config, processor.image_processor))
     tokens = IMAGE_TOKENS[model.config.model_type]
     return model, processor.tokenizer, partial(encode_with_images, processor, tokens, images=images)
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MODEL_CONFIG
 from unsloth_pack.errors import InputError, printable
-from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MODEL_CONFIG
 from unsloth_pack.recipe.folders import check_new_folder
 from unsloth_pack.recipe.kinds import path
 from unsloth_pack.recipe.options import SAVE_METHODS

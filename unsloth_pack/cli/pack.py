@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.errors import LAST_SEED, InputError
-from unsloth_pack.packing.plan import STRATEGIES
+from unsloth_pack.packing.planner import STRATEGIES
 from unsloth_pack.recipe.data_flags import (
     add_data_flags,
     add_image_flags,
@@ -35,16 +35,16 @@ def run(arguments: Sequence[str]) -> int:
     check_new_folder("out", out)
     check_sources(given)
 
+    from unsloth_pack.checkpoints.loading import load_config, resolve
+    from unsloth_pack.checkpoints.weight_checks import check_positions
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.data import tokenizer_hash
-    from unsloth_pack.files.loading import load_config, resolve
-    from unsloth_pack.files.loading_checks import check_positions
     from unsloth_pack.packing import write_packs
     from unsloth_pack.recipe.documents import load_tokenizer, load_training_data, mixed_documents
     from unsloth_pack.recipe.image_data import prepared_images
     from unsloth_pack.recipe.image_files import refuse_unused_folder
-    from unsloth_pack.report.console import LastingConsole
     from unsloth_pack.report.tables import print_packs
+    from unsloth_pack.report.terminal import LastingConsole
 
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)

@@ -41,16 +41,16 @@ PRIVATE_NAMES = (
         "torch.nn.modules.module",
         "_apply",
         "to let go of CUDA graphs over weights that move",
-        ("forwards/decoder.py", "forwards/frozen_tower.py"),
+        ("layers/decoder.py", "layers/vision/tower.py"),
     ),
     PrivateName(
         "torch.nn.modules.module",
         "_modules",
         "to see which modules were added or wrapped, and to copy one without its weights",
         (
-            "files/row_blocks.py",
-            "forwards/mlp.py",
-            "graphs/module_state.py",
+            "checkpoints/merging.py",
+            "layers/mlp.py",
+            "cuda_graphs/capture.py",
             "modules/hooks.py",
             "modules/sharding.py",
             "modules/walk.py",
@@ -60,34 +60,34 @@ PRIVATE_NAMES = (
         "torch.nn.modules.module",
         "_parameters",
         "to see whether a parameter was replaced, and to put a stand-in into its place",
-        ("forwards/mixers/attention.py", "graphs/module_state.py", "graphs/stand_ins.py", "modules/walk.py"),
+        ("layers/mixers/attention.py", "cuda_graphs/capture.py", "cuda_graphs/capture.py", "modules/walk.py"),
     ),
     PrivateName(
         "torch.nn.modules.dropout",
         "_DropoutNd",
         "to turn dropout off in a probe",
-        ("forwards/unnoticed.py",),
+        ("layers/leak_probe.py",),
     ),
     PrivateName(
         "torch.Tensor",
         "_version",
         "to see that a tensor was changed in place",
-        ("forwards/unpadding.py", "lora/arithmetic.py", "lora/layers.py", "losses/cross_entropy.py"),
+        ("layers/unpadding.py", "lora/arithmetic.py", "lora/linear.py", "losses/cross_entropy.py"),
     ),
     PrivateName(
         "torch.nn.modules.module",
         "_non_persistent_buffers_set",
         "buffers that a saved model does not hold",
-        ("files/merged_layer.py",),
+        ("checkpoints/merging.py",),
     ),
-    PrivateName("torch", "_foreach_add_", "to sum over tiles in one launch", ("lora/gated_mlp.py",)),
+    PrivateName("torch", "_foreach_add_", "to sum over tiles in one launch", ("lora/mlp.py",)),
     PrivateName(
         "torch",
         "_foreach_copy_",
         "to cast adapters in one launch",
-        ("graphs/stand_ins.py", "lora/arithmetic.py"),
+        ("cuda_graphs/capture.py", "lora/arithmetic.py"),
     ),
-    PrivateName("torch", "_scaled_mm", "GEMMs in fp8", ("kernels/fp8.py",)),
+    PrivateName("torch", "_scaled_mm", "GEMMs in fp8", ("kernels/quantized.py",)),
     PrivateName(
         "torch.ops.aten",
         "_unsafe_view",
@@ -98,25 +98,27 @@ PRIVATE_NAMES = (
         "accelerate.accelerator",
         "_original_forward",
         "undo() removes the forward that was wrapped for mixed precision",
-        ("forwards/door.py",),
+        ("layers/forward_slot.py",),
     ),
-    PrivateName("torch.cuda", "_POOL_HANDLE", "the type of a pool of graph memory", ("graphs/memory.py",)),
+    PrivateName(
+        "torch.cuda", "_POOL_HANDLE", "the type of a pool of graph memory", ("cuda_graphs/memory.py",)
+    ),
     PrivateName("torch.cuda.memory", "_set_allocator_settings", "segments that grow", ("api.py",)),
     *(
-        PrivateName("torch._C", name, "to free the memory of CUDA graphs", ("graphs/memory.py",), True)
+        PrivateName("torch._C", name, "to free the memory of CUDA graphs", ("cuda_graphs/memory.py",), True)
         for name in ("_cuda_clearCublasWorkspaces", "_cuda_endAllocateToPool", "_cuda_releasePool")
     ),
     PrivateName(
         "torch._C._autograd",
         "_get_current_graph_task_keep_graph",
         "gradients take the place of what no later backward pass reads",
-        ("kernels/backward.py",),
+        ("kernels/launch.py",),
     ),
     PrivateName(
         "torch.optim.adam",
         "_step_supports_amp_scaling",
         "to leave out an update that is not finite, on the device",
-        ("training/single_steps.py",),
+        ("training/cpu_master_weights.py",),
     ),
     PrivateName(
         "torch.distributed.fsdp._common_utils",
@@ -136,41 +138,41 @@ PRIVATE_NAMES = (
         "the masks that an ordinary batch gets",
         (
             "bench/measure.py",
-            "checks/subject.py",
-            "forwards/decoder.py",
+            "verification/subject.py",
+            "layers/decoder.py",
             "patching/patch.py",
-            "patching/applied.py",
-            "patching/classes.py",
+            "patching/patch.py",
+            "patching/patch.py",
         ),
     ),
     PrivateName(
         "transformers.configuration_utils",
         "_name_or_path",
         "the name that a saved model gives",
-        ("api.py", "files/saving.py", "recipe/merged_base.py"),
+        ("api.py", "checkpoints/saving.py", "recipe/merged_base.py"),
     ),
     PrivateName(
         "transformers.configuration_utils",
         "_experts_implementation",
         "to see whether the biases of experts are added in the type of their outputs",
-        ("forwards/experts.py",),
+        ("layers/moe.py",),
     ),
     PrivateName(
         "transformers.modeling_utils",
         "_set_gradient_checkpointing",
         "trainers turn checkpointing on: our own mode stays",
-        ("forwards/causal_lm.py",),
+        ("layers/causal_lm.py",),
     ),
     PrivateName(
         "transformers.modeling_utils",
         "_gradient_checkpointing_func",
         "to recompute by a plan, or to offload",
         (
-            "forwards/gate_and_up.py",
-            "forwards/layer_inputs.py",
-            "forwards/own_checkpointing.py",
-            "graphs/decoder_state.py",
-            "graphs/recomputed_layers.py",
+            "layers/mlp.py",
+            "layers/layer.py",
+            "layers/layer.py",
+            "cuda_graphs/capture.py",
+            "cuda_graphs/recomputed_layers.py",
             "memory/checkpointing.py",
         ),
     ),
@@ -178,30 +180,30 @@ PRIVATE_NAMES = (
         "transformers.modeling_utils",
         "_tied_weights_keys",
         "which merged weights are left out as tied",
-        ("files/saving.py",),
+        ("checkpoints/saving.py",),
     ),
     PrivateName(
         "transformers.training_args",
         "_n_gpu",
         "a process trains on one GPU",
-        ("training/trl_setup.py",),
+        ("training/trainer.py",),
     ),
     *(
-        PrivateName("transformers.trainer", name, _CHECKPOINTS, ("training/trl.py",))
+        PrivateName("transformers.trainer", name, _CHECKPOINTS, ("training/trainer.py",))
         for name in ("_get_output_dir", "_load_from_checkpoint", "_save_checkpoint")
     ),
     PrivateName(
         "transformers.trainer",
         "_inner_training_loop",
         "the seconds of a run, and log lines that an error does not take along",
-        ("patching/late_lines.py", "training/trl.py"),
+        ("patching/trainer_hooks/deferred_logging.py", "training/trainer.py"),
     ),
     *(
         PrivateName(
             "transformers.trainer",
             name,
             "updates that are not finite, and those of an adapter as one tensor",
-            ("patching/flat_updates.py", "training/trl.py"),
+            ("patching/trainer_hooks/optimizer.py", "training/trainer.py"),
         )
         for name in ("_clip_grad_norm", "_get_grad_norm")
     ),
@@ -209,44 +211,49 @@ PRIVATE_NAMES = (
         "transformers.trainer",
         "_maybe_log_save_evaluate",
         "log lines that do not wait, and updates that are not finite",
-        ("patching/late_lines.py", "training/trl.py"),
+        ("patching/trainer_hooks/deferred_logging.py", "training/trainer.py"),
     ),
     *(
-        PrivateName("transformers.trainer", name, "log lines that do not wait", ("patching/late_lines.py",))
+        PrivateName(
+            "transformers.trainer",
+            name,
+            "log lines that do not wait",
+            ("patching/trainer_hooks/deferred_logging.py",),
+        )
         for name in ("_globalstep_last_logged", "_total_loss_scalar")
     ),
     *(
         PrivateName(
-            "transformers.trainer", name, "which checkpoint is the best, and where", ("training/trl.py",)
+            "transformers.trainer", name, "which checkpoint is the best, and where", ("training/trainer.py",)
         )
         for name in ("_determine_best_metric", "_load_best_model")
     ),
     PrivateName(
-        "transformers.trainer", "_get_train_sampler", "the order of packed rows", ("training/trl.py",)
+        "transformers.trainer", "_get_train_sampler", "the order of packed rows", ("training/trainer.py",)
     ),
     PrivateName(
         "transformers.trainer",
         "_prepare_inputs",
         "pixels that are normalised on the device",
-        ("training/trl.py",),
+        ("training/trainer.py",),
     ),
     PrivateName(
         "transformers.trainer",
         "_prepare_for_training",
         "to adapt the patch once the weights are sharded",
-        ("training/trl.py",),
+        ("training/trainer.py",),
     ),
     PrivateName(
         "transformers.trainer",
         "DEFAULT_CALLBACKS",
         "to free memory when a trainer ends, and to refuse collators that drop where documents end",
-        ("patching/trainers.py",),
+        ("patching/trainer_hooks/install.py",),
     ),
     PrivateName(
         "transformers.core_model_loading",
         "revert_weight_conversion",
         "stacked experts are saved one by one",
-        ("files/saving.py",),
+        ("checkpoints/saving.py",),
     ),
     PrivateName(
         "transformers.loss.loss_utils",
@@ -258,14 +265,14 @@ PRIVATE_NAMES = (
         "transformers.utils.output_capturing",
         "capture_outputs",
         "hidden states that a caller asks for",
-        ("forwards/decoder.py", "forwards/tower_of_sizes.py"),
+        ("layers/decoder.py", "layers/vision/variable_size_tower.py"),
     ),
     *(
         PrivateName(
             "transformers.integrations.deepspeed",
             name,
             "to load a model whole where DeepSpeed trains",
-            ("training/sharded_weights.py",),
+            ("training/distributed.py",),
         )
         for name in ("set_hf_deepspeed_config", "unset_hf_deepspeed_config")
     ),
@@ -274,7 +281,7 @@ PRIVATE_NAMES = (
             "peft.tuners.tuners_utils",
             name,
             "a captured step takes the adapters for granted",
-            ("graphs/module_state.py",),
+            ("cuda_graphs/capture.py",),
         )
         for name in ("_active_adapter", "_disable_adapters")
     ),
@@ -282,49 +289,49 @@ PRIVATE_NAMES = (
         "peft.tuners.lora.layer",
         "ParamWrapper",
         "adapters of experts are fused and merged",
-        ("files/merged_layer.py", "lora/layers.py", "lora/stacks.py"),
+        ("checkpoints/merging.py", "lora/linear.py", "lora/expert_stacks.py"),
     ),
     PrivateName(
         "peft.tuners.trainable_tokens.layer",
         "_get_embed_scale",
         "what trained rows of embeddings are scaled by",
-        ("forwards/trained_tokens.py",),
+        ("layers/layer.py",),
     ),
     PrivateName(
         "peft.tuners.lora.layer",
         "_did_swap_in_out_features",
         "how the factors of an adapter on experts lie",
-        ("lora/stacks.py",),
+        ("lora/expert_stacks.py",),
     ),
     PrivateName(
         "transformers.integrations.moe",
         "_apply_gate",
         "what experts do with gate and up",
-        ("forwards/experts.py",),
+        ("layers/moe.py",),
     ),
     PrivateName(
         "transformers.integrations.moe",
         "_is_expert_parallel",
         "whether a process holds some of the experts",
-        ("forwards/experts.py",),
+        ("layers/moe.py",),
     ),
     PrivateName(
         "peft.utils.integrations",
         "dequantize_module_weight",
         "quantised weights are merged",
-        ("files/merged_layer.py",),
+        ("checkpoints/merging.py",),
     ),
     PrivateName(
         "accelerate.data_loader",
         "_non_blocking",
         "batches go to the device while it computes",
-        ("patching/ahead.py",),
+        ("patching/trainer_hooks/prefetch.py",),
     ),
     PrivateName(
         "trl.trainer.sft_trainer",
         "_metrics",
         "what the log says of entropy, accuracy and tokens",
-        ("patching/late_metrics.py", "training/trl.py"),
+        ("patching/trainer_hooks/deferred_logging.py", "training/trainer.py"),
     ),
     PrivateName(
         "trl.trainer.sft_trainer",
@@ -336,20 +343,20 @@ PRIVATE_NAMES = (
         "trl.trainer.sft_trainer",
         "_total_train_tokens",
         "the tokens trained on, in the log",
-        ("patching/late_metrics.py",),
+        ("patching/trainer_hooks/deferred_logging.py",),
     ),
     PrivateName(
         "trl.trainer.base_trainer",
         "_send_telemetry",
         "TRL's report of its use over the network is off",
-        ("training/trl.py",),
+        ("training/trainer.py",),
     ),
     *(
         PrivateName(
             "trl.chat_template_utils",
             name,
             "templates that mark the assistant's turns",
-            ("training/trl_setup.py",),
+            ("training/trainer.py",),
         )
         for name in ("get_training_chat_template", "has_generation_markers")
     ),

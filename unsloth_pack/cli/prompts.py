@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.maker import ImageMaker
-from unsloth_pack.images.reading import pixels_of
+from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.images.reading import ImageSource, UnreadableImage, pixels_of, source_of
 from unsloth_pack.images.rows import MARK, with_parts
-from unsloth_pack.images.sources import ImageSource, UnreadableImage, source_of
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens
 
 
@@ -49,7 +48,7 @@ def _opened(file: str) -> Any:
         raise InputError(f"--image is {file!r}, which cannot be read as an image; give another") from None
 
 
-def refuse_sizes(files: Sequence[str], images: Sequence[Any], make_images: ImageMaker[Any]) -> None:
+def refuse_sizes(files: Sequence[str], images: Sequence[Any], make_images: ImageFamily[Any]) -> None:
     """Refuse images that the model's processor would refuse, as it does one that is far wider than high."""
     for file, image in zip(files, images, strict=True):
         source = ImageSource(0, "image", image)

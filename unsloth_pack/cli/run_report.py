@@ -16,35 +16,29 @@ from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.data.mixture import Part
 from unsloth_pack.demo.evaluate import ExactMatch, exact_match
 from unsloth_pack.errors import first_line
-from unsloth_pack.patching.flat_updates import why_not_flat
 from unsloth_pack.patching.patch import patch_of
+from unsloth_pack.patching.trainer_hooks.optimizer import why_not_flat
 from unsloth_pack.recipe.machine import is_main_process
-from unsloth_pack.report.fill import (
+from unsloth_pack.report.html import plot_lengths
+from unsloth_pack.report.metrics import MetricsFile
+from unsloth_pack.report.tables import RowsOfStream, RunFacts, RunSummary, print_banner, print_generations
+from unsloth_pack.report.terminal import (
     RowFill,
     document_lengths,
     fill_of_joined,
     fill_of_packed,
     fill_of_padded,
+    peak_memory,
 )
-from unsloth_pack.report.memory import peak_memory
-from unsloth_pack.report.metrics import MetricsFile
-from unsloth_pack.report.plots import plot_lengths
-from unsloth_pack.report.tables import (
-    RowsOfStream,
-    RunFacts,
-    RunSummary,
-    print_banner,
-    print_generations,
-)
-from unsloth_pack.training.row_stream import RowStream, StreamTotals, totals
+from unsloth_pack.training.streaming import RowStream, StreamTotals, totals
 
 if TYPE_CHECKING:
     from trl import SFTConfig
 
     from unsloth_pack.recipe.options import TrainOptions
     from unsloth_pack.recipe.prepare import Prepared
-    from unsloth_pack.report.row_figure import ImageSeen, PackedRowSeen
-    from unsloth_pack.training.trl import RunTrainer
+    from unsloth_pack.report.html import ImageSeen, PackedRowSeen
+    from unsloth_pack.training.trainer import RunTrainer
 
 _EXAMPLES = 3  # generations shown side by side
 _ROWS_LOOKED_AT = 64  # for one to draw
@@ -201,8 +195,8 @@ def write_report(
     if not metrics.enabled:
         return
     try:
+        from unsloth_pack.report.html import RunSeen, write_page
         from unsloth_pack.report.metrics import line_of, read_lines
-        from unsloth_pack.report.page import RunSeen, write_page
 
         folder, options = metrics.path.parent, prepared.options
         patch = patch_of(cast(Any, trainer.model))
@@ -221,7 +215,7 @@ def write_report(
 
 def _row_to_draw(trainer: "RunTrainer", prepared: "Prepared", capacity: int) -> "PackedRowSeen | None":
     """Among the first rows the one with the most documents; None where rows stream."""
-    from unsloth_pack.report.row_figure import PackedRowSeen
+    from unsloth_pack.report.html import PackedRowSeen
 
     if trainer.row_stream is not None:
         return None
@@ -234,10 +228,9 @@ def _row_to_draw(trainer: "RunTrainer", prepared: "Prepared", capacity: int) -> 
 
 
 def _images_to_draw(row: Mapping[str, Any], prepared: "Prepared") -> "list[ImageSeen]":
-    from unsloth_pack.images.reading import pixels_of
-    from unsloth_pack.images.sources import UnreadableImage
-    from unsloth_pack.images.stored import source_of_stored
-    from unsloth_pack.report.row_figure import placed
+    from unsloth_pack.images.prepared import source_of_stored
+    from unsloth_pack.images.reading import UnreadableImage, pixels_of
+    from unsloth_pack.report.html import placed
     from unsloth_pack.training.image_rows import COLUMN
 
     if prepared.images is None:

@@ -44,8 +44,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from unsloth_pack.cli.quiet import quieten
     from unsloth_pack.packing import length_report
-    from unsloth_pack.report.console import LastingConsole
-    from unsloth_pack.report.fill import row_lengths
+    from unsloth_pack.report.terminal import LastingConsole, row_lengths
 
     as_json = given.get("json", False)
     quieten(show_bars=not as_json)
@@ -61,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
         given.get("binsize", 512),
     )
     if png is not None:
-        from unsloth_pack.report.plots import plot_lengths
+        from unsloth_pack.report.html import plot_lengths
 
         png.parent.mkdir(parents=True, exist_ok=True)
         plot_lengths(lengths, max(forecast.capacity for forecast in report.forecasts), png)
@@ -191,7 +190,7 @@ def _print(
 ) -> None:
     from rich.table import Table
 
-    from unsloth_pack.report.parts import lines_of_parts
+    from unsloth_pack.report.terminal import lines_of_parts
 
     for name, line in lines_of_parts(mixture.parts):
         console.print(f"{name}: {line}", highlight=False, soft_wrap=True, markup=False)

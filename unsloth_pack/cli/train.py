@@ -9,20 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unsloth_pack.checkpoints.atomic import claimed
+from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, CARD
+from unsloth_pack.checkpoints.saving import note_on_vllm
 from unsloth_pack.cli import SUBCOMMANDS
-from unsloth_pack.cli.mishaps import (
+from unsloth_pack.cli.quiet import quieten
+from unsloth_pack.cli.run_errors import (
     check_finite,
     check_learned,
     check_stream,
     explained,
     kept,
     report_nonfinite,
-    way_on,
+    resume_hint,
 )
-from unsloth_pack.cli.quiet import quieten
-from unsloth_pack.files.locks import claimed
-from unsloth_pack.files.saved_names import ADAPTER_CONFIG, CARD
-from unsloth_pack.files.served import note_on_vllm
 from unsloth_pack.forked import children_end_with_this_process
 from unsloth_pack.recipe import run_folder
 from unsloth_pack.recipe.checks import check_first, check_here
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from unsloth_pack.recipe.prepare import Prepared
     from unsloth_pack.report.callbacks import StopOnSignal
     from unsloth_pack.report.metrics import MetricsFile
-    from unsloth_pack.training.trl import RunTrainer
+    from unsloth_pack.training.trainer import RunTrainer
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(options: TrainOptions) -> int:
     from unsloth_pack.recipe.prepare import prepare
-    from unsloth_pack.report.console import RunConsole
+    from unsloth_pack.report.terminal import RunConsole
 
     prepared = prepare(options)
     run_folder.check_same_data(options, "train", prepared.train.ledger, prepared.train.fingerprint)
@@ -103,7 +103,7 @@ def _train(prepared: "Prepared", console: "Console") -> int:
     from unsloth_pack.report.callbacks import ProgressCallback, StopOnSignal
     from unsloth_pack.report.tables import print_summary
     from unsloth_pack.training.checkpoints import last_checkpoint
-    from unsloth_pack.training.row_stream import RowStream
+    from unsloth_pack.training.streaming import RowStream
 
     options = prepared.options
     model = _load_probed(prepared)
@@ -154,14 +154,14 @@ def _end_together() -> None:
 
 def _load_probed(prepared: "Prepared") -> Any:
     """The model with its adapter. If documents leak in it, the run ends here, before anything is written."""
-    from unsloth_pack.checks import probe
     from unsloth_pack.patching.patch import patch_of
     from unsloth_pack.recipe.merged_base import removed_if_refused
     from unsloth_pack.recipe.model import load_run_model
     from unsloth_pack.recipe.rates import rates_of
-    from unsloth_pack.training.host_masters import check_host_memory
-    from unsloth_pack.training.learning_rates import check_rates
-    from unsloth_pack.training.sharded_weights import loaded_whole
+    from unsloth_pack.training.cpu_master_weights import check_host_memory
+    from unsloth_pack.training.distributed import loaded_whole
+    from unsloth_pack.training.optimizers import check_rates
+    from unsloth_pack.verification import probe
 
     with removed_if_refused(prepared.options), loaded_whole(prepared.config):
         model = load_run_model(prepared.options, prepared.new_tokens, prepared.images is not None)
@@ -179,7 +179,7 @@ def _load_probed(prepared: "Prepared") -> Any:
 
 def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFile":
     """The metrics file of this run; what an earlier run left is removed, or kept up to the checkpoint."""
-    from unsloth_pack.files.whole_folders import remove_folder
+    from unsloth_pack.checkpoints.atomic import remove_folder
     from unsloth_pack.recipe.merged_base import keep_merged_base
     from unsloth_pack.report.metrics import MetricsFile
     from unsloth_pack.training.checkpoints import ASIDE, step_of
@@ -206,8 +206,8 @@ def _open_metrics(options: TrainOptions, checkpoint: Path | None) -> "MetricsFil
 def _trainer(model: Any, prepared: "Prepared", metrics: "MetricsFile", stop: "StopOnSignal") -> "RunTrainer":
     from unsloth_pack.recipe.rates import rates_of
     from unsloth_pack.report.callbacks import MetricsCallback
-    from unsloth_pack.training.best import DelayedSaves, EarlyStopping
-    from unsloth_pack.training.trl import make_trainer
+    from unsloth_pack.training.checkpoints import DelayedSaves, EarlyStopping
+    from unsloth_pack.training.trainer import make_trainer
 
     training, delay = prepared.options.training, prepared.options.output.save_delay_steps or 0
     callbacks: list[Any] = [MetricsCallback(metrics), DelayedSaves(delay)]
@@ -249,7 +249,7 @@ def _say_how_to_go_on(console: "Console", trainer: "RunTrainer", metrics: "Metri
     metrics.write("stopped", step=step, signal=signal.name)
     console.print(
         f"stopped by {signal.name} after update {step} of {trainer.state.max_steps}; "
-        + way_on(Path(str(trainer.args.output_dir))),
+        + resume_hint(Path(str(trainer.args.output_dir))),
         soft_wrap=True,
         markup=False,
     )
@@ -279,7 +279,7 @@ def _save_adapter(
 ) -> None:
     """Save the adapter, or the model; `weights` are what was trained, if the model's own are sharded."""
     if prepared.options.adapter.tuning == "full":
-        from unsloth_pack.files.saving import save_in_own_dtype
+        from unsloth_pack.checkpoints.saving import save_in_own_dtype
 
         return save_in_own_dtype(model, folder, prepared.saved_with_model)
     model.save_pretrained_merged(folder, prepared.saved_with_model, save_method="lora", state_dict=weights)
@@ -287,8 +287,8 @@ def _save_adapter(
 
 def _save_merged_and_plot(model: Any, prepared: "Prepared", trainer: "RunTrainer", folder: Path) -> None:
     from unsloth_pack.api import FastLanguageModel
-    from unsloth_pack.report.plots import plot_loss
-    from unsloth_pack.training.sharded_weights import loaded_whole
+    from unsloth_pack.report.html import plot_loss
+    from unsloth_pack.training.distributed import loaded_whole
 
     options, output = prepared.options, prepared.options.output
     if output.save_model:

@@ -16,7 +16,7 @@ from unsloth_pack.recipe.parser import Parser
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from unsloth_pack.checks import VerifyReport
+    from unsloth_pack.verification import VerifyReport
 
 _ROOM = 8192  # tokens of a row by default: beyond the usual sliding windows
 _MOST_DOCUMENTS = 8  # of a data set
@@ -35,9 +35,9 @@ def run(arguments: Sequence[str]) -> int:
     given = _parser().parse(arguments)
     check_sources(given)
 
-    from unsloth_pack.checks import verify
     from unsloth_pack.cli.quiet import quieten
-    from unsloth_pack.report.console import LastingConsole
+    from unsloth_pack.report.terminal import LastingConsole
+    from unsloth_pack.verification import verify
 
     quieten(show_bars=False)
     seed = given.get("seed", 3407)
@@ -112,7 +112,7 @@ def _shown_steps() -> Iterator[Callable[[str], None]]:
 
 
 def _default_room(model_name: str) -> int:
-    from unsloth_pack.files.loading import load_config, resolve
+    from unsloth_pack.checkpoints.loading import load_config, resolve
 
     config = load_config(resolve(model_name)[0]).get_text_config()
     return min(_ROOM, getattr(config, "max_position_embeddings", _ROOM))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.data.refusals import Offer, fail
+from unsloth_pack.data.rows import Offer, fail
 from unsloth_pack.data.tool_calls import ArgumentForm, Conversation, calls_in, without_calls
 from unsloth_pack.errors import InputError
 

@@ -17,13 +17,11 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unsloth_pack.data import fields
-from unsloth_pack.data.absent_keys import holds_objects, without_absent_keys
+from unsloth_pack.data import rows as fields
 from unsloth_pack.data.columns import KNOWN_COLUMNS, holds_text_of_turns, suggested
-from unsloth_pack.data.fields import Row
-from unsloth_pack.data.other_columns import refuse_acting_columns, refuse_media, refuse_other_data
-from unsloth_pack.data.refusals import Column, ColumnsRefused, Offer, Piece, joined
-from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
+from unsloth_pack.data.json_files import holds_objects, without_absent_keys
+from unsloth_pack.data.rows import OF_TURNS, Column, ColumnsRefused, Offer, Piece, Row, joined, unread_keys
+from unsloth_pack.data.unsupported_columns import refuse_acting_columns, refuse_media, refuse_other_data
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -194,7 +192,7 @@ class Conversion:
     ):
         from datasets import Features, Value
 
-        from unsloth_pack.data.exact import ExactJson
+        from unsloth_pack.data.lossless_json import ExactJson
 
         if not len(dataset):
             raise InputError("the dataset has 0 rows; give one with at least one")
@@ -277,7 +275,7 @@ class Conversion:
         """A converted batch as Arrow holds it."""
         import pyarrow as pa
 
-        from unsloth_pack.data.exact import json_array
+        from unsloth_pack.data.lossless_json import json_array
 
         schema = self.features.arrow_schema
         return pa.table(
@@ -362,7 +360,7 @@ def _conversation_features(
     rows: datasets.Dataset, sources: dict[str, str], chat_template: bool
 ) -> dict[str, Any]:
     """The types of TRL's columns. `sources` names the column that each message list comes from."""
-    from unsloth_pack.data.exact import ExactJson
+    from unsloth_pack.data.lossless_json import ExactJson
 
     if not chat_template:
         column = next(iter(sources.values()))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unsloth_pack.data.mixture import MIXTURES
-from unsloth_pack.data.raw_blocks import Place, RawBlock, RowSource
+from unsloth_pack.data.streaming import Place, RawBlock, RowSource
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:

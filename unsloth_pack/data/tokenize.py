@@ -18,13 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unsloth_pack.data.cache import (
+    Notes,
+    arrow_file,
+    digest,
+    from_cache,
+    in_order,
+    is_cached,
+    open_cached,
+    release,
+    scan,
+    spans_of,
+)
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded, Encoder
-from unsloth_pack.data.image_columns import IMAGES, update_with_images
-from unsloth_pack.data.kept import Notes, arrow_file, digest, is_kept, kept, open_kept
-from unsloth_pack.data.ledger import TokenLedger
-from unsloth_pack.data.mapped import release, scan
-from unsloth_pack.data.spans import in_order, spans_of
-from unsloth_pack.data.tally import Tally
+from unsloth_pack.data.rows import IMAGES, update_with_images
+from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
 from unsloth_pack.errors import InputError
 
 if TYPE_CHECKING:
@@ -139,14 +147,14 @@ def made_by(make: SpanMaker, num_proc: int | None = None) -> Documents:
     spans = spans_of(len(dataset), dataset.data.nbytes)
     if len(spans) > 1:
         key = make.key(num_proc)
-        folder, notes = kept("documents", key, partial(make.all_into, spans=spans, num_proc=num_proc))
-        rows = open_kept(folder)
+        folder, notes = from_cache("documents", key, partial(make.all_into, spans=spans, num_proc=num_proc))
+        rows = open_cached(folder)
         found = {name: notes[name] for name in ("fingerprint", "least_id", "last_id", "has_files")}
         return Documents(rows, TokenLedger(**notes["ledger"]), **found)
     import datasets as hf
     import pyarrow as pa
 
-    tally, tables = Tally(), []
+    tally, tables = SpanCounts(), []
     for of_batch, table in make.documents(0, len(dataset)):
         tally += of_batch
         tables.append(table)
@@ -176,10 +184,10 @@ class SpanMaker(ABC):
     def of_data(self) -> list[str]:
         """The data set's fingerprint, which tells how it says it was made, and SHA-256 of its files."""
         files = [Path(file["filename"]) for file in self.dataset.cache_files]
-        return [self.dataset._fingerprint, *(digest(file) for file in files if not is_kept(file))]
+        return [self.dataset._fingerprint, *(digest(file) for file in files if not is_cached(file))]
 
     @abstractmethod
-    def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
+    def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
         """The documents of the rows `first` to `end - 1` in which a label counts, and what was counted."""
 
     @property
@@ -192,7 +200,7 @@ class SpanMaker(ABC):
         """Write the documents of all spans, a file each, and return what a `Documents` says of them."""
         from datasets.utils import tqdm
 
-        tally, hashes = Tally(), RowHashes()
+        tally, hashes = SpanCounts(), RowHashes()
         tasks = [(folder, number, span) for number, span in enumerate(spans)]
         with tqdm(total=len(self.dataset), desc="Tokenizing", unit=" rows") as bar:
             for (_, number, (first, end)), of_span in zip(
@@ -205,9 +213,9 @@ class SpanMaker(ABC):
         about = {"least_id": tally.least_id, "last_id": tally.last_id, "has_files": tally.has_files}
         return {"ledger": asdict(tally.ledger), "fingerprint": hashes.hexdigest(), **about}
 
-    def _one_into(self, task: tuple[Path, int, tuple[int, int]]) -> Tally:
+    def _one_into(self, task: tuple[Path, int, tuple[int, int]]) -> SpanCounts:
         folder, number, (first, end) = task
-        tally = Tally()
+        tally = SpanCounts()
         with arrow_file(folder / f"{number}.arrow", self.schema) as stream:
             for of_batch, table in self.documents(first, end):
                 tally += of_batch
@@ -255,7 +263,7 @@ class DocumentMaker(SpanMaker):
             [self.max_length, self._responses_only],
         ]
 
-    def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
+    def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
         size = self.batch_size
         if self._conversion is None:
             batches = self.dataset.select(range(first, end)).iter(batch_size=size)
@@ -264,7 +272,7 @@ class DocumentMaker(SpanMaker):
         numbers = range(len(self.dataset)) if self._conversion is None else self._conversion.numbers
         for start, batch in zip(range(first, end, size), batches, strict=True):
             encoded = self._encode(batch, numbers[start : min(start + size, end)])
-            yield Tally.of(encoded), table_of(encoded)
+            yield SpanCounts.of(encoded), table_of(encoded)
 
 
 def check_counted(ledger: TokenLedger, max_length: int) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unsloth_pack.data.refusals import fail
+from unsloth_pack.data.rows import fail
 
 Conversation = list[dict[str, Any]]
 _TRIED = {"tried_name": "tried_value"}

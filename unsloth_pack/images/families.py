@@ -2,28 +2,28 @@
 
 from typing import Any
 
-from unsloth_pack.images.maker import ImageMaker
-from unsloth_pack.images.pixels import PatchMaker
-from unsloth_pack.images.squares import SquareMaker
-from unsloth_pack.images.tiles import AnyresMaker, CanvasMaker, SplitMaker
+from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.images.gemma3 import Gemma3Images
+from unsloth_pack.images.pixtral import PixtralImages
+from unsloth_pack.images.qwen_vl import QwenVLImages
+from unsloth_pack.images.tiled import AnyresImages, CanvasImages, SplitImages
 from unsloth_pack.images.tokens import image_tokens_of
-from unsloth_pack.images.whole_sizes import SizesMaker
 
-_MAKERS: dict[str, type[ImageMaker[Any]]] = {
-    "qwen2_vl": PatchMaker,
-    "qwen2_5_vl": PatchMaker,
-    "qwen3_vl": PatchMaker,
-    "qwen3_vl_moe": PatchMaker,
-    "idefics3": SplitMaker,
-    "smolvlm": SplitMaker,
-    "llava_onevision": AnyresMaker,
-    "internvl": CanvasMaker,
-    "mistral3": SizesMaker,
-    "gemma3": SquareMaker,
+_MAKERS: dict[str, type[ImageFamily[Any]]] = {
+    "qwen2_vl": QwenVLImages,
+    "qwen2_5_vl": QwenVLImages,
+    "qwen3_vl": QwenVLImages,
+    "qwen3_vl_moe": QwenVLImages,
+    "idefics3": SplitImages,
+    "smolvlm": SplitImages,
+    "llava_onevision": AnyresImages,
+    "internvl": CanvasImages,
+    "mistral3": PixtralImages,
+    "gemma3": Gemma3Images,
 }
 
 
-def maker_of(config: Any) -> type[ImageMaker[Any]]:
+def image_family_class(config: Any) -> type[ImageFamily[Any]]:
     """The class that prepares images for a model.
 
     Raises:
@@ -33,10 +33,10 @@ def maker_of(config: Any) -> type[ImageMaker[Any]]:
     return _MAKERS[config.model_type]
 
 
-def image_maker(config: Any, image_processor: Any) -> ImageMaker[Any]:
+def make_image_family(config: Any, image_processor: Any) -> ImageFamily[Any]:
     """What prepares images for a model by its image processor.
 
     Raises:
-        InputError: see `maker_of`; the image processor is of another family, or has other sizes.
+        InputError: see `image_family_class`; the image processor is of another family, or has other sizes.
     """
-    return maker_of(config)(image_processor, config)
+    return image_family_class(config)(image_processor, config)

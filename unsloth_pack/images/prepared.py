@@ -4,30 +4,124 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unsloth_pack.data.cache import digest, in_order, spans_of
 from unsloth_pack.data.columns import IMAGE_COLUMNS
 from unsloth_pack.data.encoding import IGNORE_INDEX, Encoded
-from unsloth_pack.data.fields import KEYS_OF_IMAGES
 from unsloth_pack.data.formats import detect_format
-from unsloth_pack.data.image_columns import IMAGES, image_field
-from unsloth_pack.data.other_columns import refuse_acting_columns
-from unsloth_pack.data.spans import in_order, spans_of
-from unsloth_pack.data.tally import FILES, Tally
+from unsloth_pack.data.rows import IMAGES, KEYS_OF_IMAGES, OF_TURNS, image_field, unread_keys
+from unsloth_pack.data.token_counts import FILES, SpanCounts
 from unsloth_pack.data.tokenize import SpanMaker, table_of
-from unsloth_pack.data.turn_keys import OF_TURNS, unread_keys
+from unsloth_pack.data.unsupported_columns import refuse_acting_columns
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.documents import VisionDocument, VisionEncoder
-from unsloth_pack.images.parts import hide_images
-from unsloth_pack.images.rows import MARK
-from unsloth_pack.images.sources import UnreadableImage
-from unsloth_pack.images.stored import image_document_schema, stored
+from unsloth_pack.images.encoding import PlacedImage, VisionDocument, VisionEncoder
+from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.images.reading import (
+    ImageSource,
+    UnreadableImage,
+    file_of,
+    refuse_image,
+    refuse_lost,
+    stat_of,
+)
+from unsloth_pack.images.rows import MARK, hide_images
+
+# Images in the columns of documents and of packed rows: what a loader's worker needs to decode them.
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def image_document_schema() -> pa.Schema:
+    """The types of tokenised rows with images."""
+    from unsloth_pack.data.tokenize import document_schema
+
+    return document_schema().append(image_field())
+
+
+def stored(image: PlacedImage, folder: Path | None, *, keep_bytes: bool = False) -> dict[str, Any]:
+    """An image as a row holds it.
+
+    Args:
+        folder: where its path begins.
+        keep_bytes: store what its file holds, instead of its path.
+
+    Raises:
+        UnreadableImage: its file cannot be read.
+    """
+    content = image.source.content
+    if keep_bytes and isinstance(content, Path):
+        content = _bytes_of(image.source, content)
+    found: dict[str, Any] = {
+        "height": image.height,
+        "width": image.width,
+        "tokens": image.cut.tokens,
+        "most_pixels": image.most_pixels,
+        "row": image.source.index,
+        "column": image.source.column,
+    }
+    if isinstance(content, Path):
+        about = stat_of(image.source, content)
+        path = os.fspath(content)
+        path = path if folder is None else os.path.relpath(path, os.path.realpath(folder))
+        found |= {"path": path, "size": about.st_size, "mtime_ns": about.st_mtime_ns}
+        return found | {"sha256": _sha256_of(image.source, content)}
+    if not isinstance(content, bytes):
+        raise TypeError(f"an image of Pillow, {content!r}, came out of a data set that does not decode")
+    return found | {"bytes": content, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def source_of_stored(image: Mapping[str, Any], folder: Path | None) -> ImageSource:
+    """Where the image of a row comes from.
+
+    Args:
+        folder: where its path begins, and out of which it may not lead.
+
+    Raises:
+        UnreadableImage: its file is gone, or it is not what it was when the row was made.
+        InputError: its path leads out of the folder, or is relative without one.
+    """
+    row, column = image["row"], image["column"]
+    if image["bytes"] is not None:
+        source = ImageSource(row, column, image["bytes"])
+        said = image.get("sha256")
+        if said is not None and hashlib.sha256(image["bytes"]).hexdigest() != said:
+            problem = "an image that has changed since it was prepared (its SHA-256 is another)"
+            refuse_image(row, column, problem, source.shown, "prepare it anew")
+        return source
+    path = file_of(row, column, image["path"], folder)
+    source = ImageSource(row, column, path)
+    about = stat_of(source, path)
+    is_same = about.st_size == image["size"] and (
+        about.st_mtime_ns == image["mtime_ns"] or _sha256_of(source, path) == image.get("sha256")
+    )
+    if not is_same:
+        problem = "an image that has changed since it was prepared"
+        refuse_image(row, column, problem, str(path), "prepare it anew")
+    return source
+
+
+def _sha256_of(source: ImageSource, path: Path) -> str:
+    try:
+        return digest(path)
+    except OSError as error:
+        refuse_lost(source, error)
+
+
+def _bytes_of(source: ImageSource, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        refuse_lost(source, error)
+
 
 if TYPE_CHECKING:
     import datasets
@@ -52,7 +146,7 @@ def holds_images(dataset: datasets.Dataset) -> bool:
     """Whether the rows of a data set may have images: in a column, or in parts of their messages."""
     import pyarrow.compute as pc
 
-    from unsloth_pack.data.exact import ExactJson
+    from unsloth_pack.data.lossless_json import ExactJson
 
     if {*dataset.column_names} & {*IMAGE_COLUMNS}:
         return True
@@ -155,7 +249,7 @@ class ImageDocumentMaker(SpanMaker):
             found.update(json.dumps([number, known]).encode())
         return found.hexdigest()
 
-    def documents(self, first: int, end: int) -> Iterator[tuple[Tally, pa.Table]]:
+    def documents(self, first: int, end: int) -> Iterator[tuple[SpanCounts, pa.Table]]:
         size = self.batch_size
         for start in range(first, end, size):
             rows = self.dataset.select(range(start, min(start + size, end)))
@@ -163,12 +257,12 @@ class ImageDocumentMaker(SpanMaker):
             refuse_acting_columns(rows, numbers, are_text=False)
             yield self._made([*self._encode.each(rows, numbers)])
 
-    def _made(self, documents: list[VisionDocument | None]) -> tuple[Tally, pa.Table]:
+    def _made(self, documents: list[VisionDocument | None]) -> tuple[SpanCounts, pa.Table]:
         import pyarrow as pa
 
         made = [document for document in documents if document is not None]
         encoded = _encoded(made)
-        tally = Tally.of(encoded)
+        tally = SpanCounts.of(encoded)
         kept = [document for document in made if document.is_learnable]
         n_broken = len(documents) - len(made)
         n_left_out = sum(len(document.ids) < min(document.read, 1) for document in made)
@@ -239,3 +333,42 @@ def _undecoded(feature: Any) -> Any:
     if isinstance(feature, datasets.List | datasets.LargeList):
         return replace(feature, feature=_undecoded(feature.feature))
     return datasets.Image(decode=False) if isinstance(feature, datasets.Image) else feature
+
+
+# An image of a document, decoded as its header said, or grey in the place of one that cannot be.
+
+_GREY = (128, 128, 128)
+
+
+def decoded(
+    make: ImageFamily[Any],
+    source: ImageSource,
+    size: tuple[int, int],
+    most_pixels: int | None,
+    of_document: int,
+) -> Any:
+    """What `make` makes of an image.
+
+    Args:
+        size: height and width in pixels, as its header said.
+        most_pixels, of_document: as its tokens were counted, see `ImageFamily.cut`.
+
+    Raises:
+        UnreadableImage: the image cannot be read, or has another size.
+    """
+    made = make(source, most_pixels, of_document)
+    found, said = make.cut_of(made), make.cut(source, size, most_pixels, of_document)
+    if found != said:
+        raise UnreadableImage(
+            f"row {source.index}, column {source.column!r}: {source.shown} has {found.tokens} tokens, and "
+            f"its header said {said.tokens}; let nothing change it, or remove the row"
+        )
+    return made
+
+
+def grey(make: ImageFamily[Any], height: int, width: int, most_pixels: int | None, of_document: int) -> Any:
+    """What `make` makes of a grey image of this size, in pixels."""
+    from PIL import Image
+
+    source = ImageSource(0, "", Image.new("RGB", (width, height), _GREY))
+    return make(source, most_pixels, of_document)

@@ -14,14 +14,14 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerBase, ProcessorM
 from transformers.image_utils import make_nested_list_of_images
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 
+from unsloth_pack.checkpoints.loading import load_with, resolve
 from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.files.loading import load_with, resolve
-from unsloth_pack.images.families import image_maker, maker_of
-from unsloth_pack.images.maker import ImageMaker
-from unsloth_pack.images.pixels import PatchMaker
+from unsloth_pack.images.families import image_family_class, make_image_family
+from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.images.qwen_vl import QwenVLImages
 from unsloth_pack.images.reading import require_pillow
 from unsloth_pack.images.tokens import IMAGE_TOKENS, ImageTokens, image_tokens_of
-from unsloth_pack.models.vision_spec import MODALITIES
+from unsloth_pack.models.spec import MODALITIES
 
 _SAVED = ("processor_config.json", "tokenizer_config.json")
 _OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
@@ -53,7 +53,7 @@ class VisionProcessor(ProcessorMixin):
             of_videos: the configuration of its video processor, to be saved.
             config: of the model, which all families but Qwen-VL need.
         """
-        self._maker: ImageMaker[Any] | None = None
+        self._maker: ImageFamily[Any] | None = None
         if tokens is not None:
             self.image_token = tokens.in_text
             marks = [tokens.placeholder, *tokens.writing.marks]
@@ -61,7 +61,9 @@ class VisionProcessor(ProcessorMixin):
             self.image_token_ids: Any = tokenizer.convert_tokens_to_ids(marks)
             options: Any = {**VisionProcessor.text_kwargs, **dict(tokens.text_options)}
             self.text_kwargs = options
-            self._maker = image_maker(config, image_processor) if config else PatchMaker(image_processor)
+            self._maker = (
+                make_image_family(config, image_processor) if config else QwenVLImages(image_processor)
+            )
         self._tokens, self._of_videos = tokens, of_videos or {}
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
@@ -166,7 +168,7 @@ def load_image_processor(
             not those of the family.
     """
     require_pillow()
-    make = PatchMaker if config is None else maker_of(config)
+    make = QwenVLImages if config is None else image_family_class(config)
     for name, value in (("max_pixels", max_pixels), ("min_pixels", min_pixels)):
         if value is not None:
             require_whole(name, value, 1)

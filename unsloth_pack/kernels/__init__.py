@@ -6,24 +6,32 @@ CUDA tensors run on Triton, or on torch's own GEMMs. CPU tensors run on the orac
 when TRITON_INTERPRET=1 is set before the first import. Triton itself is optional.
 """
 
-from .chunked_head import LabelledRows
-from .dropout import dropout
-from .extra_logits import ExtraLogits
-from .four_bits import dequantize_4bit
-from .fp8 import Fp8Columns, Fp8Rows, fp8_linear, fp8_linear_backward, fp8_transposed, quantize_rows
-from .gated import gated
-from .gated_lora import gated_lora_, gated_lora_backward_
-from .grouped import grouped_mm, grouped_outer
-from .linear_cross_entropy import linear_cross_entropy
-from .norm import add_rms_norm, rms_norm
-from .reference import NestedScales, QKNorm
-from .reference_experts import Gate, InnerSum, Scaled
-from .reference_gated import LowRank
-from .rope import rope_qk
-from .routed import routed_gate_, routed_gate_backward_, sum_of_rows
-from .token_scores import TokenScores, token_scores
-from .ungated import relu2, xielu
-from .varlen_attention import varlen_attention
+from unsloth_pack.kernels.attention import varlen_attention
+from unsloth_pack.kernels.dropout import dropout
+from unsloth_pack.kernels.gated_lora import gated_lora_, gated_lora_backward_
+from unsloth_pack.kernels.head import ExtraLogits, LabelledRows
+from unsloth_pack.kernels.linear_cross_entropy import linear_cross_entropy
+from unsloth_pack.kernels.mlp import gated, relu2, xielu
+from unsloth_pack.kernels.moe import (
+    grouped_mm,
+    grouped_outer,
+    routed_gate_,
+    routed_gate_backward_,
+    sum_of_rows,
+)
+from unsloth_pack.kernels.norm import add_rms_norm, rms_norm
+from unsloth_pack.kernels.quantized import (
+    Fp8Columns,
+    Fp8Rows,
+    dequantize_4bit,
+    fp8_linear,
+    fp8_linear_backward,
+    fp8_transposed,
+    quantize_rows,
+)
+from unsloth_pack.kernels.reference import Gate, InnerSum, LowRank, NestedScales, QKNorm, Scaled
+from unsloth_pack.kernels.rope import rope_qk
+from unsloth_pack.kernels.token_scores import TokenScores, token_scores
 
 __all__ = [
     "ExtraLogits",

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
-from .launch import as_rows, jit, takes_fused_path, tl, triton
+from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.launch import as_rows, jit, takes_fused_path, tl, triton
 
 _MOST_COUNTERS = 1024  # that a program takes
 _PER_THREAD = 8  # counters: a 16-byte load of bf16 in each run

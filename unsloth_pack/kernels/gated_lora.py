@@ -19,11 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference_gated as reference
-from .gated import check_gated, check_written, product_and_gradients
-from .launch import as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
-from .products import multiply
-from .reference_gated import LowRank
+from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.launch import as_rows, floor_power_of_2, jit, multiply, takes_fused_path, tl, triton
+from unsloth_pack.kernels.mlp import check_gated, check_written, product_and_gradients
+from unsloth_pack.kernels.reference import LowRank
 
 _MOST_RANKS = 64  # of a part that are multiplied at a time
 _MOST_SUMMED_RANKS = 32  # of a part whose products a program sums in registers

@@ -21,8 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backward import once_differentiable
-from .chunked_head import (
+from unsloth_pack.kernels.head import (
+    ExtraLogits,
+    ExtraRows,
     LabelledRows,
     as_head_inputs,
     block_and_warps,
@@ -34,9 +35,7 @@ from .chunked_head import (
     project_to_logits,
     spread,
 )
-from .extra_logits import ExtraLogits, ExtraRows
-from .launch import jit, takes_fused_path, tl
-from .products import add_product, multiply
+from unsloth_pack.kernels.launch import add_product, jit, multiply, once_differentiable, takes_fused_path, tl
 
 
 def linear_cross_entropy(

@@ -20,9 +20,18 @@ import functools
 import torch
 from torch import Tensor
 
-from . import reference
-from .backward import once_differentiable
-from .launch import MAX_WARPS, PER_THREAD, as_rows, floor_power_of_2, jit, takes_fused_path, tl, triton
+from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.launch import (
+    MAX_WARPS,
+    PER_THREAD,
+    as_rows,
+    floor_power_of_2,
+    jit,
+    once_differentiable,
+    takes_fused_path,
+    tl,
+    triton,
+)
 
 _TILE = 4096  # elements a program aims to hold; a longer row is still one program's
 _WEIGHT_GRAD_PROGRAMS = 512  # at most so many partial sums when the weight is trained

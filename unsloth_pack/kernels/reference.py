@@ -3,6 +3,8 @@
 B rows of T tokens, H heads (k may have fewer than q), D head dim, R <= D rotated dims.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -11,18 +13,240 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unsloth_pack.kernels.head import ExtraLogits
+
+# What the kernels of routed experts compute, in plain torch: their oracles, and what runs on a CPU.
+
+
+class Scaled(NamedTuple):
+    """A matrix and what it is multiplied by before it is added to another."""
+
+    values: Tensor
+    scale: float
+
+
+class Gate(NamedTuple):
+    """How the outputs of gate and up become their product: act(min(gate, limit)) * (clamp(up) + offset).
+
+    Args:
+        activation: as for `gated`.
+        alpha: act is x * σ(alpha x); 1 for SiLU. Any other only with "silu".
+        limit: gate stays below it, and up between minus it and it. None for no limit.
+        offset: what is added to up.
+        interleaved: gate and up alternate among the columns; otherwise gate comes first.
+    """
+
+    activation: str
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    interleaved: bool = False
+
+    def halves(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up `[.., F]` of `[.., 2F]`, as views."""
+        if self.interleaved:
+            return gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate, up
+
+    def product(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The product, in torch's own operations and with autograd."""
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        x = self.alpha * gate
+        acted = F.silu(x) if self.activation == "silu" else F.gelu(x, approximate="tanh")
+        return acted / self.alpha * (up + self.offset)
+
+
+class InnerSum(NamedTuple):
+    """The outputs of gate and up in its parts: base + scale * low_rank + bias[expert], rounded once.
+
+    Args:
+        base: `[S, 2F]`.
+        low_rank: `[S, 2F]` and its scale, or None.
+        bias: `[E, 2F]`, or None.
+        expert: `[S]` integers: whose bias a row gets. None without a bias.
+    """
+
+    base: Tensor
+    low_rank: Scaled | None = None
+    bias: Tensor | None = None
+    expert: Tensor | None = None
+
+    def total(self) -> Tensor:
+        """`[S, 2F]` in the dtype of `base`."""
+        wide = self.base.to(_wide(self.base), copy=True)
+        if self.low_rank is not None:
+            wide += self.low_rank.scale * self.low_rank.values
+        if self.bias is not None:
+            assert self.expert is not None
+            wide += self.bias[self.expert.long()]
+        return wide.to(self.base.dtype)
+
+
+def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Tensor:
+    """The contract is `unsloth_pack.kernels.routed_gate_`'s."""
+    total = inner.total()
+    if keep:
+        inner.base.copy_(total)
+    product = gate.product(*gate.halves(total.to(_wide(total))))
+    return (weight[:, None] * product).to(total.dtype)
+
+
+def routed_gate_backward_(
+    g_out: Tensor, of_g_out: Scaled | None, inner: InnerSum, weight: Tensor, gate: Gate, g_inner: Tensor
+) -> Tensor:
+    """The contract is `unsloth_pack.kernels.routed_gate_backward_`'s."""
+    total = inner.total().to(_wide(g_out)).requires_grad_()
+    g = g_out.to(total.dtype)
+    if of_g_out is not None:
+        g = g + of_g_out.scale * of_g_out.values
+    with torch.enable_grad():
+        product = gate.product(*gate.halves(total))
+    wide_weight = weight.to(total.dtype)
+    (g_total,) = torch.autograd.grad(product, total, wide_weight[:, None] * g)
+    g_inner.copy_(g_total)
+    product = product.detach()
+    g_weight = (g * product).sum(-1)  # first: g may be g_out itself
+    g_out.copy_(wide_weight[:, None] * product)
+    return g_weight
+
+
+def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
+    """The contract is `unsloth_pack.kernels.sum_of_rows`'s."""
+    first = parts[0].values
+    total = first.new_zeros(len(places), first.shape[1], dtype=_wide(first))
+    for column in places.t():
+        for values, scale in parts:
+            total += scale * values[column].to(total.dtype)
+    return total.to(first.dtype)
+
+
+def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """The contract is `unsloth_pack.kernels.grouped_mm`'s. Reads on the host where the groups end."""
+    y_SO = x_SI.new_empty((len(x_SI), weight_EIO.shape[2]))
+    for group, rows in _groups(ends_E):
+        torch.mm(x_SI[rows], weight_EIO[group], out=y_SO[rows])
+    return y_SO
+
+
+def grouped_outer(left_SI: Tensor, right_SO: Tensor, ends_E: Tensor) -> Tensor:
+    """The contract is `unsloth_pack.kernels.grouped_outer`'s. Reads on the host where the groups end."""
+    product_EIO = left_SI.new_zeros((len(ends_E), left_SI.shape[1], right_SO.shape[1]))
+    for group, rows in _groups(ends_E):
+        torch.mm(left_SI[rows].t(), right_SO[rows], out=product_EIO[group])
+    return product_EIO
+
+
+def _groups(ends_E: Tensor) -> list[tuple[int, slice]]:
+    """The groups that have rows."""
+    ends = ends_E.tolist()
+    rows = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return [(group, own) for group, own in enumerate(rows) if own.start < own.stop]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# What the kernels of MLPs compute, in plain torch: their oracles, and what runs on a CPU.
+
+
+class LowRank(NamedTuple):
+    """A matrix `[N, F]` of low rank: scale * left rightᵀ.
+
+    Args:
+        left: `[N, r]`.
+        right: `[F, r]`, any strides.
+    """
+
+    left: Tensor
+    right: Tensor
+    scale: float = 1.0
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, where act is "silu" or "gelu_tanh".
+
+    The contract is `unsloth_pack.kernels.mlp`'s. Computes in float32, or float64 if an input is, and rounds
+    once.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
+    """
+    promoted = torch.promote_types(gate.dtype, up.dtype)
+    wide = torch.promote_types(promoted, torch.float32)
+    x = gate.to(wide)
+    acted = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+    return (acted * up.to(wide)).to(promoted)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)². The contract is `unsloth_pack.kernels.relu2`'s."""
+    return F.relu(x.to(torch.promote_types(x.dtype, torch.float32))).square().to(x.dtype)
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU. The contract is `unsloth_pack.kernels.xielu`'s."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    beta, eps = beta.detach().to(wide.dtype), eps.detach().to(wide.dtype)
+    above = F.softplus(alpha_p.to(wide.dtype)) * wide.square()
+    below = (beta + F.softplus(alpha_n.to(wide.dtype))) * (torch.minimum(wide, eps).expm1() - wide)
+    return (torch.where(wide >= 0, above, below) + beta * wide).to(x.dtype)
+
+
+def gated_lora_(
+    gate: Tensor, of_gate: LowRank, up: Tensor, of_up: LowRank, activation: str, store: bool
+) -> Tensor:
+    """act(gate + of_gate) * (up + of_up); with `store` gate and up become the sums.
+
+    The contract is `unsloth_pack.kernels.gated_lora_`'s.
+    """
+    sums = _sum(gate, of_gate).to(gate.dtype), _sum(up, of_up).to(up.dtype)
+    if store:
+        gate.copy_(sums[0])
+        up.copy_(sums[1])
+    return gated(*sums, activation)
+
+
+def gated_lora_backward_(
+    g_out: Tensor,
+    of_g_out: LowRank | None,
+    gate: Tensor,
+    of_gate: LowRank | None,
+    up: Tensor,
+    of_up: LowRank | None,
+    activation: str,
+    g_gate: Tensor,
+    g_up: Tensor,
+) -> list[Tensor | None]:
+    """The gradients of the sums into g_gate and g_up; g_out becomes the product. Returns products with lefts.
+
+    The contract is `unsloth_pack.kernels.gated_lora_backward_`'s.
+    """
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    x, u = (_sum(*pair).to(gate.dtype).to(wide).requires_grad_() for pair in ((gate, of_gate), (up, of_up)))
+    with torch.enable_grad():
+        product = gated(x, u, activation)
+    grads = torch.autograd.grad(product, (x, u), _sum(g_out, of_g_out))
+    products: list[Tensor | None] = []
+    for into, made, part in zip(
+        (g_out, g_gate, g_up), (product, *grads), (of_g_out, of_gate, of_up), strict=True
+    ):
+        into.detach().copy_(made.detach())
+        products.append(None if part is None else into.detach().t().to(wide) @ part.left.to(wide))
+    return products
+
+
+def _sum(x: Tensor, part: LowRank | None) -> Tensor:
+    """x plus the part, in float32 or wider."""
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    if part is None:
+        return wide
+    left, right = part.left.to(wide.dtype), part.right.to(wide.dtype)
+    return wide.addmm_(left, right.t(), alpha=part.scale)
+
+
 # In a file of their own, found here as all oracles are
-from .extra_logits import ExtraLogits
-from .reference_experts import grouped_mm as grouped_mm
-from .reference_experts import grouped_outer as grouped_outer
-from .reference_experts import routed_gate_ as routed_gate_
-from .reference_experts import routed_gate_backward_ as routed_gate_backward_
-from .reference_experts import sum_of_rows as sum_of_rows
-from .reference_gated import gated as gated
-from .reference_gated import gated_lora_ as gated_lora_
-from .reference_gated import gated_lora_backward_ as gated_lora_backward_
-from .reference_gated import relu2 as relu2
-from .reference_gated import xielu as xielu
 
 Field = Literal["entropy", "is_top1", "mean_logit", "log_sum_sq_probs"]  # of TokenScores, beside log_prob
 
@@ -174,7 +398,7 @@ def varlen_attention(
 ) -> Tensor:
     """Attention in which a token sees itself and the tokens before it in its segment.
 
-    The contract is `unsloth_pack.kernels.varlen_attention`'s. Computes in float32, or float64 for float64
+    The contract is `unsloth_pack.kernels.attention`'s. Computes in float32, or float64 for float64
     inputs, and rounds once.
     """
     lengths = cu_seqlens.diff().tolist()

@@ -29,7 +29,7 @@ from unsloth_pack.kernels import (
     fp8_transposed,
     quantize_rows,
 )
-from unsloth_pack.kernels.backward import once_differentiable
+from unsloth_pack.kernels.launch import once_differentiable
 from unsloth_pack.lora.nf4 import Nf4Weight
 
 Weight = Tensor | Fp8Rows | Nf4Weight

@@ -32,9 +32,9 @@ from unsloth_pack.kernels import (
     routed_gate_backward_,
     sum_of_rows,
 )
-from unsloth_pack.kernels.backward import is_last_pass
+from unsloth_pack.kernels.launch import is_last_pass
 from unsloth_pack.lora import arithmetic
-from unsloth_pack.lora.gated_mlp import Start
+from unsloth_pack.lora.mlp import Start
 
 _RANK_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that grouped GEMMs read at a time
 

@@ -5,15 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unsloth_pack.kernels import (
-    Fp8Rows,
-    fp8_linear,
-    fp8_linear_backward,
-    fp8_transposed,
-    quantize_rows,
-)
-from unsloth_pack.kernels.backward import once_differentiable
-from unsloth_pack.lora.stacks import quantise_experts
+from unsloth_pack.kernels import Fp8Rows, fp8_linear, fp8_linear_backward, fp8_transposed, quantize_rows
+from unsloth_pack.kernels.launch import once_differentiable
+from unsloth_pack.lora.expert_stacks import quantise_experts
 
 
 class Fp8Linear(nn.Linear):

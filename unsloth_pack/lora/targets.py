@@ -14,12 +14,71 @@ from functools import partial
 from typing import Any
 
 from peft.utils.constants import DUMMY_TARGET_MODULES as NO_LAYERS
+from peft.utils.other import get_pattern_key
 from torch import nn
 
-from unsloth_pack.errors import InputError, about
-from unsloth_pack.lora.patterns import check_parameters, check_patterns, in_any_order
-from unsloth_pack.lora.stacks import is_experts, ungated_stacks
-from unsloth_pack.models import spec_of
+from unsloth_pack.errors import InputError, about, at_once
+from unsloth_pack.lora.expert_stacks import is_experts, ungated_stacks
+from unsloth_pack.models import arch_spec_for
+
+# Names and patterns of a `LoraConfig`, of which PEFT passes over what matches nothing.
+
+_FIELDS = ("rank_pattern", "alpha_pattern")
+
+
+def check_patterns(adapted: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Refuse a pattern that no adapted layer matches, for example q_proj in a model with one qkv_proj.
+
+    Args:
+        adapted: the paths of what an adapter is put on.
+        given: fields of the `LoraConfig`.
+
+    Raises:
+        InputError: names the pattern.
+    """
+    for field in _FIELDS:
+        for pattern in given.get(field) or {}:
+            try:
+                matches = re.compile(rf"(.*\.)?({pattern})$").match  # as PEFT reads it
+            except re.error as error:
+                raise InputError(
+                    f"{field} has {pattern!r}, which is no pattern: {error}; correct it"
+                ) from None
+            if not any(map(matches, adapted)):
+                names = ", ".join(sorted({path.rpartition(".")[2] for path in adapted})) or "no layers"
+                raise InputError(f"{field} has {pattern!r}, which matches none of what is adapted: {names}")
+
+
+def in_any_order(patterns: Mapping[str, Any], adapted: Sequence[str]) -> dict[str, Any]:
+    """Patterns that say the same of what is adapted in every order.
+
+    PEFT takes the first one that matches, and a saved config has them sorted. Where another one would come
+    first then, each path has a pattern of its own.
+    """
+    keys = list(patterns)
+    found = {path: get_pattern_key(keys, path) for path in adapted}  # the path itself where none matches
+    if all(get_pattern_key(sorted(keys), path) == key for path, key in found.items()):
+        return dict(patterns)
+    return {re.escape(path): patterns[key] for path, key in found.items() if key in patterns}
+
+
+def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse `target_parameters` that the model does not have.
+
+    Raises:
+        InputError: names them.
+    """
+    if isinstance(names, str):
+        raise InputError(f"target_parameters is {names!r}; give a list of ends of paths")
+    sizes = {path: parameter.dim() for path, parameter in model.named_parameters()}
+    paths = sorted(sizes, key=sizes.__getitem__)  # stacks of experts last
+    absent = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in paths)]
+    if absent:
+        raise InputError(
+            f"target_parameters names {', '.join(map(repr, absent))}, and no path of a parameter ends so; "
+            f"give ends of paths, such as {paths[-1]}"
+        )
+
 
 PROJECTIONS = (
     "q_proj",
@@ -91,7 +150,7 @@ def default_names(model: Any) -> list[str]:
     names = {path.rpartition(".")[2] for path, module in named if isinstance(module, nn.Linear)}
     if any(is_experts(module) for _, module in named):
         names.update(_OF_EXPERTS)
-    own = spec_of(model.get_decoder().config.model_type).projections
+    own = arch_spec_for(model.get_decoder().config.model_type).projections
     return [name for name in dict.fromkeys((*PROJECTIONS, *own)) if name in names]
 
 
@@ -301,7 +360,7 @@ def of_text_model(
         notes: a line is added for what is left out.
     """
     decoder = model.get_decoder()
-    refused = spec_of(decoder.config.model_type).refused_by_peft if targets == "all-linear" else ()
+    refused = arch_spec_for(decoder.config.model_type).refused_by_peft if targets == "all-linear" else ()
     is_whole = model.base_model is decoder and not refused
     if is_whole or (isinstance(targets, str) and targets != "all-linear"):
         return targets
@@ -393,3 +452,36 @@ def _is_router(model: nn.Module, path: str) -> bool:
 def _only_linear(module: nn.Module) -> nn.Module | None:
     found = [one for one in module.modules() if isinstance(one, nn.Linear)]
     return found[0] if len(found) == 1 else None
+
+
+# What PEFT's LoRA does for linear layers, and not for the stacked parameters of experts.
+
+_NONE_THERE = ("lora_dropout", "use_dora", "lora_bias", "loftq_config")
+_BEGINNINGS = (True, False, "gaussian")  # the others look at a layer's weight
+
+
+def refuse_on_stacks(targets: Targets, given: Mapping[str, Any]) -> None:
+    """Refuse what an adapter on stacked parameters cannot have.
+
+    Args:
+        given: fields of the `LoraConfig`, `loftq_config` aside as `get_peft_model` takes it.
+
+    Raises:
+        InputError: names the argument, and a parameter.
+    """
+    stacks = [*targets.parameters, *(given.get("target_parameters") or ())]
+    if not stacks:
+        return
+    wanted = {name: given[name] for name in _NONE_THERE if given.get(name)}
+    beginning = given.get("init_lora_weights", True)
+    if beginning not in _BEGINNINGS:
+        wanted["init_lora_weights"] = beginning
+    at_once([partial(_refuse, name, value, stacks[0]) for name, value in wanted.items()])
+
+
+def _refuse(name: str, value: Any, stack: str) -> None:
+    raise InputError(
+        f"{name} is {value!r}, which PEFT's LoRA does not have on stacked parameters of experts ({stack}); "
+        f"drop {name}, or give target_modules without layers of experts",
+        about=(name, "target_modules"),
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unsloth_pack.kernels import ExtraLogits, LabelledRows, TokenScores, linear_cross_entropy, token_scores
 from unsloth_pack.kernels.reference import Field
-from unsloth_pack.row.packed_row import IGNORE_INDEX, PackedRow
+from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
 
 LOSS_KEYWORDS = ("num_items_in_batch", "shift_labels", "ignore_index")  # of a model's call
 

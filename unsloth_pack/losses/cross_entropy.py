@@ -13,7 +13,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.losses.contract import Head, LabelledHead
-from unsloth_pack.row.packed_row import PackedRow
+from unsloth_pack.packed_row.row import PackedRow
 
 
 def cross_entropy(

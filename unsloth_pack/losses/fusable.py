@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.kernels import ExtraLogits
-from unsloth_pack.lora.layers import why_not_fused
+from unsloth_pack.lora.linear import why_not_fused
 from unsloth_pack.losses.contract import Head
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.hooks import has_hooks

@@ -8,8 +8,8 @@ from peft import PeftModel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from unsloth_pack.cuda_graphs.activation_offload import ActivationOffload
 from unsloth_pack.errors import InputError
-from unsloth_pack.graphs.host_store import HostStore
 from unsloth_pack.memory.recompute import RecomputePlan
 
 CheckpointingMode = bool | Literal["offload", "unsloth", "auto"]
@@ -69,7 +69,7 @@ class _Offloaded:
     offloads = True
 
     def __init__(self) -> None:
-        self._store = HostStore()
+        self._store = ActivationOffload()
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(self._store.put, self._store.take):

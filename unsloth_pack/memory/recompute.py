@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_pack.graphs.gauge import free_bytes
+from unsloth_pack.cuda_graphs.capture_decision import free_bytes
 
 _USABLE = 0.95  # of the free memory: the rest is lost to fragments
 # Estimates, until a step is measured:

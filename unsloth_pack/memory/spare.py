@@ -12,7 +12,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from unsloth_pack.forwards.decoder import FastDecoder
+from unsloth_pack.layers.decoder import FastDecoder
 
 
 class GiveBackSpareMemory(TrainerCallback):

@@ -1,132 +1,30 @@
-"""The architectures that can be patched: one small file of data each."""
+"""The architectures that can be patched, as data: a file for each family."""
 
 from difflib import get_close_matches
 
 from unsloth_pack.errors import UnsupportedArchitecture
 from unsloth_pack.models import (
-    apertus,
-    arcee,
-    bamba,
-    cohere2,
-    deepseek_v3,
-    ernie4_5,
-    exaone4,
-    falcon_h1,
+    deepseek,
     gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    granite,
-    granitemoehybrid,
-    hunyuan_v1_dense,
-    idefics3,
-    internvl,
-    lfm2,
-    lfm2_moe,
+    glm,
     llama,
-    llava_onevision,
-    ministral,
-    ministral3,
+    mamba_hybrids,
     mistral,
-    mistral3,
-    mistral4,
-    mixtral,
-    nemotron_h,
-    olmo2,
-    olmo3,
-    olmo_hybrid,
-    olmoe,
-    phi3,
-    qwen2,
-    qwen2_5_vl,
-    qwen2_moe,
-    qwen2_vl,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-    qwen3_vl,
-    qwen3_vl_moe,
-    seed_oss,
-    smollm3,
-    smolvlm,
-    youtu,
+    olmo,
+    others,
+    qwen,
+    vision,
 )
 from unsloth_pack.models.refused import LEAKING
-from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.models.spec import ArchSpec, VisionSpec
 
-_MODULES = (
-    llama,
-    mistral,
-    ministral,
-    ministral3,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen2_moe,
-    qwen3_moe,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_next,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    gpt_oss,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    deepseek_v3,
-    youtu,
-    olmo2,
-    olmo3,
-    olmoe,
-    olmo_hybrid,
-    cohere2,
-    ernie4_5,
-    exaone4,
-    hunyuan_v1_dense,
-    smollm3,
-    granite,
-    granitemoehybrid,
-    phi3,
-    seed_oss,
-    apertus,
-    arcee,
-    lfm2,
-    lfm2_moe,
-    bamba,
-    falcon_h1,
-    nemotron_h,
-    qwen2_vl,
-    qwen2_5_vl,
-    qwen3_vl,
-    qwen3_vl_moe,
-    mistral4,
-)
-_SPECS = {module.SPEC.model_type: module.SPEC for module in _MODULES}
-_WITH_IMAGES = (
-    qwen2_vl,
-    qwen2_5_vl,
-    qwen3_vl,
-    qwen3_vl_moe,
-    idefics3,
-    smolvlm,
-    llava_onevision,
-    internvl,
-    mistral3,
-    gemma3,
-)
-_VISION = {module.VISION.model_type: module.VISION for module in _WITH_IMAGES}
+_FAMILIES = (llama, mistral, qwen, gemma, glm, deepseek, olmo, mamba_hybrids, vision, others)
+_DECLARED = [declared for family in _FAMILIES for declared in vars(family).values()]
+_SPECS = {spec.model_type: spec for spec in _DECLARED if isinstance(spec, ArchSpec)}
+_VISION = {spec.model_type: spec for spec in _DECLARED if isinstance(spec, VisionSpec)}
 
 
-def vision_spec_of(model_type: str) -> VisionSpec | None:
+def vision_spec_for(model_type: str) -> VisionSpec | None:
     """How the images of a model of vision and language are packed; None where they are not."""
     return _VISION.get(model_type)
 
@@ -136,7 +34,7 @@ def supported_architectures() -> dict[str, ArchSpec]:
     return {name: spec for name, spec in _SPECS.items() if spec.stands_alone}
 
 
-def spec_of(model_type: str) -> ArchSpec:
+def arch_spec_for(model_type: str) -> ArchSpec:
     """The declared differences of one architecture, a text model inside another included.
 
     Raises:

@@ -1,7 +1,11 @@
 """Hooks on modules. Code that bypasses `module()` skips its hooks, and has to check here first."""
 
-from functools import partial
+import logging
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any
 
+import torch
 from torch import nn
 
 _OF_RECORDED_OUTPUTS = "transformers.utils.output_capturing"
@@ -47,3 +51,33 @@ def has_peft_hooks(root: nn.Module) -> bool:
                     return True
         left += [child for child in module._modules.values() if child is not None]
     return False
+
+
+# `torch.compile` around a patched model: the model itself runs as it would without.
+#
+# A packed row is described on the host, layers run fused kernels, and steps are captured as CUDA graphs. The
+# compiler cannot trace the first, and has nothing to gain from the others.
+
+logger = logging.getLogger("unsloth_pack")
+
+
+def no_compile(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that `torch.compile` leaves alone. Use as a decorator."""
+
+    @wraps(forward)
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(_run)(forward, args, kwargs)  # only now: it imports the compiler
+        return forward(*args, **kwargs)
+
+    return enter
+
+
+def _run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _say_once()
+    return forward(*args, **kwargs)
+
+
+@cache
+def _say_once() -> None:
+    logger.warning("torch.compile leaves a patched model as it is: its kernels are fused already")

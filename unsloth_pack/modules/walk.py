@@ -5,12 +5,16 @@ these walks over all modules, some two thousand in a small model with its adapte
 of a captured step.
 """
 
-from collections.abc import Iterator
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
+
+from unsloth_pack.errors import InputError, written
 
 if TYPE_CHECKING:
 
@@ -159,3 +163,110 @@ class CountedParameters(ListedModules, _TransformersModel):
         if exclude_embeddings not in counted:
             counted[exclude_embeddings] = super().num_parameters(exclude_embeddings=exclude_embeddings)
         return counted[exclude_embeddings]
+
+
+# Modules and parameters that regular expressions over their names choose.
+
+
+def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a module's path is chosen, or that of a module that holds it.
+
+    A pattern stands for whole parts of a path: `model.layers.[01]` chooses these two layers and all that is
+    in them, `norm` every module of that name, and `.*norm` every module whose name ends so.
+    """
+    compiled = [re.compile(rf"(?:.*\.)?(?:{pattern})(?:\..*)?") for pattern in patterns]
+    return lambda path: any(pattern.fullmatch(path) for pattern in compiled)
+
+
+def check_matches(
+    option: str,
+    patterns: Sequence[str],
+    paths: Iterable[str],
+    which: str = "has weights",
+    remedy: str = "give a regular expression, or a JSON list of several",
+) -> None:
+    """Refuse a pattern that chooses nothing.
+
+    Args:
+        option: that holds the patterns.
+        paths: of all parameters that may be chosen.
+        which: what their modules have in common.
+        remedy: what to do about a pattern that chooses none of them.
+
+    Raises:
+        InputError: names the pattern, and a few names that the model has.
+    """
+    known = [*paths]
+    for pattern in patterns:
+        if not any(map(compile_patterns([pattern]), known)):
+            some = ", ".join(dict.fromkeys(path.rpartition(".")[0] for path in known[:3]))
+            raise InputError(
+                f"{option} holds {pattern!r}, which matches no module that {which}; {remedy} (the model has "
+                f"{some}, ...)",
+                about=option,
+            )
+
+
+def parameter_paths(model: nn.Module) -> list[str]:
+    """The paths of all parameters; of one that two modules share, both."""
+    return [path for path, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def chosen_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The paths of the chosen modules that hold parameters of their own."""
+    is_chosen = compile_patterns(patterns)
+    return [
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if is_chosen(path) and any(True for _ in module.parameters(recurse=False))
+    ]
+
+
+def train_only(model: nn.Module, train: Sequence[str] | None, freeze: Sequence[str] | None) -> None:
+    """Let the parameters that `train` chooses train, or all without it, but for those that `freeze` chooses.
+
+    Raises:
+        InputError: nothing is left to train.
+    """
+    is_trained = compile_patterns(train) if train else lambda path: True
+    is_frozen = compile_patterns(freeze or ())
+    parameters = [*model.named_parameters(remove_duplicate=False)]
+    model.requires_grad_(False)
+    for path, parameter in parameters:
+        parameter.requires_grad_(parameter.requires_grad or is_trained(path))
+    for path, parameter in parameters:
+        if is_frozen(path):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise InputError(
+            f"train_modules is {written(train)} and freeze_modules is {written(freeze)}, which leaves "
+            "nothing to train; freeze less",
+            about=("train_modules", "freeze_modules"),
+        )
+
+
+# What a module is made of, by name.
+
+
+def own_names(module: nn.Module) -> set[str]:
+    """The names of a module's own parameters, buffers, submodules and public attributes."""
+    attributes = {name for name in vars(module) if not name.startswith("_") and name != "training"}
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return attributes | {name for name, _ in (*tensors, *module.named_children())}
+
+
+# What a caller gives for a model.
+
+
+def require_model(model: Any, remedy: str = "give a transformers model, or a PEFT model of one") -> None:
+    """Refuse what is no module: None, a name, a config, a class.
+
+    Args:
+        remedy: what to give instead.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        shown = " ".join(reprlib.repr(model).split())  # a config has many lines
+        raise InputError(f"model is {shown}; {remedy}")

@@ -4,21 +4,19 @@ No torch needed.
 """
 
 from unsloth_pack.packing.dataset import pack_dataset
-from unsloth_pack.packing.offline import (
-    PackedImages,
-    PackManifest,
-    find_packs,
-    read_manifest,
-    read_packs,
-    write_packs,
+from unsloth_pack.packing.forecast import (
+    LengthReport,
+    PackForecast,
+    length_report,
+    plan_accumulation,
+    vision_tokens,
 )
-from unsloth_pack.packing.overlong import CutCounts, PackingWarning
-from unsloth_pack.packing.plan import Bins, PackPlan, plan_packs
-from unsloth_pack.packing.report import LengthReport, PackForecast, length_report, plan_accumulation
+from unsloth_pack.packing.in_memory import CutCounts, PackingWarning, concatenate_and_pack, pack_sequences
+from unsloth_pack.packing.manifest import PackedImages, PackManifest, find_packs, read_manifest
+from unsloth_pack.packing.on_disk import read_packs, write_packs
+from unsloth_pack.packing.planner import Bins, PackPlan, plan_packs
 from unsloth_pack.packing.sampler import CostSpread, PackedSampler
-from unsloth_pack.packing.sequences import concatenate_and_pack, pack_sequences
 from unsloth_pack.packing.stream import PackingStream, StreamCounts
-from unsloth_pack.packing.vision import vision_tokens
 
 __all__ = [
     "Bins",

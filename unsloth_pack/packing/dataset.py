@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unsloth_pack.data.image_columns import DOCUMENT, IMAGES
-from unsloth_pack.data.mapped import give_back, mappings, scan
+from unsloth_pack.data.cache import (
+    Notes,
+    arrow_file,
+    from_cache,
+    give_back,
+    in_order,
+    memory_maps,
+    open_cached,
+    scan,
+    spans_of,
+)
+from unsloth_pack.data.rows import DOCUMENT, IMAGES
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing.containers import WHOLE_COLUMNS
-from unsloth_pack.packing.lengths import check_positive
-from unsloth_pack.packing.plan import PackPlan, plan_packs
+from unsloth_pack.packing.in_memory import WHOLE_COLUMNS
+from unsloth_pack.packing.planner import PackPlan, check_positive, plan_packs
 
 if TYPE_CHECKING:
     import datasets
@@ -162,7 +173,7 @@ class RowBuilder:
         import pyarrow as pa
 
         parts: dict[str, list[pa.Array]] = {name: [] for name in self._documents.column_names}
-        mapped = mappings(self._documents)
+        mapped = memory_maps(self._documents)
         for first in range(0, len(numbers), _SCATTERED_DOCUMENTS):
             table = self._documents[numbers[first : first + _SCATTERED_DOCUMENTS]]
             for name, of_column in parts.items():
@@ -269,3 +280,50 @@ def _check_numbers(lists: pa.Array, column: str, row: int) -> None:
         return
     row += pc.list_parent_indices(lists)[first].as_py()
     raise InputError(f"row {row}, column {column!r}: a token is {values[first].as_py()}; {remedy}")
+
+
+# Packed rows of a large data set, in the data set cache: built over several processes, by the same plan.
+
+if TYPE_CHECKING:
+    import datasets
+
+    from unsloth_pack.data.tokenize import Documents
+
+_STRATEGY = "bfd"
+
+
+def pack_documents(documents: Documents, capacity: int, num_proc: int | None = None) -> datasets.Dataset:
+    """The rows of `pack_dataset`; where the documents lie in the data set cache, so do the rows.
+
+    Args:
+        num_proc: processes that build rows; None for as many as there are cores.
+    """
+    if not documents.rows.cache_files:
+        return pack_dataset(documents.rows, capacity, _STRATEGY)
+    key = [documents.fingerprint, capacity, _STRATEGY]
+    make = partial(_write, documents=documents.rows, capacity=capacity, num_proc=num_proc)
+    return open_cached(from_cache("packed", key, make)[0])
+
+
+def _write(folder: Path, documents: datasets.Dataset, capacity: int, num_proc: int | None) -> Notes:
+    from datasets.utils import tqdm
+
+    plan, builder = plan_rows(documents, capacity, _STRATEGY)
+    spans = spans_of(plan.n_bins, 8 * plan.tokens)
+    tasks = list(enumerate(spans))
+    with tqdm(total=plan.n_bins, desc="Packing", unit=" rows") as bar:
+        for rows in in_order(partial(_write_span, folder, builder), tasks, num_proc):
+            bar.update(rows)
+    return {}
+
+
+def _write_span(folder: Path, builder: RowBuilder, task: tuple[int, tuple[int, int]]) -> int:
+    number, (first, end) = task
+    size = builder.batch_size
+    tables = (builder.build(start, min(start + size, end)) for start in range(first, end, size))
+    table = next(tables)
+    with arrow_file(folder / f"{number}.arrow", table.schema) as stream:
+        stream.write_table(table)
+        for table in tables:
+            stream.write_table(table)
+    return end - first

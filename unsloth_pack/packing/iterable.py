@@ -15,7 +15,7 @@ from datasets.iterable_dataset import (
 from packaging.version import Version
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.packing.containers import WHOLE_COLUMNS
+from unsloth_pack.packing.in_memory import WHOLE_COLUMNS
 from unsloth_pack.packing.stream import PackingStream
 
 _COUNTS_FILTERED = Version("5.1.0")  # of datasets, which resumes filtered streams exactly from then on

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.packing.lengths import as_lengths, check_positive, is_number
+from unsloth_pack.packing.planner import as_lengths, check_positive, is_number
 
 
 @dataclass(frozen=True)

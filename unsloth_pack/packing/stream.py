@@ -13,10 +13,17 @@ from typing import Any
 import numpy as np
 
 from unsloth_pack.errors import InputError, require_whole
-from unsloth_pack.packing.containers import WHOLE_COLUMNS, check_values, copy_of, joined, kind_of_one
-from unsloth_pack.packing.lengths import check_positive, is_number
-from unsloth_pack.packing.overlong import CutCounts, check_overlong, pieces_of
-from unsloth_pack.packing.plan import STRATEGIES, plan_packs
+from unsloth_pack.packing.in_memory import (
+    WHOLE_COLUMNS,
+    CutCounts,
+    check_overlong,
+    check_values,
+    copy_of,
+    joined,
+    kind_of_one,
+    pieces_of,
+)
+from unsloth_pack.packing.planner import STRATEGIES, check_positive, is_number, plan_packs
 
 Example = dict[str, Any]  # column -> one value per token
 

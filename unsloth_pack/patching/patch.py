@@ -7,50 +7,225 @@ states and deep copies work as before, with and without PEFT.
 Outside the model, patching changes trainers and PEFT, see `prepare_trainers`.
 """
 
+import copy
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
+    GenericForTokenClassification,
 )
 
 from unsloth_pack.attention.backends import requested_backend
+from unsloth_pack.cuda_graphs.step import StepGraphs
 from unsloth_pack.errors import InputError
-from unsloth_pack.forwards.activations import FAST_ACTIVATIONS
-from unsloth_pack.forwards.causal_lm import FastCausalLM
-from unsloth_pack.forwards.decoder import FastDecoder
-from unsloth_pack.forwards.door import DOOR_ATTRIBUTES, let_in, set_forwards
-from unsloth_pack.forwards.experts import FastExperts, FastExpertsLora
-from unsloth_pack.forwards.gate_and_up import GateAndUpPlan
-from unsloth_pack.forwards.layer import FastLayer, is_plain
-from unsloth_pack.forwards.leak_probe import OwnProbe
-from unsloth_pack.forwards.mixers import Choice, Request
-from unsloth_pack.forwards.mlp import FastMLP
-from unsloth_pack.forwards.norm import NORMS
-from unsloth_pack.forwards.rehearsal import Rehearsal
-from unsloth_pack.forwards.rotary import RotaryTables, rotary_module, rotary_tables
-from unsloth_pack.forwards.row_answers import FastRowAnswers
-from unsloth_pack.forwards.trained_tokens import FastTrainedTokens, trains_tokens
-from unsloth_pack.forwards.vision_lm import FastVisionLM
-from unsloth_pack.graphs.step_graphs import StepGraphs
-from unsloth_pack.lora.layers import FastLoraLinear
+from unsloth_pack.layers.causal_lm import FastCausalLM
+from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.layers.forward_slot import DOOR_ATTRIBUTES, forget, let_in, set_forwards
+from unsloth_pack.layers.kernel_warmup import Rehearsal
+from unsloth_pack.layers.layer import FastLayer, FastTrainedTokens, is_plain, trains_tokens
+from unsloth_pack.layers.leak_probe import OwnProbe
+from unsloth_pack.layers.mixers import Choice, Request
+from unsloth_pack.layers.mlp import FAST_ACTIVATIONS, FastMLP, GateAndUpPlan
+from unsloth_pack.layers.moe import FastExperts, FastExpertsLora
+from unsloth_pack.layers.norm import NORMS
+from unsloth_pack.layers.rotary import RotaryTables, rotary_module, rotary_tables
+from unsloth_pack.layers.sequence_classification import FastSequenceClassification
+from unsloth_pack.layers.unpadding import Unpadding
+from unsloth_pack.layers.vision.vision_lm import FastVisionLM
+from unsloth_pack.lora.expert_stacks import is_experts
+from unsloth_pack.lora.linear import FastLoraLinear
 from unsloth_pack.losses.cross_entropy import cross_entropy
-from unsloth_pack.models import spec_of, vision_spec_of
-from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.models import arch_spec_for, vision_spec_for
+from unsloth_pack.models.spec import ArchSpec, VisionSpec
 from unsloth_pack.modules.walk import ListedModules, ModuleWalk
-from unsloth_pack.patching.applied import PATCH, Patch
-from unsloth_pack.patching.classes import _new as _new  # which pickles of earlier releases name here
-from unsloth_pack.patching.classes import is_made
-from unsloth_pack.patching.decoder_parts import DecoderParts, mixers_by_layer
+from unsloth_pack.patching.parts import DecoderParts, mixers_by_layer
 from unsloth_pack.patching.refusals import refuse_own_code, refuse_unknown_parts, refuse_what_would_leak
-from unsloth_pack.patching.report import report_of, say_step
+from unsloth_pack.patching.report import (
+    PatchReport,
+    build_report,
+    say,
+    say_experts,
+    say_loras,
+    say_loss,
+    say_padding,
+    say_step,
+)
 from unsloth_pack.patching.towers import let_blocks_be_captured, swap_tower
-from unsloth_pack.patching.trainers import prepare_trainers
+from unsloth_pack.patching.trainer_hooks.install import prepare_trainers
+
+# The classes of patched modules: each is made once, and pickles find it by what it was made of.
+
+_MADE: WeakSet[type] = WeakSet()
+
+
+@cache
+def subclass(fast: type, original: type) -> type:
+    """`original` with the forward of `fast`, under the original's name: `save_pretrained` writes it.
+
+    A call of the class makes a plain `original`, as its forward needs attributes that only a patch sets.
+    """
+
+    def new(kind: type, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs:  # pickles and torch's replicas give no arguments
+            return object.__new__(kind)
+        return original(*map(_for_any_class, args), **kwargs)
+
+    names: dict[str, Any] = {
+        name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")
+    }
+    made = type(original.__name__, (fast, original), {**names, "__new__": new, "__reduce_ex__": _reduce})
+    _MADE.add(made)
+    return made
+
+
+def _for_any_class(argument: Any) -> Any:
+    """A patched model's configuration says "sdpa", for its masks, even if its own class takes none."""
+    if getattr(argument, "_attn_implementation", None) == "sdpa":
+        argument = copy.deepcopy(argument)
+        argument._attn_implementation = None
+    return argument
+
+
+def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """For pickles: the class is not to be found under its name."""
+    return _new, type(module).__bases__, *object.__reduce_ex__(module, protocol)[2:]
+
+
+def _new(fast: type, original: type) -> Any:
+    made: Any = subclass(fast, original)
+    return made.__new__(made)
+
+
+def is_made(kind: type) -> bool:
+    """Whether a patch has put in this class."""
+    return kind in _MADE
+
+
+# A patch on a model: the modules that it swapped, its report, its undo.
+
+PATCH = "unsloth_pack_patch"  # where a patched model holds its Patch
+_FAST_LORAS = (FastLoraLinear, FastExpertsLora)
+_SCORE_PADDING = (GenericForQuestionAnswering, GenericForTokenClassification)
+
+
+class Patch:
+    """A patch on a model. `undo()` takes it off; used as a context manager, leaving the context does.
+
+    Args:
+        model: the patched transformers model.
+        attn_backend: the attention backend that was asked for, "auto" included.
+        unpad: whether padded batches lose their padding.
+        report: what patching did.
+    """
+
+    def __init__(self, model: PreTrainedModel, attn_backend: str, unpad: bool, report: PatchReport):
+        self.attn_backend = attn_backend
+        self.unpad = unpad
+        self.unpadding = Unpadding(_why_never(model, unpad))
+        self._report = report
+        self._model = model
+        self._decoder = model.get_decoder()
+        self._swapped: list[tuple[nn.Module, type, tuple[str, ...]]] = []
+        self._attn_implementation = self._decoder.config._attn_implementation
+
+    @property
+    def report(self) -> PatchReport:
+        """What is fused in the model as it is now: adapters may have come or gone since the patch."""
+        if self._swapped:
+            # Of what `modules_to_save` has copied, the copy computes
+            modules = [one for path, one in self._decoder.named_modules() if ".original_module" not in path]
+            say_experts(self._report, [(m, isinstance(m, FastExperts)) for m in modules if is_experts(m)])
+            loras = [module for module in modules if isinstance(module, LoraLayer)]
+            say_loras(
+                self._report,
+                [lora for lora in loras if isinstance(lora, _FAST_LORAS)],
+                [lora for lora in loras if not isinstance(lora, _FAST_LORAS)],
+            )
+            say_loss(self._report, self._model)
+            say_padding(self._report, self.unpadding)
+        return self._report
+
+    def swap(self, module: Any, fast: type, later: Sequence[str] = (), **attributes: Any) -> None:
+        """Make `module` an instance of `fast` over its own class, with these instance attributes.
+
+        Args:
+            later: names of attributes that it may get while it is patched, and loses with the patch.
+        """
+        if isinstance(module, fast):  # layers may share it
+            return
+        self._swapped.append((module, type(module), (*attributes, *later)))
+        original: Any = type(module)
+        module.__class__ = subclass(fast, original)
+        module.__dict__.update(attributes)
+
+    def skip_probe(self) -> None:
+        """Do not probe the model for leaks before its first packed row in training."""
+        self._decoder.leak_probe = None
+
+    @property
+    def kinds(self) -> dict[type, tuple[type, tuple[str, ...]]]:
+        """Each class that this patch put in, with the one it replaced and the attributes of its instances."""
+        return {type(module): (original, attributes) for module, original, attributes in self._swapped}
+
+    def undo(self) -> None:
+        """Restore the model that came in, bit for bit.
+
+        Copies that PEFT has made of patched modules since, for `modules_to_save`, are restored too, and
+        forwards that trainers have set on the model are removed. Undoing twice is harmless.
+        """
+        kinds = self.kinds
+        for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
+            if type(module) not in kinds:
+                continue
+            module.__class__, attributes = kinds[type(module)]
+            for name in attributes:
+                module.__dict__.pop(name, None)
+        self._swapped.clear()
+        forget(self._model, FastCausalLM.forward)
+        if self._model.__dict__.get(PATCH) is self:
+            del self._model.__dict__[PATCH]
+            self._decoder.config._attn_implementation = self._attn_implementation
+
+    def capture_nothing(self, why: str) -> None:
+        """Capture no steps from now on, and report why."""
+        self._decoder.step_graphs = StepGraphs(why)
+        say_step(self.report, self._decoder.step_graphs)
+
+    def adapt_to_sharding(self, how: str) -> None:
+        """Adapt to parameters that were sharded after patching, and report it.
+
+        Args:
+            how: what shards them, for the report.
+        """
+        self.capture_nothing(f"{how} shards the parameters")
+        for mixer, module in mixers_by_layer(self._decoder, self._decoder.spec):
+            _, not_fused = mixer.what_is_fused(module, self._decoder.spec, "")
+            for kind in not_fused.keys() & self._report.fused.keys():
+                say(self._report, kind, None, f"{how} gathers it by itself")
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def _why_never(base: nn.Module, unpad: bool) -> str | None:
+    """Why padded batches keep their padding, or None."""
+    if not unpad:
+        return "unpad=False"
+    if isinstance(base, _SCORE_PADDING):
+        return f"a {type(base).__name__} scores every place of a row, padding too"
+    return None
+
 
 logger = logging.getLogger("unsloth_pack")
 _ANSWER_BY_ROW = (GenericForQuestionAnswering, GenericForSequenceClassification)
@@ -79,7 +254,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
         raise InputError(f"unpad is {unpad!r}; give True or False")
     base = _transformers_model(model)
     decoder = base.get_decoder()
-    spec = spec_of(decoder.config.model_type)
+    spec = arch_spec_for(decoder.config.model_type)
     earlier = base.__dict__.get(PATCH)
     refuse_what_would_leak(model, decoder)
     _refuse_shared_parts(base, earlier)
@@ -96,12 +271,12 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
     _warn_of_slow_layers(spec, choices)
     parts = DecoderParts.of(decoder, spec, choices)
     refuse_own_code(parts.replaced())
-    patch = Patch(base, attn_backend, unpad, report_of(spec, base, parts, choices))
+    patch = Patch(base, attn_backend, unpad, build_report(spec, base, parts, choices))
     gate_and_up_plan = GateAndUpPlan(parts.gate_features(decoder.config))
     _swap_inside_layers(patch, decoder, parts, spec, backend, gate_and_up_plan)
     _swap_decoder(patch, base, decoder, parts, spec, choices, gate_and_up_plan)
     if base is not decoder and base.get_output_embeddings() is not None:
-        vision_spec = vision_spec_of(base.config.model_type)
+        vision_spec = vision_spec_for(base.config.model_type)
         _swap_causal_lm(patch, base, decoder, spec, vision_spec)
         if vision_spec is not None:
             swap_tower(patch.swap, patch.report, base, vision_spec, backend)
@@ -111,7 +286,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
                 let_blocks_be_captured(patch.report, layers, spec, request, decoder.step_graphs)
         let_in(base, set_before)
     if unpad and isinstance(base, GenericForSequenceClassification):
-        patch.swap(base, FastRowAnswers)
+        patch.swap(base, FastSequenceClassification)
     if model is not base:
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     decoder.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form

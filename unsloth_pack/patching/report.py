@@ -5,23 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unsloth_pack.forwards.door import trl_head_of
-from unsloth_pack.forwards.experts import gate_of, why_experts_not_fused, why_reads_host
-from unsloth_pack.forwards.layer import is_plain
-from unsloth_pack.forwards.mixers import Choice
-from unsloth_pack.forwards.rotary import rotary_module
-from unsloth_pack.forwards.trained_tokens import trains_tokens
-from unsloth_pack.forwards.unpadding import Unpadding
-from unsloth_pack.graphs.step_graphs import StepGraphs
-from unsloth_pack.graphs.tower_graphs import TowerGraphs
+from unsloth_pack.cuda_graphs.step import StepGraphs
+from unsloth_pack.cuda_graphs.tower import TowerGraphs
+from unsloth_pack.layers.forward_slot import trl_head_of
+from unsloth_pack.layers.layer import is_plain, trains_tokens
+from unsloth_pack.layers.mixers import Choice
+from unsloth_pack.layers.moe import gate_of, why_experts_not_fused, why_reads_host
+from unsloth_pack.layers.rotary import rotary_module
+from unsloth_pack.layers.unpadding import Unpadding
+from unsloth_pack.lora.expert_stacks import is_expert_adapter, is_quantised, why_adapter_not_fused
 from unsloth_pack.lora.fp8 import Fp8Linear
-from unsloth_pack.lora.layers import is_lora_linear, why_not_fused
+from unsloth_pack.lora.linear import is_lora_linear, why_not_fused
 from unsloth_pack.lora.nf4 import is_linear_4bit
-from unsloth_pack.lora.quantised_stacks import is_quantised
-from unsloth_pack.lora.stacks import is_expert_adapter, why_adapter_not_fused
 from unsloth_pack.losses.fusable import why_head_not_fused, why_loss_not_fused
 from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.patching.decoder_parts import DecoderParts
+from unsloth_pack.patching.parts import DecoderParts
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def report_of(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[Choice]) -> PatchReport:
+def build_report(spec: ArchSpec, base: Any, parts: DecoderParts, choices: Sequence[Choice]) -> PatchReport:
     """What patching these parts does. `say_step` adds whether steps are captured.
 
     Args:

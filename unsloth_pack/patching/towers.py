@@ -9,19 +9,24 @@ from torch import nn
 
 from unsloth_pack.attention import AttentionNeed, AttentionOptions, choose_backend, why_unavailable
 from unsloth_pack.attention.backends import backend_of_other_keys, why_not_captured
-from unsloth_pack.forwards.frozen_tower import READ_ON_HOST, FrozenTower
-from unsloth_pack.forwards.mixers import Choice, Request
-from unsloth_pack.forwards.mixers.attention import attention_options
-from unsloth_pack.forwards.norm import FastRMSNorm
-from unsloth_pack.forwards.tower import FastPatchEmbed, FastTower, FastTowerAttention
-from unsloth_pack.forwards.tower_mlp import FastTowerMLP
-from unsloth_pack.forwards.tower_norm import NORMS, FastTowerNorm
-from unsloth_pack.forwards.tower_of_sizes import FastAttentionOfSizes, FastTowerOfSizes
-from unsloth_pack.graphs.step_graphs import StepGraphs
-from unsloth_pack.graphs.tower_graphs import TowerGraphs
-from unsloth_pack.lora.layers import FastLoraLinear, is_lora_linear
-from unsloth_pack.models.spec import ArchSpec
-from unsloth_pack.models.vision_spec import VisionSpec
+from unsloth_pack.cuda_graphs.step import StepGraphs
+from unsloth_pack.cuda_graphs.tower import TowerGraphs
+from unsloth_pack.layers.mixers import Choice, Request
+from unsloth_pack.layers.mixers.attention import attention_options
+from unsloth_pack.layers.norm import FastRMSNorm
+from unsloth_pack.layers.vision.tower import (
+    NORMS,
+    READ_ON_HOST,
+    FastPatchEmbed,
+    FastTower,
+    FastTowerAttention,
+    FastTowerMLP,
+    FastTowerNorm,
+    FrozenTower,
+)
+from unsloth_pack.layers.vision.variable_size_tower import FastVariableSizeAttention, FastVariableSizeTower
+from unsloth_pack.lora.linear import FastLoraLinear, is_lora_linear
+from unsloth_pack.models.spec import ArchSpec, VisionSpec
 from unsloth_pack.patching.report import PatchReport, say, say_tower
 
 Swap = Callable[..., None]  # Patch.swap
@@ -98,9 +103,9 @@ def _swap_for_sizes(swap: Swap, report: PatchReport, tower: Any, spec: VisionSpe
     weight = tower.patch_conv.weight
     chosen, why = _backend(attentions[0], weight, backend)
     graphs = TowerGraphs(why_not_captured(chosen) if weight.is_cuda else "CUDA graphs need CUDA")
-    swap(tower, FastTowerOfSizes, tower_graphs=graphs)
+    swap(tower, FastVariableSizeTower, tower_graphs=graphs)
     for attention in attentions:
-        swap(attention, FastAttentionOfSizes, attn_backend=chosen)
+        swap(attention, FastVariableSizeAttention, attn_backend=chosen)
     say_tower(report, len(attentions), chosen, why, graphs)
 
 

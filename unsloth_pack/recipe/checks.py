@@ -7,9 +7,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from unsloth_pack.checkpoints.names import MODEL_CONFIG
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import Check, InputError, about, at_once, first_line, require_whole, written
-from unsloth_pack.files.saved_names import MODEL_CONFIG
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.hub import check_hub, check_repository
 from unsloth_pack.recipe.image_checks import check_images_together, refuse_image_options
@@ -62,7 +62,7 @@ def check_file(options: TrainOptions, given: Mapping[str, Any]) -> None:
         source = str(BUNDLED_MODELS.get(name, name))
         checks.append(partial(check_names_of_modules, options, source))
         if {"r", "max_seq_length", *flat(options.images)} & given.keys():
-            from unsloth_pack.files.loading import load_config
+            from unsloth_pack.checkpoints.loading import load_config
 
             checks.append(lambda: _check_fits(load_config(source), options))
     at_once(checks)
@@ -240,21 +240,21 @@ def _check_evaluations(options: TrainOptions) -> Iterator[InputError]:
 
 
 def _check_loading(options: TrainOptions) -> None:
-    from unsloth_pack.files.loading_checks import check_loading
+    from unsloth_pack.checkpoints.weight_checks import check_loading
 
     model = options.model
     check_loading(model.max_seq_length, model.load_in_4bit, model.load_in_8bit, model.load_in_fp8)
 
 
 def _check_loftq(options: TrainOptions) -> None:
-    from unsloth_pack.files.loading_checks import check_loftq
+    from unsloth_pack.checkpoints.weight_checks import check_loftq
 
     if options.adapter.loftq_config is not None:
         check_loftq(options.adapter.loftq_config)
 
 
 def _check_dtype(options: TrainOptions) -> None:
-    from unsloth_pack.files.loading import weight_dtype
+    from unsloth_pack.checkpoints.loading import weight_dtype
 
     dtype = weight_dtype(options.model.dtype, options.adapter.tuning == "full")
     at_once([partial(check_rounding, options, dtype), partial(check_masters, options, dtype)])
@@ -296,7 +296,7 @@ def _tracker_missing(name: str) -> InputError:
 def _check_model(options: TrainOptions) -> None:
     """Refuse a model that is not there, what it has no modules or positions for, and attention that cannot
     run it."""
-    from unsloth_pack.files.loading import load_config, resolve, weight_dtype
+    from unsloth_pack.checkpoints.loading import load_config, resolve, weight_dtype
 
     if options.adapter.init_adapter is not None:
         saved_config(options.adapter.init_adapter)  # without which nobody knows the model
@@ -322,7 +322,7 @@ def _check_fits(whole: Any, options: TrainOptions) -> None:
     Args:
         whole: the model's configuration.
     """
-    from unsloth_pack.files.loading_checks import check_positions
+    from unsloth_pack.checkpoints.weight_checks import check_positions
 
     model, adapter, config = options.model, options.adapter, whole.get_text_config()
     checks: list[Check] = [partial(check_positions, model.max_seq_length, model.model_name, config)]
@@ -415,10 +415,10 @@ def check_backend(attn_backend: str, config: Any, dtype: Any, device_type: str) 
     from unsloth_pack.attention import AttentionOptions, choose_backend
     from unsloth_pack.attention.backends import requested_backend
     from unsloth_pack.attention.options import AttentionNeed
-    from unsloth_pack.models import spec_of
+    from unsloth_pack.models import arch_spec_for
 
     with about("model_name", "init_adapter"):
-        spec = spec_of(config.model_type)
+        spec = arch_spec_for(config.model_type)
     attention = AttentionOptions(scale=1.0, softcap=getattr(config, spec.softcap) if spec.softcap else None)
     backend, source = requested_backend(attn_backend)
     for head_dim, v_head_dim in spec.head_sizes(config):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from unsloth_pack.checkpoints.places import check_model_there
 from unsloth_pack.errors import Check, at_once
-from unsloth_pack.files.places import check_model_there
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import Option, options_of
 from unsloth_pack.recipe.image_checks import image_mistakes

@@ -8,25 +8,23 @@ from datasets import Dataset
 from pyarrow import Table
 from transformers import PreTrainedTokenizerBase
 
+from unsloth_pack.checkpoints import loading
 from unsloth_pack.data import check_token_ids
-from unsloth_pack.data.chosen_rows import ChosenRows
 from unsloth_pack.data.columns import check_shared, check_used
-from unsloth_pack.data.data_sets import DataSet
 from unsloth_pack.data.formats import Conversion
-from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mixed_rows import MixedRows
 from unsloth_pack.data.mixture import Mixture, Source, mix
-from unsloth_pack.data.raw_blocks import Place, RowSource, first_columns
-from unsloth_pack.data.refusals import telling_names
-from unsloth_pack.data.streamed import DocumentStream, StreamedImages
+from unsloth_pack.data.rows import telling_names
+from unsloth_pack.data.sources import ChosenRows, DataSet
+from unsloth_pack.data.streaming import DocumentStream, Place, RowSource, StreamedImages, first_columns
+from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents, documents_of
 from unsloth_pack.errors import InputError
-from unsloth_pack.files import loading
 from unsloth_pack.images.prepared import holds_images
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.image_data import ImagePreparation
 from unsloth_pack.recipe.named_data import first_rows, training_sets
-from unsloth_pack.training.trl_setup import training_template
+from unsloth_pack.training.trainer import training_template
 
 
 def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:

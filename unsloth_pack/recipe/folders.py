@@ -5,8 +5,8 @@ import reprlib
 import tempfile
 from pathlib import Path
 
+from unsloth_pack.checkpoints.atomic import holds
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.whole_folders import holds
 
 _LONGEST_NAME = 255  # bytes, on every file system in use
 _PICTURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".jpg": b"\xff\xd8"}  # how they begin

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.modules.chosen import matcher
+from unsloth_pack.modules.walk import compile_patterns
 from unsloth_pack.recipe.options import AdapterOptions
 from unsloth_pack.recipe.second_stage import adapted_by_options, modules_meant
 
@@ -32,7 +32,7 @@ def _check_new_rows(model: Any, adapter: AdapterOptions) -> Iterator[InputError]
     """Refuse new tokens in full tuning whose embeddings are not among what trains."""
     if adapter.tuning != "full" or adapter.add_tokens is None or adapter.train_modules is None:
         return
-    is_trained, weight = matcher(adapter.train_modules), model.get_input_embeddings().weight
+    is_trained, weight = compile_patterns(adapter.train_modules), model.get_input_embeddings().weight
     paths = [path for path, one in model.named_parameters(remove_duplicate=False) if one is weight]
     if not any(map(is_trained, paths)):
         name = paths[0].split(".")[-2]
@@ -45,7 +45,7 @@ def _check_new_rows(model: Any, adapter: AdapterOptions) -> Iterator[InputError]
 
 def _check_targets(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
     """Refuse names of layers, and numbers, of which nothing is left for an adapter though some layers are."""
-    is_frozen = matcher(adapter.freeze_modules or ())
+    is_frozen = compile_patterns(adapter.freeze_modules or ())
     targets, layers = adapter.target_modules, adapter.layers_to_transform
     if layers is None and not adapter.freeze_modules:
         return
@@ -67,12 +67,12 @@ def _check_targets(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
 
 
 def _check_patterns(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
-    is_frozen = matcher(adapter.freeze_modules or ())
+    is_frozen = compile_patterns(adapter.freeze_modules or ())
     named = [*model.named_parameters(remove_duplicate=False)]
     # A weight that is tied is one in full tuning; beside an adapter, a head gets a copy of its own
     shared = {id(one) for path, one in named if is_frozen(path)} if adapter.tuning == "full" else set()
     for pattern in adapter.train_modules or ():
-        is_meant = matcher([pattern])
+        is_meant = compile_patterns([pattern])
         meant = [is_frozen(path) or id(one) in shared for path, one in named if is_meant(path)]
         if meant and all(meant):
             yield InputError(
@@ -83,7 +83,7 @@ def _check_patterns(model: Any, adapter: AdapterOptions) -> Iterator[InputError]
 
 
 def _check_whole(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
-    is_frozen = matcher(adapter.freeze_modules or ())
+    is_frozen = compile_patterns(adapter.freeze_modules or ())
     for name in adapter.modules_to_save or ():
         meant = modules_meant(model, [name])
         held = {path: [one for one, _ in model.get_submodule(path).named_parameters()] for path in meant}
@@ -102,7 +102,7 @@ def _check_whole(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
 
 
 def _check_rows(model: Any, adapter: AdapterOptions) -> Iterator[InputError]:
-    is_frozen, is_full = matcher(adapter.freeze_modules or ()), adapter.tuning == "full"
+    is_frozen, is_full = compile_patterns(adapter.freeze_modules or ()), adapter.tuning == "full"
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     asked = {"add_tokens": [embedding] if is_full or head is None else [embedding, head]}
     asked |= {} if is_full else {"trainable_token_indices": [embedding]}

@@ -12,16 +12,16 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from unsloth_pack.chat_templates.marked_answers import answers_of
-from unsloth_pack.data.image_columns import IMAGES
-from unsloth_pack.data.ledger import TokenLedger
-from unsloth_pack.data.mapped import scan
+from unsloth_pack.chat_templates.answers import answers_of
+from unsloth_pack.checkpoints.loading import load_config, resolve
+from unsloth_pack.data.cache import scan
+from unsloth_pack.data.rows import IMAGES
+from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.data.tokenize import Documents, key_of_tokenizer, made_by
 from unsloth_pack.errors import InputError, written
-from unsloth_pack.files.loading import load_config, resolve
-from unsloth_pack.images.documents import VisionEncoder
-from unsloth_pack.images.families import image_maker
-from unsloth_pack.images.maker import ImageMaker
+from unsloth_pack.images.encoding import VisionEncoder
+from unsloth_pack.images.families import make_image_family
+from unsloth_pack.images.family import ImageFamily
 from unsloth_pack.images.prepared import (
     ImageDocumentMaker,
     holds_images,
@@ -85,8 +85,8 @@ class ImagePreparation:
         return None if self.options.image_folder is None else Path(self.options.image_folder)
 
     @property
-    def make_images(self) -> ImageMaker[Any]:
-        return image_maker(self.config, self.processor.image_processor)
+    def make_images(self) -> ImageFamily[Any]:
+        return make_image_family(self.config, self.processor.image_processor)
 
     def collator(self) -> ImageRowCollator:
         """What makes batches of the rows."""

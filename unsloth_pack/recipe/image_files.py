@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from unsloth_pack.data.cache import scan
 from unsloth_pack.data.encoding import IGNORE_INDEX
-from unsloth_pack.data.image_columns import IMAGES
-from unsloth_pack.data.mapped import scan
-from unsloth_pack.data.raw_blocks import Place
-from unsloth_pack.data.streamed import Share
+from unsloth_pack.data.rows import IMAGES
+from unsloth_pack.data.streaming import Place, Share
 from unsloth_pack.errors import InputError
-from unsloth_pack.images.sources import UnreadableImage
-from unsloth_pack.images.stored import source_of_stored
+from unsloth_pack.images.prepared import source_of_stored
+from unsloth_pack.images.reading import UnreadableImage
 from unsloth_pack.recipe.image_data import ImagePreparation
 from unsloth_pack.recipe.image_options import ImageOptions
 from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
-from unsloth_pack.training.row_stream import RowStream
+from unsloth_pack.training.streaming import RowStream
 
 if TYPE_CHECKING:
     from unsloth_pack.recipe.prepare import PreparedRows

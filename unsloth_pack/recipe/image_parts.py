@@ -5,7 +5,7 @@ from typing import Any
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.lora.targets import NO_LAYERS, expert_layers, of_text_model
-from unsloth_pack.lora.vision_parts import (
+from unsloth_pack.lora.vision_targets import (
     TrainedParts,
     VisionParts,
     pattern_of,

@@ -6,8 +6,12 @@ from datasets import Dataset
 from pyarrow import Table
 
 from unsloth_pack.data.tokenize import SpanMaker
-from unsloth_pack.images.prepared import ImageDocumentMaker, holds_images, without_images
-from unsloth_pack.images.stored import image_document_schema
+from unsloth_pack.images.prepared import (
+    ImageDocumentMaker,
+    holds_images,
+    image_document_schema,
+    without_images,
+)
 from unsloth_pack.images.tokens import ImageTokenIds
 from unsloth_pack.recipe.image_data import ImagePreparation, refuse_image_tokens
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from unsloth_pack.api import FastLanguageModel
-from unsloth_pack.files.loading import weight_dtype
-from unsloth_pack.files.saved_names import MERGED_BASE, MODEL_CONFIG
-from unsloth_pack.files.saving import save_in_own_dtype
-from unsloth_pack.files.whole_folders import put_in_place, remove_folder
+from unsloth_pack.checkpoints.atomic import put_in_place, remove_folder
+from unsloth_pack.checkpoints.loading import weight_dtype
+from unsloth_pack.checkpoints.names import MERGED_BASE, MODEL_CONFIG
+from unsloth_pack.checkpoints.saving import save_in_own_dtype
 from unsloth_pack.images.processor import saved_beside
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.machine import is_main_process, wait_for_all

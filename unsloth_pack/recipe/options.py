@@ -10,16 +10,7 @@ from unsloth_pack.errors import LAST_SEED
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.flags import choice, option, switch
 from unsloth_pack.recipe.image_options import ImageOptions
-from unsloth_pack.recipe.kinds import (
-    json_object,
-    name_of,
-    path,
-    path_of,
-    real,
-    settings,
-    switch_or,
-    whole,
-)
+from unsloth_pack.recipe.kinds import json_object, name_of, path, path_of, real, settings, switch_or, whole
 from unsloth_pack.recipe.module_kinds import names, names_of_modules, patterns, rates, whole_numbers
 
 ATTN_BACKENDS = ("auto", "flash", "xformers", "triton", "sdpa")

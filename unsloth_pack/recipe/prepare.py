@@ -9,17 +9,17 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from unsloth_pack.checkpoints.loading import load_config, resolve, weight_dtype
 from unsloth_pack.data import check_token_ids, tokenizer_hash
 from unsloth_pack.data.columns import check_used
-from unsloth_pack.data.ledger import TokenLedger, check_token_loss
 from unsloth_pack.data.mixture import Mixture, Part
-from unsloth_pack.data.streamed import Share
+from unsloth_pack.data.streaming import Share
+from unsloth_pack.data.token_counts import TokenLedger, check_token_loss
 from unsloth_pack.data.tokenize import Documents
 from unsloth_pack.errors import Together, about
-from unsloth_pack.files.loading import load_config, resolve, weight_dtype
 from unsloth_pack.images.prepared import holds_images
 from unsloth_pack.packing import PackManifest, find_packs, plan_accumulation, read_packs
-from unsloth_pack.packing.kept_rows import pack_documents
+from unsloth_pack.packing.dataset import pack_documents
 from unsloth_pack.recipe.data_options import DataOptions
 from unsloth_pack.recipe.documents import (
     OpenedStream,
@@ -50,9 +50,9 @@ from unsloth_pack.recipe.run_images import (
 )
 from unsloth_pack.recipe.run_tokenizer import add_new_tokens, tokenizer_of_run
 from unsloth_pack.recipe.sharding import sharding_arguments
-from unsloth_pack.report.fill import document_lengths
-from unsloth_pack.training.row_stream import RowStream
-from unsloth_pack.training.trl_setup import rows_of_an_update, sft_config
+from unsloth_pack.report.terminal import document_lengths
+from unsloth_pack.training.streaming import RowStream
+from unsloth_pack.training.trainer import rows_of_an_update, sft_config
 
 # Options that transformers' `TrainingArguments` take as they are.
 _TRAINING_ARGUMENTS = (

@@ -8,9 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from unsloth_pack.data.ledger import TokenLedger
-from unsloth_pack.errors import Check, InputError, about, at_once
-from unsloth_pack.files.saved_names import (
+from unsloth_pack.checkpoints.names import (
     ADAPTER,
     ADAPTER_CONFIG,
     CARD,
@@ -21,6 +19,8 @@ from unsloth_pack.files.saved_names import (
     holds_model,
     model_files,
 )
+from unsloth_pack.data.token_counts import TokenLedger
+from unsloth_pack.errors import Check, InputError, about, at_once
 from unsloth_pack.recipe.folders import check_new_folder, check_writable
 from unsloth_pack.recipe.machine import count_processes, is_main_process
 from unsloth_pack.recipe.named_data import name_of, paths_of
@@ -166,8 +166,7 @@ def _check_apart_from_data(options: TrainOptions, folder: Path) -> Iterator[Inpu
 
 def _check_resumable(folder: Path) -> None:
     from unsloth_pack.report.metrics import has_ended, read_losses, read_processes
-    from unsloth_pack.training.best import has_stopped_early
-    from unsloth_pack.training.checkpoints import last_checkpoint, state_of
+    from unsloth_pack.training.checkpoints import has_stopped_early, last_checkpoint, state_of
 
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:  # a run that was killed before its first checkpoint starts over

@@ -7,8 +7,8 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTConfig
 
-from unsloth_pack.data.spans import cores
-from unsloth_pack.files.loading import load_config, resolve
+from unsloth_pack.checkpoints.loading import load_config, resolve
+from unsloth_pack.data.cache import cores
 from unsloth_pack.images.prepared import holds_images, without_images
 from unsloth_pack.images.processor import processor_folder
 from unsloth_pack.images.tokens import IMAGE_TOKENS

@@ -4,9 +4,9 @@ import glob
 import os
 from pathlib import Path
 
+from unsloth_pack.checkpoints.atomic import write_file
+from unsloth_pack.checkpoints.names import RUN_CONFIG
 from unsloth_pack.demo import BUNDLED_MODELS
-from unsloth_pack.files.saved_names import RUN_CONFIG
-from unsloth_pack.files.whole_folders import write_file
 from unsloth_pack.recipe.flags import flat, sections_of
 from unsloth_pack.recipe.named_data import with_paths
 from unsloth_pack.recipe.options import TrainOptions

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.errors import InputError, about, written
-from unsloth_pack.files.saved_names import ADAPTER_CONFIG, MERGED_BASE, MODEL_CONFIG
 from unsloth_pack.recipe.flags import changed, flat
 from unsloth_pack.recipe.options import AdapterOptions, TrainOptions
 
@@ -133,7 +133,7 @@ def saved_config(folder: str) -> dict[str, Any]:
     Raises:
         InputError: the folder holds no adapter that can be loaded.
     """
-    from unsloth_pack.files.loading import resolve
+    from unsloth_pack.checkpoints.loading import resolve
 
     path = Path(folder) / ADAPTER_CONFIG
     if not path.is_file():
@@ -148,7 +148,7 @@ def saved_config(folder: str) -> dict[str, Any]:
 
 
 def _is_same_model(name: str, adapter: str) -> bool:
-    from unsloth_pack.files.loading import resolve
+    from unsloth_pack.checkpoints.loading import resolve
 
     one, other = resolve(name)[0], resolve(adapter)[0]
     return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))

@@ -78,9 +78,9 @@ def check_names_of_modules(options: TrainOptions, source: str) -> None:
         return
     import torch
 
-    from unsloth_pack.files.loading import auto_class, load_config
-    from unsloth_pack.lora.parts import check_parts
-    from unsloth_pack.modules.chosen import check_matches, parameter_paths, train_only
+    from unsloth_pack.checkpoints.loading import auto_class, load_config
+    from unsloth_pack.lora.trained_parts import check_parts
+    from unsloth_pack.modules.walk import check_matches, parameter_paths, train_only
     from unsloth_pack.recipe.frozen import check_frozen
     from unsloth_pack.recipe.rates import check_names_of_rates
     from unsloth_pack.recipe.second_stage import check_same_parts
@@ -130,10 +130,9 @@ def _of_linear_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _check_targets(
     model: Any, adapter: AdapterOptions, given: Mapping[str, Any], of_linear_layers: Mapping[str, Any]
 ) -> None:
-    from unsloth_pack.files.new_tokens import rows_to_train
-    from unsloth_pack.lora.parts import refuse_adapted_rows
-    from unsloth_pack.lora.stacked_options import refuse_on_stacks
-    from unsloth_pack.lora.targets import lora_targets
+    from unsloth_pack.checkpoints.new_tokens import rows_to_train
+    from unsloth_pack.lora.targets import lora_targets, refuse_on_stacks
+    from unsloth_pack.lora.trained_parts import refuse_adapted_rows
     from unsloth_pack.recipe.second_stage import adapted_by_options
 
     wanted = {**given, **of_linear_layers}
@@ -152,9 +151,9 @@ def _check_targets(
 
 def _check_rows_apart(model: Any, adapter: AdapterOptions) -> None:
     """Refuse rows of a layer that trains as a whole, by the options that ask for both."""
-    from unsloth_pack.files.new_tokens import rows_to_train
-    from unsloth_pack.lora.parts import check_rows_apart
-    from unsloth_pack.modules.chosen import chosen_modules
+    from unsloth_pack.checkpoints.new_tokens import rows_to_train
+    from unsloth_pack.lora.trained_parts import check_rows_apart
+    from unsloth_pack.modules.walk import chosen_modules
 
     new = None if adapter.add_tokens is None else rows_to_train(model, [0])
     saved, chosen = adapter.modules_to_save or (), adapter.train_modules
@@ -178,7 +177,7 @@ def adapter_arguments(model: Any, adapter: AdapterOptions) -> dict[str, Any]:
     Args:
         model: the base model, with or without weights.
     """
-    from unsloth_pack.modules.chosen import chosen_modules
+    from unsloth_pack.modules.walk import chosen_modules
 
     own = ("tuning", "train_modules", "freeze_modules", "add_tokens", "init_adapter", "merge_init_adapter")
     found = {name: value for name, value in flat(adapter).items() if name not in own}

@@ -19,8 +19,8 @@ from rich.progress import (
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_pack.host_copy import HostCopy
-from unsloth_pack.report.memory import peak_memory
 from unsloth_pack.report.metrics import MetricsFile
+from unsloth_pack.report.terminal import peak_memory
 
 _FAILED = 1000  # above the number of any signal
 _LINES = 20  # of progress in a run, where there is no terminal for a bar

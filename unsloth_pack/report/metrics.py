@@ -17,9 +17,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from unsloth_pack.checkpoints.atomic import write_file
+from unsloth_pack.checkpoints.names import METRICS as FILE_NAME
 from unsloth_pack.errors import InputError
-from unsloth_pack.files.saved_names import METRICS as FILE_NAME
-from unsloth_pack.files.whole_folders import write_file
 
 
 class MetricsFile:

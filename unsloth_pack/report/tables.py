@@ -8,14 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unsloth_pack.data.ledger import TokenLedger
 from unsloth_pack.data.mixture import Part
+from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.errors import printable
 from unsloth_pack.packing import PackManifest
 from unsloth_pack.patching.report import PatchReport
-from unsloth_pack.report.fill import RowFill
-from unsloth_pack.report.memory import gib
-from unsloth_pack.report.parts import lines_of_parts
+from unsloth_pack.report.terminal import RowFill, gib, lines_of_parts
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ output_dir/
 """
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -18,11 +19,17 @@ from zipfile import is_zipfile
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
-from transformers import TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
+from unsloth_pack.checkpoints.atomic import put_in_place, remove_folder
 from unsloth_pack.errors import RunStopped, first_line
-from unsloth_pack.files.whole_folders import put_in_place, remove_folder
-from unsloth_pack.training.trained import COUNTS_FILE, TrainedCounts
+from unsloth_pack.training.counters import COUNTS_FILE, TokenCounts
 
 ASIDE = ".saving"
 # Written in this order by transformers; the state comes last.
@@ -104,7 +111,7 @@ class WholeCheckpoints:
     Beside what the trainer writes, a checkpoint holds what has been trained on until then.
     """
 
-    def __init__(self, arguments: TrainingArguments, accelerator: Accelerator, counts: TrainedCounts):
+    def __init__(self, arguments: TrainingArguments, accelerator: Accelerator, counts: TokenCounts):
         self._arguments, self._accelerator, self._counts = arguments, accelerator, counts
         self.best: int | None = None  # updates before the checkpoint that is to stay
         self.aside: str | None = None  # where the trainer has to write in place of its folder, during a save
@@ -162,3 +169,92 @@ class WholeCheckpoints:
 
 def _free(folder: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB"
+
+
+# Which checkpoints a run makes, which of them is the best, and how long a run waits for a better one.
+
+
+class DelayedSaves(TrainerCallback):
+    """Makes no checkpoint within the first updates. What stops a run comes later, and still makes one.
+
+    Args:
+        updates: of which none makes a checkpoint.
+    """
+
+    def __init__(self, updates: int):
+        self.updates = updates
+
+    def is_early(self, state: TrainerState) -> bool:
+        """Whether no checkpoint is made at this update."""
+        return state.global_step < min(self.updates, state.max_steps)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.is_early(state):
+            control.should_save = False
+
+
+class KeptBest(TrainerCallback):
+    """Finds the best checkpoint of a resumed run, which otherwise would only be loaded if a better one came.
+
+    transformers has recorded where it wrote it, warns that nothing is there, and forgets it.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        best = best_checkpoint(state, Path(str(args.output_dir)))
+        if best is not None:
+            state.best_model_checkpoint = str(best)
+
+
+@contextmanager
+def without_untrue_warning() -> Iterator[None]:
+    """Inside this context transformers does not say that the best checkpoint, see `KeptBest`, is gone."""
+    logger = logging.getLogger("transformers.trainer")
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("The best checkpoint")
+
+    logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_true)
+
+
+def best_checkpoint(state: TrainerState, folder: Path) -> Path | None:
+    """The checkpoint of the lowest evaluation loss, if there is one.
+
+    The trainer's own record names the folder that the checkpoint was written in, before it was moved.
+    """
+    found = folder / f"checkpoint-{state.best_global_step}"
+    return found if state.best_global_step and found.is_dir() else None
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """Ends a run after some evaluations without a better loss; a resumed run counts those before it too."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.early_stopping_patience_counter = _evaluations_without_a_better(vars(state))[0]
+
+
+def has_stopped_early(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was made where early stopping ended its run.
+
+    Args:
+        state: of the trainer, see `state_of`.
+    """
+    count, patience = _evaluations_without_a_better(state)
+    return 0 < patience <= count
+
+
+def _evaluations_without_a_better(state: Mapping[str, Any]) -> tuple[int, int]:
+    """How many there were, and how many end the run; (0, 0) if no number does."""
+    saved = (state.get("stateful_callbacks") or {}).get(EarlyStopping.__name__)
+    if saved is None:
+        return 0, 0
+    return saved["attributes"]["early_stopping_patience_counter"], saved["args"]["early_stopping_patience"]

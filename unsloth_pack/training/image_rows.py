@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from unsloth_pack.data.encoding import IGNORE_INDEX
-from unsloth_pack.images.decoded import decoded, grey
-from unsloth_pack.images.maker import ImageMaker
-from unsloth_pack.images.pictured_row import PicturedRow
-from unsloth_pack.images.sources import UnreadableImage
-from unsloth_pack.images.stored import source_of_stored
+from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.images.packed_rows import RowWithImages
+from unsloth_pack.images.prepared import decoded, grey, source_of_stored
+from unsloth_pack.images.reading import UnreadableImage
 from unsloth_pack.images.tokens import ImageTokenIds
 
 COLUMN = "packed_images"  # TRL takes rows with a column `images` for its own kind
@@ -43,7 +42,7 @@ class ImageRowCollator:
 
     def __init__(
         self,
-        make_images: ImageMaker[Any],
+        make_images: ImageFamily[Any],
         token_ids: ImageTokenIds,
         folder: Path | None,
         *,
@@ -79,7 +78,7 @@ class ImageRowCollator:
                     made = grey(self.make_images, *size, counts[document])
                     n_broken += 1
                 images[first + document].append(made)
-        made_row = PicturedRow.of(ids, labels, images, self._token_ids.placeholder, self.make_images)
+        made_row = RowWithImages.of(ids, labels, images, self._token_ids.placeholder, self.make_images)
         batch: dict[str, Any] = {
             "input_ids": made_row.ids,
             "labels": made_row.labels,

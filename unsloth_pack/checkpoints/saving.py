@@ -1,0 +1,380 @@
+"""Saving a trained model, whole or not at all: the adapter alone, or merged into 16-bit weights."""
+
+import copy
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import ModelCard, split_torch_state_dict_into_shards
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from unsloth_pack.checkpoints.atomic import atomic_dir
+from unsloth_pack.checkpoints.loading import trained_tokens
+from unsloth_pack.checkpoints.merging import (
+    are_equal_merged,
+    base_of,
+    expected_weights,
+    has_adapter,
+    merged_weights,
+)
+from unsloth_pack.checkpoints.names import (
+    ADAPTER_CONFIG,
+    CARD,
+    MODEL_CONFIG,
+    SAVED_BY,
+    replaced_by_a_model,
+    replaced_by_an_adapter,
+)
+from unsloth_pack.errors import InputError
+
+# Weights written into safetensors files one at a time, so that no more than one of them is held.
+#
+# safetensors writes a file from all of its tensors at once. Names, shapes and types are known beforehand
+# here,
+# and with them the place of every weight: the headers are written first, then each weight as it comes.
+
+_NAMES = "model{suffix}.safetensors"
+_INDEX = "model.safetensors.index.json"
+SHARD = "5GB"  # the largest file
+_DTYPES = {  # as a header names them
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_weights(
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    expected: Mapping[str, Tensor],
+    about: Mapping[str, str],
+) -> None:
+    """Write weights into one safetensors file, or into several and an index.
+
+    Args:
+        weights: name and tensor, on the CPU, in any order. A tensor may be freed once the next is asked for.
+        expected: meta tensors of the same names, shapes and types.
+        about: goes into the header of the one file, else into the index.
+
+    Raises:
+        KeyError: a weight that was not expected, or one that did not come.
+    """
+    plan = split_torch_state_dict_into_shards(
+        {name: weight.contiguous() for name, weight in expected.items()},
+        filename_pattern=_NAMES,
+        max_shard_size=SHARD,
+    )
+    header = {"format": "pt", **({} if plan.is_sharded else about)}
+    places: dict[str, tuple[Path, int]] = {}
+    for file, names in plan.filename_to_tensors.items():
+        starts = _write_header(folder / file, {name: expected[name] for name in names}, header)
+        places |= {name: (folder / file, start) for name, start in starts.items()}
+    for name, weight in weights:
+        path, start = places.pop(name)
+        with path.open("r+b") as written:
+            written.seek(start)
+            written.write(weight.contiguous().flatten().view(torch.uint8).numpy().data)
+    if places:
+        raise KeyError(f"weights that were expected and did not come: {', '.join(sorted(places))}")
+    if plan.is_sharded:
+        index = {"metadata": {**plan.metadata, **about}, "weight_map": plan.tensor_to_filename}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _write_header(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, str]) -> dict[str, int]:
+    """Write the beginning of a file; returns the byte at which each weight starts.
+
+    The format: the length of the header in 8 bytes, the header as JSON, then all weights. Wide numbers come
+    first, so that each starts at a multiple of its size.
+    """
+    in_order = sorted(weights.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
+    header: dict[str, object] = {"__metadata__": dict(about)}
+    ends = 0
+    for name, weight in in_order:
+        begins, ends = ends, ends + weight.numel() * weight.element_size()
+        shape = list(weight.shape)
+        header[name] = {"dtype": _DTYPES[weight.dtype], "shape": shape, "data_offsets": [begins, ends]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + ends)
+    entries: dict[str, Any] = header
+    return {name: 8 + len(text) + entries[name]["data_offsets"][0] for name in weights}
+
+
+def converted_apart(
+    expected: Mapping[str, Tensor], convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> dict[str, str]:
+    """Which weights have to be converted together: the name of a group for each.
+
+    Args:
+        expected: meta tensors by name.
+        convert: gives weights other names, takes some apart or joins some.
+    """
+    wanted = _shapes(convert(dict(expected)))
+    for group_of in (lambda name: name, _layer_of):
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, weight in expected.items():
+            groups.setdefault(group_of(name), {})[name] = weight
+        found: dict[str, tuple[int, ...]] = {}
+        for group in groups.values():
+            found |= _shapes(convert(group))
+        if found == wanted:
+            return {name: group_of(name) for name in expected}
+    return dict.fromkeys(expected, "")
+
+
+def _layer_of(name: str) -> str:
+    """The path to the numbered layer that a weight lies in, or its own name."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+SaveMethod = Literal["merged_16bit", "lora"]
+_USE_CACHE = "use_cache_as_loaded"  # attributes of the base model
+_VOCABULARY = "vocabulary_as_loaded"
+
+
+def save_pretrained_merged(
+    model: nn.Module,
+    save_directory: str | Path,
+    tokenizer: Any = None,
+    save_method: SaveMethod = "merged_16bit",
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Save a model for use without this package, or its adapter alone.
+
+    Args:
+        model: a model from `FastLanguageModel`, with or without an adapter.
+        save_directory: a folder. Files are written aside and moved in at the end, as `atomic_dir` says.
+            Files of an earlier save that would change what is loaded are removed: weights, an adapter, and,
+            if a tokenizer is given, an earlier tokenizer. All other files stay, a README.md too.
+        tokenizer: saved beside the model when given.
+        save_method: "merged_16bit" merges the active adapters of any type into the (dequantised) base weights
+            in float32 and saves them in the model's 16-bit type, bfloat16 if it has none. Adapters that
+            PEFT's `merge_adapter` has merged are saved as they were merged. "lora" saves the adapter as PEFT
+            does.
+        state_dict: the weights for "lora" to save, where the model holds only shards of them.
+
+    Raises:
+        InputError: an unknown `save_method`; "lora" without an adapter; an adapter that is disabled or cannot
+            be merged; a merged weight that is not finite; a folder that cannot be written to, or that holds
+            the base model of the adapter, a model that this function has not saved, or the adapter of a run.
+    """
+    check_save_method(model, save_method)
+    adapted = model if isinstance(model, PeftModel) and save_method == "lora" else None
+    if not str(save_directory).strip():
+        raise InputError(f"save_directory is {save_directory!r}; give a folder")
+
+    target, with_tokenizer = Path(save_directory), tokenizer is not None
+    _refuse_the_base_of_an_adapter(model, target)
+    if adapted is not None:
+        last, replaces = ADAPTER_CONFIG, replaced_by_an_adapter(target, with_tokenizer)
+    else:
+        last, replaces = MODEL_CONFIG, replaced_by_a_model(target, with_tokenizer)
+    with atomic_dir(target, last=[last], replaces=replaces) as folder:
+        if adapted is not None:
+            adapted.save_pretrained(str(folder), state_dict=state_dict)
+            if os.path.lexists(target / CARD):
+                (folder / CARD).unlink(missing_ok=True)
+        else:
+            _write_merged(model, folder, _of_16_bits(model))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def check_save_method(model: nn.Module, save_method: str) -> None:
+    """Refuse a `save_method` that does not exist, or that a model has no adapter for.
+
+    Raises:
+        InputError: says which to use.
+    """
+    if save_method not in ("merged_16bit", "lora"):
+        raise InputError(f"save_method is {save_method!r}; choose 'merged_16bit' or 'lora'")
+    if save_method != "lora" or isinstance(model, PeftModel):
+        return
+    if has_adapter(model):
+        raise InputError(
+            "save_method is 'lora', but FastLanguageModel did not put the adapter on; save it with PEFT's "
+            "save_pretrained"
+        )
+    raise InputError("save_method is 'lora' but the model has no adapter; use 'merged_16bit'")
+
+
+def save_in_own_dtype(
+    model: nn.Module, folder: Path, tokenizer: Any, dtype: torch.dtype | None = None
+) -> None:
+    """Save a whole model, adapters merged, in the type that its weights have, and its tokenizer.
+
+    A run saves so what it trained in full, and what it merges before it begins.
+
+    Args:
+        dtype: another type to save in.
+
+    Raises:
+        InputError: as `save_pretrained_merged`.
+    """
+    with atomic_dir(folder, last=[MODEL_CONFIG], replaces=replaced_by_a_model(folder, True)) as aside:
+        _write_merged(model, aside, dtype or base_of(model).dtype)
+        tokenizer.save_pretrained(aside)
+
+
+def _refuse_the_base_of_an_adapter(model: nn.Module, target: Path) -> None:
+    if not isinstance(model, PeftModel):
+        return
+    base = str(model.get_base_model().name_or_path)
+    if os.path.isdir(base) and os.path.isdir(target) and os.path.samefile(base, target):
+        raise InputError(f"{str(target)!r} holds the base model of the adapter; give another folder")
+
+
+def save_adapter(model: PeftModel, save_directory: str | Path, **options: Any) -> None:
+    """PEFT's `save_pretrained`, which saves whole embeddings only if they have grown by rows of no adapter.
+
+    PEFT would ask the hub how large the vocabulary of the base model is.
+    """
+    base = base_of(model)
+    before, now = base.__dict__.get(_VOCABULARY), base.config.get_text_config().vocab_size
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if before is not None and not any(isinstance(end, LoraLayer) for end in ends):
+        is_in_adapter = {*range(before, now)} <= {*trained_tokens(model.active_peft_config)}
+        options.setdefault("save_embedding_layers", not is_in_adapter)
+    PeftModel.save_pretrained(model, str(save_directory), **options)
+    if options.get("is_main_process", True):
+        _correct_card(Path(save_directory, CARD), hasattr(base.config, "vision_config"))
+
+
+def _correct_card(path: Path, takes_images: bool) -> None:
+    """Correct the task of a model that takes images, and leave out a base in a folder: the hub refuses it."""
+    card = ModelCard.load(path)
+    if takes_images and card.data.pipeline_tag == "text-generation":
+        card.data.pipeline_tag = "image-text-to-text"
+    if os.path.isabs(str(card.data.base_model)):
+        card.data.base_model = None
+        card.data.tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
+    card.save(path)
+
+
+def remember_vocabulary(base: PreTrainedModel) -> None:
+    """Note how many tokens a model has as it is loaded, before some are added."""
+    base.__dict__[_VOCABULARY] = base.config.get_text_config().vocab_size
+
+
+def _of_16_bits(model: nn.Module) -> torch.dtype:
+    dtype = base_of(model).dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def _write_merged(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    base = base_of(model)
+    config = copy.deepcopy(base.config)
+    config.__dict__.pop("quantization_config", None)
+    _restore_use_cache(base, config)
+    config._name_or_path, config.dtype, config.architectures = "", dtype, [type(base).__name__]
+    tied = (base._tied_weights_keys or {}) if config.tie_word_embeddings else {}
+    if tied:
+        config.tie_word_embeddings = all(
+            are_equal_merged(model, one, other, dtype) for one, other in tied.items()
+        )
+    left_out = tied.keys() if config.tie_word_embeddings else set()
+    _write_weights(model, base, dtype, left_out, folder)
+    config.save_pretrained(folder)
+    if base.generation_config is not None:
+        base.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+
+
+def _write_weights(
+    model: nn.Module, base: PreTrainedModel, dtype: torch.dtype, left_out: Collection[str], folder: Path
+) -> None:
+    """Write the merged weights one after the other, under the names that the hub's files have."""
+    expected = {name: w for name, w in expected_weights(base, dtype).items() if name not in left_out}
+    convert = partial(revert_weight_conversion, base)  # takes stacked experts apart, for example
+    group_of = converted_apart(expected, convert)
+
+    def converted() -> Iterator[tuple[str, Tensor]]:
+        missing = Counter(group_of.values())
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, weight in merged_weights(model, dtype):
+            if name in left_out:
+                continue
+            group = group_of[name]
+            waiting.setdefault(group, {})[name] = weight
+            del weight
+            missing[group] -= 1
+            if not missing[group]:
+                yield from convert(waiting.pop(group)).items()
+
+    write_weights(folder, converted(), convert(expected), SAVED_BY)
+
+
+def remember_use_cache(base: nn.Module) -> None:
+    """Note what the configuration of a loaded model says of its cache: a trainer turns it off for good."""
+    config: Any = base.config
+    base.__dict__.setdefault(_USE_CACHE, config.__dict__.get("use_cache"))
+
+
+def _restore_use_cache(base: PreTrainedModel, config: Any) -> None:
+    if _USE_CACHE not in base.__dict__:
+        return
+    config.__dict__.pop("use_cache", None)
+    if (was := base.__dict__[_USE_CACHE]) is not None:
+        config.use_cache = was
+
+
+# Whether vLLM can serve an adapter as it is saved, by what its loader accepts.
+
+# What vLLM 0.22 takes as --max-lora-rank; without the flag it is 16
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_RANK_BY_DEFAULT = 16
+_ENDS = ("embed_tokens", "lm_head")
+
+
+def note_on_vllm(config: Mapping[str, Any]) -> str | None:
+    """One line on what keeps vLLM from serving an adapter, or on the flag that it needs; None if nothing.
+
+    Args:
+        config: of the adapter, as `adapter_config.json` has it.
+    """
+    targets = config.get("target_modules") or ()
+    named = [name for name in _ENDS if not isinstance(targets, str) and name in targets]
+    reasons = {
+        "it takes no modules_to_save": config.get("modules_to_save"),
+        "it takes no trained tokens": config.get("trainable_token_indices"),
+        "it takes no DoRA": config.get("use_dora"),
+        "it takes no trained biases": config.get("bias", "none") != "none" or config.get("lora_bias"),
+        f"it takes no adapter on {' and '.join(named)}": named,
+        "it takes names of modules, and target_modules is a pattern": isinstance(targets, str),
+        "it takes no adapter on parameters, as of experts": config.get("target_parameters"),
+    }
+    broken = [reason for reason, holds in reasons.items() if holds]
+    greatest = max([config["r"], *(config.get("rank_pattern") or {}).values()])
+    if greatest > _RANKS[-1]:
+        broken.append(f"its greatest rank is {_RANKS[-1]}, and this is {greatest}")
+    if broken:
+        return f"vLLM cannot serve this adapter, since {'; '.join(broken)}: merge it, and serve that model"
+    if greatest > _RANK_BY_DEFAULT:
+        enough = next(rank for rank in _RANKS if rank >= greatest)
+        return f"to serve this adapter, vLLM needs --max-lora-rank {enough}"
+    return None

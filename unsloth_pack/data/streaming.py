@@ -1,0 +1,531 @@
+"""The documents of a stream: tokenised as its rows come, by every process its own share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from unsloth_pack.data.columns import KNOWN_COLUMNS
+from unsloth_pack.data.compressed import FilePart, Row, check_ordinary, opened, read_in_one_line, skip
+from unsloth_pack.data.files import (
+    TEXT_READERS,
+    HalfCharacter,
+    exact_tables,
+    exactly,
+    kind_of,
+    parquet_schema,
+    read_parquet,
+    read_txt,
+)
+from unsloth_pack.data.formats import Conversion
+from unsloth_pack.data.json_files import is_json_lines, line_in_file, rows_of_lines
+from unsloth_pack.data.rows import IMAGES, telling_names
+from unsloth_pack.data.token_counts import SpanCounts
+from unsloth_pack.data.tokenize import DocumentMaker, RowHashes, SpanMaker, check_counted, document_schema
+from unsloth_pack.errors import InputError, about
+
+# A stream's rows before they are tokenised: of files or a hub data set, some MiB at a time, from any place.
+#
+# A block is read whole, but only the rows that somebody asks for are parsed: each of the processes that
+# train
+# together reads all blocks, and takes its own rows out of them.
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+_ROWS, _BYTES = 1000, 1 << 20  # of a block, about
+_ROWS_WITH_FILES = 50  # of a block of a hub data set whose rows hold images
+_LINES_OF_TXT = 10_000  # among which a blank line says that blank lines separate documents
+
+
+@dataclass(frozen=True)
+class Place:
+    """Between which rows of a stream one stands. JSON can hold it.
+
+    Args:
+        turn: passes over the data that are complete.
+        seen: rows of this pass that are done.
+        file: in which it is; empty at the begin of a pass, and in a hub data set.
+        at: bytes of the file's lines, or rows of it, that are done.
+        row: rows of the file, or of the hub data set, that are done.
+        state: what a hub data set says of its own place.
+    """
+
+    turn: int = 0
+    seen: int = 0
+    file: str = ""
+    at: int = 0
+    row: int = 0
+    state: dict[str, Any] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RawBlock:
+    """Some rows that follow one another.
+
+    Args:
+        name: of the file or the data set, for errors.
+        n_rows: how many they are.
+        read: gives those of a range of indices; raises InputError or HalfCharacter for what cannot be read.
+        begin, end: the places before and after them.
+        ends_pass: whether the pass over the data is complete; then the block has no rows.
+        part: the number of the source that it comes from, where several are mixed.
+        columns: the mapping by which the columns of the rows are renamed.
+        option: that names the data set, for errors.
+    """
+
+    name: str
+    n_rows: int
+    read: Callable[[range], datasets.Dataset]
+    begin: Place
+    end: Place
+    ends_pass: bool = False
+    part: int = 0
+    columns: Mapping[str, str | None] = field(default_factory=dict)
+    option: str = ""
+
+    def rows(self, chosen: range) -> datasets.Dataset:
+        """Those of a range of indices.
+
+        Raises:
+            InputError: one cannot be read; names it.
+        """
+        try:
+            return self.read(chosen)
+        except HalfCharacter as error:
+            raise error.refusal(Path(self.name), self.begin.row + chosen[error.index]) from None
+
+
+class RowSource(Protocol):
+    """Where a stream's rows come from.
+
+    Attributes:
+        name: for errors.
+        option: that names it, for errors; empty where none does.
+        parts: the sources that are mixed in it; itself, where none are.
+    """
+
+    name: str
+    option: str
+    parts: tuple[RowSource, ...]
+
+    def one_pass(self, place: Place) -> Iterator[RawBlock]:
+        """The blocks from a place to the end of the data.
+
+        Raises:
+            InputError: the data has changed since the place was noted, or cannot be read.
+        """
+
+
+def endless(source: RowSource, place: Place) -> Iterator[RawBlock]:
+    """The blocks from a place on, pass after pass; a block without rows ends each pass.
+
+    Raises:
+        InputError: there are no rows; or see `RowSource.one_pass`.
+    """
+    while True:
+        for block in source.one_pass(place):
+            place = block.end
+            yield block
+        if not place.seen:
+            raise InputError(f"{source.name}: 0 rows; give a dataset with at least one", about=source.option)
+        begin, place = place, Place(place.turn + 1)
+        yield RawBlock(source.name, 0, _nothing, begin, place, ends_pass=True)
+
+
+def first_columns(source: RowSource) -> list[str]:
+    """The columns of the first rows of a source; none where it has no rows."""
+    for block in source.one_pass(Place()):
+        return block.rows(range(block.n_rows)).column_names
+    return []
+
+
+class FileRows:
+    """The rows of files, one after another.
+
+    Args:
+        files: in the order in which they are read.
+        root: the folder to which their names are relative.
+    """
+
+    option = ""
+
+    def __init__(self, name: str, files: Sequence[Path], root: Path):
+        self.name = name
+        self.parts: tuple[RowSource, ...] = (self,)
+        self._files = {str(file.relative_to(root)): file for file in files}
+        kinds = {kind_of(file): file for file in files}
+        if len(kinds) > 1:
+            names = ", ".join(file.name for file in kinds.values())
+            raise InputError(f"{name}: files of several formats ({names}); keep one format a stream")
+        (self._kind,) = kinds
+        for file in files:
+            check_ordinary(file)
+
+    def one_pass(self, place: Place) -> Iterator[RawBlock]:
+        names = list(self._files)
+        if place.file and place.file not in names:
+            raise InputError(
+                f"{self.name}: {place.file}, in which the run stopped, is gone; give the same data, or start "
+                "anew"
+            )
+        for name in names[names.index(place.file) if place.file else 0 :]:
+            here = place if name == place.file else replace(place, file=name, at=0, row=0)
+            for n_rows, read, at in self._blocks(self._files[name], here.at, here.row):
+                there = replace(here, at=at, row=here.row + n_rows, seen=here.seen + n_rows)
+                yield RawBlock(str(self._files[name]), n_rows, read, here, there)
+                here = there
+            place = here
+
+    def _blocks(self, path: Path, at: int, row: int) -> Iterator[_Read]:
+        if self._kind == "parquet":
+            yield from _of_parquet(path, row)
+            return
+        with read_in_one_line(path):
+            if self._kind == "json" and is_json_lines(path):
+                yield from _of_lines(path, at)
+            else:
+                yield from _of_lists(path, self._kind, row)
+
+
+class IterableRows:
+    """The rows of a `datasets.IterableDataset`, such as a hub data set that is read as it comes."""
+
+    option = ""
+
+    def __init__(self, name: str, rows: datasets.IterableDataset):
+        self.name, self._rows = name, rows
+        self.parts: tuple[RowSource, ...] = (self,)
+
+    def one_pass(self, place: Place) -> Iterator[RawBlock]:
+        rows = self._rows.with_format("arrow")
+        rows.load_state_dict(place.state or rows.state_dict())
+        size = _ROWS_WITH_FILES if _holds_files(self._rows.features) else _ROWS
+        try:
+            for table in rows.iter(batch_size=size):
+                done = place.row + len(table)
+                there = replace(place, row=done, seen=done, state=rows.state_dict())
+                yield RawBlock(self.name, len(table), self._reader(table), place, there)
+                place = there
+        except (OSError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"{self.name}: cannot be read on ({reason}); check the network") from None
+
+    def _reader(self, table: pa.Table) -> Callable[[range], datasets.Dataset]:
+        return partial(_of_table, Path(self.name), table, self._rows.features)
+
+
+def _holds_files(features: datasets.Features | None) -> bool:
+    """Whether rows may hold images or other bytes."""
+    return features is not None and any("binary" in str(kind) for kind in features.arrow_schema.types)
+
+
+# Rows of a file: their number, what reads those of a range, and what is done of the file after them
+_Read = tuple[int, "Callable[[range], datasets.Dataset]", int]
+
+
+def _of_lines(path: Path, at: int) -> Iterator[_Read]:
+    with opened(path) as file:
+        skip(file, path, at)
+        while lines := file.readlines(_BYTES):
+            part = FilePart(path, at, at + sum(map(len, lines)))
+            held = [(number, line) for number, line in enumerate(lines) if line.strip()]
+            yield len(held), partial(_of_text, part, held), part.end
+            at = part.end
+
+
+def _of_text(part: FilePart, lines: list[tuple[int, bytes]], chosen: range) -> datasets.Dataset:
+    def text_of(number: int, line: bytes) -> str:
+        try:
+            return line.decode("utf-8" if part.start + number else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{part.path} line {line_in_file(part, number)}: byte 0x{line[error.start]:02x} is not "
+                "UTF-8; save the file as UTF-8"
+            ) from None
+
+    mine = [lines[index] for index in chosen]
+    rows = rows_of_lines([(number, text_of(number, line).rstrip("\n")) for number, line in mine], part)
+    return _exact(part.path, rows, range(len(rows)))
+
+
+def _of_lists(path: Path, kind: str, first: int) -> Iterator[_Read]:
+    part = FilePart(path, 0, path.stat().st_size)
+    lists = read_txt(part, _LINES_OF_TXT) if kind == "txt" else TEXT_READERS[kind](part)
+    rows = islice(chain.from_iterable(lists), first, None)
+    while held := list(islice(rows, _ROWS)):
+        for number, row in enumerate(held, first):
+            if any(isinstance(value, str) and "\0" in value for value in row.values()):
+                raise InputError(
+                    f"{path}: row {number} has a zero byte, as in UTF-16 but not in text; save the file as "
+                    "UTF-8"
+                )
+        first += len(held)
+        yield len(held), partial(_exact, path, held), first
+
+
+def _of_parquet(path: Path, first: int) -> Iterator[_Read]:
+    for table in read_parquet(path, parquet_schema([path]), first):
+        rows = max(1, min(_ROWS, math.ceil(_BYTES * len(table) / max(1, table.nbytes))))
+        for start in range(0, len(table), rows):
+            some = table.slice(start, rows)
+            first += len(some)
+            yield len(some), partial(_of_table, path, some, None), first
+
+
+def _of_table(
+    path: Path, table: pa.Table, features: datasets.Features | None, chosen: range
+) -> datasets.Dataset:
+    import datasets
+
+    info = None if features is None else datasets.DatasetInfo(features=features)
+    return exactly(lambda: datasets.Dataset(table.take(list(chosen)), info=info), [path])
+
+
+def _exact(path: Path, rows: list[Row], chosen: range) -> datasets.Dataset:
+    import datasets
+
+    ((_, table),) = exact_tables(iter([[rows[index] for index in chosen]]), path)
+    return exactly(lambda: datasets.Dataset(table), [path])
+
+
+def _nothing(chosen: range) -> datasets.Dataset:
+    raise AssertionError("the block that ends a pass has no rows")
+
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+    from unsloth_pack.data.token_counts import TokenLedger
+
+_FIRST_ROWS = 1000  # that are looked at before the training, or more: whole blocks are
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentBlock:
+    """Documents that follow one another in a stream, without those in which no label counts.
+
+    Args:
+        table: `input_ids` and `labels`, and the images of each where the stream has some.
+        tally: counts of the rows that they were made of.
+        end: the place after these rows.
+        ends_pass: whether the pass over the data is complete.
+    """
+
+    table: pa.Table
+    tally: SpanCounts
+    end: Place
+    ends_pass: bool
+
+    def documents(self) -> Iterator[dict[str, Any]]:
+        """Each as `[tokens]` int32 arrays of its ids and labels, and a list of its images."""
+        columns = {name: self.table[name].combine_chunks() for name in ("input_ids", "labels")}
+        ends = np.cumsum(columns["labels"].value_lengths().to_numpy()).tolist()
+        flat = {name: column.flatten().to_numpy() for name, column in columns.items()}
+        images = self.table[IMAGES].to_pylist() if IMAGES in self.table.column_names else None
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            document: dict[str, Any] = {name: tokens[start:end] for name, tokens in flat.items()}
+            yield document if images is None else document | {IMAGES: images[number]}
+
+
+class StreamedImages(Protocol):
+    """What makes documents of rows with images, in a stream of which some parts have such rows.
+
+    Attributes:
+        schema: the types of the documents, those without images included.
+    """
+
+    schema: pa.Schema
+
+    def are_in(self, rows: datasets.Dataset) -> bool:
+        """Whether rows may have images."""
+
+    def maker(self, rows: datasets.Dataset, numbers: range) -> SpanMaker:
+        """What makes documents of such rows, which have these numbers."""
+
+    def unused_columns(self, rows: datasets.Dataset) -> tuple[str, ...]:
+        """The columns of such rows that nothing is made of."""
+
+    def beside(self, table: pa.Table) -> pa.Table:
+        """Documents of rows without images, as those that stand beside documents with images."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which rows of a stream a process takes: those whose number in the pass, plus the pass, leaves `number`
+    when divided by `of`. So a process that gets no row of a small data set gets one in a later pass."""
+
+    number: int = 0
+    of: int = 1
+
+    def indices(self, block: RawBlock) -> range:
+        """Of its rows in a block."""
+        first = (self.number - block.begin.turn - block.begin.seen) % self.of
+        return range(first, block.n_rows, self.of)
+
+
+class DocumentStream:
+    """Tokenises the rows of a source, in the format that its first rows have; of each part, if it is mixed.
+
+    Args:
+        vocab_size: token ids are below it.
+        max_length, responses_only, chat_template: as for `tokenize`.
+        images: makes documents of rows with images; None where no row has any.
+        check_text: refuses documents of rows without images, of which one is called as its second argument
+            says.
+        have_images: whether rows may have images, where the first rows have none and the model takes some.
+
+    Attributes:
+        first_ledger: the ledger of the first rows, of one block at least of each part.
+        fingerprint: of the documents made of them, see `rows_hash`.
+        unused_columns: of each part, the columns that nothing is made of, as its first rows have them.
+
+    Raises:
+        InputError: the first rows cannot be read or trained on.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        vocab_size: int,
+        max_length: int,
+        responses_only: bool,
+        chat_template: str | None,
+        images: StreamedImages | None = None,
+        check_text: Callable[[pa.Table, str], None] | None = None,
+        have_images: Callable[[datasets.Dataset], bool] | None = None,
+    ):
+        self._images, self._check_text, self._have_images = images, check_text, have_images
+        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
+        self._max_length, self._responses_only = max_length, responses_only
+        self._chat_template = chat_template
+        self._formats: dict[int, str] = {}
+        self._columns: dict[int, list[str]] = {}
+        self.unused_columns: dict[int, tuple[str, ...]] = {}
+        self.first_ledger, self.fingerprint = self._look_at_first_rows()
+
+    @property
+    def n_parts(self) -> int:
+        """The sources that are mixed in the stream, 1 where none are."""
+        return len(self._source.parts)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether documents have a list of images, which may be empty."""
+        return self._images is not None
+
+    def blocks(
+        self, place: Place, share: Share, worker: int = 0, workers: int = 1
+    ) -> Iterator[DocumentBlock]:
+        """The documents of a share from a place on, without an end.
+
+        Args:
+            worker, workers: number of this worker, and how many take turns; each gives its own blocks.
+
+        Raises:
+            InputError: a row cannot be read or trained on; names it.
+        """
+        for turn, block in enumerate(endless(self._source, place)):
+            if turn % workers == worker:
+                yield self._made(block, share)
+
+    def _look_at_first_rows(self) -> tuple[TokenLedger, str]:
+        tally, hashes = SpanCounts(), RowHashes()
+        for number, part in enumerate(self._source.parts):
+            of_part = SpanCounts()
+            for block in endless(part, Place()):
+                if block.ends_pass:
+                    break
+                made = self._made(replace(block, part=number), Share())
+                of_part += made.tally
+                hashes.update(made.table)
+                if of_part.sums["rows_read"] >= _FIRST_ROWS:
+                    break
+            tally += of_part
+        check_counted(tally.ledger, self._max_length)
+        return tally.ledger, hashes.hexdigest()
+
+    def _made(self, block: RawBlock, share: Share) -> DocumentBlock:
+        import pyarrow as pa
+
+        schema = document_schema() if self._images is None else self._images.schema
+        chosen, tally, tables = share.indices(block), SpanCounts(), [schema.empty_table()]
+        if chosen:
+            begin = block.begin.row
+            numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
+            with about(block.option):
+                rows = block.rows(chosen)
+            try:
+                with telling_names(block.columns):
+                    for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):
+                        tally += of_batch
+                        tables.append(self._beside_images(table, numbers))
+                    if tally.least_id < 0 or tally.last_id >= self._vocab_size:
+                        self._refuse_ids(tally, numbers)
+            except InputError as error:
+                hint = ""
+                if self._have_images is not None and self._have_images(rows):
+                    hint = "; the first rows have no images: if later ones do, give --image_folder"
+                raise InputError(f"{block.name}: {error}{hint}", about=(*error.about, block.option)) from None
+        if self.n_parts > 1:
+            tally = tally.of_part(block.part)
+        return DocumentBlock(pa.concat_tables(tables), tally, block.end, block.ends_pass)
+
+    def _beside_images(self, table: pa.Table, numbers: range) -> pa.Table:
+        """Documents of some of the rows with these numbers, with a column of images if the stream has any."""
+        if IMAGES in table.column_names:
+            return table
+        if self._check_text is not None:
+            self._check_text(table, f"rows {numbers[0]} to {numbers[-1]}: document")
+        return table if self._images is None else self._images.beside(table)
+
+    def _refuse_ids(self, tally: SpanCounts, numbers: range) -> None:
+        wrong = tally.last_id if tally.last_id >= self._vocab_size else tally.least_id
+        raise InputError(
+            f"rows {numbers[0]} to {numbers[-1]}: token id {wrong} is outside the vocabulary, 0 to "
+            f"{self._vocab_size - 1}; tokenise with the tokenizer of this model, or resize its embeddings"
+        )
+
+    def _maker(self, rows: datasets.Dataset, numbers: range, part: int) -> SpanMaker:
+        """What makes documents of some rows, which have to be as the first rows of their part are."""
+        if self._images is not None and self._images.are_in(rows):
+            if part not in self.unused_columns:
+                self.unused_columns[part] = self._images.unused_columns(rows)
+            return self._images.maker(rows, numbers)
+        for name in self._columns.get(part, ()):
+            if name not in rows.column_names:
+                rows = rows.add_column(name, [None] * len(rows))
+        conversion = Conversion(
+            rows,
+            chat_template=bool(self._tokenizer.chat_template),
+            responses_only=self._responses_only,
+            numbers=numbers,
+            template=None if part in self._formats else str(self._tokenizer.chat_template or ""),
+        )
+        if part not in self._formats:
+            self._formats[part] = conversion.data_format
+            self._columns[part] = [name for name in rows.column_names if name in KNOWN_COLUMNS]
+            self.unused_columns[part] = conversion.unused_columns
+        if conversion.data_format != self._formats[part]:
+            raise InputError(
+                f"rows {numbers[0]} to {numbers[-1]} have the format {conversion.data_format}, and the first "
+                f"rows {self._formats[part]}; keep one format a stream"
+            )
+        return DocumentMaker(
+            rows, conversion, self._tokenizer, self._max_length, self._responses_only, self._chat_template
+        )

@@ -1,0 +1,238 @@
+"""What is counted while documents are made, span by span, and summed up in a ledger."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unsloth_pack.errors import InputError
+
+# The ledger of a data set's tokens, and the check that not too many of them are lost.
+
+
+@dataclass(frozen=True)
+class TokenLedger:
+    """What happened to each token that was read.
+
+    tokens_read + tokens_repeated = tokens_truncated + tokens_dropped + tokens_held_out + tokens_not_drawn
+                + tokens_masked_by_template + tokens_masked_at_boundaries + tokens_counted
+
+    Args:
+        rows_read, tokens_read: all that came in.
+        rows_truncated, tokens_truncated: rows cut at their end, and the tokens cut off.
+        rows_fully_masked, tokens_dropped: rows in which no token counts in the loss, which are dropped, and
+            the tokens that truncation left in them.
+        tokens_masked_by_template: tokens outside of responses, in the rows that are trained on.
+        tokens_masked_at_boundaries: tokens that would count, but are the first of their document, so that no
+            token predicts them.
+        tokens_counted: tokens that count in the loss, which is a mean over them.
+        prompts_rerendered: rows that do not begin with the tokens of their prompt alone, which the model
+            gets when it generates; the loss starts at the first difference.
+        longest, p99: tokens of the longest row, and the 99th percentile over the rows, before truncation.
+        rows_split, tokens_split: rows that became several documents, and their tokens; each of these tokens
+            is in one of the other counts too. `tokenize` truncates rows and never splits them.
+        rows_held_out, tokens_held_out: rows that are evaluated on, and so not trained on.
+        rows_not_drawn, tokens_not_drawn: rows that a mixture of data sets, or a limit, leaves out.
+        rows_repeated, tokens_repeated: rows that a mixture takes once more in a pass, each time that it does.
+        images, vision_tokens: of the documents that were made; these tokens are in the other counts too.
+        rows_shrunk, tokens_shrunk: rows whose images were made smaller to fit, and the tokens that this
+            saved, which are in no other count.
+        rows_broken: rows left out since an image cannot be read. They were not tokenised.
+        rows_left_out: those of `rows_truncated` of which nothing is left, since the cut would have been in
+            front of the end of an image.
+    """
+
+    rows_read: int
+    tokens_read: int
+    rows_truncated: int
+    tokens_truncated: int
+    rows_fully_masked: int
+    tokens_dropped: int
+    tokens_masked_by_template: int
+    tokens_masked_at_boundaries: int
+    tokens_counted: int
+    prompts_rerendered: int
+    longest: int
+    p99: int
+    rows_split: int = 0
+    tokens_split: int = 0
+    rows_held_out: int = 0
+    tokens_held_out: int = 0
+    rows_not_drawn: int = 0
+    tokens_not_drawn: int = 0
+    rows_repeated: int = 0
+    tokens_repeated: int = 0
+    images: int = 0
+    vision_tokens: int = 0
+    rows_shrunk: int = 0
+    tokens_shrunk: int = 0
+    rows_broken: int = 0
+    rows_left_out: int = 0
+
+    @classmethod
+    def of_all(cls, ledgers: Sequence[TokenLedger]) -> TokenLedger:
+        """The ledger of several data sets together; `p99` is the greatest of theirs."""
+        names = [each.name for each in fields(cls)]
+        sums = {name: sum(getattr(ledger, name) for ledger in ledgers) for name in names}
+        most = {name: max(getattr(ledger, name) for ledger in ledgers) for name in ("longest", "p99")}
+        return cls(**sums | most)
+
+    @property
+    def discarded(self) -> float:
+        """The share of the tokens read that is truncated or dropped, 0 to 1."""
+        return (self.tokens_truncated + self.tokens_dropped) / self.tokens_read if self.tokens_read else 0.0
+
+
+def check_token_loss(
+    name: str,
+    ledger: TokenLedger,
+    max_token_loss: float,
+    max_length: int,
+    n_positions: int,
+    are_packed: bool = False,
+    option: str = "dataset",
+) -> None:
+    """Refuse to train if truncation and dropping discard too many tokens.
+
+    Args:
+        name: of the data, for the message.
+        max_token_loss: the share of tokens that may be lost, 0 to 1.
+        max_length: tokens at which rows were cut.
+        n_positions: of the model; no row may be longer.
+        are_packed: whether the rows come from packs on disk, which were cut when they were packed.
+        option: that names the data.
+
+    Raises:
+        InputError: more is lost; the error says why, and how to keep these tokens.
+    """
+    if ledger.discarded <= max_token_loss:
+        return
+    causes, ways = [], [f"allow it with --max_token_loss {math.ceil(ledger.discarded * 1000) / 1000:g}"]
+    if ledger.tokens_dropped:
+        rows = f"{ledger.rows_fully_masked:,} rows in which no token counts"
+        causes.append(f"{ledger.tokens_dropped:,} in {rows}")
+    if ledger.tokens_truncated:
+        beyond = f"beyond --max_seq_length {max_length} in {ledger.rows_truncated:,} rows"
+        if ledger.rows_left_out:
+            beyond += f" ({ledger.rows_left_out:,} of them whole, as the cut would go through an image)"
+            ways.insert(0, "make images smaller with --shrink_images")
+        causes.insert(0, f"{ledger.tokens_truncated:,} {beyond}")
+        most = f"99 % of the rows have at most {ledger.p99}"
+        way = "pack it anew with --max_seq_length" if are_packed else "raise --max_seq_length to"
+        if max_length < n_positions:
+            ways.insert(0, f"{way} {min(ledger.longest, n_positions)} ({most})")
+        if n_positions < ledger.longest:
+            ways.insert(0, f"split the long rows, as the model has {n_positions} positions")
+    loses = "has lost" if are_packed else "would lose"
+    raise InputError(
+        f"{name} {loses} {ledger.discarded:.2%} of its {ledger.tokens_read:,} tokens, "
+        f"and --max_token_loss allows {max_token_loss:.2%}: {' and '.join(causes)}; {', or '.join(ways)}",
+        about=("max_token_loss", "max_seq_length", option),
+    )
+
+
+if TYPE_CHECKING:
+    from unsloth_pack.data.encoding import Encoded
+
+_SUMS = [
+    each.name
+    for each in fields(TokenLedger)
+    if each.default is MISSING and each.name not in ("longest", "p99")
+]
+FILES = "image_files"  # images that are files, and rows of which that is not known
+OF_IMAGES = ("images", "vision_tokens", "rows_shrunk", "tokens_shrunk", "rows_broken", "rows_left_out")
+
+
+@dataclass
+class SpanCounts:
+    """Counts of the rows of some batches; `+=` adds those of others.
+
+    Args:
+        sums: the fields of a `TokenLedger` that are sums over the rows, by name; `FILES`; and of each data
+            set of a mixture, what `of_part` has added.
+        lengths: how many rows had so many tokens when they were read.
+        least_id, last_id: the smallest and the largest token id; 0 and -1 where there is no token.
+    """
+
+    sums: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    least_id: int = 0
+    last_id: int = -1
+
+    def coarse(self) -> SpanCounts:
+        """The same counts with lengths rounded up by at most a 64th: a few thousand at most, in any data."""
+        lengths: Counter[int] = Counter()
+        for length, rows in self.lengths.items():
+            step = 1 << max(0, length.bit_length() - 7)
+            lengths[-(-length // step) * step] += rows
+        return SpanCounts(self.sums.copy(), lengths, self.least_id, self.last_id)
+
+    @classmethod
+    def of(cls, encoded: Encoded) -> SpanCounts:
+        """The counts of a batch."""
+        read, kept, masked, counted = encoded.read, encoded.kept, encoded.masked, encoded.counted
+        stays = counted > 0
+        sums = {
+            "rows_read": len(read),
+            "tokens_read": read.sum(),
+            "rows_truncated": (kept < read).sum(),
+            "tokens_truncated": (read - kept).sum(),
+            "rows_fully_masked": (~stays).sum(),
+            "tokens_dropped": kept[~stays].sum(),
+            "tokens_masked_by_template": masked[stays].sum(),
+            "tokens_masked_at_boundaries": (kept - masked - counted)[stays].sum(),
+            "tokens_counted": counted.sum(),
+            "prompts_rerendered": encoded.rerendered[stays].sum(),
+        }
+        lengths, rows = np.unique(read, return_counts=True)
+        return cls(
+            Counter({name: int(number) for name, number in sums.items()}),
+            Counter(dict(zip(lengths.tolist(), rows.tolist(), strict=True))),
+            int(encoded.ids.min(initial=0)),
+            int(encoded.ids.max(initial=-1)),
+        )
+
+    def of_part(self, part: int) -> SpanCounts:
+        """The same counts, with its rows and tokens also counted for one data set of a mixture."""
+        for what in ("rows_read", "tokens_read"):
+            self.sums[f"{what} of {part}"] = self.sums[what]
+        return self
+
+    def read_of(self, part: int) -> tuple[int, int]:
+        """Rows and tokens that were read of one data set of a mixture."""
+        return self.sums[f"rows_read of {part}"], self.sums[f"tokens_read of {part}"]
+
+    def __iadd__(self, other: SpanCounts) -> SpanCounts:
+        self.sums.update(other.sums)
+        self.lengths.update(other.lengths)
+        self.least_id, self.last_id = min(self.least_id, other.least_id), max(self.last_id, other.last_id)
+        return self
+
+    def __add__(self, other: SpanCounts) -> SpanCounts:
+        both = SpanCounts(self.sums.copy(), self.lengths.copy(), self.least_id, self.last_id)
+        both += other
+        return both
+
+    @property
+    def has_files(self) -> bool:
+        """As `Documents` has it."""
+        return self.sums[FILES] > 0
+
+    @property
+    def ledger(self) -> TokenLedger:
+        sums = {name: self.sums[name] for name in (*_SUMS, *OF_IMAGES)}
+        return TokenLedger(**sums, longest=max(self.lengths, default=0), p99=self._quantile(0.99))
+
+    def _quantile(self, share: float) -> int:
+        """The length at a quantile of the rows; between two lengths, the higher."""
+        rank = math.ceil((self.lengths.total() - 1) * share)
+        for length in sorted(self.lengths):
+            rank -= self.lengths[length]
+            if rank < 0:
+                return length
+        return 0

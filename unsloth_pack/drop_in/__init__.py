@@ -1,1 +1,0 @@
-"""What notebooks written for Unsloth call beside loading, adapting and training."""

@@ -1,0 +1,437 @@
+"""Conversations with images as token ids and labels, in the lengths that they will have in a row."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from unsloth_pack.data.encoding import IGNORE_INDEX, TEMPLATE_REFUSALS, Encoder
+from unsloth_pack.data.rows import ROLES, fail
+from unsloth_pack.errors import InputError, require_whole
+from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.images.reading import ImageSource, UnreadableImage, size_of, stat_of
+from unsloth_pack.images.rows import ImageRow, image_row, with_parts
+from unsloth_pack.images.tokens import Cut, ImageTokenIds, ImageTokens
+
+# Conversations whose images are written before ids are made of their text, since both may merge.
+
+
+class WritingEncoder(Encoder):
+    """Changes what a chat template has written before ids are made of it.
+
+    Args:
+        write: the text with images, of one without. It changes no text in front of a change by what follows.
+        others: as `Encoder` takes them.
+    """
+
+    def __init__(self, *args: Any, write: Callable[[str], str], **others: Any):
+        super().__init__(*args, **others)
+        self._write = write
+
+    def _rendered(self, conversations: list[Any], marked: bool, options: dict[str, Any]) -> Mapping[str, Any]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer: Any = self.tokenizer
+        template = tokenizer.get_chat_template(self.chat_template, tools=options.get("tools"))
+        given: dict[str, Any] = {**tokenizer.special_tokens_map, **options}
+        rendered: Any = render_jinja_template(
+            conversations, chat_template=template, return_assistant_tokens_mask=marked, **given
+        )
+        texts, answers = rendered
+        made = tokenizer([*map(self._write, texts)], add_special_tokens=False, verbose=False)
+        ids = made["input_ids"]
+        if not marked:
+            return {"input_ids": ids}
+        masks = [
+            self._marks(made, number, text, spans)
+            for number, (text, spans) in enumerate(zip(texts, answers, strict=True))
+        ]
+        return {"input_ids": ids, "assistant_masks": masks}
+
+    def _marks(self, made: Any, number: int, text: str, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """1 on the tokens of the answers in a text, as transformers marks them."""
+        marks = [0] * len(made["input_ids"][number])
+        for begin, end in spans:
+            first = made.char_to_token(number, len(self._write(text[:begin])))
+            last = made.char_to_token(number, len(self._write(text[:end])) - 1)
+            if first is not None and last is not None:
+                marks[first : last + 1] = [1] * (last + 1 - first)
+        return marks
+
+
+# How the chat template of a model with images reads the turns of a conversation.
+
+_ASKED, _ANSWERED = "a question 7", "an answer 7"
+
+
+def takes_texts(tokenizer: Any) -> bool:
+    """Whether a chat template shows a turn whose content is one text.
+
+    Those of Idefics, SmolVLM and LLaVA show lists of parts alone. They render such a turn without its text,
+    and raise nothing.
+    """
+    texts = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
+    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in texts]
+    return _shows(tokenizer, texts) or not _shows(tokenizer, parts)
+
+
+def _shows(tokenizer: Any, turns: list[dict[str, Any]]) -> bool:
+    from jinja2 import TemplateError
+
+    try:
+        shown = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, *TEMPLATE_REFUSALS):
+        return False
+    return _ASKED in shown and _ANSWERED in shown
+
+
+Overlong = Literal["error", "truncate", "drop", "shrink"]
+_NO_LIMIT = 2**31 - 1
+_TOO_LONG_TEXT = "a document that is too long with the smallest images"
+
+# Labels `[n]` of ids `[n]`, of which those that are -100 already stay so
+Relabel = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+class OverlongDocument(InputError):
+    """A document that cannot be cut to its longest length, since the cut would go through an image."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedImage:
+    """An image of a document.
+
+    Args:
+        tokens: that stand in the place of its placeholder.
+        height, width: of the image as it is seen, in pixels.
+        most_pixels: to which it is shrunk; None for the processor's own limit.
+        cut: which of these the tower makes.
+        of_document: how many images its document has.
+    """
+
+    source: ImageSource
+    tokens: int
+    height: int
+    width: int
+    most_pixels: int | None = None
+    cut: Cut = field(default_factory=Cut)
+    of_document: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class VisionDocument:
+    """One conversation.
+
+    Args:
+        index: of its row.
+        ids, labels: `[n]` int32, each image as many placeholders as it has tokens, with marks among them.
+        images: in their order; none is decoded yet.
+        read: tokens before it was cut; `ids` may be empty, where nothing could be left of it.
+        saved: tokens that its images have lost, as they were made smaller to fit.
+    """
+
+    index: int
+    ids: np.ndarray
+    labels: np.ndarray
+    images: list[PlacedImage]
+    read: int
+    saved: int = 0
+
+    @property
+    def is_learnable(self) -> bool:
+        """Whether a token of it counts in the loss."""
+        return bool((self.labels[1:] != IGNORE_INDEX).any())
+
+
+@dataclass
+class VisionCounts:
+    """What became of the rows, in this process.
+
+    Args:
+        documents, tokens: that were made.
+        images, vision_tokens: in these.
+        truncated: documents cut behind their last image.
+        shrunk: documents whose images were made smaller to fit.
+        dropped: documents that did not fit.
+        broken: rows left out since an image cannot be read.
+        unlearnable: rows left out since no token in them would count in the loss.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    images: int = 0
+    vision_tokens: int = 0
+    truncated: int = 0
+    shrunk: int = 0
+    dropped: int = 0
+    broken: int = 0
+    unlearnable: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in asdict(self).items())
+
+
+class VisionEncoder:
+    """Makes documents of rows.
+
+    Args:
+        tokenizer: with a chat template that writes one placeholder for an image.
+        make_images: knows how many tokens an image takes; see `make_image_family`.
+        max_length: tokens of the longest document, images expanded; None for no limit.
+        overlong: of a longer one: "error" refuses it, "truncate" cuts it behind its last image and refuses
+            it where that is not enough, "drop" leaves it out, and "shrink" makes its images smaller.
+        image_folder: where relative paths begin.
+        responses_only: only assistant turns count in the loss, as the chat template marks them.
+        relabel: makes other labels of the ids, as for answers behind a marker.
+        skip_broken: leave out rows with an image that cannot be read.
+        skip_overlong: of a document that would be refused for its length nothing is left. It is made without
+            any token, so that its loss can be counted.
+
+    Raises:
+        InputError: the tokenizer has no chat template or lacks a token of images; an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tokens: ImageTokens,
+        make_images: ImageFamily[Any],
+        *,
+        max_length: int | None = None,
+        overlong: Overlong = "error",
+        image_folder: str | Path | None = None,
+        responses_only: bool = False,
+        relabel: Relabel | None = None,
+        skip_broken: bool = False,
+        skip_overlong: bool = False,
+        config: Any = None,
+    ):
+        if overlong not in get_args(Overlong):
+            raise InputError(f"overlong is {overlong!r}; choose one of {', '.join(get_args(Overlong))}")
+        if overlong == "shrink" and not make_images.shrinks:
+            raise InputError(
+                "overlong is 'shrink', and the model's processor has no size to shrink images by; choose one "
+                "of error, truncate, drop"
+            )
+        if max_length is not None:
+            require_whole("max_seq_length", max_length, 1)
+        if image_folder is not None and not Path(image_folder).is_dir():
+            raise InputError(f"image_folder is {str(image_folder)!r}, which is no folder; correct it")
+        if not tokenizer.chat_template:
+            raise InputError("the tokenizer has no chat template; use an instruct model, or set one")
+        self.token_ids = ImageTokenIds(tokens, tokenizer, config)
+        self.counts = VisionCounts()
+        self._tokens, self._make_images, self._relabel = tokens, make_images, relabel
+        self._max_length, self._overlong = max_length, overlong
+        self._skip_broken, self._skip_overlong = skip_broken, skip_overlong
+        self._folder = None if image_folder is None else Path(image_folder)
+        self._learned = {role: role == "assistant" or not responses_only for role in ROLES}
+        if relabel is not None:
+            self._learned = {"assistant": True}
+        self._tokenizer, self._responses_only = tokenizer, responses_only
+        self._takes_texts = takes_texts(tokenizer)
+        self._encoders: dict[tuple[str, ...], Encoder] = {}
+
+    def __call__(self, rows: Sequence[Any]) -> list[VisionDocument]:
+        """The documents of some rows, but for those that are left out and counted.
+
+        Raises:
+            InputError: names the row, by its place among these, the column, the value and a remedy.
+        """
+        found = []
+        for document in self.each(rows):
+            if document is not None and document.is_learnable:
+                self._count(document)
+                found.append(document)
+            elif document is not None:
+                self.counts.unlearnable += 1
+        return found
+
+    def each(
+        self, rows: Iterable[Any], numbers: Iterable[int] | None = None
+    ) -> Iterator[VisionDocument | None]:
+        """The document of every row, also of those in which no token counts; None for a row left out.
+
+        Args:
+            numbers: of the rows, by which errors name them; None to count from 0.
+
+        Raises:
+            InputError: names the row, the column, the value and a remedy.
+        """
+        return (self._document(index, row) for index, row in zip(numbers or count(), rows, strict=False))
+
+    def files(self, index: int, row: Any) -> list[tuple[str, int, int]]:
+        """Path, size and time of every file of an image of a row.
+
+        Raises:
+            InputError: names the row, the column, the value and a remedy.
+        """
+        return [
+            (str(source.content), about.st_size, about.st_mtime_ns)
+            for source in self._row(index, row).images
+            if isinstance(source.content, Path)
+            for about in [stat_of(source, source.content)]
+        ]
+
+    def _row(self, index: int, row: Any) -> ImageRow:
+        return image_row(index, row, self._folder, self._learned, self._tokens.texts)
+
+    def _document(self, index: int, row: Any) -> VisionDocument | None:
+        try:
+            found = self._row(index, row)
+            images = [self._placed(source, len(found.images)) for source in found.images]
+        except UnreadableImage:
+            if not self._skip_broken:
+                raise
+            self.counts.broken += 1
+            return None
+        ids, labels = self._encoded(found)
+        try:
+            document = self._fitted(found, ids, labels, images)
+        except OverlongDocument:
+            if not self._skip_overlong:
+                raise
+            length = len(ids) - len(images) + sum(image.tokens for image in images)
+            return VisionDocument(index, ids[:0], labels[:0], [], length)
+        if document is None:
+            self.counts.dropped += 1
+        return document
+
+    def forget(self, document: VisionDocument) -> None:
+        """Count a document as left out: an image of it turned out to be broken behind its header."""
+        self._count(document, -1)
+        self.counts.broken += 1
+
+    def _count(self, document: VisionDocument, times: int = 1) -> None:
+        self.counts.documents += times
+        self.counts.tokens += times * len(document.ids)
+        self.counts.images += times * len(document.images)
+        self.counts.vision_tokens += times * sum(image.tokens for image in document.images)
+
+    def _placed(
+        self, source: ImageSource, of_document: int, most: int | None = None, size: Any = None
+    ) -> PlacedImage:
+        height, width = size or size_of(source)
+        cut = self._make_images.cut(source, (height, width), most, of_document)
+        tokens = self.token_ids.n_written(cut)
+        return PlacedImage(source, tokens, height, width, most, cut, of_document)
+
+    def _encoded(self, row: ImageRow) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels, one placeholder an image."""
+        turns, n_prompt = with_parts(row.turns, everywhere=not self._takes_texts), len(row.prompt)
+        columns = {"prompt": turns[:n_prompt], "completion": turns[n_prompt:]}
+        columns = columns if n_prompt else {"messages": turns}
+        batch = {name: [value] for name, value in (columns | row.beside).items()}
+        encoded = self._encoder(tuple(columns))(batch, range(row.index, row.index + 1))
+        self._check(row, encoded.ids)
+        labels = encoded.labels
+        if self._relabel is not None:
+            labels = self._relabel(encoded.ids, labels)
+        return encoded.ids, labels
+
+    def _encoder(self, columns: tuple[str, ...]) -> Encoder:
+        if columns not in self._encoders:
+            options: dict[str, Any] = dict(
+                max_length=_NO_LIMIT, responses_only=self._responses_only, chat_template=None
+            )
+            self._encoders[columns] = (
+                WritingEncoder(
+                    self._tokenizer, columns, True, write=self._tokens.with_placeholders, **options
+                )
+                if self._tokens.in_template
+                else Encoder(self._tokenizer, columns, True, **options)
+            )
+        return self._encoders[columns]
+
+    def _check(self, row: ImageRow, ids: np.ndarray) -> None:
+        """Refuse ids in which the chat template wrote the images otherwise than the row has them."""
+        wanted = len(row.images)
+        placeholders, around, reserved = self.token_ids.counts(ids)
+        if {placeholders, *around} != {wanted} or reserved:
+            problem = f"{wanted} images, and the chat template writes {placeholders} placeholders"
+            if placeholders == wanted:
+                problem = f"{wanted} images, and {around[0]} starts and {around[-1]} ends of images"
+            if {placeholders, *around} == {wanted}:
+                problem = f"{reserved} tokens that stand for a video or within an image"
+            remedy = "use the model's own chat template, and no tokens of images in texts or tools"
+            fail(row.index, row.column, problem, [turn.get("content") for turn in row.turns], remedy)
+
+    def _fitted(
+        self, row: ImageRow, ids: np.ndarray, labels: np.ndarray, images: list[PlacedImage]
+    ) -> VisionDocument | None:
+        """The document in at most `max_length` tokens; None where it is dropped."""
+        text = len(ids) - len(images)
+        length = text + sum(image.tokens for image in images)
+        limit, saved = self._max_length or length, 0
+        if length > limit:
+            if self._overlong == "drop":
+                return None
+            if self._overlong == "error":
+                self._refuse(row, length, "raise max_seq_length, or choose overlong='truncate'")
+            if self._overlong == "shrink":
+                images = self._shrunk(row, images, limit - text, length)
+                saved = length - text - sum(image.tokens for image in images)
+                self.counts.shrunk += 1
+        written = [self.token_ids.written(image.cut) for image in images]
+        ids, places, is_vision = self.token_ids.expanded(ids, written)
+        labels = np.where(is_vision, np.int32(IGNORE_INDEX), labels[places])
+        read = len(ids)
+        if read > limit:
+            if is_vision[limit:].any():
+                remedy = "raise max_seq_length"
+                remedy += ", or shrink its images (overlong='shrink')" if self._make_images.shrinks else ""
+                self._refuse(row, length, remedy, "a document that would be cut before the end of an image")
+            ids, labels = ids[:limit], labels[:limit]
+            self.counts.truncated += 1
+        return VisionDocument(row.index, ids, labels, images, read, saved)
+
+    def _shrunk(self, row: ImageRow, images: list[PlacedImage], room: int, length: int) -> list[PlacedImage]:
+        """The images with as many pixels as let all of them fit into `room` tokens, or the smallest."""
+        make = self._make_images
+        top = -(-make.most_pixels // make.pixels_of_tokens(1))  # tokens of the largest image
+        least = -(-make.pixel_limits[0] // make.pixels_of_tokens(1)) if make.pixel_limits else 1
+
+        def smaller(image: PlacedImage, most_tokens: int) -> PlacedImage:
+            most = min(make.pixels_of_tokens(most_tokens), make.most_pixels)
+            size = (image.height, image.width)
+            small = self._placed(image.source, image.of_document, most, size)
+            return small if small.tokens < image.tokens else image
+
+        def lowest(image: PlacedImage) -> int:
+            """The smallest limit that leaves `least` tokens: rounding leaves fewer than a limit says."""
+            wanted, limits = min(least, image.cut.tokens), range(1, top)
+            return 1 + bisect_left(limits, wanted, key=lambda limit: smaller(image, limit).cut.tokens)
+
+        bottoms = [lowest(image) if least > 1 else 1 for image in images]
+
+        def limited(most_tokens: int) -> list[PlacedImage]:
+            pairs = zip(images, bottoms, strict=True)
+            return [smaller(image, max(most_tokens, bottom)) for image, bottom in pairs]
+
+        low, high = 0, top if images else 0
+        while low < high:  # the most tokens an image may have
+            middle = (low + high + 1) // 2
+            if sum(image.tokens for image in limited(middle)) <= room:
+                low = middle
+            else:
+                high = middle - 1
+        if not low and not self._skip_overlong:
+            remedy = f"raise max_seq_length, {'lower min_pixels, ' if least > 1 else ''}or remove the row"
+            self._refuse(row, length, remedy, _TOO_LONG_TEXT)
+        return limited(max(low, 1))
+
+    def _refuse(
+        self, row: ImageRow, length: int, remedy: str, problem: str = "a document that is too long"
+    ) -> None:
+        lengths = f"{length} tokens with its images, max_seq_length is {self._max_length}"
+        turns = [turn.get("content") for turn in row.turns]
+        try:
+            fail(row.index, row.column, f"{problem} ({lengths})", turns, remedy)
+        except InputError as error:
+            raise OverlongDocument(str(error)) from None

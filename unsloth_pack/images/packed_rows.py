@@ -1,0 +1,87 @@
+"""A packed row of documents with images, as a model takes it: tokens, where images stand, and pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_pack.data.encoding import IGNORE_INDEX
+from unsloth_pack.images.family import ImageFamily
+from unsloth_pack.packed_row.describe import with_axes
+from unsloth_pack.packed_row.images import RowImages
+from unsloth_pack.packed_row.row import PackedRow
+
+
+@dataclass(frozen=True, eq=False)
+class RowWithImages:
+    """Documents that share a row, T tokens long.
+
+    Args:
+        row: its boundaries, which tokens stand for images, and positions on three axes where a model has any.
+        ids, labels: `[1, T]` int64; the first label of every document is -100.
+        position_ids: `[1, T]`, or `[4, 1, T]` where the last three are positions in time, height and width.
+        arguments: of a call, for its images; `pixel_values` are uint8.
+    """
+
+    row: PackedRow
+    ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        ids: Sequence[np.ndarray],
+        labels: Sequence[np.ndarray],
+        images: Sequence[Sequence[Any]],
+        placeholder: int,
+        make: ImageFamily[Any],
+    ) -> RowWithImages:
+        """The row of some documents.
+
+        Args:
+            ids, labels: of every document.
+            images: of every document, in the order of their tokens.
+            placeholder: the token that stands for images.
+            make: what has made the images.
+
+        Raises:
+            InputError: the row has other images than its tokens stand for.
+        """
+        row = PackedRow.of_lengths(tuple(map(len, ids)), torch.device("cpu"))
+        all_ids, all_labels = np.concatenate(ids), np.concatenate(labels)
+        all_labels[row.starts] = IGNORE_INDEX
+        every = [image for of_document in images for image in of_document]
+        positions, grids = row.positions[None], make.grids(every)
+        if grids is not None:
+            found = RowImages.of(all_ids == placeholder, grids.prod(axis=1), row)
+            axes = found.axes(row, grids)
+            positions = np.stack([row.positions, *axes])[:, None]
+            row = with_axes(row, axes) if every else row  # a row of text is described by its lengths
+        arguments = {}
+        if every:
+            visual = np.flatnonzero(all_ids == placeholder)
+            row = replace(row, visual=visual, both_ways=make.both_ways, _built={})
+            arguments = make.arguments(every, [*map(len, images)])
+        return cls(row, _row(all_ids), _row(all_labels), torch.from_numpy(positions), arguments)
+
+    @property
+    def along_text(self) -> Tensor:
+        """`[1, T]`: the positions for a model that takes `row`, which has those on three axes."""
+        return torch.from_numpy(self.row.positions)[None]
+
+    def on_host(self, described: Sequence[str]) -> dict[str, Any]:
+        """The arguments with those in `described` as lists, which a trainer sends to no device."""
+        return {
+            name: value.tolist() if name in described else value for name, value in self.arguments.items()
+        }
+
+
+def _row(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))[None]

@@ -1,0 +1,335 @@
+"""The product in a gated MLP, act(gate) * up, in one launch, forward and backward.
+
+R rows of F features, seen as one row of R * F where all tensors are contiguous. Both activations are
+x * σ(z(x)):
+
+    silu       z = x
+    gelu_tanh  z = 2 √(2/π) (x + 0.044715 x³), because (1 + tanh u) / 2 = σ(2u)
+
+so that with s = σ(z) the derivative is s * (1 + x * σ(-z) * z'), where 1 - s would cancel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.launch import as_rows, jit, once_differentiable, takes_fused_path, tl
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+_BLOCK = 1024  # elements a program takes: a 16-byte load of bf16 a thread
+_WARPS = 4
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up, element by element.
+
+    Args:
+        gate, up: `[..., F]`, bfloat16, float16 or float32; float64 takes the reference path. Read in place
+            where the last dim is contiguous and the others collapse into rows of one stride, as in the halves
+            of a fused projection. Both are saved for the backward as they are.
+        activation: "silu", or "gelu_tanh" for the tanh approximation of GELU (transformers'
+            `gelu_pytorch_tanh`).
+
+    Returns:
+        A fresh contiguous tensor of their shape and (promoted, if they differ) dtype, computed in float32 and
+        rounded once.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together, or the activation is unknown.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6 (SwiGLU, GEGLU); Hendrycks & Gimpel 2016,
+    "Gaussian Error Linear Units", section 2 (the approximation).
+    """
+    check_gated(gate, up, activation)
+    if not takes_fused_path(gate, up):
+        return reference.gated(gate, up, activation)
+    return _Gated.apply(gate, up, activation)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation: str):
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        dtype = gate.dtype if gate.dtype == up.dtype else torch.promote_types(gate.dtype, up.dtype)
+        out = gate.new_empty(gate.shape, dtype=dtype)
+        (gate, up), strides, F, programs = _lay_out(gate, up)
+        with torch.cuda.device_of(gate):
+            _gated_kernel[(programs,)](gate, up, out, F, *strides, activation, _BLOCK, num_warps=_WARPS)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_out):
+        gate, up = ctx.saved_tensors
+        g_gate, g_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        tensors, strides, F, programs = _lay_out(g_out, gate, up, g_gate, g_up)
+        with torch.cuda.device_of(gate):
+            _gated_backward_kernel[(programs,)](
+                *(*tensors, F, *strides, ctx.activation, _BLOCK), num_warps=_WARPS
+            )
+        return g_gate, g_up, None
+
+
+def _lay_out(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
+    """The tensors as rows, their row strides, a row's length, and the programs that cover all rows."""
+    n = tensors[0].numel()
+    if all(x.is_contiguous() for x in tensors):
+        return [*tensors], [0] * len(tensors), n, -(-n // _BLOCK)
+    rows, strides = zip(*map(as_rows, tensors), strict=True)
+    F = tensors[0].shape[-1]
+    return [*rows], [*strides], F, n // max(1, F) * -(-F // _BLOCK)
+
+
+def check_written(shape: torch.Size, **tensors: Tensor) -> None:
+    """Raise ValueError unless the tensors are of this shape and a kernel can write into them."""
+    for name, x in tensors.items():
+        if x.shape != shape or not _is_rows(x):
+            raise ValueError(
+                f"{name} is {[*x.shape]} with strides {[*x.stride()]}: pass {[*shape]}, contiguous or a "
+                "slice of the last dim"
+            )
+
+
+def _is_rows(x: Tensor) -> bool:
+    """Whether `as_rows` gives x's own memory, in which no two rows overlap."""
+    if x.is_contiguous():
+        return True
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return False
+    return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]
+
+
+def check_gated(gate: Tensor, up: Tensor, activation: str) -> None:
+    """Raise ValueError unless the arguments fit together, by their shapes, dtypes and devices alone."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}: pass one of {', '.join(ACTIVATIONS)}")
+    if gate.shape != up.shape or not gate.dim():
+        raise ValueError(
+            f"gate {[*gate.shape]} and up {[*up.shape]} must have one shape: pass two of [.., F]"
+        )
+    if not gate.is_floating_point() or not up.is_floating_point():
+        raise ValueError(f"gate is {gate.dtype} and up is {up.dtype}: cast both to a floating dtype")
+    if gate.device != up.device:
+        raise ValueError(f"gate is on {gate.device} but up on {up.device}: move it there")
+
+
+# F is specialised, unlike the kernels' other sizes: Triton must know that 16 divides it for 16-byte accesses.
+
+
+@jit
+def _gated_kernel(gate, up, out, F, gate_sr, up_sr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """out `[R, F]`: act(gate) * up. Grid: the blocks of BLOCK elements of each row in turn."""
+    row, col = _row_and_columns(F, BLOCK)
+    x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
+    acted = x * _sigmoid(_z(x, ACTIVATION), gate.dtype.element_ty)
+    tl.store(out + row * F + col, (acted * u).to(out.dtype.element_ty), mask=col < F)
+
+
+@jit
+def _gated_backward_kernel(
+    g_out, gate, up, g_gate, g_up, F, g_sr, gate_sr, up_sr, g_gate_sr, g_up_sr,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """g_gate, g_up `[R, F]`: the gradients of gate and up. Grid: as in the forward."""
+    row, col = _row_and_columns(F, BLOCK)
+    g = tl.load(g_out + row * g_sr + col, mask=col < F, other=0.0).to(tl.float32)
+    x = tl.load(gate + row * gate_sr + col, mask=col < F, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_sr + col, mask=col < F, other=0.0).to(tl.float32)
+    _product, gx, gu = product_and_gradients(g, x, u, gate.dtype.element_ty, ACTIVATION)
+    tl.store(g_gate + row * g_gate_sr + col, gx.to(g_gate.dtype.element_ty), mask=col < F)
+    tl.store(g_up + row * g_up_sr + col, gu.to(g_up.dtype.element_ty), mask=col < F)
+
+
+@jit
+def product_and_gradients(g, x, u, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """act(x) * u, and the gradients of x and u for its gradient g, as exact as a dtype asks for."""
+    z = _z(x, ACTIVATION)
+    s = _sigmoid(z, dtype)
+    bend = x * _sigmoid(-z, dtype) * _slope_of_z(x, ACTIVATION)
+    return x * s * u, g * u * (s * (1 + bend)), g * (x * s)
+
+
+@jit
+def _row_and_columns(F, BLOCK: tl.constexpr):
+    """This program's row, a number, and its columns, both int64: a row may hold all of 2³¹ elements."""
+    blocks = tl.cdiv(F, BLOCK)
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    return row.to(tl.int64), block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@jit
+def _z(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu_tanh":
+        return 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 √(2/π)
+    else:
+        return x
+
+
+@jit
+def _slope_of_z(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu_tanh":
+        return 1.5957691216057308 * (1 + 3 * 0.044715 * x * x)
+    else:
+        return 1.0
+
+
+@jit
+def _sigmoid(z, dtype: tl.constexpr):
+    if dtype == tl.float32:
+        return tl.div_rn(1.0, 1.0 + tl.exp(-z))
+    else:
+        return 1.0 / (1.0 + tl.exp(-z))  # quicker, and off by far less than a half-precision unit
+
+
+# Activations of MLPs without a gate in one launch, forward and backward. Only the input is kept.
+#
+#     relu2   max(x, 0)²
+#     xielu   α_p x² + β x  for x ≥ 0,    α_n (exp(min(x, ε)) - 1 - x) + β x  below
+#
+# All is as in transformers, but for the slope of xIELU at 0. Here it is β, as the formula gives without ε,
+# and
+# transformers gives β - α_n. In bfloat16 an x can be exactly 0.
+
+_UNGATED_BLOCK = 1024  # elements a program takes: a 16-byte load of bf16 a thread
+_UNGATED_WARPS = 4
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)², element by element.
+
+    Args:
+        x: `[...]`, bfloat16, float16 or float32; other dtypes take the reference path.
+
+    Returns:
+        A fresh contiguous tensor of its shape and dtype, computed in float32 and rounded once.
+
+    Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
+    """
+    return _Ungated.apply(x, None, None, None, None) if takes_fused_path(x, x) else reference.relu2(x)
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU, element by element.
+
+    Args:
+        x: as for `relu2`.
+        alpha_p, alpha_n: `[1]`, any float dtype; α_p = softplus(alpha_p), α_n = beta + softplus(alpha_n).
+        beta, eps: one number each, any float dtype: the slope at 0, and the ε above. They get no gradient.
+
+    Returns:
+        As `relu2`.
+
+    Source: Huang & Schlag 2024, "Deriving Activation Functions Using Integration" (arXiv 2411.13010).
+    """
+    if not takes_fused_path(x, x):
+        return reference.xielu(x, alpha_p, alpha_n, beta, eps)
+    beta, eps = beta.detach().float(), eps.detach().float()
+    return _Ungated.apply(x, F.softplus(alpha_p.float()), beta + F.softplus(alpha_n.float()), beta, eps)
+
+
+class _Ungated(torch.autograd.Function):
+    """x, and of xIELU α_p, α_n, β and ε in float32; None for relu2."""
+
+    @staticmethod
+    def forward(ctx, x, *constants):
+        ctx.save_for_backward(x, *constants)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        with torch.cuda.device_of(x):
+            _ungated_kernel[_grid(x)](
+                x.contiguous(),
+                *constants,
+                out,
+                x.numel(),
+                constants[0] is not None,
+                _UNGATED_BLOCK,
+                num_warps=_UNGATED_WARPS,
+            )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_out):
+        x, *constants = ctx.saved_tensors
+        g_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        with torch.cuda.device_of(x):
+            _ungated_backward_kernel[_grid(x)](
+                *(g_out.contiguous(), x.contiguous(), *constants, g_x, x.numel()),
+                *(constants[0] is not None, _UNGATED_BLOCK),
+                num_warps=_UNGATED_WARPS,
+            )
+        trains = any(ctx.needs_input_grad[1:3])
+        g_alphas = _gradients_of_alphas(g_out, x, constants[-1]) if trains else (None, None)
+        return g_x, *g_alphas, None, None
+
+
+def _grid(x: Tensor) -> tuple[int]:
+    return (-(-x.numel() // _UNGATED_BLOCK),)
+
+
+def _gradients_of_alphas(g_out: Tensor, x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """In plain torch: they are wanted in full fine-tuning alone."""
+    g, x = g_out.float(), x.float()
+    below = torch.where(x < 0, torch.minimum(x, eps).expm1() - x, 0)
+    return (g * x.clamp(min=0).square()).sum().view(1), (g * below).sum().view(1)
+
+
+@jit
+def _ungated_kernel(
+    x, alpha_p, alpha_n, beta, eps, out, n, XIELU: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out `[n]`. Grid: blocks of BLOCK elements."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x_B = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
+    if XIELU:
+        above = tl.load(alpha_p) * x_B * x_B
+        capped_B = tl.minimum(x_B, tl.load(eps))
+        below = tl.load(alpha_n) * (_exp_less_line(capped_B) + (capped_B - x_B))
+        y_B = tl.where(x_B >= 0, above, below) + tl.load(beta) * x_B
+    else:
+        y_B = tl.where(x_B <= 0, 0.0, x_B * x_B)  # NaN stays NaN
+    tl.store(out + place, y_B.to(out.dtype.element_ty), mask=place < n)
+
+
+@jit
+def _ungated_backward_kernel(
+    g_out, x, alpha_p, alpha_n, beta, eps, g_x, n, XIELU: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """g_x `[n]`: the gradient of x. Grid: as in the forward."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x_B = tl.load(x + place, mask=place < n, other=0.0).to(tl.float32)
+    g_B = tl.load(g_out + place, mask=place < n, other=0.0).to(tl.float32)
+    if XIELU:
+        above = 2 * tl.load(alpha_p) * x_B
+        below = tl.load(alpha_n) * tl.where(x_B < tl.load(eps), _exp_less_line(x_B) + x_B, -1.0)
+        slope_B = tl.where(x_B >= 0, above, below) + tl.load(beta)
+    else:
+        slope_B = tl.where(x_B <= 0, 0.0, 2 * x_B)
+    tl.store(g_x + place, (g_B * slope_B).to(g_x.dtype.element_ty), mask=place < n)
+
+
+@jit
+def _exp_less_line(x):
+    """exp(x) - 1 - x for x up to 0, where the difference cancels near 0."""
+    series = tl.full(x.shape, 1 / 6227020800, tl.float32)  # x² / 2! + x³ / 3! + ... + x¹³ / 13!
+    series = series * x + 1 / 479001600
+    series = series * x + 1 / 39916800
+    series = series * x + 1 / 3628800
+    series = series * x + 1 / 362880
+    series = series * x + 1 / 40320
+    series = series * x + 1 / 5040
+    series = series * x + 1 / 720
+    series = series * x + 1 / 120
+    series = series * x + 1 / 24
+    series = series * x + 1 / 6
+    series = series * x + 1 / 2
+    return tl.where(x > -1, series * x * x, tl.exp(x) - 1 - x)

@@ -1,0 +1,317 @@
+"""What routed experts do between their GEMMs: the weighted product of gate and up, and the sum over experts.
+
+A token's row is repeated for each of its k experts, and the rows are sorted by expert. The router's weight of
+a row goes into the product, before the GEMM of down:
+
+    out_n = Σ_k w_nk down_e(product_e(x_n)) = Σ_k down_e(w_nk product_e(x_n))
+
+So the gradient of w is a sum over the F features inside an expert, and the outputs of down need not be kept.
+What adapters add to a GEMM's output is a matrix of its own, which is added as the kernel reads both.
+
+N tokens of k rows each, S = N * k rows, F features inside, C features of a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.launch import jit, takes_fused_path, tl, triton
+from unsloth_pack.kernels.mlp import check_gated, product_and_gradients
+from unsloth_pack.kernels.reference import Gate, InnerSum, Scaled
+
+_BLOCK = 1024  # columns of a row that a program takes at a time
+_WARPS = 4
+
+
+def routed_gate_(inner: InnerSum, weight: Tensor, gate: Gate, keep: bool) -> Tensor:
+    """The product of gate and up, times the router's weight of each row. Without autograd.
+
+    Args:
+        inner: the outputs of gate and up, `[S, 2F]` of one dtype, each contiguous. With `keep` its base
+            becomes the whole sum.
+        weight: `[S]`, of any floating dtype.
+        gate: what the product is.
+
+    Returns:
+        `[S, F]`, fresh and contiguous, computed in float32 from the rounded sums and rounded once.
+
+    Raises:
+        ValueError: shapes or layouts do not fit together, or the activation is unknown.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6; OpenAI 2025, "gpt-oss model card",
+    section 2.2, for the limit and the offset.
+    """
+    _check(inner, weight, gate)
+    if not takes_fused_path(inner.base, weight):
+        return reference.routed_gate_(inner, weight, gate, keep)
+    S, F = len(inner.base), inner.base.shape[1] // 2
+    out = inner.base.new_empty((S, F))
+    with torch.cuda.device_of(out):
+        _routed_gate_kernel[(S,)](
+            *(*_inner_arguments(inner), weight, weight.stride(0), out, F, *_gate_arguments(gate)),
+            *(keep, gate.activation, gate.interleaved, _block(F)),
+            num_warps=_WARPS,
+        )
+    return out
+
+
+def routed_gate_backward_(
+    g_out: Tensor, of_g_out: Scaled | None, inner: InnerSum, weight: Tensor, gate: Gate, g_inner: Tensor
+) -> Tensor:
+    """The backward pass of `routed_gate_`, which also makes the weighted product again.
+
+    Args:
+        g_out: `[S, F]`, contiguous; with `of_g_out` added, the gradient of the weighted product. Overwritten
+            by the weighted product.
+        of_g_out: `[S, F]`, contiguous, and its scale, or None.
+        inner, weight, gate: as for `routed_gate_`.
+        g_inner: `[S, 2F]`, contiguous; the gradient of the sum is written there. May be the sum's base.
+
+    Returns:
+        The gradient of `weight`: `[S]` float32, float64 for float64.
+
+    Raises:
+        ValueError: as for `routed_gate_`.
+    """
+    _check(inner, weight, gate)
+    S, F = len(inner.base), inner.base.shape[1] // 2
+    of = [] if of_g_out is None else [of_g_out.values]
+    for x, shape in ((g_out, (S, F)), *((part, (S, F)) for part in of), (g_inner, (S, 2 * F))):
+        if x.shape != shape or not x.is_contiguous():
+            raise ValueError(f"a gradient is {[*x.shape]}, strides {x.stride()}: pass contiguous {[*shape]}")
+    if not takes_fused_path(inner.base, weight):
+        return reference.routed_gate_backward_(g_out, of_g_out, inner, weight, gate, g_inner)
+    g_weight = torch.empty(S, dtype=torch.float32, device=g_out.device)
+    more, scale = (None, 0.0) if of_g_out is None else of_g_out
+    with torch.cuda.device_of(g_out):
+        _routed_gate_backward_kernel[(S,)](
+            *(g_out, more, scale, *_inner_arguments(inner), weight, weight.stride(0), g_inner, g_weight, F),
+            *(*_gate_arguments(gate), gate.activation, gate.interleaved, _block(F)),
+            num_warps=_WARPS,
+        )
+    return g_weight
+
+
+def sum_of_rows(parts: list[Scaled], places: Tensor) -> Tensor:
+    """For each token the sum of its rows, in the order in which `places` names them.
+
+    Args:
+        parts: one or two matrices `[S, C]`, contiguous and of one dtype, with their scales. They are added.
+        places: `[N, k]` int64, contiguous: the rows of each token.
+
+    Returns:
+        `[N, C]`, computed in float32 (float64 for float64) and rounded once.
+
+    Raises:
+        ValueError: there are more parts, or they differ in shape.
+    """
+    (first, scale), *rest = parts
+    if len(rest) > 1 or any(part.values.shape != first.shape for part in rest):
+        raise ValueError(f"parts are {[[*x.values.shape] for x in parts]}: pass one or two, of one shape")
+    if not all(takes_fused_path(part.values, part.values) for part in parts):
+        return reference.sum_of_rows(parts, places)
+    (N, k), C = places.shape, first.shape[1]
+    out = first.new_empty((N, C))
+    more, more_scale = rest[0] if rest else (None, 0.0)
+    block = _block(C)
+    with torch.cuda.device_of(out):
+        _sum_of_rows_kernel[(N * triton.cdiv(C, block),)](
+            *(first.contiguous(), scale, more if more is None else more.contiguous(), more_scale),
+            *(places.contiguous(), out, C, k, block),
+            num_warps=_WARPS,
+        )
+    return out
+
+
+def _block(columns: int) -> int:
+    return min(_BLOCK, triton.next_power_of_2(columns))
+
+
+def _inner_arguments(inner: InnerSum) -> tuple[Tensor | float | None, ...]:
+    low_rank, scale = (None, 0.0) if inner.low_rank is None else inner.low_rank
+    return inner.base, low_rank, scale, inner.bias, inner.expert
+
+
+def _gate_arguments(gate: Gate) -> tuple[float, float, float]:
+    return gate.alpha, float("inf") if gate.limit is None else gate.limit, gate.offset
+
+
+def _check(inner: InnerSum, weight: Tensor, gate: Gate) -> None:
+    """Raise ValueError unless the arguments fit together."""
+    base, low_rank, bias, expert = inner
+    if base.dim() != 2 or base.shape[1] % 2:
+        raise ValueError(f"gate and up are {[*base.shape]}: pass [S, 2F]")
+    check_gated(base, base, gate.activation)
+    if gate.alpha != 1 and gate.activation != "silu":
+        raise ValueError(f"alpha is {gate.alpha} with {gate.activation}: it is for silu alone")
+    if low_rank is not None and low_rank.values.shape != base.shape:
+        raise ValueError(f"the low-rank part is {[*low_rank.values.shape]}: pass {[*base.shape]}, as of base")
+    if (bias is None) != (expert is None):
+        raise ValueError("of bias and expert one is missing: pass both or neither")
+    if bias is not None and bias.shape[-1] != base.shape[1]:
+        raise ValueError(f"bias is {[*bias.shape]}: pass [E, {base.shape[1]}]")
+    if weight.shape != base.shape[:1]:
+        raise ValueError(f"weight is {[*weight.shape]}: pass {[len(base)]}, one for each row")
+    given = [base, *([] if low_rank is None else [low_rank.values]), *([] if bias is None else [bias])]
+    if not all(x.is_contiguous() for x in given):
+        raise ValueError("gate and up are not contiguous: call contiguous() on every part")
+
+
+# F and C are specialised: Triton must know that 16 divides them for 16-byte accesses.
+
+
+@jit
+def _routed_gate_kernel(
+    base, low_rank, low_rank_scale, bias, expert, weight, weight_stride, out, F, alpha, limit, offset,
+    KEEP: tl.constexpr, ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out `[S, F]`; with KEEP base `[S, 2F]` becomes the sum. Grid: S rows."""
+    row = tl.program_id(0).to(tl.int64)
+    w = tl.load(weight + row * weight_stride).to(tl.float32)
+    for start in range(0, F, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < F
+        at_gate, at_up = _places(column, F, INTERLEAVED)
+        x = _inner(base, low_rank, low_rank_scale, bias, expert, row, at_gate, inside, F)
+        u = _inner(base, low_rank, low_rank_scale, bias, expert, row, at_up, inside, F)
+        if KEEP:
+            tl.store(base + row * 2 * F + at_gate, x.to(base.dtype.element_ty), mask=inside)
+            tl.store(base + row * 2 * F + at_up, u.to(base.dtype.element_ty), mask=inside)
+        x, u = tl.minimum(x, limit), tl.clamp(u, -limit, limit) + offset
+        product, _gx, _gu = product_and_gradients(
+            0.0, alpha * x, u / alpha, base.dtype.element_ty, ACTIVATION
+        )
+        tl.store(out + row * F + column, (w * product).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _routed_gate_backward_kernel(
+    g_out, of_g_out, g_scale, base, low_rank, low_rank_scale, bias, expert, weight, weight_stride,
+    g_inner, g_weight, F, alpha, limit, offset,
+    ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """g_inner `[S, 2F]`, g_weight `[S]`; g_out `[S, F]` becomes the weighted product. Grid: S rows."""
+    row = tl.program_id(0).to(tl.int64)
+    w = tl.load(weight + row * weight_stride).to(tl.float32)
+    of_weight = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, F, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < F
+        at_gate, at_up = _places(column, F, INTERLEAVED)
+        x = _inner(base, low_rank, low_rank_scale, bias, expert, row, at_gate, inside, F)
+        u = _inner(base, low_rank, low_rank_scale, bias, expert, row, at_up, inside, F)
+        g = tl.load(g_out + row * F + column, mask=inside, other=0.0).to(tl.float32)
+        if of_g_out is not None:
+            g += g_scale * tl.load(of_g_out + row * F + column, mask=inside, other=0.0).to(tl.float32)
+        capped_u = tl.clamp(u, -limit, limit) + offset
+        product, gx, gu = product_and_gradients(
+            w * g, alpha * tl.minimum(x, limit), capped_u / alpha, base.dtype.element_ty, ACTIVATION
+        )
+        gx = tl.where(x <= limit, alpha * gx, 0.0)
+        gu = tl.where((u >= -limit) & (u <= limit), gu / alpha, 0.0)
+        tl.store(g_inner + row * 2 * F + at_gate, gx.to(g_inner.dtype.element_ty), mask=inside)
+        tl.store(g_inner + row * 2 * F + at_up, gu.to(g_inner.dtype.element_ty), mask=inside)
+        tl.store(g_out + row * F + column, (w * product).to(g_out.dtype.element_ty), mask=inside)
+        of_weight += tl.where(inside, g * product, 0.0)
+    tl.store(g_weight + row, tl.sum(of_weight))
+
+
+@jit
+def _places(column, F, INTERLEAVED: tl.constexpr):
+    """Where gate and up of these columns stand in a row of both."""
+    if INTERLEAVED:
+        return 2 * column, 2 * column + 1
+    else:
+        return column, F + column
+
+
+@jit
+def _inner(base, low_rank, scale, bias, expert, row, column, inside, F):
+    """A part of a row of the sum, in float32, rounded as the whole sum is where it is kept."""
+    x = tl.load(base + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
+    if low_rank is not None:
+        x += scale * tl.load(low_rank + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        own = tl.load(expert + row).to(tl.int64)
+        x += tl.load(bias + own * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
+    return x.to(base.dtype.element_ty).to(tl.float32)
+
+
+@jit
+def _sum_of_rows_kernel(
+    first, scale, more, more_scale, places, out, C, K: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out `[N, C]`. Grid: the blocks of BLOCK columns of each token in turn."""
+    blocks = tl.cdiv(C, BLOCK)
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < C
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(K):
+        start = tl.load(places + token * K + k) * C
+        total += scale * tl.load(first + start + column, mask=inside, other=0.0).to(tl.float32)
+        if more is not None:
+            total += more_scale * tl.load(more + start + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * C + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+# GEMMs of groups of rows, each group with a matrix of its own, as routed experts have them.
+#
+# The rows of a group lie one after another, and where the groups end is read on the device: torch's grouped
+# GEMM does so in bfloat16 on GPUs of compute capability 8.0 and above. Elsewhere the groups run one by one,
+# which reads on the host where they end.
+#
+# S rows in E groups, I inputs, O outputs.
+
+_BYTES = 16  # that rows of a grouped GEMM are multiples of
+
+
+def grouped_mm(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """The rows of every group times the group's matrix: `[S, O]`. Without autograd.
+
+    Args:
+        x_SI: rows, sorted by group; every row is in one.
+        weight_EIO: of the same dtype; a transposed view is read in place.
+        ends_E: int32, the first row after each group.
+    """
+    if _run_grouped(x_SI, weight_EIO, x_SI.shape[1], weight_EIO.shape[2]):
+        return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)
+    return reference.grouped_mm(x_SI, weight_EIO, ends_E)
+
+
+def grouped_outer(left_SI: Tensor, right_SO: Tensor, ends_E: Tensor) -> Tensor:
+    """leftᵀ right of the rows of every group: `[E, I, O]`, zeros of groups without rows. Without autograd.
+
+    Args:
+        left_SI, right_SO: rows, sorted by group, of one dtype.
+        ends_E: as for `grouped_mm`.
+    """
+    if _run_grouped(left_SI, right_SO, left_SI.shape[1], right_SO.shape[1]):
+        product_EIO = F.grouped_mm(left_SI.t(), right_SO, offs=ends_E)
+        # A GEMM of no rows may leave what was in the memory before
+        is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
+        return product_EIO.masked_fill_(is_empty_E[:, None, None], 0)
+    return reference.grouped_outer(left_SI, right_SO, ends_E)
+
+
+def why_not_grouped(dtype: torch.dtype, device: torch.device, *sizes: int) -> str | None:
+    """Why GEMMs in a dtype run group by group; None where they are one grouped GEMM.
+
+    Args:
+        sizes: the inputs and outputs of all of them.
+    """
+    if dtype != torch.bfloat16:
+        return f"torch has no grouped GEMM in {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "torch's grouped GEMM needs compute capability 8.0"
+    if odd := [size for size in sizes if size * dtype.itemsize % _BYTES]:
+        return f"torch's grouped GEMM needs sizes that are multiples of 8, one is {odd[0]}"
+    return None
+
+
+def _run_grouped(left: Tensor, right: Tensor, *sizes: int) -> bool:
+    is_aligned = left.data_ptr() % _BYTES == right.data_ptr() % _BYTES == 0
+    return is_aligned and len(left) > 0 and why_not_grouped(right.dtype, right.device, *sizes) is None

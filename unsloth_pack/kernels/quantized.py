@@ -1,0 +1,287 @@
+"""Rows in eight bits, and the GEMM of them.
+
+x ≈ q * s: q in e4m3 (Micikevicius et al. 2022, "FP8 formats for deep learning"), one float32 scale
+s = max|x| / 448 for every row.
+
+The gradient of an input that several layers share is one GEMM: the layers' gradients lie side by side in one
+matrix, and so do their transposed weights. The sum over all of them is rounded to 16 bits once.
+
+Shapes: N tokens, I inputs, O outputs of a weight `[O, I]`, ΣO those of all weights over one input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unsloth_pack.kernels import reference
+from unsloth_pack.kernels.launch import (
+    FUSED_DTYPES,
+    PER_THREAD,
+    as_rows,
+    floor_power_of_2,
+    jit,
+    takes_fused_path,
+    tl,
+    triton,
+)
+from unsloth_pack.kernels.reference import NestedScales
+
+_ELEMENTS = 4096  # that a program dequantises
+_COLUMNS = 512  # of these, at most
+_TILE = 64  # rows and columns that a program transposes
+_MAX_WARPS = 32  # a program holds the gradients of gate and up of a whole row
+
+
+class Fp8Rows(NamedTuple):
+    """A matrix in e4m3.
+
+    Args:
+        values: `[N, C]` float8_e4m3fn, contiguous.
+        scale: `[N, 1]` float32; values * scale is what they stand for.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """`[N, C]` in `dtype`, computed in float32 and rounded once, in one launch."""
+        if not takes_fused_path(self.scale, self.scale) or dtype not in FUSED_DTYPES:
+            return reference.dequantize_rows(self.values, self.scale, dtype)
+        (N, C), out = self.values.shape, self.values.new_empty(self.values.shape, dtype=dtype)
+        block = min(_COLUMNS, triton.next_power_of_2(C))
+        rows = _ELEMENTS // block
+        with torch.cuda.device_of(out):
+            _dequantize_kernel[(triton.cdiv(N, rows), triton.cdiv(C, block))](
+                self.values, self.scale, out, N, C, rows, block, num_warps=4
+            )
+        return out
+
+
+class Fp8Columns(NamedTuple):
+    """Weights over one input, transposed and side by side: the gradient of the input is a product with them.
+
+    Args:
+        values: `[I, ΣO]` float8_e4m3fn, contiguous.
+        scales: of the columns: `[O, 1]` float32 of each weight.
+    """
+
+    values: Tensor
+    scales: tuple[Tensor, ...]
+
+
+def quantize_rows(*parts: Tensor, column_scales: Sequence[Tensor] | None = None) -> Fp8Rows:
+    """`[N, C]` to e4m3, each row scaled by its largest element, in one launch.
+
+    Args:
+        parts: the matrix, or its columns in several parts `[N, C_p]` of one dtype: bfloat16, float16 or
+            float32. Rows of zeros give zeros.
+        column_scales: `[C_p, 1]` float32 for each part; the columns are multiplied by them first.
+    """
+    if not all(takes_fused_path(part, part) for part in parts):
+        return Fp8Rows(*reference.quantize_rows(*parts, column_scales=column_scales))
+    rows, strides = zip(*map(as_rows, parts), strict=True)
+    N, widths = len(parts[0]), tuple(part.shape[1] for part in parts)
+    values = parts[0].new_empty((N, sum(widths)), dtype=torch.float8_e4m3fn)
+    scale = parts[0].new_empty((N, 1), dtype=torch.float32)
+    blocks = tuple(map(triton.next_power_of_2, widths))
+    num_warps = min(_MAX_WARPS, floor_power_of_2(sum(blocks) // (32 * PER_THREAD)))
+    of_columns = (None,) * len(parts) if column_scales is None else tuple(column_scales)
+    with torch.cuda.device_of(values):
+        _quantize_kernel[(N,)](
+            rows, strides, widths, of_columns, values, scale, sum(widths), blocks, num_warps=num_warps
+        )
+    return Fp8Rows(values, scale)
+
+
+def fp8_linear(x: Fp8Rows, weight: Fp8Rows, out: Tensor) -> Tensor:
+    """x Wᵀ from `[N, I]` and `[O, I]`, accumulated in float32.
+
+    On a GPU I and O are multiples of 16.
+
+    Args:
+        out: `[N, O]`, contiguous, on a GPU bfloat16; the result is written there.
+    """
+    if not out.is_cuda:
+        return reference.fp8_linear(x, weight, out)
+    return _scaled_mm(x, weight.values, weight.scale, out)
+
+
+def fp8_transposed(weights: Sequence[Fp8Rows]) -> Fp8Columns:
+    """Weights `[O, I]` over one input as `fp8_linear_backward` takes them, in one launch."""
+    values, scales = zip(*weights, strict=True)
+    if not values[0].is_cuda:
+        return Fp8Columns(*reference.fp8_transposed(weights))
+    return Fp8Columns(_side_by_side(values), scales)
+
+
+def fp8_linear_backward(gs: Sequence[Tensor], weights: Fp8Columns, out: Tensor) -> Tensor:
+    """Σ g W, the gradient of x.
+
+    The sum runs over the rows of every W, each with its own scale, so g takes in the scales before it is
+    quantised. In the sum a g counts as much as its elements are large, so that one scale for a row of all g
+    is as exact as one for each: what is small beside the row's largest element is small in the result.
+
+    Args:
+        gs: `[N, O]` of each weight.
+        out: `[N, I]`, contiguous, on a GPU bfloat16; the result is written there.
+    """
+    if not out.is_cuda:
+        return reference.fp8_linear_backward(gs, weights, out)
+    g = quantize_rows(*gs, column_scales=weights.scales)
+    return _scaled_mm(g, weights.values, weights.scales[0].new_ones((out.shape[1], 1)), out)
+
+
+def _scaled_mm(x: Fp8Rows, values: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    product: Tensor = torch._scaled_mm(
+        x.values,
+        values.t(),
+        scale_a=x.scale,
+        scale_b=scale.t(),
+        out_dtype=out.dtype,
+        use_fast_accum=True,
+        out=out,
+    )
+    return product
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """The transposed parts `[R, C]`: tensor cores take e4m3 only with the summed dim last."""
+    C, heights = parts[0].shape[1], tuple(map(len, parts))
+    out = parts[0].new_empty((C, sum(heights)))
+    grid = (sum(triton.cdiv(height, _TILE) for height in heights), triton.cdiv(C, _TILE))
+    as_bytes = tuple(part.view(torch.uint8) for part in parts)
+    with torch.cuda.device_of(out):
+        _transpose_kernel[grid](as_bytes, heights, out.view(torch.uint8), sum(heights), C, _TILE, num_warps=4)
+    return out
+
+
+@jit
+def _quantize_kernel(parts, strides, widths, column_scales, values, scale, C, BLOCKS: tl.constexpr):
+    """values `[N, C]` and scale `[N, 1]` of the parts side by side. Grid: N rows."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = 0.0
+    loaded = tl.tuple(())
+    for i in tl.static_range(len(parts)):
+        column = tl.arange(0, BLOCKS[i])
+        x_C = tl.load(parts[i] + row * strides[i] + column, mask=column < widths[i], other=0.0).to(tl.float32)
+        if column_scales[i] is not None:
+            x_C *= tl.load(column_scales[i] + column, mask=column < widths[i], other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(x_C)))
+        loaded += (x_C,)
+    s = tl.maximum(largest / 448.0, 1e-30)
+    inverse = tl.div_rn(1.0, s)  # a division for every element would cost more
+    start = values + row * C
+    for i in tl.static_range(len(parts)):
+        column = tl.arange(0, BLOCKS[i])
+        q_C = tl.clamp(loaded[i] * inverse, -448.0, 448.0)
+        tl.store(start + column, q_C.to(tl.float8e4nv), mask=column < widths[i])
+        start += widths[i]
+    tl.store(scale + row, s)
+
+
+@jit(do_not_specialize=["N"])
+def _dequantize_kernel(values, scale, out, N, C, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out `[N, C]`. Grid: blocks of rows, blocks of columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < N)[:, None] & (column < C)[None, :]
+    places = row[:, None] * C + column[None, :]
+    x = tl.load(values + places, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(scale + row, mask=row < N, other=0.0)
+    tl.store(out + places, (x * s[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _transpose_kernel(parts, heights, out, R, C, TILE: tl.constexpr):
+    """out `[C, R]`: the transposed parts side by side. Grid: tiles of each part's rows, tiles of columns."""
+    tile = tl.program_id(0)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    start = out
+    for i in tl.static_range(len(parts)):
+        n_tiles = tl.cdiv(heights[i], TILE)
+        if (tile >= 0) & (tile < n_tiles):
+            row = tile * TILE + tl.arange(0, TILE)
+            inside = (row < heights[i])[:, None] & (column < C)[None, :]
+            x = tl.load(parts[i] + row.to(tl.int64)[:, None] * C + column[None, :], mask=inside)
+            place = start + column.to(tl.int64)[:, None] * R + row[None, :]
+            tl.store(place, tl.trans(x), mask=tl.trans(inside))
+        tile -= n_tiles
+        start += heights[i]
+
+
+# Weights in four bits made whole again in one launch, as bitsandbytes holds them.
+#
+#     x = code[q] * s      s = s₈-code[s₈] * s' + offset where the scales are held in eight bits themselves
+#
+# (Dettmers et al. 2023, "QLoRA", section 3, "Double Quantization"). bitsandbytes itself makes the scales
+# whole
+# first, in two launches of their own.
+#
+# n blocks of some elements with one scale each; two elements a byte, the first in the upper half.
+
+_NF4_ELEMENTS = 4096  # of a program
+
+
+def dequantize_4bit(
+    packed: Tensor, code: Tensor, scales: Tensor | NestedScales, block: int, dtype: torch.dtype
+) -> Tensor:
+    """What quantised elements stand for, computed in float32 and rounded once.
+
+    Args:
+        packed: `[n * block / 2]` uint8.
+        code: `[16]` float32, what each of the sixteen values stands for.
+        scales: `[n]` float32, one for each block, or these in eight bits.
+        block: elements of a block, a power of 2 from 32 on.
+        dtype: of the result.
+
+    Returns:
+        `[n * block]`, the same bits as by bitsandbytes.
+
+    Raises:
+        ValueError: the sizes do not fit together.
+    """
+    n = len(scales.values if isinstance(scales, NestedScales) else scales)
+    if block < 32 or block & (block - 1):
+        raise ValueError(f"block is {block}: pass a power of 2 from 32 on")
+    if packed.dtype != torch.uint8 or packed.shape != (n * block // 2,):
+        raise ValueError(
+            f"packed is {[*packed.shape]} of {packed.dtype}: pass [{n * block // 2}] of torch.uint8, for {n} "
+            f"blocks of {block}"
+        )
+    if not takes_fused_path(code, code):
+        return reference.dequantize_4bit(packed, code, scales, block, dtype)
+    out = torch.empty(n * block, dtype=dtype, device=packed.device)
+    blocks = max(1, _NF4_ELEMENTS // block)
+    parts = (*scales[:4], scales.group) if isinstance(scales, NestedScales) else (scales, None, None, None, 1)
+    with torch.cuda.device_of(packed):
+        _dequantize_nf4_kernel[(triton.cdiv(n, blocks),)](
+            *(packed, code, *parts, out, n, blocks, block // 2),
+            num_warps=4,
+            enable_fp_fusion=False,  # bitsandbytes rounds the product before it adds the offset
+        )
+    return out
+
+
+@jit(do_not_specialize=["n"])
+def _dequantize_nf4_kernel(
+    packed, code, scales, scale_code, outer_scales, offset, GROUP: tl.constexpr, out, n,
+    BLOCKS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """out `[n, 2 * PAIRS]`. Grid: BLOCKS blocks each."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    exists = block < n
+    scale = tl.load(scales + block, mask=exists, other=0)
+    if scale_code is not None:
+        outer = tl.load(outer_scales + block // GROUP, mask=exists, other=0.0)
+        scale = tl.load(scale_code + scale.to(tl.int32)) * outer + tl.load(offset)
+    places = block[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    pairs = tl.load(packed + places, mask=exists[:, None], other=0).to(tl.int32)
+    first = tl.load(code + (pairs >> 4)) * scale[:, None]
+    second = tl.load(code + (pairs & 15)) * scale[:, None]
+    elements = tl.interleave(first, second).to(out.dtype.element_ty)
+    where = block[:, None] * (2 * PAIRS) + tl.arange(0, 2 * PAIRS)[None, :]
+    tl.store(out + where, elements, mask=exists[:, None])

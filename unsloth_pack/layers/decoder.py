@@ -1,0 +1,315 @@
+"""The decoder forward for a packed row.
+
+An ordinary batch goes through transformers' own forward, masks and cache included.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils.output_capturing import capture_outputs
+
+from unsloth_pack.cuda_graphs.shapes import Embedded
+from unsloth_pack.cuda_graphs.step import StepGraphs
+from unsloth_pack.errors import InputError
+from unsloth_pack.layers.kernel_warmup import Rehearsal
+from unsloth_pack.layers.layer import OwnCheckpointing, inputs_by_layer
+from unsloth_pack.layers.leak_probe import OwnProbe
+from unsloth_pack.layers.mlp import GateAndUpPlan
+from unsloth_pack.layers.rotary import RotaryTables
+from unsloth_pack.layers.unpadding import Unpadding
+from unsloth_pack.losses.contract import LOSS_KEYWORDS
+from unsloth_pack.models.spec import DEEPSTACK, ArchSpec
+from unsloth_pack.modules.hooks import no_compile
+from unsloth_pack.packed_row.describe import ROW_KEYWORDS, refuse_document_ids, row_from_call
+from unsloth_pack.packed_row.labels import PaddedBatch
+from unsloth_pack.packed_row.leaking_masks import refuse_leaking_masks
+from unsloth_pack.packed_row.row import PackedRow
+
+# Features of a tower's middle layers, added to the image tokens behind the first layers of the decoder.
+#
+# Shapes: B rows of T tokens, V of all tokens stand for images, C features.
+#
+# Source: DeepStack (Meng et al. 2024).
+
+
+def visual_by_layer(row: PackedRow, kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """`[V, C]` for each of the first layers, taken out of the keywords of a decoder's call.
+
+    Raises:
+        InputError: there are some, and the row does not say where its images stand.
+    """
+    kwargs.pop("visual_pos_masks", None)
+    by_layer = kwargs.pop(DEEPSTACK, None) or []
+    if len(by_layer) and row.visual is None:
+        raise InputError(
+            f"{DEEPSTACK} came with a packed row that does not say where its images stand; call "
+            "the model with the head, with pixel_values"
+        )
+    return by_layer
+
+
+def add_visual(hidden_BTC: Tensor, row: PackedRow, features_VC: Tensor) -> Tensor:
+    """The hidden states with these features on the tokens of images."""
+    features_VC = features_VC.to(hidden_BTC.dtype)
+    if len(features_VC) == row.n_tokens:  # of every token, as in a captured step
+        return hidden_BTC + features_VC.view(hidden_BTC.shape)
+    return hidden_BTC.flatten(0, 1).index_add(0, row.visual_ids, features_VC).view(hidden_BTC.shape)
+
+
+logger = logging.getLogger("unsloth_pack")
+_TAKEN_OUT = frozenset((*ROW_KEYWORDS, *LOSS_KEYWORDS))  # of a call: layers read neither
+# Under checkpointing the backward pass runs all the same, and a trainer goes on without a word.
+_NOTHING_TRAINS = (
+    "no weight of the decoder is trained; put an adapter on the model with FastLanguageModel.get_peft_model, "
+    "or load it with full_finetuning=True"
+)
+
+
+class FastDecoder(nn.Module):
+    """Takes the place of a transformers decoder's class (`LlamaModel`, ...)."""
+
+    config: PreTrainedConfig
+    layers: nn.ModuleList
+    get_input_embeddings: Callable[[], nn.Embedding]
+    spec: ArchSpec
+    rotary_tables: dict[str | None, RotaryTables]
+    step_graphs: StepGraphs
+    gate_and_up_plan: GateAndUpPlan
+    unpadding: Unpadding
+    leak_probe: OwnProbe | None  # until it has passed, or is not wanted
+    rehearsal: Rehearsal
+    trained_weights_sought: bool
+    numbers_sought: bool
+    answers_by_row: str | None  # the model around it, where that makes one answer of all tokens of a row
+    recompute_plan: Any = None  # where `use_gradient_checkpointing` is "auto"
+    own_checkpointing: OwnCheckpointing | None = None  # "auto" or "offload", also while it is switched off
+
+    @no_compile
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' decoder forward, or the packed one where the call describes packed documents.
+
+        Args:
+            kwargs: beside transformers' arguments, those of `describe_row`; or `packed_row`, by which the
+                model around the decoder hands on what it has described: the row, the padded batch that
+                becomes one, or None for a batch that keeps its padding.
+        """
+        if "packed_row" not in kwargs:
+            inputs: dict[str, Any] = {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "past_key_values": past_key_values,
+                "inputs_embeds": inputs_embeds,
+                "use_cache": use_cache,
+            }
+            unpad = partial(self.unpadding.batch_of, self, inputs)
+            kwargs["packed_row"] = row_from_call(inputs, kwargs, unpad)
+        row = kwargs.pop("packed_row")
+        kwargs = {name: value for name, value in kwargs.items() if name not in _TAKEN_OUT}
+        batch = row if isinstance(row, PaddedBatch) else None
+        if batch is not None:
+            row, input_ids, inputs_embeds = batch.row, batch.packed(input_ids), batch.packed(inputs_embeds)
+            if kwargs.get("per_layer_inputs") is not None:
+                kwargs["per_layer_inputs"] = batch.packed(kwargs["per_layer_inputs"])
+        if row is not None:
+            if batch is None:
+                self._refuse_joined_answers(row)
+            self._probe_for_leaks(row)
+        if self._trains():
+            self._warn_if_nothing_trains(inputs_embeds)
+        if row is not None:
+            output = self._packed_step(row, input_ids, inputs_embeds, kwargs)
+            return output if batch is None else batch.padded(output)
+        self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
+        self._refuse_other_masks(attention_mask)
+        refuse_leaking_masks(attention_mask, position_ids)
+        if position_ids is not None and position_ids.dim() == 1:  # the one document of a row
+            position_ids = position_ids[None]
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+    # Before a step
+
+    def _refuse_joined_answers(self, row: PackedRow) -> None:
+        n_rows, n_documents = row.shape[0], row.is_padding.count(False)
+        if self.answers_by_row is not None and n_documents > n_rows:
+            raise InputError(
+                f"{self.answers_by_row} gives one answer a row, {n_rows} hold {n_documents} documents; "
+                "give every document a row of its own, padded"
+            )
+
+    def _probe_for_leaks(self, row: PackedRow) -> None:
+        if self.leak_probe is not None and self.leak_probe.is_due(self, row):
+            self.leak_probe.look(self)
+            self.leak_probe = None
+
+    def _warn_if_nothing_trains(self, inputs_embeds: Tensor | None) -> None:
+        """Once, and not where the embeddings come from outside: something may train there."""
+        if self.trained_weights_sought:
+            return
+        self.trained_weights_sought = True
+        if inputs_embeds is None and not any(p.requires_grad for p in self.parameters()):
+            logger.warning(_NOTHING_TRAINS)
+
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _plan_recomputation(self, inputs: Tensor | None) -> None:
+        """Of a step of training that runs: it asks the driver for the free memory, which takes time."""
+        if inputs is None or not self._trains():
+            return
+        tokens = inputs.shape[0] * inputs.shape[1]
+        if self.recompute_plan is not None:
+            self.recompute_plan.decide(tokens, inputs.device)
+        embedding = self.get_input_embeddings()
+        # PEFT's wrappers make their own `weight` anew at every look
+        weight = getattr(embedding, "original_module", embedding).weight
+        self.gate_and_up_plan.decide(tokens, weight.element_size(), inputs.device)
+
+    def _refuse_other_masks(self, attention_mask: Any) -> None:
+        """Of an ordinary batch: masks that the shared attention would misread.
+
+        A mask on a device is looked at once, in training: each look waits for the device.
+        """
+        if self.config._attn_implementation != "sdpa":
+            raise InputError(
+                f"attn_implementation is {self.config._attn_implementation!r}, changed after the patch; "
+                "undo the patch first, or set it back to 'sdpa'"
+            )
+        if getattr(attention_mask, "is_cuda", False):
+            if self.numbers_sought or not self.training:
+                return
+            self.numbers_sought = True
+        refuse_document_ids(attention_mask)
+
+    # A step over a packed row
+
+    def _packed_step(
+        self,
+        row: PackedRow,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        kwargs: Mapping[str, Any],
+    ) -> "PackedOutput":
+        """Replayed from CUDA graphs, or run layer by layer; again where memory runs out and fewer layers need
+        to keep their activations."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("a model call takes either input_ids or inputs_embeds; give exactly one")
+        inputs: Any = input_ids
+        if inputs_embeds is not None:
+            inputs = Embedded(inputs_embeds, visual_by_layer(row, dict(kwargs)))
+        may_replay = not self._asks_for_more(kwargs, inputs_embeds)
+        wants_router = self._asks_for_router_logits(kwargs)
+        made = self.step_graphs.replay(self, row, inputs, wants_router) if may_replay else None
+        while made is None:
+            self._plan_recomputation(input_ids if inputs_embeds is None else inputs_embeds)
+            if may_replay:
+                made = self.step_graphs.run(self, row, inputs, wants_router)
+                if made is not None:
+                    break
+            plan = self.recompute_plan if self._trains() else None
+            try:
+                with self.step_graphs.tried(row):
+                    outputs = self._packed_forward(row, input_ids, inputs_embeds, **kwargs)
+                if plan is None or plan.leaves_room(row.device) or not plan.lower():
+                    return outputs
+                del outputs
+            except torch.OutOfMemoryError:
+                if plan is None or not plan.lower():
+                    raise
+            torch.cuda.empty_cache()
+        return PackedOutput(last_hidden_state=made.hidden, router_logits=made.router_logits)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
+        moved = super()._apply(fn, *args, **kwargs)
+        if (graphs := vars(self).get("step_graphs")) is not None:  # PEFT makes modules anew from this class
+            graphs.let_go(self)
+        return moved
+
+    def _asks_for_more(self, kwargs: Mapping[str, Any], inputs_embeds: Tensor | None) -> bool:
+        """Whether a call is to return more than graphs do, or its layers take more."""
+        if inputs_embeds is not None and self.spec.per_layer_inputs:
+            return True  # layers have embeddings of their own, of ids that are not known here
+        taken = ("output_router_logits",) if inputs_embeds is None else ("output_router_logits", DEEPSTACK)
+        others = (value for name, value in kwargs.items() if name not in taken)
+        is_asked = any(value is not None and value is not False for value in others)
+        return is_asked or getattr(self.config, "output_hidden_states", False)
+
+    def _asks_for_router_logits(self, kwargs: Mapping[str, Any]) -> bool:
+        name = "output_router_logits"
+        return bool(kwargs.get(name, getattr(self.config, name, False)))
+
+    @capture_outputs
+    def _packed_forward(
+        self,
+        row: PackedRow,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        only: Collection[int] | None = None,
+        **kwargs: Any,
+    ) -> "PackedOutput":
+        """All layers, or only those of these numbers."""
+        kwargs.pop("logits_to_keep", None)  # the model around the decoder cuts them
+        hidden_BTC = self._embedded(row, input_ids) if inputs_embeds is None else inputs_embeds
+        multiplier = self.spec.embedding_multiplier
+        if inputs_embeds is None:
+            multiplier = multiplier or self.spec.token_multiplier
+        if multiplier:
+            hidden_BTC = hidden_BTC * getattr(self.config, multiplier)
+        own_inputs = inputs_by_layer(self, input_ids, hidden_BTC, kwargs)
+        deepstack = visual_by_layer(row, kwargs)
+        rotations = {kind: tables.for_row(row) for kind, tables in self.rotary_tables.items()}
+        handed_on = {"packed_row": row, self.spec.name("packed_row"): row, **kwargs}
+        for number, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            if only is not None and number not in only:
+                continue
+            kind = self.config.layer_types[number] if self.spec.rotary_per_layer_type else None
+            more = own_inputs[number] | handed_on
+            # Without tables nothing rotates
+            out = layer(hidden_BTC, position_embeddings=rotations.get(kind), **more)
+            hidden_BTC = out if isinstance(out, Tensor) else out[0]
+            if number < len(deepstack):
+                hidden_BTC = add_visual(hidden_BTC, row, deepstack[number])
+        norm = getattr(self, self.spec.name("norm"))
+        # router_logits stay None without experts
+        return PackedOutput(last_hidden_state=norm(hidden_BTC))
+
+    def _embedded(self, row: PackedRow, input_ids: Tensor | None) -> Tensor:
+        """`[B, T, C]`; by document under NEFTune: more tokens at once get less noise (Jain et al. 2023)."""
+        embedding = self.get_input_embeddings()
+        if input_ids is None or not hasattr(embedding, "neftune_noise_alpha"):
+            return embedding(input_ids)
+        documents = input_ids.reshape(1, -1).split(list(row.lengths), dim=1)
+        return torch.cat([embedding(ids) for ids in documents], 1).view(*input_ids.shape, -1)
+
+
+@dataclass
+class PackedOutput(MoeModelOutputWithPast):
+    """What a decoder makes of a packed row. Models around it may read `shared_kv_states`: there are none."""
+
+    router_logits: Any = None
+    shared_kv_states: Any = None

@@ -1,0 +1,275 @@
+"""Softmax attention: the mixer, and the forward that all architectures with it share.
+
+Shapes: B rows of T tokens, N = B * T, H query heads, K key and value heads, D head size.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from unsloth_pack.attention import BACKENDS, AttentionOptions, attend, attend_dense, choose_backend
+from unsloth_pack.attention.backends import why_not_captured
+from unsloth_pack.attention.options import AttentionNeed
+from unsloth_pack.errors import InputError
+from unsloth_pack.kernels import QKNorm, rope_qk
+from unsloth_pack.layers.mixers.contract import Choice, Request
+from unsloth_pack.layers.norm import norm_eps
+from unsloth_pack.layers.rotary import angles_twice, scaled_by_position
+from unsloth_pack.lora.linear import project
+from unsloth_pack.models.spec import ArchSpec
+from unsloth_pack.modules.hooks import has_hooks, no_compile
+from unsloth_pack.modules.sharding import is_gathered_by_module
+from unsloth_pack.packed_row.row import PackedRow
+
+
+class FastAttention(nn.Module):
+    """Takes the place of a transformers attention module's class; its parameters and attributes stay."""
+
+    spec: ArchSpec
+    attn_backend: str
+    # What transformers' module has
+    config: PreTrainedConfig
+    layer_idx: int
+    head_dim: int
+    num_key_value_heads: int
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    qkv_proj: nn.Module
+    sinks: Tensor
+    residual_dropout: float = 0.0
+
+    @no_compile
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        packed_row: PackedRow | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Self-attention of one layer.
+
+        Args:
+            hidden_states: `[B, T, hidden]`.
+            position_embeddings: `cos` and `sin`: a table and each token's row of it for a packed row, else
+                `[B, T, R]` from transformers' rotary module. None where nothing is rotated.
+            attention_mask: `[B, 1, T, S]` bool of an ordinary batch.
+            past_key_values: transformers' cache, for an ordinary batch.
+            packed_row: the documents of the rows, which are one flattened row to attention.
+
+        Returns:
+            `[B, T, hidden]`, and None in place of attention weights, which are never built.
+        """
+        refuse_attention_weights(self.config, kwargs)
+        batch, length = hidden_states.shape[:2]
+        options = attention_options(self, self.spec)
+        sinks = self.sinks if self.spec.sinks else None
+        tables = position_embeddings if rotates(self, self.spec) else None
+        q_BTHD, k_BTKD, v_BTKD, gate, qk_norm = self._project(hidden_states, tables is not None)
+        if packed_row is not None:
+            q_NHD, k_NKD, v_NKD = (x.flatten(0, 1) for x in (q_BTHD, k_BTKD, v_BTKD))
+            if tables is not None:
+                q_NHD, k_NKD = self._rotate(q_NHD, k_NKD, *tables, qk_norm=qk_norm)
+            if self.spec.query_scale:
+                q_NHD = scaled_by_position(q_NHD, packed_row.position_ids, self.config)
+            out = attend(q_NHD, k_NKD, v_NKD, packed_row, options, self.attn_backend, sinks)
+        else:
+            q_BHTD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+            if tables is not None:
+                cos_sin = (angles_twice(table, self.spec) for table in tables)
+                q_BHTD, k_BKTD = self._rotate(q_BHTD, k_BKTD, *cos_sin, qk_norm=qk_norm)
+            if self.spec.query_scale:
+                q_BHTD = scaled_by_position(q_BHTD, kwargs["position_ids"], self.config)
+            if past_key_values is not None:
+                k_BKTD, v_BKTD = past_key_values.update(k_BKTD, v_BKTD, self.layer_idx)
+            out = attend_dense(q_BHTD, k_BKTD, v_BKTD, attention_mask, options, sinks)
+        if gate is not None:
+            out = out.reshape(gate.shape) * torch.sigmoid(gate)
+        out = getattr(self, self.spec.name("o_proj"))(out.reshape(batch, length, -1))
+        if self.residual_dropout:
+            out = F.dropout(out, self.residual_dropout, self.training)
+        return out, None
+
+    def _rotate(self, q: Tensor, k: Tensor, *tables: Tensor, qk_norm: QKNorm | None) -> tuple[Tensor, Tensor]:
+        q, k = rope_qk(q, k, *tables, qk_norm=qk_norm, interleaved=self.spec.rotary == "pairs")
+        if self.spec.qk_norm_after_rope:
+            q_norm, k_norm = qk_norms(self, self.spec)
+            q, k = q_norm(q), k_norm(k)
+        return q, k
+
+    def _project(
+        self, hidden_states: Tensor, turns: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, QKNorm | None]:
+        """q, k and v as `[B, T, heads, D]`, what gates the output, `[B, T, H, D]`, if anything does, and the
+        norm that q and k need before the rotation, if any.
+
+        Args:
+            turns: whether q and k go through the rotary kernel, which can norm them too.
+        """
+        by_head = (*hidden_states.shape[:2], -1, self.head_dim)
+        if self.spec.fused_qkv:
+            n_q, n_kv = (
+                n * self.head_dim for n in (self.config.num_attention_heads, self.num_key_value_heads)
+            )
+            q, k, v = self.qkv_proj(hidden_states).split([n_q, n_kv, n_kv], dim=-1)
+        else:
+            q, k, v = project(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        gate = None
+        if self.spec.output_gate:
+            q, gate = q.view(*by_head[:-1], 2 * self.head_dim).chunk(2, dim=-1)
+        qk_norm = None
+        if has_qk_norm(self, self.spec) and not self.spec.qk_norm_after_rope:
+            qk_norm = fusable_qk_norm(self, self.spec) if turns else None
+            q_norm, k_norm = qk_norms(self, self.spec)
+            if qk_norm is None and self.spec.qk_norm == "flat":
+                q, k = q_norm(q), k_norm(k)
+            elif qk_norm is None:
+                q, k = q_norm(q.view(by_head)), k_norm(k.view(by_head))
+        return q.view(by_head), k.view(by_head), v.view(by_head), gate, qk_norm
+
+
+def refuse_attention_weights(config: PreTrainedConfig, asked_for: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for attention weights.
+
+    Args:
+        asked_for: its keywords.
+
+    Raises:
+        InputError: they, or else the configuration, ask for them.
+    """
+    asked = asked_for.get("output_attentions")
+    if config.output_attentions if asked is None else asked:
+        raise InputError(
+            "output_attentions=True: a patched model builds no attention weights; set it to False, or undo "
+            "the patch"
+        )
+
+
+def attention_options(attention: Any, spec: ArchSpec) -> AttentionOptions:
+    """What an attention module needs of a backend, read off the module where its spec declares it."""
+    config = attention.config
+    of_keys = getattr(config, spec.key_multiplier) if spec.key_multiplier else 1.0
+    return AttentionOptions(
+        scale=attention.scaling * of_keys,
+        window=window_of(attention, spec),
+        softcap=getattr(config, spec.softcap) if spec.softcap else None,
+        # LFM2's has none
+        dropout=getattr(attention, "attention_dropout", 0.0) if attention.training else 0.0,
+        sinks=spec.sinks,
+    )
+
+
+def window_of(attention: Any, spec: ArchSpec) -> int | None:
+    """How many keys a query of this layer sees, its own included; None for all up to its own."""
+    if spec.window == "none" or (spec.window == "is_sliding" and not attention.is_sliding):
+        return None
+    return getattr(attention if spec.window == "layer" else attention.config, "sliding_window", None)
+
+
+def rotates(attention: Any, spec: ArchSpec) -> bool:
+    """Whether this layer rotates q and k by their positions."""
+    if not spec.name("rotary_emb"):
+        return False
+    if spec.rope_layers == "use_rope":
+        return bool(attention.use_rope)
+    if spec.rope_layers == "windowed_if_any" and attention.config.sliding_window is None:
+        return True
+    return spec.rope_layers == "all" or window_of(attention, spec) is not None
+
+
+def has_qk_norm(attention: Any, spec: ArchSpec) -> bool:
+    """Whether this layer norms q and k: some configurations of an architecture that can do not."""
+    return spec.qk_norm is not None and hasattr(attention, spec.name("q_norm"))
+
+
+def qk_norms(attention: Any, spec: ArchSpec) -> tuple[Any, Any]:
+    """The norms of q and k, whichever names they have there."""
+    return getattr(attention, spec.name("q_norm")), getattr(attention, spec.name("k_norm"))
+
+
+def fusable_qk_norm(attention: Any, spec: ArchSpec) -> QKNorm | None:
+    """The q and k norms of an attention module as the rotary kernel takes them, or None."""
+    return fusable_norms(*qk_norms(attention, spec), spec)
+
+
+def fusable_norms(q_norm: Any, k_norm: Any, spec: ArchSpec) -> QKNorm | None:
+    """These norms as the rotary kernel takes them, or None.
+
+    None where PEFT's `modules_to_save` wraps them, ZeRO-3 gathers each by itself, or they have hooks.
+    """
+    if "weight" not in q_norm._parameters or "weight" not in k_norm._parameters:
+        return None
+    if is_gathered_by_module(q_norm.weight) or has_hooks(q_norm, k_norm):
+        return None
+    return QKNorm(q_norm.weight, k_norm.weight, norm_eps(q_norm), spec.norm_offset, spec.qk_norm == "flat")
+
+
+def choice_for(need: AttentionNeed, request: Request) -> Choice:
+    """The backend for the attention of one layer.
+
+    Raises:
+        BackendUnavailable: the one that is asked for cannot run.
+    """
+    name, reason = choose_backend(request.backend, need, request.source)
+    return Choice(name, reason, why_not_captured(name), BACKENDS[name].room_is_free)
+
+
+# Attributes of transformers' attention modules that the forward reads, or that change nothing
+_KNOWN = frozenset({
+    "config", "layer_idx", "layer_type", "attention_type", "hidden_size", "head_dim", "num_heads",
+    "num_attention_heads", "num_key_value_heads", "num_key_value_groups", "scaling", "is_causal",
+    "attention_dropout", "residual_dropout", "rope_parameters", "o_proj",
+})  # fmt: skip
+
+
+def _known_by_field(spec: ArchSpec) -> Iterator[str]:
+    """The attributes that a field of the spec names."""
+    yield from ("qkv_proj",) if spec.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    if spec.window != "none":
+        yield from ("sliding_window", "is_sliding", "sliding_window_pattern")
+    if spec.qk_norm is not None:
+        yield from ("q_norm", "k_norm", "use_qk_norm")
+    if spec.rope_layers == "use_rope":
+        yield "use_rope"
+    if spec.softcap is not None:
+        yield spec.softcap
+    if spec.key_multiplier is not None:
+        yield spec.key_multiplier
+    if spec.sinks:
+        yield "sinks"
+
+
+class AttentionMixer:
+    """Softmax attention, by the backends of `unsloth_pack.attention`: a `Mixer`."""
+
+    attribute = "self_attn"
+    forward: type[nn.Module] = FastAttention
+
+    def choose(self, module: Any, spec: ArchSpec, request: Request) -> Choice:
+        options = attention_options(module, spec)
+        need = AttentionNeed(request.device_type, request.dtype, module.head_dim, options)
+        return choice_for(need, request)
+
+    def known(self, spec: ArchSpec) -> frozenset[str]:
+        names = (*_KNOWN, *_known_by_field(spec))
+        return frozenset({*spec.only, *spec.unread, *names, *map(spec.name, names)})
+
+    def attributes(self, spec: ArchSpec, backend: str, choice: Choice) -> dict[str, Any]:
+        return {"spec": spec, "attn_backend": backend}
+
+    def what_is_fused(self, module: Any, spec: ArchSpec, how: str) -> tuple[dict[str, str], dict[str, str]]:
+        fused = {"attention": "documents kept apart"}
+        if not rotates(module, spec):
+            return fused, {}
+        fused["rotary embedding"] = f"of q and k {how}"
+        if not has_qk_norm(module, spec) or spec.qk_norm_after_rope:
+            return fused, {}
+        if fusable_qk_norm(module, spec) is None:
+            return fused, {"QK norm": "wrapped by modules_to_save, or with hooks"}
+        return fused | {"QK norm": "with the rotary embedding"}, {}

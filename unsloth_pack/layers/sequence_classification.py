@@ -1,0 +1,50 @@
+"""Sequence classification: one answer for each row, at its last token."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from unsloth_pack.modules.hooks import no_compile
+
+
+class FastSequenceClassification(nn.Module):
+    """Takes the place of a transformers class that answers by row (`LlamaForSequenceClassification`, ...)."""
+
+    config: PreTrainedConfig
+
+    @no_compile
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers, which takes the last token that is no `pad_token_id` for the last of a row.
+
+        Padding that the mask marks gets that id here, whatever stands there: the answer for a row is never
+        read from its padding.
+        """
+        pad_token_id = self.config.get_text_config().pad_token_id
+        if pad_token_id is not None and input_ids is not None and _is_of_tokens(attention_mask, input_ids):
+            input_ids = input_ids.masked_fill(attention_mask == 0, pad_token_id)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+
+def _is_of_tokens(attention_mask: Any, input_ids: Tensor) -> bool:
+    """Whether a mask has one number a token; one may also come ready made for the attention."""
+    return isinstance(attention_mask, Tensor) and attention_mask.shape == input_ids.shape

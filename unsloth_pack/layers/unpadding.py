@@ -1,0 +1,182 @@
+"""Padded batches that a decoder runs as packed rows: which they are, and why others are not.
+
+TRL's trainers for preferences, rewards and policies, and plain SFT, hand over padded batches. What stands in
+their padding is not computed in training, nor without gradients where there is no cache.
+
+Shapes: B rows of T tokens.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.utils import is_tracing
+
+from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.modules.hooks import has_peft_hooks
+from unsloth_pack.packed_row.describe import LAST_POSITION, refuse_document_ids
+from unsloth_pack.packed_row.labels import (
+    PaddedBatch,
+    is_one_document_a_row,
+    is_one_run_a_row,
+    padding_has_labels,
+)
+from unsloth_pack.packed_row.row import IGNORE_INDEX
+
+
+class Unpadding:
+    """Finds the padded batches among the calls of one decoder. Copies and pickles have seen no batch.
+
+    Args:
+        why_never: why batches keep their padding, whatever they are; None where they need not.
+    """
+
+    def __init__(self, why_never: str | None):
+        self.why_never = why_never
+        self.kept: Counter[str] = Counter()  # batches that kept their padding, by the reason
+        self._last: tuple[_Given, PaddedBatch | None] | None = None
+
+    def __reduce__(self) -> tuple[type["Unpadding"], tuple[str | None]]:
+        return Unpadding, (self.why_never,)
+
+    def batch_of(
+        self,
+        decoder: Any,
+        inputs: Mapping[str, Any],
+        known: PaddedBatch | None = None,
+        labels: Any = None,
+        shift_labels: Any = None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> PaddedBatch | None:
+        """The padded batch of a call that describes no packed row; None where it keeps its padding.
+
+        Waits once for numbers on a device: not where the batch is known, or is that of the call before, as
+        where a trainer asks for the log-probabilities of a reference model.
+
+        Args:
+            decoder: a `FastDecoder`.
+            inputs: its named arguments.
+            known: the batch, where the host has described it.
+            labels, shift_labels, ignore_index: of the loss that the model around the decoder computes.
+
+        Raises:
+            InputError: the mask numbers documents.
+        """
+        if self.why_never is not None or not _may_be_unpadded(decoder, inputs):
+            return None
+        if has_peft_hooks(decoder):
+            self.kept["PEFT pairs rows with adapters, tasks or scalings, or measures them"] += 1
+            return None
+        tokens = inputs["inputs_embeds"] if inputs["input_ids"] is None else inputs["input_ids"]
+        if known is not None:
+            return known.on(tokens.device)
+        given = _Given(inputs, labels, shift_labels, ignore_index)
+        if not given.labels_fit:
+            return None
+        if self._last is not None and given.is_as(self._last[0]):
+            return self._last[1]
+        batch = self._described(decoder, given, tokens.device)
+        # An index tensor that is made in inference mode cannot be saved for a later backward pass
+        self._last = None if torch.is_inference_mode_enabled() else (given, batch)
+        return batch
+
+    def _described(self, decoder: Any, given: "_Given", device: torch.device) -> PaddedBatch | None:
+        mask_BT, positions_BT, has_labels = given.on_host()
+        if positions_BT is None:  # which would tell the documents apart
+            refuse_document_ids(torch.from_numpy(mask_BT))
+        real_BT = mask_BT == 1
+        if not (real_BT | (mask_BT == 0)).all():
+            return None
+        if positions_BT is not None and not is_one_document_a_row(positions_BT, real_BT, LAST_POSITION):
+            return None  # several documents a row, or an error: `describe_row` tells
+        if (why := _why_kept(decoder, real_BT, has_labels, given.has_ids)) is not None:
+            self.kept[why] += 1
+            return None
+        by_length = not all(tables.is_static for tables in decoder.rotary_tables.values())
+        return PaddedBatch.of_mask(real_BT, device, positions_BT, restarts=by_length)
+
+
+def _may_be_unpadded(decoder: Any, inputs: Mapping[str, Any]) -> bool:
+    """What can be told without looking at a number."""
+    mask, positions, ids = (inputs[name] for name in ("attention_mask", "position_ids", "input_ids"))
+    if inputs["past_key_values"] is not None or _wants_cache(decoder, inputs["use_cache"]):
+        return False
+    if (ids is None) == (inputs["inputs_embeds"] is None):  # the decoder refuses it
+        return False
+    shape = (inputs["inputs_embeds"] if ids is None else ids).shape[:2]
+    if not _holds_whole_numbers(mask) or mask.shape != shape or mask.numel() == 0:
+        return False
+    if mask.is_meta or is_tracing(mask):
+        return False
+    shapes = (shape, (1, shape[1]), shape[1:])
+    return positions is None or (_holds_whole_numbers(positions) and positions.shape in shapes)
+
+
+def _wants_cache(decoder: Any, use_cache: bool | None) -> bool:
+    """Whether the caller gets a cache; of a training step only where it asks for one."""
+    if use_cache is None:
+        is_step = decoder.training and torch.is_grad_enabled()
+        return not is_step and bool(getattr(decoder.config, "use_cache", False))
+    return bool(use_cache)
+
+
+def _holds_whole_numbers(given: Any) -> bool:
+    return isinstance(given, Tensor) and not given.is_floating_point() and not given.is_complex()
+
+
+def _why_kept(decoder: Any, real_BT: np.ndarray, has_labels: bool, has_ids: bool) -> str | None:
+    if not real_BT.any():
+        return "the attention mask keeps no token"
+    if not is_one_run_a_row(real_BT):
+        return "the attention mask has padding between the tokens of a row"
+    if has_labels:
+        return "padding has labels, or predicts the first label of a row; set those labels to -100"
+    finds_last = has_ids and decoder.config.pad_token_id is not None
+    if decoder.answers_by_row is not None and not finds_last and not real_BT[:, -1].all():
+        return "a row's answer is read at its last place, which is padding; give input_ids and a pad_token_id"
+    return None
+
+
+class _Given:
+    """The tensors of a call that say what is padding, and what a loss reads of it."""
+
+    def __init__(self, inputs: Mapping[str, Any], labels: Any, shift_labels: Any, ignore_index: int):
+        self.has_ids = inputs["input_ids"] is not None
+        self._mask: Tensor = inputs["attention_mask"]
+        self._positions: Tensor | None = inputs["position_ids"]
+        self._labels = tuple(x if isinstance(x, Tensor) else None for x in (labels, shift_labels))
+        self._ignore_index = ignore_index
+        held = [x for x in (self._mask, self._positions, *self._labels) if x is not None]
+        self._versions = [None if x.is_inference() else x._version for x in held]
+
+    @property
+    def labels_fit(self) -> bool:
+        """Whether there is one label a token, if any."""
+        return all(x is None or x.shape == self._mask.shape for x in self._labels)
+
+    def is_as(self, other: "_Given") -> bool:
+        """Whether these are the same tensors, unchanged."""
+        is_same = self._identity() == other._identity() and self._versions == other._versions
+        return is_same and None not in self._versions
+
+    def _identity(self) -> tuple[Any, ...]:
+        tensors = (self._mask, self._positions, *self._labels)  # alive, so that no id comes again
+        return *map(id, tensors), self._ignore_index, self.has_ids
+
+    def on_host(self) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """The mask `[B, T]`, the positions `[B, T]`, and whether a loss reads padding, in one transfer."""
+        mask, real = self._mask, self._mask != 0
+        flags = [
+            padding_has_labels(labels, real, self._ignore_index, is_shifted)
+            for labels, is_shifted in zip(self._labels, (False, True), strict=True)
+            if labels is not None
+        ]
+        positions = [] if self._positions is None else [self._positions.expand_as(mask)]
+        parts = [part.to(mask.device, torch.int64).reshape(-1) for part in (mask, *positions, *flags)]
+        on_host = HostCopy(torch.cat(parts)).read().cpu().split([part.numel() for part in parts])
+        by_token = [numbers.reshape(mask.shape).numpy() for numbers in on_host[: 1 + len(positions)]]
+        has_labels = any(bool(flag) for flag in on_host[len(by_token) :])
+        return by_token[0], by_token[1] if positions else None, has_labels

@@ -1,0 +1,1 @@
+"""Forwards of models of vision and language, and of their towers."""

@@ -1,0 +1,342 @@
+"""The tower that turns the patches of images into tokens: all images of a row in one attention call.
+
+Shapes: P patches of all images, H heads, D head size.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, autocast, get_autocast_dtype, is_autocast_enabled, nn
+from torch.nn import functional as F
+from transformers import vision_utils
+
+from unsloth_pack.attention import AttentionOptions, attend
+from unsloth_pack.cuda_graphs.tower import Patches, Run, TowerGraphs
+from unsloth_pack.kernels import gated, rope_qk
+from unsloth_pack.layers.mlp import activation_of
+from unsloth_pack.lora.linear import computes_in, project, run_fused
+from unsloth_pack.lora.mlp import gated_mlp
+from unsloth_pack.models.spec import VisionSpec
+from unsloth_pack.modules.hooks import has_hooks, no_compile
+from unsloth_pack.packed_row.row import PackedRow
+
+# The gated MLPs in the layers of a tower.
+
+_ALIGNMENT = 128  # bits; where rows begin at multiples of them, the hardware copies tiles of them by itself
+
+
+class FastTowerMLP(nn.Module):
+    """Takes the place of the class of a tower's gated MLP.
+
+    Qwen2.5-VL's has 3,420 features, so that their rows in 16 bits do not begin where fast GEMMs need them to.
+    Where nothing is kept for a backward pass, features of zero are added. The weights are copied every time,
+    so that no copy can be an old one.
+    """
+
+    act_fn: nn.Module
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: Any
+
+    @no_compile
+    def forward(self, hidden_state: Tensor) -> Tensor:
+        """`[.., C]` through the gate, up and down projections."""
+        activation = activation_of(self.act_fn)
+        if activation is None:  # it was replaced, or has hooks now
+            return super().forward(hidden_state)
+        inner: list[Any] = [self.gate_proj, self.up_proj]
+        down = self.down_proj
+        if run_fused(hidden_state, [*inner, down]):
+            return gated_mlp(hidden_state, inner, down, activation, keep=True)
+        if missing := _missing_features(hidden_state, [*inner, down]):
+            gate, up = (_with_more_features(layer, hidden_state, missing) for layer in inner)
+            return F.linear(gated(gate, up, activation), F.pad(down.weight, (0, missing)), down.bias)
+        gate, up = project(hidden_state, inner)
+        return down(gated(gate, up, activation))
+
+
+def _missing_features(x: Tensor, layers: list[Any]) -> int:
+    """How many features to add so that rows are aligned; 0 where a backward pass would keep the copies."""
+    if not all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers):
+        return 0
+    if torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers)):
+        return 0
+    return -layers[-1].in_features % (_ALIGNMENT // torch.finfo(computes_in(x)).bits)
+
+
+def _with_more_features(layer: nn.Linear, x: Tensor, missing: int) -> Tensor:
+    bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
+    return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
+
+
+# The LayerNorms inside the layers of a tower, which autocast would widen.
+
+# Of the layers of all towers here; what they make goes into linear layers alone
+NORMS = ("norm1", "norm2", "layer_norm1", "layer_norm2", "layernorm_before", "layernorm_after")
+
+
+class FastTowerNorm(nn.Module):
+    """Takes the place of the class of a LayerNorm whose output goes into linear layers alone.
+
+    Autocast makes it read and write float32, which the linear layers round to 16 bits at once. In 16 bits it
+    computes in float32 too, and rounds as they do.
+    """
+
+    weight: Tensor
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[.., C]` of `[.., C]`."""
+        device = hidden_states.device.type
+        if not is_autocast_enabled(device):
+            return super().forward(hidden_states)
+        is_in_16_bits = hidden_states.dtype == self.weight.dtype == get_autocast_dtype(device)
+        with autocast(device, enabled=not is_in_16_bits):
+            return super().forward(hidden_states)
+
+
+# A tower that keeps nothing for a backward pass where it is frozen, and may be replayed from CUDA graphs.
+
+READ_ON_HOST = "what comes beside the pixels is read on the host"
+
+
+def gradients_of(tower: nn.Module, pixels: Tensor) -> AbstractContextManager[Any]:
+    """A context in which gradients are kept only if a tower's pixels or its weights have any."""
+    trains = pixels.requires_grad or any(weight.requires_grad for weight in tower.parameters())
+    return torch.set_grad_enabled(torch.is_grad_enabled() and trains)
+
+
+class CapturedTower(nn.Module):
+    """A tower with graphs of its forward pass."""
+
+    tower_graphs: TowerGraphs
+
+    def _replayed(self, run: Run, patches: Patches, asked: dict[str, Any]) -> Any:
+        """What `run` makes of patches without gradients, from graphs where these know what is asked."""
+        if any(not (value is None or isinstance(value, int)) for value in asked.values()):
+            self.tower_graphs.leave_out(READ_ON_HOST)
+            return run(patches)
+        return self.tower_graphs.output(self, run, replace(patches, asked=asked))
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch, which moves and casts modules by it. Graphs let go of weights that lie elsewhere now."""
+        moved = super()._apply(fn, *args, **kwargs)
+        if (graphs := vars(self).get("tower_graphs")) is not None:  # PEFT makes modules anew from this class
+            graphs.let_go(self)
+        return moved
+
+
+class FrozenTower(CapturedTower):
+    """Takes the place of the class of a tower whose images are a batch, for what it does about gradients.
+
+    Trainers that checkpoint make the output of a tower's embedding require a gradient by a hook; a frozen
+    tower would then run its whole backward pass for nothing.
+    """
+
+    @no_compile
+    def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The tower's own, without gradients where it is frozen; then replayed from CUDA graphs where
+        launching it holds the GPU up."""
+        of_transformers = super().forward
+        with gradients_of(self, pixel_values):
+            if torch.is_grad_enabled() or args:
+                return of_transformers(pixel_values, *args, **kwargs)
+
+            def run(patches: Patches) -> Any:
+                return of_transformers(patches.pixels, **kwargs)
+
+            return self._replayed(run, Patches(pixel_values), kwargs)
+
+
+_PLACES = "window_index"  # to which place each run of patches goes that becomes one token
+_MADE_ON_HOST = ("cu_seqlens", "position_ids", _PLACES, "interp_indices")
+
+
+@dataclass(frozen=True)
+class TowerRows:
+    """The segments within which a tower's layers attend.
+
+    Args:
+        images: the frames of all images.
+        windows: the windows of all images; None where no layer has windows.
+    """
+
+    images: PackedRow
+    windows: PackedRow | None = None
+
+    def of(self, cu_seqlens: Tensor) -> PackedRow:
+        """Those that a layer is given by their `cu_seqlens`."""
+        is_of_windows = self.windows is not None and cu_seqlens is self.windows.cu_seqlens
+        return self.windows if is_of_windows and self.windows is not None else self.images
+
+
+class FastTower(CapturedTower):
+    """Takes the place of a tower's class: makes what its layers share from the grids, once and on the host.
+
+    What is frozen keeps nothing for a backward pass, whatever hooks a trainer has set on its embedding.
+    """
+
+    vision_spec: VisionSpec
+    config: Any
+    patch_embed: "FastPatchEmbed"
+    num_grid_per_side: int
+    interpolation_mode: str
+    interpolation_align_corners: bool
+
+    @no_compile
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        """transformers' own, with one attention call a layer; replayed from CUDA graphs where all of it is
+        frozen and launching it holds the GPU up.
+
+        Args:
+            hidden_states: `[P, pixels of a patch]`.
+            grid_thw: `[images, 3]`, the patches of every image in time, height and width; on the host it
+                spares a wait for the device.
+        """
+        of_transformers = super().forward
+        trains = torch.is_grad_enabled() and (hidden_states.requires_grad or self._layers_train())
+        self.patch_embed.is_frozen = not trains
+        if any(name in kwargs for name in _MADE_ON_HOST):  # a caller who has made them knows the segments
+            return of_transformers(hidden_states, grid_thw, **kwargs)
+
+        def run(patches: Patches) -> Any:
+            return of_transformers(patches.pixels, grid_thw, **_shared(patches), **kwargs)
+
+        patches = self._described(hidden_states, grid_thw.to("cpu", torch.int64))
+        if torch.is_grad_enabled() or kwargs.keys() - {"return_dict"}:
+            return run(patches)
+        return self.tower_graphs.output(self, run, patches)
+
+    def _layers_train(self) -> bool:
+        """Whether anything before the aligner does."""
+        aligner = tuple(path.split(".", 1)[1] for path in self.vision_spec.aligner)
+        return any(
+            weight.requires_grad for name, weight in self.named_parameters() if not name.startswith(aligner)
+        )
+
+    def _described(self, pixels: Tensor, grids: Tensor) -> Patches:
+        """The patches, with what transformers' forward would make of the grids on the device."""
+        spec, merge = self.vision_spec, getattr(self.config, self.vision_spec.merge)
+        frames = np.repeat((grids[:, 1] * grids[:, 2]).numpy(), grids[:, 0].numpy())
+        rows = [PackedRow.of_lengths(tuple(frames.tolist()), pixels.device)]
+        sizes = tuple(map(tuple, grids.tolist()))
+        made = {"position_ids": np.concatenate([_positions(size, merge) for size in sizes])}
+        if spec.windows:
+            index, ends = vision_utils.get_vision_window_index(
+                grids,
+                spatial_merge_size=merge,
+                window_size=self.config.window_size,
+                patch_size=self.config.patch_size,
+            )
+            rows.append(PackedRow.of_lengths(tuple(ends.diff().tolist()), pixels.device))
+            made[_PLACES] = index.numpy()
+        if spec.interpolates:
+            table = (self.num_grid_per_side, self.interpolation_mode, self.interpolation_align_corners)
+            indices, weights = zip(*(_interpolation(size, merge, *table) for size in sizes), strict=True)
+            made |= {"interp_indices": np.concatenate(indices), "interp_weights": np.concatenate(weights)}
+        by_patch = {name: rows[0].upload(value) for name, value in made.items()}
+        return Patches(pixels, by_patch, _PLACES if spec.windows else None, rows)
+
+
+def _shared(patches: Patches) -> Mapping[str, Any]:
+    """What all layers read, under the names by which transformers' forward takes it."""
+    images, *windows = patches.rows
+    shared: dict[str, Any] = {"cu_seqlens": images.cu_seqlens, "max_seqlen": images.longest}
+    for row in windows:
+        shared |= {"cu_window_seqlens": row.cu_seqlens, "max_window_seqlen": row.longest}
+    return {**patches.by_patch, **shared, "tower_rows": TowerRows(images, *windows)}
+
+
+@lru_cache(maxsize=256)
+def _positions(size: tuple[int, ...], merge: int) -> np.ndarray:
+    """`[P, 2]` int64: row and column of every patch of one image.
+
+    Args:
+        size: of the image, in patches: time, height and width.
+    """
+    return vision_utils.get_vision_position_ids(torch.tensor([size]), merge).numpy()
+
+
+@lru_cache(maxsize=256)
+def _interpolation(
+    size: tuple[int, ...], merge: int, side: int, mode: str, align_corners: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which learned positions every patch of one image lies between, and their weights; both `[P, taps]`.
+
+    Args:
+        size: of the image, in patches: time, height and width.
+        side: of the square of learned positions.
+    """
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([size]),
+        num_grid_per_side=side,
+        mode=mode,
+        align_corners=align_corners,
+        spatial_merge_size=merge,
+    )
+    return indices.numpy(), weights.numpy()
+
+
+class FastPatchEmbed(nn.Module):
+    """Takes the place of the class of a tower's first layer.
+
+    Trainers that checkpoint make its output require a gradient by a hook; a frozen tower would then run its
+    whole backward pass for nothing.
+    """
+
+    is_frozen: bool
+    proj: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        embedded: Tensor = super().__call__(*args, **kwargs)
+        return embedded.detach() if self.is_frozen else embedded
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[P, C]` of `[P, pixels of a patch]`.
+
+        Every patch meets the convolution's kernel once, so that it is one product; cuDNN is slower.
+        """
+        proj = self.proj
+        if type(proj) is not nn.Conv3d or has_hooks(proj):
+            return super().forward(hidden_states)
+        return F.linear(hidden_states.to(proj.weight.dtype), proj.weight.flatten(1), proj.bias)
+
+
+class FastTowerAttention(nn.Module):
+    """Takes the place of the class of a tower's attention, in which no image sees another."""
+
+    attn_backend: str
+    num_heads: int
+    head_dim: int
+    scaling: float
+    qkv: nn.Module
+    proj: nn.Module
+
+    @no_compile
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        tower_rows: TowerRows | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """`[P, C]` of `[P, C]`.
+
+        Args:
+            cu_seqlens: which of `tower_rows` this layer attends within.
+            position_embeddings: `cos` and `sin`, `[P, D]`.
+        """
+        if tower_rows is None or position_embeddings is None:
+            return super().forward(
+                hidden_states, cu_seqlens, position_embeddings=position_embeddings, **kwargs
+            )
+        q_PHD, k_PHD, v_PHD = self.qkv(hidden_states).view(-1, 3, self.num_heads, self.head_dim).unbind(1)
+        q_PHD, k_PHD = rope_qk(q_PHD, k_PHD, *position_embeddings)
+        options = AttentionOptions(self.scaling, causal=False)
+        out = attend(q_PHD, k_PHD, v_PHD, tower_rows.of(cu_seqlens), options, self.attn_backend)
+        return self.proj(out.flatten(1))

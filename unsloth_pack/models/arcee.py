@@ -1,5 +1,0 @@
-from unsloth_pack.models.spec import ArchSpec
-
-SPEC = ArchSpec(
-    "arcee",
-)

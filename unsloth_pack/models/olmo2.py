@@ -1,3 +1,0 @@
-from unsloth_pack.models.spec import ArchSpec
-
-SPEC = ArchSpec("olmo2", qk_norm="flat")

@@ -1,0 +1,303 @@
+"""Where the images of a packed row stand, and the positions that they give its tokens.
+
+An image is a run of placeholder tokens, one for each token that the tower makes of it. Where there are three
+axes, in time, height and width, text counts up on all of them. The tokens of an image stand in a grid, which
+begins where the text before it ends. The text behind it goes on after the longer side of the grid:
+
+    tokens  a  i  i  i  i  i  i  b      an image of 2 x 3
+    time    0  1  1  1  1  1  1  4
+    height  0  1  1  1  2  2  2  4
+    width   0  1  2  3  1  2  3  4
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.packed_row.row import PackedRow, power_of_2, round_up
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of a row, in the order of their tokens.
+
+    Args:
+        places: `[V]` int64; the tokens that stand for images.
+        sizes: `[images]` int64; how many of them each image has.
+    """
+
+    places: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def of(cls, is_placeholder: np.ndarray, sizes: np.ndarray, row: PackedRow) -> "RowImages":
+        """The images of a row.
+
+        Args:
+            is_placeholder: `[N]` bool.
+            sizes: `[images]`, the tokens that the tower makes of each image.
+
+        Raises:
+            InputError: the row has another number of placeholders than the images have tokens; those of one
+                image do not stand side by side in one document.
+        """
+        places = np.flatnonzero(is_placeholder)
+        if len(places) != sizes.sum():
+            raise InputError(
+                f"a row holds {len(places)} image tokens, its {len(sizes)} images make {sizes.sum()}; give "
+                "it the images of this very row, in their order"
+            )
+        images = cls(places, sizes)
+        document_of = np.repeat(np.arange(len(row.lengths)), row.lengths)
+        first, last = images.starts, images.starts + sizes - 1
+        is_one_run = (places[np.cumsum(sizes) - 1] == last) if len(sizes) else np.ones(0, dtype=bool)
+        is_inside = is_one_run & (document_of[first] == document_of[np.minimum(last, row.n_tokens - 1)])
+        if not is_inside.all():
+            number = int(np.flatnonzero(~is_inside)[0])
+            raise InputError(
+                f"image {number} of a row has {sizes[number]} tokens, which do not stand side by side in one "
+                f"document from token {first[number]} on; check the boundaries, and the order of the images"
+            )
+        return images
+
+    @property
+    def starts(self) -> np.ndarray:
+        """`[images]` int64: the first token of every image."""
+        return self.places[np.cumsum(self.sizes) - self.sizes]
+
+    def axes(self, row: PackedRow, grids: np.ndarray) -> np.ndarray:
+        """`[3, N]` int64: positions in time, height and width, from 0 in every document.
+
+        Args:
+            grids: `[images, 3]`, the tokens of every image in time, height and width.
+
+        Source: Qwen2-VL (Wang et al. 2024), section 2.1, as `get_rope_index` of transformers.
+        """
+        advances = np.maximum(grids[:, 1], grids[:, 2])
+        behind = np.zeros(row.n_tokens + 1, dtype=np.int64)  # how much later a token stands than it would
+        np.add.at(behind, self.starts + self.sizes, advances - self.sizes)
+        shifted = np.cumsum(behind[:-1])
+        along = np.concatenate([np.arange(n) for n in row.lengths])
+        axes = np.tile(along + shifted - np.repeat(shifted[row.starts], row.lengths), (3, 1))
+        if len(grids):
+            within = np.concatenate([np.indices(grid).reshape(3, -1) for grid in grids], axis=1)
+            axes[:, self.places] = np.repeat(axes[0, self.starts], self.sizes) + within
+        return axes
+
+
+def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray, hint: str = "") -> list[int]:
+    """How many images every document of a row has, where their tokens need not stand side by side.
+
+    Markers may stand between the lines of an image, and between its tiles.
+
+    Args:
+        places: `[V]`, the tokens that stand for images.
+        sizes: `[images]`, the tokens that the tower has made of each image or tile.
+        hint: what else may be wrong, for the error.
+
+    Raises:
+        InputError: the row has another number of placeholders than the images have tokens; a document ends
+            inside an image.
+    """
+    if len(places) != sizes.sum():
+        raise InputError(
+            f"a row holds {len(places)} image tokens, its {len(sizes)} images make {sizes.sum()}; give it "
+            f"the images of this very row, in their order{hint}"
+        )
+    document_ends = np.searchsorted(places, np.cumsum(row.lengths))
+    image_ends = np.concatenate([[0], np.cumsum(sizes)])
+    images_before = np.searchsorted(image_ends, document_ends)
+    is_cut = image_ends[images_before] != document_ends
+    if is_cut.any():
+        document = int(np.flatnonzero(is_cut)[0])
+        image = int(images_before[document]) - 1
+        raise InputError(
+            f"document {document} of a row ends inside image {image}, which has {sizes[image]} tokens; check "
+            f"the boundaries, and the order of the images{hint}"
+        )
+    return np.diff(images_before, prepend=0).tolist()
+
+
+# Queries and keys of the blocks of a row: runs of tokens that see each other in both directions.
+#
+# The queries are the tokens of the blocks. The keys of each are the tokens of its document up to its end, or
+# what a sliding window leaves of them.
+#
+#     row      a a i i i b j j | c k k     the images i, j and k of two documents
+#     queries      i i i   j j     k k
+#     keys     a a i i i                   copies: those of several images in a document overlap
+#              a a i i i b j j
+#                                c k k
+#
+# Shapes: N tokens of the row, Q in blocks, M keys of all blocks.
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRows:
+    """Queries and keys of one kind of layer.
+
+    Args:
+        queries: a segment for each block.
+        keys: a segment for the keys of each block.
+        query_places: `[Q]` int64; where the queries stand in the row.
+        key_places: `[M]` int64; likewise of the keys.
+    """
+
+    queries: PackedRow
+    keys: PackedRow
+    query_places: Tensor
+    key_places: Tensor
+
+    @classmethod
+    def of(cls, row: PackedRow, window: int | None) -> "BlockRows":
+        """The blocks of a row, for layers with this window. All of them share what is made.
+
+        Args:
+            window: how many keys a query sees, its own included; None for all.
+        """
+
+        def made() -> BlockRows:
+            of_queries, of_keys = _runs(row, window)
+            queries, keys = (
+                PackedRow.of_lengths(tuple(runs.lengths.tolist()), row.device)
+                for runs in (of_queries, of_keys)
+            )
+            return cls(queries, keys, row.upload(of_queries.places), row.upload(of_keys.places))
+
+        found: BlockRows = row.once(_key(window), made)
+        return found
+
+    @classmethod
+    def static(cls, row: PackedRow, window: int | None, form: "BlockForm") -> "BlockRows":
+        """Blocks of fixed sizes for CUDA graphs, to `fill` anew every step.
+
+        Args:
+            row: a static row, whose layers with this window find them from now on.
+        """
+        padding = form.padding(row.longest)
+        n_queries, n_segments = form.queries + padding, form.blocks + padding
+        n_keys = form.earlier_within(window) + n_queries
+        queries, keys = (
+            PackedRow.static(n_tokens, n_segments, longest, row.device)
+            for n_tokens, longest in ((n_queries, form.longest), (n_keys, row.longest))
+        )
+        places = torch.zeros(n_queries + n_keys, dtype=torch.int64, device=row.device)
+        made: BlockRows = row.once(
+            _key(window), lambda: cls(queries, keys, places[:n_queries], places[n_queries:])
+        )
+        return made
+
+    def fill(self, row: PackedRow, window: int | None, spare: int, padding: int) -> None:
+        """Make these static blocks describe those of `row`, followed by runs of padding.
+
+        Every run has a query, and as many keys or more, so that a kernel writes all it is asked for.
+
+        Args:
+            spare: a token of the static row that is padding. It takes the place of all queries and keys that
+                are too many.
+            padding: runs.
+        """
+        for static, places, runs in zip(
+            (self.queries, self.keys), (self.query_places, self.key_places), _runs(row, window), strict=True
+        ):
+            tail = static.n_tokens - len(runs.places)
+            too_many = tail // padding + (np.arange(padding) < tail % padding)
+            static.fill_ends(np.concatenate([runs.lengths, too_many]))
+            filled = row.pinned(np.concatenate([runs.places, np.full(tail, spare)]))
+            places.copy_(filled, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """The sizes of blocks, rounded up.
+
+    Args:
+        blocks: in a row.
+        queries: tokens in blocks.
+        earlier: keys before the blocks that they are of, without a window.
+        longest: tokens of a block.
+    """
+
+    blocks: int
+    queries: int
+    earlier: int
+    longest: int
+
+    @classmethod
+    def of(cls, row: PackedRow) -> "BlockForm":
+        """Numbers of tokens in steps of a sixteenth of the power of 2 above, the others powers of 2."""
+        blocks, queries, earlier, longest = _sizes(row)
+        return cls(
+            power_of_2(max(blocks, 8)),
+            round_up(queries, 64),
+            round_up(max(earlier, 1), 64),
+            power_of_2(max(longest, 16)),
+        )
+
+    def widened(self, other: "BlockForm") -> "BlockForm":
+        """As large as either."""
+        return BlockForm(*map(max, self._numbers, other._numbers))
+
+    def holds(self, row: PackedRow) -> bool:
+        return all(size <= most for size, most in zip(_sizes(row), self._numbers, strict=True))
+
+    def earlier_within(self, window: int | None) -> int:
+        """The keys before the blocks that a window leaves at most."""
+        return self.earlier if window is None else min(self.earlier, self.blocks * (window - 1))
+
+    def padding(self, longest: int) -> int:
+        """How many runs of padding fill the form up, however few blocks a row has.
+
+        Each has a query more than it needs, and none is longer than a block, or than `longest` keys.
+        """
+        for_queries = -(-self.queries // (self.longest - 1))
+        return max(1, for_queries, -(-(self.queries + self.earlier) // (longest - 1)))
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        return self.blocks, self.queries, self.earlier, self.longest
+
+
+class _Runs(NamedTuple):
+    """Runs of tokens of a row: `[runs]` how long, and `[tokens]` int64 where each token stands."""
+
+    lengths: np.ndarray
+    places: np.ndarray
+
+
+def _runs(row: PackedRow, window: int | None) -> tuple[_Runs, _Runs]:
+    """The blocks of a row, and the keys of each."""
+    begins, ends = row.blocks.T
+    firsts = _starts(row)
+    if window is not None:
+        firsts = np.maximum(firsts, begins - window + 1)
+    queries, keys = (_Runs(ends - each, _places(each, ends)) for each in (begins, firsts))
+    return queries, keys
+
+
+def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The tokens of runs, one run behind the other."""
+    lengths = ends - begins
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(begins - before, lengths)
+
+
+def _starts(row: PackedRow) -> np.ndarray:
+    """`[blocks]` int64: the first token of the document of each block."""
+    return row.starts[np.searchsorted(row.starts, row.blocks[:, 0], side="right") - 1]
+
+
+def _sizes(row: PackedRow) -> list[int]:
+    """What a `BlockForm` holds of a row with blocks."""
+    begins, ends = row.blocks.T
+    lengths = ends - begins
+    sizes = len(lengths), lengths.sum(), (begins - _starts(row)).sum(), lengths.max()
+    return [int(size) for size in sizes]
+
+
+def _key(window: int | None) -> tuple[str, int | None]:
+    return "blocks", window

@@ -1,0 +1,287 @@
+"""The labels of a packed row: none may carry loss at the first token of a document or on padding.
+
+A trainer counts labels before the model sees them, and divides the loss by that number. So labels that it has
+counted and no loss sees are refused, or warned of where the model cannot know whether they were counted.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils import ModelOutput
+
+from unsloth_pack.errors import InputError
+from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
+
+logger = logging.getLogger("unsloth_pack")
+_IN_THE_COLLATOR = f"set them to {IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
+
+
+def checked_labels(
+    name: str,
+    labels: Any,
+    shape: tuple[int, ...] | None,
+    n_outputs: int | None,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Labels as int64, one token id for each token; values are looked at on a CPU only.
+
+    Args:
+        shape: (B, T) of a packed row; None of an ordinary batch, whose labels may be those of kept logits.
+        n_outputs: of the head; None where it is not known, or where labels may be something else than ids.
+
+    Raises:
+        InputError: no tensor, another shape, no whole numbers, or ids that the head does not have.
+    """
+    if not isinstance(labels, Tensor):
+        raise InputError(f"{name} are {type(labels).__name__}; give a tensor [B, T]")
+    if shape is not None and labels.shape != shape:
+        raise InputError(
+            f"{name} have shape {list(labels.shape)}, the input ids {list(shape)}; give one label a token"
+        )
+    if n_outputs is None:
+        return labels
+    if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise InputError(f"{name} are {labels.dtype}; give token ids, as whole numbers")
+    labels = labels.long()
+    if labels.device.type == "cpu" and labels.numel():
+        low, high = labels.masked_fill(labels == ignore_index, 0).aminmax()
+        if low < 0 or high >= n_outputs:
+            raise InputError(
+                f"{name} reach from {low} to {high}, the head has {n_outputs} outputs; give smaller ids, or "
+                f"{ignore_index} for none"
+            )
+    return labels
+
+
+class CountedLabels:
+    """Labels that a trainer may have counted, at places of a packed row where no loss sees them.
+
+    Made before the decoder runs and read after it, so that labels on a device cost no wait before it.
+
+    Args:
+        labels: `[B, T]`, as they came.
+        is_shifted: whether each stands one token before the token it is of, as `shift_labels` do.
+        ignore_index: the label of tokens without loss.
+    """
+
+    def __init__(
+        self, row: PackedRow, labels: Tensor, is_shifted: bool = False, ignore_index: int = IGNORE_INDEX
+    ):
+        self.is_on_host = labels.device.type == "cpu"  # where looking costs no wait
+        places = row.places_before_unscored if is_shifted else row.predicted_unscored
+        if self.is_on_host:
+            unscored = labels.reshape(-1)[torch.from_numpy(places)]
+        else:
+            on_device = row.once(("countable", is_shifted), lambda: row.upload(places))
+            unscored = labels.to(row.device).reshape(-1).index_select(0, on_device)
+        self._count = HostCopy((unscored != ignore_index).sum())
+
+    @property
+    def count(self) -> int:
+        """How many labels no loss sees, though they mark a token to train on."""
+        return int(self._count.read())
+
+    def refuse(self) -> None:
+        """Refuse them: the trainer has counted them in `num_items_in_batch`.
+
+        Raises:
+            InputError: there are some.
+        """
+        if self.count:
+            raise InputError(
+                "labels at document starts are counted in num_items_in_batch but carry no loss; "
+                f"{_IN_THE_COLLATOR}"
+            )
+
+    def warn(self) -> None:
+        """Warn of them: the trainer may have counted them."""
+        if count := self.count:
+            logger.warning(
+                "%d labels at document starts or on padding carry no loss; if the trainer has counted them, "
+                "it divides by too many; %s",
+                count,
+                _IN_THE_COLLATOR,
+            )
+
+
+def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
+    """Look for labels that the model does not get, because its caller computes a loss from the logits.
+
+    Logits without a label get no gradient. So a gradient at the last token of a document shows that the first
+    token of the next document is trained. The backward pass shows it, before any update.
+
+    Args:
+        logits: `[B, T, V]`, which require a gradient.
+        is_counted: whether the caller says how many labels it has. transformers' `Trainer` does, also where
+            it keeps the labels for `label_smoothing_factor` or `compute_loss_func`. Such a gradient is then
+            refused. Otherwise it causes a warning, because a loss without labels may have it.
+    """
+    if not len(row.predicted_unscored):
+        return
+    places = row.upload(row.predicted_unscored - 1)
+
+    def look(grad: Tensor) -> None:
+        if not bool(grad.reshape(-1, grad.shape[-1]).index_select(0, places.to(grad.device)).any()):
+            return
+        if is_counted:
+            raise InputError(
+                "labels at document starts or on padding are trained by a loss outside of the model; "
+                f"{_IN_THE_COLLATOR}"
+            )
+        logger.warning(
+            "a loss outside of the model trains the last token of a document; a label there is the first "
+            "token of another document: %s",
+            _IN_THE_COLLATOR,
+        )
+
+    logits.register_hook(look)
+
+
+class ContradictingLabels:
+    """Whether `labels` and `shift_labels` of one call are different; made and read as `CountedLabels`.
+
+    Args:
+        labels: `[B, T]`, masked where no loss may see them.
+        shift_labels: `[B, T]`, likewise.
+        ignore_index: the label of tokens without loss.
+    """
+
+    def __init__(self, labels: Tensor, shift_labels: Tensor, ignore_index: int):
+        shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].to(shift_labels.device)
+        self.is_on_host = shift_labels.device.type == "cpu"
+        self._differ = HostCopy((shifted != shift_labels).any())
+
+    def refuse(self) -> None:
+        """Refuse them: which of the two is meant cannot be told.
+
+        Raises:
+            InputError: they are different.
+        """
+        if bool(self._differ.read()):
+            raise InputError("labels and shift_labels contradict each other; leave shift_labels out")
+
+
+# A padded batch as one packed row: its documents without what stands in their padding.
+#
+#     rows     a a a . .       places  0 1 2 5 6 7 8 9 13 14
+#              b b b b b       row     a a a b b b b b c  c
+#              . . . c c       lengths 3     5         2
+#
+# Shapes: B rows of T tokens hold N tokens that are no padding.
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """Where the documents of a padded batch stand, and the packed row that they form.
+
+    Args:
+        row: `[1, N]`, one document for each row of the batch that has a token.
+        places: `[N]` int64 on the host; where each token of the row stands in the flattened batch.
+        shape: (B, T) of the batch.
+    """
+
+    row: PackedRow
+    places: np.ndarray
+    shape: tuple[int, int]
+
+    @classmethod
+    def of_mask(
+        cls,
+        real: np.ndarray,
+        device: torch.device,
+        positions: np.ndarray | None = None,
+        restarts: bool = False,
+    ) -> "PaddedBatch":
+        """The batch of a mask for which `is_one_run_a_row` holds and that keeps some token.
+
+        Args:
+            real: `[B, T]` bool, False on padding.
+            positions: `[B, T]` int64, the rotary positions. None: those of transformers, 0 to T - 1, so that
+                a document behind padding starts above 0.
+            restarts: without `positions`, let every document start at 0.
+        """
+        places = np.flatnonzero(real)
+        lengths = tuple(int(length) for length in real.sum(axis=1) if length)
+        if positions is not None:
+            of_tokens = positions.reshape(-1)[places]
+        elif restarts:
+            of_tokens = np.concatenate([np.arange(length) for length in lengths])
+        else:
+            of_tokens = places % real.shape[1]
+        row = PackedRow(lengths, (False,) * len(lengths), of_tokens, (1, len(places)), device)
+        return cls(row, places, (real.shape[0], real.shape[1]))
+
+    def on(self, device: torch.device) -> "PaddedBatch":
+        """The batch for a model that computes on `device`."""
+        row = self.row.on(device)
+        return self if row is self.row else PaddedBatch(row, self.places, self.shape)
+
+    def packed(self, tokens: Tensor | None) -> Tensor | None:
+        """`[1, N, ...]` of `[B, T, ...]`: without the padding."""
+        if tokens is None:
+            return None
+        flat = tokens.flatten(0, 1)
+        return (flat if self._is_full else flat.index_select(0, self._places_on_device()))[None]
+
+    def padded(self, output: Any) -> Any:
+        """A decoder's output for the row as that for the batch, 0 on padding.
+
+        Hidden states `[1, N, C]` become `[B, T, C]`, the routers' logits `[N, E]` become `[B * T, E]`.
+        """
+        if isinstance(output, ModelOutput):
+            return type(output)(**{name: self.padded(value) for name, value in output.items()})
+        if isinstance(output, tuple):
+            return tuple(self.padded(value) for value in output)
+        if not isinstance(output, Tensor):
+            return output
+        return self._spread(output) if output.dim() == 2 else self._spread(output[0]).unflatten(0, self.shape)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether there is no padding."""
+        return len(self.places) == self.shape[0] * self.shape[1]
+
+    def _spread(self, tokens: Tensor) -> Tensor:
+        if self._is_full:
+            return tokens
+        spread = tokens.new_zeros(self.shape[0] * self.shape[1], *tokens.shape[1:])
+        return spread.index_copy_(0, self._places_on_device(), tokens)
+
+    def _places_on_device(self) -> Tensor:
+        return self.row.once("places in the padded batch", lambda: self.row.upload(self.places))
+
+
+def is_one_run_a_row(real: np.ndarray) -> bool:
+    """Whether the tokens of every row of a `[B, T]` bool mask stand side by side: no padding between them."""
+    begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
+    return bool((begins.sum(axis=1) <= 1).all())
+
+
+def is_one_document_a_row(positions: np.ndarray, real: np.ndarray, last: int) -> bool:
+    """Whether the positions `[B, T]` of each row's tokens continue by one, and lie between 0 and `last`."""
+    both = real[:, 1:] & real[:, :-1]
+    of_tokens = positions[real]
+    return bool(
+        (np.diff(positions, axis=1)[both] == 1).all() and ((of_tokens >= 0) & (of_tokens <= last)).all()
+    )
+
+
+def padding_has_labels(labels: Tensor, real: Tensor, ignore_index: int, is_shifted: bool) -> Tensor:
+    """Whether a loss reads what a model computes for padding: a bool on the device of the mask.
+
+    It does where padding has a label, or has to predict that of the token behind it.
+
+    Args:
+        labels: `[B, T]`.
+        real: `[B, T]` bool, False on padding.
+        is_shifted: whether each stands one token before the token it is of, as `shift_labels` do.
+    """
+    is_label = labels.to(real.device) != ignore_index
+    has_label = (is_label & ~real).any()
+    return has_label if is_shifted else has_label | (is_label[:, 1:] & ~real[:, :-1]).any()

@@ -1,0 +1,306 @@
+"""The packed row: which token belongs to which document. It is made once a step, on the host.
+
+Shapes: B rows of T tokens are flattened to one row of N = B * T tokens. A row consists of segments: its
+documents, and perhaps one run of padding at the end of each of the B rows.
+
+    lengths   3     4         2   | padding 3
+    tokens    a a a b b b b   c c | . . .
+    positions 0 1 2 0 1 2 3   0 1 | 0 1 2
+    cu_seqlens 0, 3, 7, 9, 12
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+# Documents stacked into one batch are at least this long, relative to the longest of them
+_STACK_RATIO = 0.75
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """One flattened row of N tokens cut into segments.
+
+    Args:
+        lengths: tokens of every segment in order, all positive, summing to N.
+        is_padding: for every segment, whether it is padding rather than a document.
+        positions: `[N]` int64 on the host; the rotary position of every token.
+        shape: (B, T) of the rows as they came in.
+        device: where the tensors that describe the row live.
+        axes: `[3, N]` int64 on the host; the positions in time, height and width where tokens rotate by
+            three. None where all of them are `positions`.
+        visual: `[V]` int64 on the host; the tokens that stand for images, where there are any.
+        both_ways: whether those of them that stand side by side in a document see each other in both
+            directions.
+    """
+
+    lengths: tuple[int, ...]
+    is_padding: tuple[bool, ...]
+    positions: np.ndarray
+    shape: tuple[int, int]
+    device: torch.device
+    axes: np.ndarray | None = None
+    visual: np.ndarray | None = None
+    both_ways: bool = False
+    _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "PackedRow":
+        """A row of documents that fill it, with positions that restart."""
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        return cls(tuple(lengths), (False,) * len(lengths), positions, (1, len(positions)), device)
+
+    @classmethod
+    def static(
+        cls,
+        n_tokens: int,
+        n_segments: int,
+        longest: int,
+        device: torch.device,
+        has_axes: bool = False,
+        both_ways: bool = False,
+    ) -> "PackedRow":
+        """A row of fixed sizes for CUDA graphs, to `fill` anew every step.
+
+        Use only its sizes, `cu_seqlens`, `position_ids` and, with `has_axes`, `axis_ids`: the rest of it
+        describes no row. Any of its tokens may stand for an image. With `both_ways` it has blocks, and
+        `BlockRows.static` says which.
+        """
+        positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
+        row = cls(
+            (longest, *[0] * (n_segments - 1)),
+            (False,) * n_segments,
+            positions,
+            (1, n_tokens),
+            device,
+            axes=np.tile(positions, (3, 1)) if has_axes else None,
+            visual=np.arange(n_tokens),
+            both_ways=both_ways,
+        )
+        # One tensor, so that one transfer fills all
+        n_positions = (4 if has_axes else 1) * n_tokens
+        numbers = torch.zeros(n_positions + n_segments // 2 + 1, dtype=torch.int64, device=device)
+        row._built["static"], row.__dict__["position_ids"] = numbers, numbers[:n_tokens]
+        if has_axes:
+            row.__dict__["axis_ids"] = numbers[n_tokens:n_positions].view(3, n_tokens)
+        row.__dict__["cu_seqlens"] = numbers[n_positions:].view(torch.int32)[: n_segments + 1]
+        row.cu_seqlens.fill_(n_tokens)
+        return row
+
+    def fill(self, row: "PackedRow") -> None:
+        """Make this static row describe `row`, followed by padding and empty segments."""
+        n_tokens = self.n_tokens
+        tail = np.arange(n_tokens - row.n_tokens) % self.longest
+        ends = [*np.cumsum(row.lengths), *(row.n_tokens + np.flatnonzero(tail == 0)[1:])]
+        static: Tensor = self._built["static"]
+        numbers = np.empty(len(static), dtype=np.int64)
+        given = [row.positions]
+        if self.axes is not None:
+            given += [row.positions] * 3 if row.axes is None else [*row.axes]
+        n_positions = len(given) * n_tokens
+        by_axis = numbers[:n_positions].reshape(len(given), n_tokens)
+        by_axis[:, : row.n_tokens], by_axis[:, row.n_tokens :] = given, tail
+        cu_seqlens = numbers[n_positions:].view(np.int32)
+        cu_seqlens[: len(ends) + 1], cu_seqlens[len(ends) + 1 :] = [0, *ends], n_tokens
+        static.copy_(self.pinned(numbers), non_blocking=True)
+
+    def fill_ends(self, lengths: np.ndarray) -> None:
+        """Make this static row of segments of these lengths, where nobody reads positions."""
+        ends = np.full(len(self.cu_seqlens), self.n_tokens, dtype=np.int32)
+        ends[0], ends[1 : len(lengths) + 1] = 0, np.cumsum(lengths)
+        self.cu_seqlens.copy_(self.pinned(ends), non_blocking=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What describes the row, for pickles: a loader's worker makes rows for another process."""
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"_built": {}}
+
+    def on(self, device: torch.device) -> "PackedRow":
+        """The row for a model that computes on `device`."""
+        return self if self.device == device else replace(self, device=device, _built={})
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.positions)
+
+    @cached_property
+    def has_own_axes(self) -> bool:
+        """Whether some token has another position in time, height or width than along the text."""
+        return self.axes is not None and bool((self.axes != self.positions).any())
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest segment."""
+        return max(self.lengths)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """`[segments]` int64 on the host: the first token of every segment."""
+        return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(np.int64)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """`[segments + 1]` int32: 0, then the running sum of the lengths, as varlen kernels take it."""
+        return self.upload(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """`[N]` int64: the rotary position of every token."""
+        return self.upload(self.positions)
+
+    @cached_property
+    def axis_ids(self) -> Tensor:
+        """`[3, N]` int64: `axes` on the device; only where there are any."""
+        assert self.axes is not None
+        return self.upload(self.axes)
+
+    @cached_property
+    def visual_ids(self) -> Tensor:
+        """`[V]` int64: `visual` on the device; only where there are any."""
+        assert self.visual is not None
+        return self.upload(self.visual)
+
+    @cached_property
+    def blocks(self) -> np.ndarray:
+        """`[blocks, 2]` int64 on the host: the first token and the end of every run of tokens that see each
+        other in both directions. None crosses the end of a document."""
+        if not self.both_ways or self.visual is None or not len(self.visual):
+            return np.zeros((0, 2), dtype=np.int64)
+        begins = np.ones(len(self.visual), dtype=bool)
+        begins[1:] = (np.diff(self.visual) != 1) | np.isin(self.visual[1:], self.starts)
+        return np.stack([self.visual[begins], self.visual[np.roll(begins, -1)] + 1], axis=1)
+
+    @cached_property
+    def token_mask(self) -> Tensor | None:
+        """`[B, T]` int64, 0 on padding; None when the row has none."""
+        if not any(self.is_padding):
+            return None
+        is_document = np.repeat(~np.array(self.is_padding), self.lengths)
+        return self.upload(is_document.astype(np.int64).reshape(self.shape))
+
+    @cached_property
+    def unscored_places(self) -> np.ndarray:
+        """Int64 on the host: the tokens whose label carries no loss, first of a document or padding."""
+        is_unscored = np.repeat(np.array(self.is_padding), self.lengths)
+        is_unscored[self.starts] = True
+        return np.flatnonzero(is_unscored)
+
+    @cached_property
+    def predicted_unscored(self) -> np.ndarray:
+        """Those of `unscored_places` that a token before them predicts: not the first column of `[B, T]`."""
+        return self.unscored_places[self.unscored_places % self.shape[1] != 0]
+
+    @cached_property
+    def places_before_unscored(self) -> np.ndarray:
+        """Int64 on the host: the tokens that have no token of their own document to predict."""
+        return (self.unscored_places - 1) % self.n_tokens
+
+    @cached_property
+    def unscored(self) -> Tensor:
+        """`unscored_places` on the device."""
+        return self.upload(self.unscored_places)
+
+    @cached_property
+    def _stacked(self) -> tuple[np.ndarray, ...]:
+        lengths = np.array(self.lengths)
+        stacks: list[list[int]] = []
+        for segment in np.argsort(-lengths, kind="stable").tolist():
+            if stacks and lengths[segment] >= _STACK_RATIO * lengths[stacks[-1][0]]:
+                stacks[-1].append(segment)
+            else:
+                stacks.append([segment])
+        return tuple(
+            self.starts[stack][:, None]
+            + np.minimum(np.arange(lengths[stack[0]])[None, :], lengths[stack][:, None] - 1)
+            for stack in stacks
+        )
+
+    @cached_property
+    def stacks(self) -> tuple[Tensor, ...]:
+        """Segments of similar length as right-padded batches: int64 token indices `[segments, L]`.
+
+        A slot past the end of its segment repeats the segment's last token, so that no slot ever shows
+        another document; under a causal mask nothing before it can see it.
+        """
+        return tuple(self.upload(stack) for stack in self._stacked)
+
+    @cached_property
+    def unstack(self) -> Tensor:
+        """`[N]` int64: where each token lies in the concatenation of the flattened stacks."""
+        return self.upload(self._places_in(self._stacked))
+
+    @cached_property
+    def _equally_stacked(self) -> tuple[np.ndarray, ...]:
+        lengths = np.array(self.lengths)
+        return tuple(
+            self.starts[lengths == length][:, None] + np.arange(length)[None, :]
+            for length in np.unique(lengths)
+        )
+
+    @cached_property
+    def equal_stacks(self) -> tuple[Tensor, ...]:
+        """The segments of each length as a batch of their own: int64 token indices `[segments, L]`."""
+        return tuple(self.upload(stack) for stack in self._equally_stacked)
+
+    @cached_property
+    def unstack_equal(self) -> Tensor:
+        """`[N]` int64: where each token lies in the concatenation of the flattened `equal_stacks`."""
+        return self.upload(self._places_in(self._equally_stacked))
+
+    def _places_in(self, stacks: tuple[np.ndarray, ...]) -> np.ndarray:
+        slots = np.concatenate([stack.reshape(-1) for stack in stacks])
+        place = np.empty(self.n_tokens, dtype=np.int64)
+        # Backwards, so that the first slot of a token wins: later ones are fillers
+        place[slots[::-1]] = np.arange(len(slots))[::-1]
+        return place
+
+    def mask_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """A copy of `labels` (N elements, any shape) on the row's device, `ignore_index` on the first token
+        of every document and on padding."""
+        masked = labels.reshape(-1).to(self.device, copy=True)
+        return masked.index_fill_(0, self.unscored, ignore_index).view(labels.shape)  # assigning would wait
+
+    def mask_shifted_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """Likewise of labels that stand one token before the token they are of."""
+        masked = labels.reshape(-1).to(self.device, copy=True)
+        before = self.once("before unscored", lambda: self.upload(self.places_before_unscored))
+        return masked.index_fill_(0, before, ignore_index).view(labels.shape)
+
+    def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """The result of `build`, which runs on the first call for `key`; all layers of the step share it."""
+        if key not in self._built:
+            self._built[key] = build()
+        return self._built[key]
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        """`array` on the row's device, without waiting for it."""
+        return self.pinned(array).to(self.device, non_blocking=True)
+
+    def pinned(self, array: np.ndarray) -> Tensor:
+        """`array` where the row's device can fetch it: a copy from other memory would wait for the device."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type != "cuda":
+            return tensor
+        pinned = torch.empty_like(tensor, pin_memory=True)
+        # By numpy: torch copies in several threads, which have to wait where loaders keep the cores busy
+        pinned.numpy()[...] = array
+        return pinned
+
+
+# Sizes rounded up, so that rows of about one size replay the same CUDA graphs.
+
+
+def round_up(n: int, least: int = 1) -> int:
+    """n in steps of a sixteenth of the power of 2 above, or of `least` where that is more."""
+    step = max(least, power_of_2(n) // 16)
+    return -(-n // step) * step
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is not below n."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,1 @@
+"""What a patched model changes of its trainer."""

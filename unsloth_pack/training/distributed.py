@@ -1,0 +1,179 @@
+"""Weights that FSDP2 or DeepSpeed shards over the processes: trained, and saved as if they were whole.
+
+With FSDP2 every parameter is a `DTensor`, of which a process holds a part; hooks at the decoder layers gather
+a layer's parameters around its forward and its backward. ZeRO-3 does so at each module by itself, and leaves
+parameters without elements behind. ZeRO-2 shards gradients and the optimizer's state only.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+from unsloth_pack.cuda_graphs.flat_adamw import FlatAdamW, FlatLayout, joined
+from unsloth_pack.errors import InputError
+from unsloth_pack.modules.sharding import sharded_by
+from unsloth_pack.patching.patch import patch_of
+
+
+def use_fsdp_on_a_cpu(trainer: Trainer) -> None:
+    """Let a trainer without a GPU shard as its arguments say; accelerate ignores them there."""
+    if not trainer.args.fsdp or trainer.is_fsdp_enabled:
+        return
+    PartialState().distributed_type = trainer.accelerator.state.distributed_type = DistributedType.FSDP
+    plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    trainer.accelerator.state.fsdp_plugin = plugin
+    trainer.is_fsdp_enabled = True
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether FSDP2 or DeepSpeed trains."""
+    return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+
+
+@contextmanager
+def settings_refused_in_one_line(trainer: Trainer) -> Iterator[None]:
+    """Inside this context, what DeepSpeed says against its settings is an `InputError`."""
+    try:
+        yield
+    except ValueError as error:
+        if not trainer.is_deepspeed_enabled:
+            raise
+        said = " ".join(str(error).split())
+        raise InputError(
+            f"DeepSpeed refuses its settings: {said}; correct the file", about="deepspeed"
+        ) from error
+
+
+def adapt_patch(trainer: Trainer) -> None:
+    """Tell the model's patch how its weights have been sharded, if they have."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    patch, how = patch_of(model), sharded_by(model)
+    if patch is not None and how is not None:
+        patch.adapt_to_sharding(how)
+
+
+def gathered(trainer: Trainer) -> dict[str, Tensor]:
+    """The trained parameters, whole, on the main process's CPU. Every process has to call this."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.is_fsdp_enabled:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights: dict[str, Any] = get_model_state_dict(model, options=options)
+        return weights
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: safe_get_full_fp32_param(parameter).cpu() for name, parameter in trained.items()}
+
+
+@contextmanager
+def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
+    """Inside this context a model is loaded whole, under ZeRO-3 too; the trainer shards it later.
+
+    transformers would shard it while it loads, and neither the checks of its weights nor the probe for leaks
+    would see them.
+    """
+    settings = getattr(arguments, "hf_deepspeed_config", None)  # where DeepSpeed trains
+    if settings is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(settings)
+
+
+# Gradients averaged over the processes of DDP as one tensor.
+#
+# DDP copies each gradient into a bucket, exchanges full buckets during the backward pass, and copies the
+# gradients back. Those of an adapter are hundreds of small tensors, and a captured step makes all of them at
+# once, so that nothing hides the copies. They lie in one tensor, which is exchanged as it is. A large
+# adapter
+# stays with DDP: over a slow link its exchange takes longer than the copies, and is better hidden.
+
+# Of gradients. Not measured: models whose steps are captured have smaller adapters, as a rule
+_MOST_BYTES = 128 * 2**20
+
+
+class AveragedGradients:
+    """Takes the exchange of a small adapter's gradients over from DDP, if the optimizer is a `FlatAdamW`."""
+
+    def __init__(self) -> None:
+        self._takes_over = False
+        self._optimizer: FlatAdamW | None = None  # of the micro-batch before
+        self._is_small = False
+
+    def begin(self, model: Any, optimizer: Any) -> None:
+        """A micro-batch comes: DDP leaves its gradients to this process, as under `no_sync`.
+
+        Args:
+            model: as the trainer calls it.
+            optimizer: the trainer's, which accelerate may wrap.
+        """
+        flat = _flat(optimizer)
+        if flat is not self._optimizer:
+            self._optimizer = flat
+            self._is_small = flat is not None and _bytes_of_gradients(flat) <= _MOST_BYTES
+        self._takes_over = self._is_small and isinstance(model, DistributedDataParallel)
+        if self._takes_over:
+            model.require_backward_grad_sync = False
+
+    def average(self, optimizer: Any) -> None:
+        """Give every process the mean of all processes' gradients; before they are clipped.
+
+        Raises:
+            InputError: a weight got no gradient in this process.
+        """
+        if not self._takes_over:
+            return
+        flat: Any = _flat(optimizer)
+        weights = flat.flat_weights()
+        if weights:
+            for weight in weights:
+                _average(weight.grad)
+            return
+        parameters = [p for group in flat.param_groups for p in group["params"]]
+        if n_missing := sum(p.grad is None for p in parameters):
+            raise InputError(
+                f"{n_missing} of {len(parameters)} trained weights got no gradient in this process, and the "
+                "others wait for theirs; train them in one process, or freeze them"
+            )
+        for group in flat.param_groups:
+            for dtype in dict.fromkeys(p.dtype for p in group["params"]):
+                _average_apart([p.grad for p in group["params"] if p.dtype == dtype])
+
+
+def _average_apart(gradients: Sequence[Tensor]) -> None:
+    """Gradients that do not lie in one tensor here, in the order in which they may lie in the others'."""
+    layout = FlatLayout([gradient.shape for gradient in gradients])
+    ordered = [gradients[place] for place in layout.order]
+    together = joined(ordered)
+    _average(together)
+    for gradient, part in zip(ordered, layout.cut(together), strict=True):
+        gradient.copy_(part)
+
+
+def _bytes_of_gradients(optimizer: FlatAdamW) -> int:
+    return sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+
+
+def _flat(optimizer: Any) -> FlatAdamW | None:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, FlatAdamW) else None
+
+
+@torch.no_grad()
+def _average(gradients: Tensor) -> None:
+    """Divide before the sum, as DDP does: in 16 bits the sum may be too large."""
+    gradients.div_(dist.get_world_size())
+    dist.all_reduce(gradients)

@@ -1,0 +1,260 @@
+"""Updates whose loss or gradient is not finite: left out, and named, without waiting for the device.
+
+The device decides whether an update is finite, and leaves it out if not. The host learns of it with the next
+log line, and only then searches for the document.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler
+from transformers import Trainer
+
+from unsloth_pack.host_copy import HostCopy
+from unsloth_pack.modules.sharding import whole
+from unsloth_pack.patching.trainer_hooks.deferred_logging import (
+    DeferredLogging,
+    LogLine,
+    OnItsWay,
+    has_to_be_written,
+    is_due,
+    may_wait,
+)
+from unsloth_pack.training.cpu_master_weights import leave_out
+from unsloth_pack.training.distributed import is_sharded
+
+_MOST_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
+_SHOWN = 12  # tokens of a document in a message
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A document whose loss or gradients are not finite when it is alone.
+
+    Args:
+        row: of the training data.
+        document: its place in the row, from 0.
+        text: its beginning.
+    """
+
+    row: int
+    document: int
+    text: str
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """An update that was left out.
+
+    Args:
+        step: its number, from 1.
+        rows: of the training data, that it saw.
+        culprits: None if nobody searched.
+        searched: number of documents of these rows that were looked at.
+    """
+
+    step: int
+    rows: list[int]
+    culprits: list[Culprit] | None
+    searched: int = 0
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the weights are to blame: with them no document is finite."""
+        return self.culprits is not None and 1 < self.searched == len(self.culprits)
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, self.rows))
+        said = f"update {self.step} was left out: its loss or gradient is not finite (rows {rows})"
+        if self.culprits is None:
+            return said
+        if self.has_diverged:
+            return f"{said}, as is each of its {self.searched} documents by itself: the weights have diverged"
+        if not self.culprits:
+            return f"{said}, and yet each of its {self.searched} documents is finite by itself"
+        found = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
+        return f"{said}, because of {', '.join(found)}"
+
+
+class NonFiniteCallback:
+    """Sees to it that no update is applied whose loss or gradient is not finite.
+
+    Such an update changes neither weights nor optimizer on a CPU, nor with a fused optimizer, the default on
+    CUDA. With another optimizer on CUDA its gradients become zero, while momentum and weight decay still act.
+    Where gradients are applied as they come, the weights before the first gradient that is not finite have
+    been updated by then.
+
+    Attributes:
+        on_nonfinite: "stop" ends the run after such an update, with a checkpoint; "skip" goes on.
+        report: called with every such update, if set.
+        stopped_by: the update that ended the run.
+        left_out: the number of such updates.
+    """
+
+    def __init__(self) -> None:
+        self.on_nonfinite = "stop"
+        self.report: Callable[[NonFinite], None] | None = None
+        self.stopped_by: NonFinite | None = None
+        self.left_out = 0
+        self._losses: list[Tensor] = []  # of the micro-batches of this update
+        self._verdicts: list[tuple[int, Tensor]] = []  # update, whether it is finite; since the last log line
+
+    def note_loss(self, loss: Tensor) -> Tensor:
+        """Keep a micro-batch's loss for `judge`; returns one for the trainer's sum, which NaN would ruin."""
+        self._losses.append(loss)
+        return loss.nan_to_num(0.0, 0.0, 0.0)
+
+    def judge(self, trainer: Trainer, norm: Any) -> Any:
+        """Leave out this update if its losses or its gradients' `norm` are not finite; returns `norm`."""
+        norm = whole(norm)
+        total = torch.stack(self._losses).sum()
+        if trainer.args.world_size > 1:
+            total = trainer.accelerator.reduce(total)  # all processes leave out the same updates
+        has_scaler = trainer.accelerator.scaler is not None  # it expects infinite gradients, and skips them
+        is_finite = torch.isfinite(total if has_scaler else total + norm)
+        self._losses.clear()
+        self._verdicts.append((trainer.state.global_step + 1, is_finite))
+        if not has_scaler:
+            optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            leave_out(optimizer, (p for group in optimizer.param_groups for p in group["params"]), ~is_finite)
+        return norm
+
+    def take_verdicts(self) -> tuple[list[int], Tensor]:
+        """The updates since the last call, and whether each is finite, on the device."""
+        if not self._verdicts:
+            return [], torch.empty(0, dtype=torch.bool)
+        steps, verdicts = zip(*self._verdicts, strict=True)
+        self._verdicts.clear()
+        return list(steps), torch.stack(verdicts)
+
+    def handle(self, trainer: Any, step: int) -> None:
+        """Search for the documents that an update was left out for, report it, and stop the run or go on."""
+        rows = rows_of_update(trainer, step)
+        searches = self.left_out < _MOST_SEARCHES and not is_sharded(trainer)  # else no gradient is whole
+        searches = searches and trainer.row_stream is None  # whose rows are gone by now
+        found = NonFinite(step, rows, *(_search(trainer, rows) if searches else (None, 0)))
+        self.left_out += 1
+        if self.report is not None:
+            self.report(found)
+        if self.on_nonfinite == "stop":
+            self.stopped_by = self.stopped_by or found
+            trainer.control.should_training_stop = trainer.control.should_save = True
+
+
+def rows_of_update(trainer: Any, step: int) -> list[int]:
+    """The rows of the training data that an update saw, from the sampler's seed.
+
+    Rows of a stream are numbered as they come, those of all processes together.
+
+    Args:
+        step: the update's number, from 1.
+    """
+    if trainer.row_stream is not None:
+        arguments = trainer.args
+        size = arguments.gradient_accumulation_steps * arguments.world_size
+        size *= arguments.per_device_train_batch_size
+        return list(range((step - 1) * size, step * size))
+    loader: Any = trainer.callback_handler.train_dataloader
+    batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+    epoch, update = divmod(step - 1, -(-len(loader) // trainer.args.gradient_accumulation_steps))
+    order = copy.copy(batches.sampler)
+    order.generator = None  # the original's belongs to the training, which goes on drawing from it
+    order.set_epoch(epoch)
+    size = trainer.args.gradient_accumulation_steps * trainer.args.world_size
+    of_epoch = list(BatchSampler(order, batches.batch_size, batches.drop_last))
+    return [row for batch in of_epoch[update * size : (update + 1) * size] for row in batch]
+
+
+def _search(trainer: Any, rows: list[int]) -> tuple[list[Culprit], int]:
+    """The documents of these rows that are not finite, and the number of all their documents."""
+    model = trainer.model
+    was_training = model.training
+    model.eval()
+    found, searched = [], 0
+    try:
+        for row in rows:
+            for number, document in enumerate(_documents(trainer.train_dataset[row])):
+                searched += 1
+                if not _is_finite(trainer, model, document):
+                    text = trainer.processing_class.decode(document["input_ids"][:_SHOWN])
+                    found.append(Culprit(row, number, text))
+    finally:
+        model.train(was_training)
+    return found, searched
+
+
+def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:
+    lengths = row.pop("seq_lengths", [len(row["input_ids"])])
+    start = 0
+    for length in lengths:
+        yield {name: values[start : start + length] for name, values in row.items()}
+        start += length
+
+
+def _is_finite(trainer: Any, model: Any, document: dict[str, list[int]]) -> bool:
+    """Whether the loss and gradients of one document are finite with the current weights."""
+    columns = ("input_ids", "labels")
+    inputs = {name: torch.tensor([document[name]], device=trainer.args.device) for name in columns}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        loss = model(**inputs, use_cache=False).loss
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return all(bool(torch.isfinite(t).all()) for t in (loss, *gradients) if t is not None)
+
+
+# The log lines of a run, which nobody waits for, and what they say of updates that are not finite.
+
+
+class RunLine(LogLine):
+    """A line that also says which updates were left out, and counts the tokens of all processes.
+
+    Attributes:
+        left_out: the updates that were left out; once it is read.
+    """
+
+    def __init__(self, trainer: Any, loss: Tensor, grad_norm: Any, learning_rate: float):
+        super().__init__(trainer, loss, grad_norm, learning_rate)
+        self._steps, finite = trainer.finite_updates.take_verdicts()
+        self._finite = HostCopy(finite)
+        self._tokens = OnItsWay(trainer.counts.tokens)
+        self.left_out: list[int] = []
+
+    def read(self, trainer: Any) -> dict[str, float]:
+        logs, metrics = super().read(trainer), self._of_trl
+        finite = self._finite.read().tolist()
+        self.left_out = [step for step, is_finite in zip(self._steps, finite, strict=True) if not is_finite]
+        if metrics:  # TRL does not count rows that come again so that all ranks have some
+            metrics["num_tokens"] = [int(self._tokens.read())]
+        return logs | ({"loss": math.nan} if self.left_out else {})
+
+
+class RunLines(DeferredLogging):
+    """Writes the line of each update that has one: at once, or when the next update is launched."""
+
+    def see_to(self, trainer: Any, loss: Tensor, grad_norm: Any, learning_rate: float) -> None:
+        """An update is launched: write the line that waits, and make its own if it is to have one.
+
+        Args:
+            loss, grad_norm, learning_rate: as `LogLine` takes them.
+        """
+        self.write(trainer)
+        if has_to_be_written(trainer):
+            trainer.control.should_log = True
+        if is_due(trainer):
+            at_once = not may_wait(trainer)
+            self.put_off(trainer, RunLine(trainer, loss, grad_norm, learning_rate))
+            if at_once:
+                trainer.store_flos()
+                self.write(trainer)
+        trainer.control.should_log = False
+
+    def write(self, trainer: Any) -> LogLine | None:
+        line = super().write(trainer)
+        for step in line.left_out if isinstance(line, RunLine) else ():
+            trainer.finite_updates.handle(trainer, step)
+        return line

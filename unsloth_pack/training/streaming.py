@@ -1,0 +1,403 @@
+"""The rows of a stream, packed as its documents come, and where it stood after each of the last ones.
+
+    one process of several:   blocks of rows -> its share, tokenised -> PackingStream -> rows
+                              (loader's workers, in turn)               (this process)
+
+A row that is given out is not trained on yet: loaders read ahead. A checkpoint holds the place after the last
+row that was trained on, with the documents that waited there. So a resumed run sees the rows that follow.
+"""
+
+import atexit
+import json
+import multiprocessing
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from traceback import clear_frames
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from unsloth_pack.data.rows import DOCUMENT, IMAGES, image_field
+from unsloth_pack.data.streaming import DocumentBlock, DocumentStream, Place, Share
+from unsloth_pack.data.token_counts import SpanCounts, TokenLedger
+from unsloth_pack.errors import InputError, RunStopped
+from unsloth_pack.packing import PackingStream, StreamCounts
+from unsloth_pack.training.checkpoints import STREAM_FILES
+from unsloth_pack.training.image_rows import COLUMN
+
+_COLUMNS = ("input_ids", "labels")
+_BUFFER = 2048  # documents that are planned together, unless they have more tokens than
+_BUFFER_TOKENS, _BUFFER_ROWS = 1 << 20, 16  # so many, or so many rows
+_VERSION = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a stream stands after a row.
+
+    Args:
+        rows: that this process has given out.
+        place: between the source's rows.
+        tally: counts of the rows that were read.
+        packer: state of the `PackingStream`, with the documents that wait.
+    """
+
+    rows: int
+    place: Place
+    tally: SpanCounts
+    packer: Mapping[str, Any]
+
+    @property
+    def packed(self) -> StreamCounts:
+        """What the rows given out hold."""
+        return StreamCounts(**self.packer["counts"])
+
+
+class RowStream(IterableDataset[dict[str, Any]]):
+    """Packed rows of a stream for one of the processes that train together. They never end.
+
+    Args:
+        documents: where they come from.
+        capacity: tokens of a row.
+        seed: of the order of rows that are planned together.
+        share: of the documents that this process takes.
+        n_workers: processes that read and tokenise. Their number changes no row.
+        ahead: rows that are ready before one is given out. If a document is refused, so many still come: the
+            training can stop at an update, on all processes at the same one. A loader of rows with images
+            takes `decoders + 1` batches before they are trained on.
+        decoders: threads that decode images, each those of a batch; 0 where no row has any.
+
+    Attributes:
+        error: why no rows will come after those that are ready; None as long as they will.
+    """
+
+    def __init__(
+        self,
+        documents: DocumentStream,
+        capacity: int,
+        *,
+        seed: int,
+        share: Share,
+        n_workers: int,
+        ahead: int,
+        decoders: int = 0,
+    ):
+        self.documents, self.share, self.n_workers, self.ahead = documents, share, n_workers, ahead
+        self.decoders = decoders
+        self.error: InputError | None = None
+        self._packer = PackingStream(
+            capacity,
+            _BUFFER,
+            seed=seed,
+            buffer_tokens=max(_BUFFER_TOKENS, _BUFFER_ROWS * capacity),
+            by_document=[IMAGES] if documents.has_images else [],
+        )
+        self._last = self._stand(0, Place(), SpanCounts())
+        self._stands: deque[Stand] = deque([self._last], maxlen=ahead + 2)
+
+    @property
+    def capacity(self) -> int:
+        return self._packer.capacity
+
+    @property
+    def waiting_at_most(self) -> tuple[int, int | None]:
+        """Documents and tokens that wait at most for others to share a row with."""
+        return self._packer.buffer_size, self._packer.buffer_tokens
+
+    def __iter__(self) -> Generator[dict[str, Any]]:
+        """The rows after the last one that was given out."""
+        blocks = self._blocks()
+        tally, place, rows = self._last.tally, self._last.place, self._last.rows
+        while True:
+            while self._packer.ready < self.ahead and self.error is None:
+                try:
+                    block = next(blocks)
+                except InputError as error:
+                    self.error = error
+                    break
+                for document in block.documents():
+                    self._packer.push(document)
+                if block.ends_pass:
+                    self._packer.finish()
+                tally, place = tally + block.tally.coarse(), block.end
+            row = self._packer.pop()
+            if row is None:
+                raise RunStopped(str(self.error)) from self.error
+            rows += 1
+            self._last = self._stand(rows, place, tally)
+            self._stands.append(self._last)
+            row |= {name: row[name].astype(np.int64) for name in _COLUMNS}
+            if (images := row.pop(IMAGES, None)) is not None:
+                row[COLUMN] = [one | {DOCUMENT: n} for n, of_one in enumerate(images) for one in of_one]
+            yield row
+
+    def after(self, rows: int) -> Stand:
+        """Where the stream stood after so many rows of this process, which may not be long ago."""
+        return next(stand for stand in self._stands if stand.rows == rows)
+
+    def save(self, checkpoint: Path, rows: int) -> None:
+        """Write where the stream stood after so many rows of this process."""
+        stand = self.after(rows)
+        state = dict(stand.packer)
+        groups = [*state.pop("ready"), state.pop("buffer")]
+        documents = [document for group in groups for document in group]
+        tensors = {name: _joined([document[name] for document in documents]) for name in _COLUMNS}
+        tensors["lengths"] = np.array([len(document["labels"]) for document in documents], np.int64)
+        tensors["groups"] = np.array(list(map(len, groups)), np.int64)
+        if self.documents.has_images:
+            tensors[IMAGES] = _as_bytes([document[IMAGES] for document in documents])
+        about = {
+            "version": _VERSION,
+            "rows": rows,
+            "place": stand.place.as_json(),
+            "tally": {"sums": stand.tally.sums, "lengths": list(stand.tally.lengths.items())},
+            "packer": state,
+        }
+        save_file(tensors, checkpoint / state_file(self.share.number), {"stream": json.dumps(about)})
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on where a stream stood when it was saved.
+
+        Raises:
+            InputError: the file is missing, or from a stream of other arguments.
+        """
+        path = checkpoint / state_file(self.share.number)
+        try:
+            with safe_open(path, "np") as file:
+                about = json.loads(file.metadata()["stream"])
+                names = file.keys()
+                tensors = {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
+            raise InputError(
+                f"{path}: the place in the stream cannot be read ({error}); resume from another checkpoint, "
+                "or start anew"
+            ) from None
+        if about["version"] != _VERSION:
+            raise InputError(f"{path}: of another release (version {about['version']}); start anew")
+        if self.documents.has_images != (IMAGES in tensors):
+            which = "with images" if IMAGES in tensors else "without images"
+            raise InputError(f"{path}: of a run {which}, and this one is not; start anew")
+        groups = _grouped(tensors)
+        self._packer.load_state_dict(about["packer"] | {"ready": groups[:-1], "buffer": groups[-1]})
+        tally = SpanCounts(Counter(about["tally"]["sums"]), Counter(dict(about["tally"]["lengths"])))
+        self._last = self._stand(about["rows"], Place(**about["place"]), tally)
+        self._stands.clear()
+        self._stands.append(self._last)
+
+    def _stand(self, rows: int, place: Place, tally: SpanCounts) -> Stand:
+        return Stand(rows, place, tally, self._packer.state_dict())
+
+    def _blocks(self) -> Iterator[DocumentBlock]:
+        source = _Blocks(self.documents, self._last.place, self.share)
+        options: dict[str, Any] = {}
+        if self.n_workers:
+            can_fork = "fork" in multiprocessing.get_all_start_methods()
+            context = multiprocessing.get_context("fork" if can_fork else None)
+            options = {"worker_init_fn": _begin_worker, "multiprocessing_context": context}
+        loader = DataLoader(
+            source,
+            batch_size=None,
+            num_workers=self.n_workers,
+            collate_fn=as_it_is,
+            generator=torch.Generator(),  # the run's own random numbers are not drawn from
+            **options,
+        )
+        # Python waits for worker processes at its end, and these wait for work for as long as this is held
+        held = [iter(loader)]
+        atexit.register(stop := held.clear)
+        try:
+            while (block := next(held[0], None)) is not None:
+                yield block
+        except Exception as error:
+            clear_frames(error.__traceback__)  # whoever keeps the error would keep the loader's processes
+            if not isinstance(error, RuntimeError) or "DataLoader worker" not in str(error):
+                raise
+            raise RunStopped(
+                "a process that reads and tokenises the data was killed, perhaps because memory ran out; "
+                "give a smaller --num_proc"
+            ) from error
+        finally:
+            atexit.unregister(stop)
+            stop()
+
+
+class EpochOfStream(TrainerCallback):
+    """The share of the updates that are done, where a trainer that goes on would begin to count anew."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        state.epoch = state.global_step / state.max_steps
+
+
+def state_file(process: int) -> str:
+    """The file of a checkpoint that holds where the stream of a process stood."""
+    return STREAM_FILES.replace("*", str(process))
+
+
+@dataclass(frozen=True)
+class StreamTotals:
+    """What all processes have read of a stream, and have trained on.
+
+    Args:
+        ledger: of the rows that were read; lengths in it are rounded up by at most a 64th.
+        turns: passes over the data that every process has completed.
+        rows, documents, tokens: of the packed rows that were trained on.
+        waiting: documents that were read and not trained on.
+        read_of_parts: of each data set of a mixture, the rows and tokens that were read; empty for one.
+    """
+
+    ledger: TokenLedger
+    turns: int
+    rows: int
+    documents: int
+    tokens: int
+    waiting: int
+    read_of_parts: tuple[tuple[int, int], ...] = ()
+
+
+def totals(stream: RowStream, rows: int) -> StreamTotals:
+    """The totals after so many rows of each process. Every process has to call this."""
+    stand = stream.after(rows)
+    by_process = gather_object([(stand.tally, stand.packed, stand.place.turn)])
+    tally, packed = SpanCounts(), Counter[str]()
+    n_parts = stream.documents.n_parts
+    for of_process, counts, _ in by_process:
+        tally += of_process
+        packed.update(asdict(counts))
+    return StreamTotals(
+        ledger=tally.ledger,
+        turns=min(turn for *_, turn in by_process),
+        rows=packed["packs"],
+        documents=packed["documents"],
+        tokens=packed["tokens"],
+        waiting=packed["examples"] - packed["documents"],
+        read_of_parts=tuple(map(tally.read_of, range(n_parts if n_parts > 1 else 0))),
+    )
+
+
+class _Blocks(IterableDataset[DocumentBlock]):
+    """The blocks of a share; workers take them in turn, so that a loader gives them in their order."""
+
+    def __init__(self, documents: DocumentStream, place: Place, share: Share):
+        self._documents, self._place, self._share = documents, place, share
+
+    def __iter__(self) -> Iterator[DocumentBlock]:
+        worker = get_worker_info()
+        number, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        return self._documents.blocks(self._place, self._share, number, of)
+
+
+def as_it_is(block: Any) -> Any:
+    """For loaders of what is made already."""
+    return block
+
+
+def _begin_worker(number: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for each in _SIGNALS:  # the training process hears them, and ends this one
+        signal.signal(each, signal.SIG_IGN)
+
+
+def _as_bytes(images: list[list[dict[str, Any]]]) -> np.ndarray:
+    """The images of each document, as Arrow writes a stream of its own."""
+    table = pa.table([pa.array(images, image_field().type)], pa.schema([image_field()]))
+    held = pa.BufferOutputStream()
+    with pa.ipc.new_stream(held, table.schema) as writer:
+        writer.write_table(table)
+    return np.frombuffer(held.getvalue(), np.uint8)
+
+
+def _of_bytes(held: np.ndarray) -> list[list[dict[str, Any]]]:
+    with pa.ipc.open_stream(pa.py_buffer(held)) as reader:
+        found: list[list[dict[str, Any]]] = reader.read_all()[IMAGES].to_pylist()
+    return found
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int32), *parts])
+
+
+def _grouped(tensors: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
+    ends = np.cumsum(tensors["lengths"]).tolist()
+    documents: list[dict[str, Any]] = [
+        {name: tensors[name][start:end] for name in _COLUMNS}
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    if IMAGES in tensors:
+        for document, images in zip(documents, _of_bytes(tensors[IMAGES]), strict=True):
+            document[IMAGES] = images
+    bounds = np.cumsum(tensors["groups"]).tolist()
+    return [documents[start:end] for start, end in zip([0, *bounds], bounds, strict=False)]
+
+
+# The loader of a stream's rows. Threads decode the images of those that have some.
+
+
+class _Decoded(IterableDataset[dict[str, Any]]):
+    """Batches of rows with images. Each thread decodes one of the next while one is trained on."""
+
+    def __init__(self, stream: RowStream, batch_size: int, collate: Any):
+        self._stream, self._batch_size, self._collate = stream, batch_size, collate
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows, waiting = self._stream.__iter__(), deque[Future[dict[str, Any]]]()
+        stopped: RunStopped | None = None
+        pool = ThreadPoolExecutor(self._stream.decoders)
+        try:
+            while True:
+                while stopped is None and len(waiting) <= self._stream.decoders:
+                    try:
+                        batch = list(islice(rows, self._batch_size))
+                    except RunStopped as error:  # after the rows that are ready
+                        stopped = error
+                        break
+                    waiting.append(pool.submit(self._collate, batch))
+                if stopped is not None and not waiting:
+                    raise stopped
+                try:
+                    made = waiting.popleft().result()
+                except InputError as error:
+                    raise RunStopped(str(error)) from error
+                yield made
+        finally:
+            pool.shutdown(cancel_futures=True)
+            rows.close()  # else an error that is held on to would hold the processes that read
+
+
+def loader_of(
+    stream: RowStream, batch_size: int, collate: Any, device: torch.device, pin_memory: bool
+) -> Any:
+    """The loader of a stream's rows, which no trainer deals out once more."""
+    rows = _Decoded(stream, batch_size, collate) if stream.decoders else stream
+    loader = DataLoader(
+        rows,
+        batch_size=None if stream.decoders else batch_size,
+        collate_fn=as_it_is if stream.decoders else collate,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),
+    )
+    return prepare_data_loader(
+        loader,
+        device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        dispatch_batches=False,
+        non_blocking=pin_memory,  # else a copy waits for the step before
+    )

@@ -1,0 +1,10 @@
+"""The tool checks itself: does this very model leak, and does a packed row equal its documents alone?
+
+`verify` is thorough and returns a report; `probe` takes two short steps and raises.
+"""
+
+from unsloth_pack.verification.leaks import probe
+from unsloth_pack.verification.report import Check, VerifyReport
+from unsloth_pack.verification.run import verify
+
+__all__ = ["Check", "VerifyReport", "probe", "verify"]

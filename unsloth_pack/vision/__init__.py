@@ -1,1 +1,0 @@
-"""`FastVisionModel` and `VisionDataCollator`: models of vision and language for notebooks."""

@@ -1,0 +1,382 @@
+"""`FastVisionModel`: load a model of vision and language, adapt its parts, train and generate."""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from unsloth_pack.api import FastLanguageModel
+from unsloth_pack.chat_templates.answers import answers_of
+from unsloth_pack.checkpoints.loading import resolve, split_config, take_file_options
+from unsloth_pack.data.encoding import IGNORE_INDEX
+from unsloth_pack.errors import InputError
+from unsloth_pack.images.encoding import Overlong, PlacedImage, VisionCounts, VisionDocument, VisionEncoder
+from unsloth_pack.images.families import make_image_family
+from unsloth_pack.images.packed_rows import RowWithImages
+from unsloth_pack.images.prepared import decoded
+from unsloth_pack.images.processor import (
+    VisionProcessor,
+    load_image_processor,
+    processor_folder,
+    processor_of,
+)
+from unsloth_pack.images.reading import UnreadableImage
+from unsloth_pack.images.tokens import ImageTokenIds, image_tokens_of
+from unsloth_pack.layers.vision.vision_lm import PIXELS, FastVisionLM
+from unsloth_pack.lora.vision_targets import Aligner, TrainedParts, vision_targets
+from unsloth_pack.memory.checkpointing import CheckpointingMode
+from unsloth_pack.models.spec import TOKEN_TYPES
+from unsloth_pack.modules.walk import require_model
+
+_HUB = ("token", "revision", "trust_remote_code")
+
+
+class FastVisionModel:
+    """Load a model of vision and language ready for packed training, and put an adapter on its parts.
+
+    ```python
+    model, processor = FastVisionModel.from_pretrained("path/of/a/qwen3-vl", max_pixels=512 * 512)
+    model = FastVisionModel.get_peft_model(model, r=16)
+    collator = VisionDataCollator(model, processor)
+    ```
+    """
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str,
+        max_seq_length: int = 2048,
+        dtype: torch.dtype | str | None = None,
+        load_in_4bit: bool = False,
+        load_in_8bit: bool = False,
+        full_finetuning: bool = False,
+        max_pixels: int | None = None,
+        min_pixels: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, VisionProcessor]:
+        """A patched model and its processor.
+
+        Args:
+            model_name: "vision-demo" (bundled), a local folder of a model or of a saved adapter, or a hub
+                name.
+            max_seq_length, dtype, full_finetuning: as in `FastLanguageModel.from_pretrained`.
+            load_in_4bit, load_in_8bit: of the language model. Tower, aligner and head stay in 16 bits.
+            max_pixels, min_pixels: to which larger and smaller images are resized; None for the limits that
+                the model, or the adapter, was saved with. Nothing else is resized. Only for Qwen-VL: the
+                image processors of other families have limits of their own, which an error names.
+            kwargs: further arguments of `FastLanguageModel.from_pretrained`.
+
+        Returns:
+            The model and a processor with `tokenizer` and `image_processor`, which needs no torchvision.
+
+        Raises:
+            UnsupportedArchitecture: no patch is declared for the language model.
+            InputError: the model takes no images, or what `FastLanguageModel.from_pretrained` refuses.
+        """
+        source, _ = resolve(model_name)
+        files = {name: kwargs[name] for name in kwargs if name in _HUB}
+        files |= take_file_options(dict(kwargs))
+        config, _ = split_config(source, **files)
+        tokens = image_tokens_of(config)
+        of_images = processor_folder(model_name)
+        image_processor = load_image_processor(
+            of_images, config=config, max_pixels=max_pixels, min_pixels=min_pixels, **files
+        )
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            model_name,
+            max_seq_length=max_seq_length,
+            dtype=dtype,
+            load_in_4bit=load_in_4bit,
+            load_in_8bit=load_in_8bit,
+            full_finetuning=full_finetuning,
+            **kwargs,
+        )
+        ImageTokenIds(tokens, tokenizer, config)
+        return model, processor_of(of_images, image_processor, tokenizer, tokens, config, **files)
+
+    @staticmethod
+    def get_peft_model(
+        model: Any,
+        r: int = 16,
+        target_modules: str | Collection[str] | None = None,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        bias: Literal["none", "all", "lora_only"] = "none",
+        finetune_vision_layers: bool = False,
+        finetune_language_layers: bool = True,
+        finetune_attention_modules: bool = True,
+        finetune_mlp_modules: bool = True,
+        finetune_aligner: Aligner = "full",
+        modules_to_save: list[str] | None = None,
+        use_gradient_checkpointing: CheckpointingMode = False,
+        random_state: int = 3407,
+        **kwargs: Any,
+    ) -> Any:
+        """The model with a LoRA adapter on the chosen parts, ready to train.
+
+        Args:
+            model: from `from_pretrained`, or one that `patch_model` has patched; without an adapter.
+            target_modules: None or "all-linear" for the layers of the chosen parts. A pattern of whole paths
+                chooses layers itself, and the flags of parts then mean nothing but for the aligner.
+            finetune_vision_layers: an adapter on the tower, which is frozen by default.
+            finetune_language_layers: an adapter on the language model.
+            finetune_attention_modules, finetune_mlp_modules: which layers of these parts.
+            finetune_aligner: what carries features of images into the language model: "full" trains it
+                whole, as `modules_to_save`, "lora" puts an adapter on it, and False freezes it.
+            modules_to_save: further modules to train whole.
+            r, lora_alpha, lora_dropout, bias, use_gradient_checkpointing, random_state, kwargs: as in
+                `FastLanguageModel.get_peft_model`.
+
+        Raises:
+            InputError: an argument is wrong, or nothing is left to train.
+        """
+        require_model(model, "give what from_pretrained returned first")
+        trained = TrainedParts(
+            finetune_vision_layers,
+            finetune_language_layers,
+            finetune_attention_modules,
+            finetune_mlp_modules,
+            finetune_aligner,
+        )
+        pattern, saved = vision_targets(model, trained)
+        if target_modules not in (None, "all-linear"):
+            if not isinstance(target_modules, str):
+                raise InputError(
+                    f"target_modules is {target_modules!r}, and names may also mean layers of the tower; "
+                    "choose parts with finetune_*, or give a pattern of whole paths"
+                )
+            pattern = target_modules
+        return FastLanguageModel.get_peft_model(
+            model,
+            r=r,
+            target_modules=pattern,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            bias=bias,
+            modules_to_save=[*dict.fromkeys([*saved, *(modules_to_save or ())])] or None,
+            use_gradient_checkpointing=use_gradient_checkpointing,
+            random_state=random_state,
+            **kwargs,
+        )
+
+    @staticmethod
+    def for_inference(model: Any) -> Any:
+        """The model, ready to generate: no dropout, no recomputation, cache on."""
+        return FastLanguageModel.for_inference(model)
+
+    @staticmethod
+    def for_training(model: Any) -> Any:
+        """The model, ready to train again."""
+        return FastLanguageModel.for_training(model)
+
+
+# `VisionDataCollator`: a batch of conversations with images as one packed row.
+
+# Unsloth's further arguments: the values that ask for nothing else, and what to do instead of any other
+_OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "resize": ((None,), "give max_pixels to FastVisionModel.from_pretrained; nothing else is resized"),
+    "resize_dimension": ((None, 0), "give max_pixels to FastVisionModel.from_pretrained"),
+    "snap_to_patch_size": ((None, False), "the processor chooses sizes that patches fill; leave it out"),
+    "ignore_index": ((IGNORE_INDEX,), "labels that do not count are -100; leave it out"),
+    "force_match": ((True, False), ""),
+    "num_proc": ((None,), "give dataloader_num_workers to the trainer"),
+    "completion_only_loss": ((True, None), "write the rows as messages, in which all turns count"),
+    "pad_to_multiple_of": ((None,), "a packed row has no padding; leave it out"),
+    "last_response_only": ((False, None), "every answer counts; leave it out"),
+}
+
+
+class VisionDataCollator:
+    """Makes one packed row of a batch of conversations with images. Works with any trainer.
+
+    ```python
+    args = SFTConfig(remove_unused_columns=False, dataset_kwargs={"skip_prepare_dataset": True})
+    SFTTrainer(model, args, train_dataset=rows, data_collator=VisionDataCollator(model, processor))
+    ```
+
+    The batch holds, T tokens long:
+
+    - `input_ids`, `labels`: `[1, T]`. The first label of every document is -100, and so are those of images,
+      of their markers, and of what the chat template or the answers leave out.
+    - `position_ids`: `[1, T]`, which count from 0 in every document; `[4, 1, T]` for a Qwen-VL that is not
+      patched, whose further rows are positions in time, height and width.
+    - `packed_seq_lengths`: the length of every document, a list on the host.
+    - `pixel_values` float32 and what describes them, if there is an image; see `docs/vision.md`.
+    - `packed_row` for a patched model: the whole description, so that nothing of it is read back from a GPU.
+      It has the positions on three axes. What describes images is then lists. Make a new collator after
+      `undo()`.
+
+    Args:
+        model: that the batches are for, patched already if it is to be; its configuration is read.
+        processor: with `tokenizer` and `image_processor`, as `FastVisionModel.from_pretrained` returns it.
+        max_seq_length: tokens of the longest document, images expanded; None for no limit.
+        formatting_func: makes the row to be trained of each example.
+        train_on_responses_only: only answers count in the loss.
+        instruction_part, response_part: what the chat template puts before a question and before an answer.
+            They may be left out where the template marks answers itself.
+        image_folder: where relative paths begin, and out of which none may lead.
+        overlong: of a document above `max_seq_length`: "error" refuses it, "truncate" cuts it behind its
+            last image, "drop" leaves it out, "shrink" makes its images smaller where the processor can.
+        skip_broken_images: leave out rows with an image that cannot be read; `counts` counts them.
+        others: Unsloth's further arguments, taken where they ask for nothing.
+
+    Attributes:
+        counts: what became of the rows that this process has seen.
+
+    Raises:
+        InputError: an argument is wrong, or the processor is not that of the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        max_seq_length: int | None = None,
+        formatting_func: Callable[[Any], Any] | None = None,
+        *,
+        train_on_responses_only: bool = False,
+        instruction_part: str | None = None,
+        response_part: str | None = None,
+        image_folder: str | os.PathLike[str] | None = None,
+        overlong: Overlong = "error",
+        skip_broken_images: bool = False,
+        **others: Any,
+    ):
+        _take_others(others)
+        _check_switches(
+            train_on_responses_only=train_on_responses_only, skip_broken_images=skip_broken_images
+        )
+        _check_texts(instruction_part=instruction_part, response_part=response_part)
+        if formatting_func is not None and not callable(formatting_func):
+            raise InputError(
+                f"formatting_func is {formatting_func!r}; give a function that makes the row of an example"
+            )
+        if not isinstance(image_folder, str | os.PathLike | None):
+            raise InputError(f"image_folder is {image_folder!r}; give the path of a folder")
+        tokenizer, image_processor = _parts_of_processor(processor)
+        config = getattr(model, "config", model)
+        if not hasattr(config, "model_type"):
+            raise InputError(
+                f"model is a {type(model).__name__}, which has no configuration; give what "
+                "FastVisionModel.from_pretrained returns"
+            )
+        tokens = image_tokens_of(config)
+        self._make_images = make_image_family(config, image_processor)
+        relabel = None
+        if train_on_responses_only:
+            relabel = answers_of(tokenizer, instruction_part, response_part)
+        self._format, self._is_patched = formatting_func, _is_patched(model)
+        self._encode = VisionEncoder(
+            tokenizer,
+            tokens,
+            self._make_images,
+            max_length=max_seq_length,
+            overlong=overlong,
+            image_folder=None if image_folder is None else Path(image_folder),
+            responses_only=train_on_responses_only and relabel is None,
+            relabel=relabel,
+            skip_broken=skip_broken_images,
+            config=config,
+        )
+        self._token_ids, self._skip_broken = self._encode.token_ids, skip_broken_images
+
+    @property
+    def counts(self) -> VisionCounts:
+        """What became of the rows; in a loader with workers each has its own."""
+        return self._encode.counts
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """The packed row of some examples.
+
+        Raises:
+            InputError: an example cannot be trained on, by its place in the batch; or none is left.
+        """
+        rows = examples if self._format is None else [self._format(example) for example in examples]
+        try:
+            documents = [*self._with_images(self._encode(rows))]
+        except UnreadableImage as error:
+            raise UnreadableImage(f"in a batch, {error}") from None
+        except InputError as error:
+            raise InputError(f"in a batch, {error}") from None
+        if not documents:
+            raise InputError(
+                f"a batch of {len(rows)} rows has no document left ({self.counts}); give larger batches, or "
+                "remove the rows that do not fit before training"
+            )
+        return self._packed(documents)
+
+    def _with_images(self, documents: list[VisionDocument]) -> Iterator[tuple[VisionDocument, list[Any]]]:
+        for document in documents:
+            try:
+                yield document, [self._made(image) for image in document.images]
+            except UnreadableImage:
+                if not self._skip_broken:
+                    raise
+                self._encode.forget(document)
+
+    def _made(self, image: PlacedImage) -> Any:
+        size = (image.height, image.width)
+        return decoded(self._make_images, image.source, size, image.most_pixels, image.of_document)
+
+    def _packed(self, documents: list[tuple[VisionDocument, list[Any]]]) -> dict[str, Any]:
+        made = RowWithImages.of(
+            [document.ids for document, _ in documents],
+            [document.labels for document, _ in documents],
+            [images for _, images in documents],
+            self._token_ids.placeholder,
+            self._make_images,
+        )
+        batch: dict[str, Any] = {
+            "input_ids": made.ids,
+            "labels": made.labels,
+            # TRL's num_tokens is the second size of the positions, which counts tokens in `[1, T]` alone
+            "position_ids": made.along_text if self._is_patched else made.position_ids,
+            "packed_seq_lengths": list(made.row.lengths),
+        }
+        # A trainer sends no object to a device, so nothing that describes the row is read back from there
+        batch |= made.on_host(self._make_images.described) if self._is_patched else made.arguments
+        if self._make_images.both_ways and not self._is_patched:
+            batch[TOKEN_TYPES] = (made.ids == self._token_ids.placeholder).int()
+        if PIXELS in batch:
+            batch[PIXELS] = self._make_images.normalised(batch[PIXELS])
+        return batch | ({"packed_row": made.row} if self._is_patched else {})
+
+
+UnslothVisionDataCollator = VisionDataCollator  # as Unsloth's notebooks call it
+
+
+def _is_patched(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(isinstance(part, FastVisionLM) for part in model.modules())
+
+
+def _check_switches(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} is {value!r}; give True or False")
+
+
+def _check_texts(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, str | None):
+            raise InputError(f"{name} is {value!r}; give the text that the chat template writes there")
+
+
+def _take_others(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in _OTHERS:
+            raise InputError(f"VisionDataCollator does not know {name}={value!r}; correct the name")
+        harmless, remedy = _OTHERS[name]
+        if not any(value is one or value == one for one in harmless):
+            raise InputError(f"{name} is {value!r}, which VisionDataCollator does not take; {remedy}")
+
+
+def _parts_of_processor(processor: Any) -> tuple[Any, Any]:
+    for name in ("tokenizer", "image_processor"):
+        if not hasattr(processor, name):
+            raise InputError(
+                f"processor is a {type(processor).__name__}, which has no {name}; give what "
+                "FastVisionModel.from_pretrained returns"
+            )
+    return processor.tokenizer, processor.image_processor
