@@ -28,8 +28,8 @@ def save_pretrained_merged(
 
     Args:
         save_directory, tokenizer, save_method, state_dict: as in
-            `unsloth_pack.checkpoints.saving.save_pretrained_merged`. `save_method` is "merged_16bit", or "lora"
-            for the adapter alone.
+            `unsloth_pack.checkpoints.saving.save_pretrained_merged`. `save_method` is "merged_16bit", or
+            "lora" for the adapter alone.
         others: Unsloth's further arguments; those that would change what is saved are refused.
 
     Raises:
