@@ -1474,6 +1474,17 @@ def test_a_model_that_is_gone_leaves_no_workspace_of_cublas():
 
 
 @gpu
+def test_a_model_that_is_gone_takes_no_workspace_from_another():
+    gone, models = pair(), pair()
+    capture(gone)
+    capture(models)
+    del gone
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert_alike(models, step_both(models, 4))
+
+
+@gpu
 def test_copies_run_uncaptured():
     models = pair()
     capture(models)

@@ -155,6 +155,9 @@ class GraphMemory:
         the run, such as those of a data loader that pins memory or of a process group.
         """
         pool = None if self._pool is None else self._pool.id
+        # cuBLAS takes new workspaces from the pool: those of a warm-up's backward pass lie outside, where
+        # the end of another model frees them under the replays of this graph
+        torch._C._cuda_clearCublasWorkspaces()
         stream_before = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
