@@ -23,6 +23,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+COUNTING = "{{ messages | length }}" + UNMARKED
 STRICT = "{% if messages | length > 2 %}{{ raise_exception('too many turns') }}{% endif %}" + TEMPLATE
 RERENDERING = TEMPLATE.replace("[assistant]{% endif", "[assistant]<think>{% endif")
 
@@ -228,12 +229,21 @@ def test_one_answer_after_a_prompt_needs_no_marks(tokenizer):
     assert with_flag["labels"][:] == without["labels"][:]
 
 
+@pytest.mark.parametrize("rows", [MESSAGES, CHAT_PAIRS])
+def test_answers_of_a_template_without_marks(rows, tokenizer):
+    data, labels = to_trl(to_dataset(rows), chat_template=True), []
+    for tokenizer.chat_template in (TEMPLATE, UNMARKED):
+        made, _ = tokenize(data, tokenizer, max_length=99, train_on_responses_only=True)
+        labels.append(made["labels"][:])
+    assert labels[0] == labels[1]
+
+
 @pytest.mark.parametrize(
     ("rows", "template", "responses_only", "complaint"),
     [
         (TEXT, TEMPLATE, True, "plain text; give conversations"),
-        (MESSAGES, UNMARKED, True, r"does not mark assistant turns with \{% generation %\}; mark them"),
-        (CHAT_PAIRS, UNMARKED, True, "does not mark assistant turns"),
+        (MESSAGES, COUNTING, True, r"row 0: .*does not mark answers; put \{% generation %\} around them"),
+        (CHAT_PAIRS, COUNTING, True, "row 0: .*does not mark answers"),
         (MESSAGES[1:] + MESSAGES[:1], STRICT, False, r"row 2: .*too many turns.*; correct or remove"),
         ([{"text": "a"}], TEMPLATE, False, "none of the 3 tokens in 1 rows .* max_seq_length 1.*; raise"),
     ],

@@ -202,7 +202,7 @@ TEMPLATES = [
     with_template(
         "that marks no answers",
         "{{ messages[0].content }}",
-        "does not mark",
+        "row 0: .*does not mark",
         train_on_responses_only=True,
         row={"messages": [USER, REPLY, USER, REPLY]},
     ),

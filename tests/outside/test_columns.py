@@ -109,6 +109,40 @@ def test_evaluation_rows_have_template_kwargs_too(telling, tmp_path, capsys):
     assert "row 0, column 'chat_template_kwargs': expected an object, got 5" in capsys.readouterr().err
 
 
+# ---- answers that the template does not mark
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LONG = {"messages": [*CHAT["messages"], {"role": "user", "content": "é"}, REPLY | {"content": " é "}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "learned"),
+    [
+        (CHATML, ["a<|im_end|>\n é <|im_end|>\n", "a<|im_end|>\n"]),
+        ("gemma3", ["a<end_of_turn>\né<end_of_turn>\n", "a<end_of_turn>\n"]),
+        ("qwen3_instruct_2507", ["a<|im_end|>\n é <|im_end|>\n", "a<|im_end|>\n"]),
+    ],
+)
+def test_answers_are_found_without_marks(trained, tmp_path, template, learned):
+    """TRL's own templates with a comment, by which nobody knows them."""
+    if template != CHATML:
+        template = "{# mine #}" + (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text()
+    model = save_model(tmp_path / "own", chat_template=template, max_position_embeddings=4096)
+    flags = (f"--model_name={model}", "--train_on_responses_only")
+    assert [part for _, part in trained([LONG, CHAT], *flags)] == learned
+
+
+@pytest.mark.parametrize("template", [CHATML[: CHATML.index("{% if")], "{{ messages | length }}" + CHATML])
+def test_answers_that_cannot_be_found(refusal, tmp_path, template):
+    """Without a generation prompt the role would be learned; with a count no turn stays as it was."""
+    model = save_model(tmp_path / "own", chat_template=template, max_position_embeddings=4096)
+    line = refusal([LONG], f"--model_name={model}", "--train_on_responses_only")
+    assert "row 0: the chat template does not mark answers" in line
+
+
 # ---- values as they stand
 
 VALUES = [

@@ -67,8 +67,7 @@ class Encoder:
         chat_template: used instead of the tokenizer's own.
 
     Raises:
-        InputError: the tokenizer lacks the token; or only responses are to count, and the rows are plain text
-            or the template does not mark responses.
+        InputError: the tokenizer lacks the token; or only responses are to count in rows of plain text.
     """
 
     def __init__(
@@ -100,12 +99,8 @@ class Encoder:
                 about="train_on_responses_only",
             )
         self._has_plain_backend = _has_plain_backend(tokenizer)
-        only_responses = responses_only and is_chat
-        is_marked = only_responses and marks_answers(tokenizer.get_chat_template(chat_template))
-        self._marks_assistant = is_marked
-        self._needs_one_turn = only_responses and not is_marked  # then the completion is the response
-        if self._needs_one_turn and "completion" not in columns:
-            _refuse_unmarked()
+        self._marks_assistant = responses_only and is_chat
+        self._is_marked = self._marks_assistant and marks_answers(tokenizer.get_chat_template(chat_template))
 
     def __call__(self, batch: Columns, numbers: range) -> Encoded:
         """The documents of a batch.
@@ -148,10 +143,10 @@ class Encoder:
         pairs = list(zip(batch["prompt"], batch["completion"], strict=True))
         marks = None
         if self._is_chat:
-            if self._needs_one_turn and any(len(turns) != 1 for turns in batch["completion"]):
-                _refuse_unmarked()
+            one_turn = all(len(turns) == 1 for turns in batch["completion"])  # then it is the response
+            marked = self._marks_assistant and (self._is_marked or not one_turn)
             prompts, _ = self._chat(batch["prompt"], batch, numbers, False, add_generation_prompt=True)
-            ids, marks = self._chat([p + c for p, c in pairs], batch, numbers, self._marks_assistant)
+            ids, marks = self._chat([p + c for p, c in pairs], batch, numbers, marked)
         else:
             prompts = self._plain(batch["prompt"])
             ids = self._plain([prompt + self._ended(completion) for prompt, completion in pairs])
@@ -200,11 +195,46 @@ class Encoder:
         ids: list[Any] = [None] * len(conversations)
         marks: list[Any] = [None] * len(conversations)
         for members, of_rows, read, beside in groups:
-            encoded = self._apply_template(read, of_rows, marked, options | beside)
+            # a slow tokenizer tells no offsets, and transformers refuses to mark its tokens
+            by_template = marked and (self._is_marked or not self.tokenizer.is_fast)
+            encoded = self._apply_template(read, of_rows, by_template, options | beside)
             for place, member in enumerate(members):
                 ids[member] = encoded["input_ids"][place]
-                marks[member] = encoded["assistant_masks"][place] if marked else None
+                if by_template:
+                    marks[member] = encoded["assistant_masks"][place]
+                elif marked:
+                    offsets = encoded.encodings[place].offsets
+                    marks[member] = self._mask(of_rows[place], read[place], beside, offsets)
         return ids, marks if marked else None
+
+    def _mask(
+        self, number: int, turns: Conversation, beside: dict[str, Any], offsets: Sequence[tuple[int, int]]
+    ) -> np.ndarray:
+        """1 on the tokens of answers: what each adds to the text of earlier turns and the generation prompt.
+
+        Args:
+            offsets: of the tokens, in the text of all turns.
+
+        Raises:
+            InputError: the template does not write the turns one after the other.
+        """
+        begins, ends = np.asarray(offsets).reshape(-1, 2).T
+        whole, mask = self._text(turns, beside) or "", np.zeros(len(ends), np.int8)
+        for n in (n for n, turn in enumerate(turns) if turn.get("role") == "assistant"):
+            answered = self._text(turns[: n + 1], beside) or ""
+            asked = self._text(turns[:n], beside | {"add_generation_prompt": True})
+            is_exact = asked is not None and whole.startswith(answered) and answered.startswith(asked)
+            if is_exact and asked == self._text(turns[:n], beside):  # the template ignores the option
+                said = str(turns[n].get("content")).strip()
+                is_exact = answered[len(asked or "") :].lstrip().startswith(said)
+            if asked is None or not is_exact:
+                raise InputError(
+                    f"row {number}: the chat template does not mark answers; put {{% generation %}} around "
+                    "them, or drop train_on_responses_only",
+                    about="train_on_responses_only",
+                )
+            mask[(ends > len(asked)) & (begins < len(answered))] = 1
+        return mask
 
     def _read(self, number: int, conversation: Conversation, beside: dict[str, Any]) -> Conversation:
         """The conversation with the arguments of calls in the form that the template reads."""
@@ -320,14 +350,6 @@ def _has_plain_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
     names = ("__call__", "_encode_plus")
     return issubclass(kind, plain) and all(getattr(kind, name) is getattr(plain, name) for name in names)
-
-
-def _refuse_unmarked() -> None:
-    raise InputError(
-        "train_on_responses_only is set but the chat template does not mark assistant turns with "
-        "{% generation %}; mark them in tokenizer.chat_template, or leave the flag out",
-        about="train_on_responses_only",
-    )
 
 
 def _beside(batch: Columns, n_rows: int) -> Iterator[tuple[str | None, str]]:
