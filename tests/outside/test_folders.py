@@ -382,6 +382,27 @@ def test_a_configuration_that_could_not_be_saved_is_not_loaded(option, said, tmp
         FastLanguageModel.from_pretrained("base", max_seq_length=128, **option)
 
 
+# What is loaded
+
+
+@pytest.mark.parametrize("name", ["gguf", "gguf/m.Q4_1.gguf", "owner/m-GGUF"])
+def test_gguf_is_named(name, flags, refused, model_folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shutil.copytree(model_folder, "gguf", ignore=shutil.ignore_patterns("*.safetensors"))
+    Path("gguf/m.Q4_1.gguf").write_bytes(b"GGUF")
+    line = refused([*flags, f"--model_name={name}", "--output_dir=out"])
+    assert "GGUF does not train; give the base model in safetensors" in line
+    assert not Path("out").exists()
+
+
+def test_a_configuration_without_return_dict_trains(flags, model_folder):
+    """Before, the decoder's tuple ended full tuning. An adapter's model asks for more."""
+    shutil.copytree(model_folder, "base")
+    config = json.loads(Path("base/config.json").read_text())
+    Path("base/config.json").write_text(json.dumps(config | {"return_dict": False}))
+    assert main([*flags, "--model_name=base", "--tuning=full", "--output_dir=out"]) == 0
+
+
 # What is uploaded
 
 

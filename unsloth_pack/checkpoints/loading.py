@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from unsloth_pack.checkpoints.places import check_model_there, is_adapter
+from unsloth_pack.checkpoints.places import GGUF, check_model_there, is_adapter
 from unsloth_pack.checkpoints.weight_checks import check_files, refuse_not_finite
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
@@ -372,7 +372,7 @@ def load_with(auto_class: Any, source: str, **options: Any) -> Any:
             ) from error
         remedy = "correct its files, or download it again"
         if not os.path.isdir(source):
-            remedy = "check the name and the network, or give a folder"
+            remedy = GGUF if "gguf" in source.lower() else "check the name and the network, or give a folder"
         raise InputError(f"cannot load {source}: {_reason(error)}; {remedy}") from error
 
 

@@ -9,6 +9,8 @@ from unsloth_pack.data.sources import HUB_NAME
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
 
+GGUF = "GGUF does not train; give the base model in safetensors"
+
 
 def is_adapter(name: str) -> bool:
     """Whether a folder holds an adapter."""
@@ -26,6 +28,10 @@ def check_model_there(model_name: Any) -> None:
     name = str(model_name)
     if name in BUNDLED_MODELS or is_adapter(name):
         return
+    if name.endswith(".gguf") or (
+        any(Path(name).glob("*.gguf")) and not any(Path(name).glob("*.safetensors"))
+    ):
+        raise InputError(f"cannot load {name}: {GGUF}")
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, MODEL_CONFIG)):
             raise InputError(

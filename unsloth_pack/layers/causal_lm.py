@@ -262,7 +262,7 @@ class FastCausalLM(CountedParameters):
         inputs = dict(call.inputs)
         if self.is_wrapper and self.spec.placeholders and inputs["input_ids"] is not None:
             inputs["input_ids"] = self._without_placeholders(inputs["input_ids"])
-        return self.fast_decoder(**inputs, packed_row=call.described, **call.rest)
+        return self.fast_decoder(**inputs, packed_row=call.described, **call.rest | {"return_dict": True})
 
     def _without_placeholders(self, input_ids: Tensor) -> Tensor:
         """Token ids as a model of vision and language hands them to its text model, where nothing is seen."""
@@ -315,7 +315,6 @@ class FastCausalLM(CountedParameters):
     def _with_fused_loss(self, call: ForwardCall, step_labels: StepLabels) -> Any:
         head = head_of(self, self.spec, self.is_wrapper)
         labelled = LabelledHead(head, step_labels.shifted(), step_labels.ignore_index)
-        call.rest.pop("return_dict", None)
         self._rehearse(call, partial(labelled.cross_entropy, num_items=step_labels.num_items))
         decoded = self.decoded(call)
         loss = self.training_loss(labelled, decoded.last_hidden_state, call.row, step_labels.num_items)
@@ -365,7 +364,6 @@ class FastCausalLM(CountedParameters):
         self, call: ForwardCall, step_labels: StepLabels, logits_to_keep: int | Tensor
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """A packed row through a model around a text model, past all that it does with images."""
-        call.rest.pop("return_dict", None)
         if wants_router := self._wants_router(call):
             call.rest["output_router_logits"] = True
         decoded = self.decoded(call)
