@@ -604,3 +604,35 @@ def test_a_model_can_be_pickled_with_its_methods(folder):
 def test_bfloat16_follows_the_default_type(folder):
     model, _ = loaded(folder)
     assert is_bfloat16_supported() == (model.dtype == torch.bfloat16)
+
+
+# ---- data without a token to learn
+
+
+def trainer_of(folder, rows, **options):
+    model, tokenizer = loaded(folder)
+    config = SFTConfig(**ARGUMENTS | {"max_steps": 1}, **options)
+    return SFTTrainer(
+        adapted(model), config, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ({"text": []}, "train_dataset has no rows; give at least one"),
+        ({"text": ["", ""]}, "none of the 2 rows of train data has a token to learn; raise max_length"),
+        ({"prompt": ["long" * 9], "completion": ["a"]}, "none of the 1 rows of train data"),
+    ],
+)
+def test_data_without_a_token_to_learn(rows, says, folder):
+    """Before, a bare StopIteration, a loss of 0, or an error of torch's sampler."""
+    with pytest.raises(InputError, match=says):
+        trainer_of(folder, rows, max_length=20)
+
+
+def test_empty_rows_are_counted_and_left_out(folder, caplog):
+    trainer = trainer_of(folder, {"text": ["", "a b", "", "c"]})
+    assert [len(row) for row in trainer.train_dataset["input_ids"]] == [4, 2]
+    assert "2 of the 4 rows of train data are empty and left out" in caplog.text
+    assert len(trainer_of(folder, {"text": ["", "a"], "input_ids": [[5, 6], [7, 8]]}).train_dataset) == 2

@@ -5,6 +5,7 @@ TRL is not changed. Its own classes train a model just as well, with names and d
 """
 
 import copy
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,8 @@ _OF_CONFIG = {
     "packing": "packing",
     "dataset_kwargs": "dataset_kwargs",
 }
+
+logger = logging.getLogger("unsloth_pack")
 
 
 @dataclass
@@ -85,6 +88,8 @@ class SFTTrainer(trl.SFTTrainer):
         config = _configuration(args, {name: kwargs.pop(name) for name in _OF_CONFIG if name in kwargs})
         if config.max_length is None:
             config.max_length = getattr(model, "max_seq_length", None)
+        if (rows := kwargs.get("train_dataset")) is not None and next(iter(rows), None) is None:
+            raise InputError("train_dataset has no rows; give at least one")
         self._cut_at = config.max_length
         if config.padding_free and not config.packing:
             config.max_length = None  # TRL refuses another value, although it cuts rows all the same
@@ -98,6 +103,16 @@ class SFTTrainer(trl.SFTTrainer):
         config.max_length = self._cut_at
         rows = _rows_of_text(dataset, tokenizer, config, formatting_func)
         left = formatting_func if rows is dataset else None
+        if isinstance(rows, Dataset):
+            rows = _without_empty(rows, config.dataset_text_field, name)
+            if len(rows):
+                rows = super()._prepare_dataset(rows, tokenizer, config, packing, left, name)
+            if not len(rows):
+                raise InputError(
+                    f"none of the {len(dataset)} rows of {name} data has a token to learn; raise max_length, "
+                    "or correct them"
+                )
+            return rows
         return super()._prepare_dataset(rows, tokenizer, config, packing, left, name)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +171,18 @@ def _rows_of_text(dataset: Any, tokenizer: Any, config: Any, formatting_func: An
         remove_columns=list(row) if make else None,  # TRL would train on `messages` beside the text
         **{"num_proc": config.dataset_num_proc} if is_map else {},
     )
+
+
+def _without_empty(rows: Dataset, column: str, name: str) -> Dataset:
+    """Leave out rows of empty text, of which nothing is learned, and say how many."""
+    if rows.column_names.count(column) == 0 or {"input_ids", "messages", "prompt"} & {*rows.column_names}:
+        return rows
+    full = rows.filter(lambda texts: [text != "" for text in texts], input_columns=column, batched=True)
+    if len(full) < len(rows):
+        logger.warning(
+            "%d of the %d rows of %s data are empty and left out", len(rows) - len(full), len(rows), name
+        )
+    return full
 
 
 def _begin_once(row: dict[str, Any], make: Any, columns: tuple[str, ...], token: str) -> dict[str, str]:
