@@ -69,8 +69,7 @@ def test_unknown_columns_are_named_with_those_that_would_do(row):
     message = error_of([row])
     for name, value in row.items():
         assert f"{name} ({type(value).__name__})" in message
-    assert "rename them to messages (list of {role, content}), conversations" in message
-    assert "instruction + output (and input), prompt + completion (or response), or text" in message
+    assert "; try --columns" in message
 
 
 # ---- conversion
@@ -412,7 +411,7 @@ def test_a_refusal_names_columns_as_the_data_does_whatever_process_made_it():
     assert "the columns prompt (str), text_of_it (str);" in str(error)
     with pytest.raises(ColumnsRefused) as told, telling_names({"ask": "prompt", "id": None}):
         raise error
-    assert "the columns ask (str), text_of_it (str); map them, perhaps with --columns" in str(told.value)
+    assert "the columns ask (str), text_of_it (str); try --columns" in str(told.value)
     with pytest.raises(ColumnsRefused) as told, telling_names({"ask": "prompt"}, are_shared=True):
         fail(
             3,

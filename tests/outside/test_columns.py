@@ -79,7 +79,7 @@ def test_thinking_of_qwen3(trained, tmp_path, kwargs, loss):
             CHAT_PAIR | {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True, "mood": 0}},
             "the chat template does not read 'mood'",
         ),
-        (PAIR | {"chat_template_kwargs": {"enable_thinking": True}}, "rows of strings pass no chat template"),
+        (PAIR | {"chat_template_kwargs": {"enable_thinking": True}}, "not used by rows of strings"),
     ],
 )
 def test_template_kwargs_that_cannot_act(refusal, row, says):
@@ -542,7 +542,7 @@ def test_tools_that_a_template_does_not_show(refusal, trained, tmp_path, row):
     deaf = save_model(tmp_path / "deaf", max_position_embeddings=4096)
     line = refusal([row, row | {"tools": [TOOL]}], f"--model_name={deaf}")
     assert "row 1, column 'tools': the chat template does not show them" in line
-    assert line.endswith("use a model whose template does, or leave them out with --columns tools=")
+    assert line.endswith("; use another model, or give --columns tools=")
     assert len(trained([row, row | {"tools": [TOOL]}], f"--model_name={deaf}", "--columns=tools=")) == 2
     assert len(trained([row, row | {"tools": []}], f"--model_name={deaf}")) == 2
 
@@ -559,7 +559,7 @@ def test_calls_that_a_template_does_not_show(refusal, trained, tmp_path):
     row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER, REPLY]}
     line = refusal([CHAT, row], f"--model_name={deaf}")
     assert "row 1, column 'tool_calls': the chat template does not show them" in line
-    assert line.endswith("use a model whose template does, or remove the row")
+    assert line.endswith("; use another model, or remove the row")
     assert len(trained([row])) == 1
 
 
@@ -569,7 +569,7 @@ def test_tools_and_calls_that_a_template_does_not_show_are_told_together(refusal
         [CHAT | {"tools": [TOOL]}, {"messages": [USER, calling({}), USER, REPLY]}], f"--model_name={deaf}"
     )
     assert "row 0, column 'tools': the chat template shows neither tools nor tool_calls" in line
-    assert line.endswith("; use a model whose template does")
+    assert line.endswith("; use another model")
     template = "{% for m in messages %}{{ m.content + '.' }}{% endfor %}"
     deaf = save_model(tmp_path / "concatenates", chat_template=template, max_position_embeddings=4096)
     without_text = calling({}) | {"content": None}
@@ -596,7 +596,7 @@ def test_the_demos_learn_calls_of_tools(trained, packing, tmp_path):
 def test_what_a_template_would_read_beside_text(refusal, name):
     value = {"system": "S", "tools": [TOOL], "chat_template_kwargs": {"x": 1}}[name]
     line = refusal([TEXT | {name: value}])
-    assert f"row 0, column {name!r}: not used, because rows of strings pass no chat template" in line
+    assert f"row 0, column {name!r}: not used by rows of strings" in line
 
 
 @table("row", [TEXT, PAIR, CHAT, SHARE, ALPACA])
@@ -617,7 +617,8 @@ def test_what_a_template_would_read_beside_text(refusal, name):
 def test_one_column_of_another_training(refusal, trained, row, name, value):
     line = refusal([row | {name: value}])
     assert f"row 0, column {name!r}" in line
-    assert f"--columns {name}=)" in line
+    assert len(line) <= len("unsloth-pack: ") + 120 or name == "functions"  # has two ways out
+    assert line.endswith(f"--columns {name}=")
     assert len(trained([row | {name: value}], f"--columns={name}=")) == 1
 
 

@@ -49,14 +49,14 @@ def test_the_mapping_that_is_suggested_trains(refusal, trained, row, suggested, 
     """As it stands in the error, pasted into a shell."""
     line = refusal([row, row])
     assert "no known data format has the columns" in line
-    (said,) = re.findall(r"perhaps with (.*), or rename them to", line)
+    (said,) = re.findall(r"; try (.*)", line)
     assert suggested is None or suggested in said
     assert [made for made, _ in trained([row, row], *shlex.split(said))] == [text] * 2
 
 
 def test_no_suggestion_where_nothing_speaks_for_one(refusal):
     line = refusal([{"a1": "x", "b1": "y", "n": 2}])
-    assert "map them with --columns, or rename them to messages" in line
+    assert "; map them with --columns to messages, prompt, completion or text" in line
 
 
 @pytest.mark.parametrize("rest", [{}, {"completion": json.dumps(TURNS[1:])}])
@@ -67,12 +67,12 @@ def test_turns_as_json_text_are_no_text(refusal, name, turns, rest):
 
 
 def test_a_prompt_in_turns_without_an_answer_is_not_offered_as_messages(refusal):
-    assert "; map them with --columns, or rename" in refusal([{"prompt": TURNS[:1], "answer": "a"}])
+    assert "; map them with --columns to messages" in refusal([{"prompt": TURNS[:1], "answer": "a"}])
 
 
 def test_functions_are_offered_as_tools(refusal, trained):
     row = {"messages": TURNS, "functions": [{"name": "f", "parameters": {}}]}
-    (said,) = re.findall(r"\((--columns \S+) or", refusal([row]))
+    (said,) = re.findall(r"give (--columns \S+) or", refusal([row]))
     assert '"name": "f"' in trained([row], *shlex.split(said))[0][0]
 
 
@@ -88,7 +88,7 @@ def test_a_preference_is_kept_as_its_better_answer(refusal, trained):
         {"chosen": TURNS, "rejected": TURNS},
         {"instruction": "q", "chosen": "a", "rejected": "b"},
     ):
-        (said,) = re.findall(r"with (--columns \S+)", refusal([row]))
+        (said,) = re.findall(r"give (--columns \S+)", refusal([row]))
         ((text, _),) = trained([row], *shlex.split(said))
         assert text in ("qa<eos>", CHAT)
 
@@ -120,8 +120,8 @@ def test_the_way_out_of_a_name_that_is_taken(refusal, trained):
     ("rows", "says"),
     [
         ([{"question": "q", "answer": 5}], "row 0, column 'answer': expected a string, got 5; "),
-        ([{"question": "q", "answer": "a", "label": False}], f"({MAPPED.replace('=', ' ', 1)},label=)"),
-        ([{"question": "q", "answer": "a", "system": "s"}], f"({MAPPED.replace('=', ' ', 1)},system=)"),
+        ([{"question": "q", "answer": "a", "label": False}], f"give {MAPPED.replace('=', ' ', 1)},label="),
+        ([{"question": "q", "answer": "a", "system": "s"}], f"give {MAPPED.replace('=', ' ', 1)},system="),
     ],
 )
 @pytest.mark.parametrize("stream", [[], ["--streaming", "--max_steps=1"]], ids=["read", "streamed"])
@@ -135,13 +135,13 @@ def test_columns_have_their_own_names_in_errors(rows, says, stream, model_folder
 def test_what_is_offered_keeps_the_mapping_that_is_there(refusal, trained):
     """A preference, and columns of no known format."""
     row = {"question": "q", "chosen": "a", "rejected": "b"}
-    (said,) = re.findall(r"with (--columns \S+)", refusal([row], "--columns=question=prompt"))
+    (said,) = re.findall(r"give (--columns \S+)", refusal([row], "--columns=question=prompt"))
     assert said == "--columns question=prompt,chosen=completion,rejected="
     assert [made for made, _ in trained([row], *shlex.split(said))] == ["qa<eos>"]
     row = {"ask": "q", "answer": "a"}
     line = refusal([row], "--columns=ask=prompt")
-    assert "has the columns ask (str), answer (str); map them, perhaps with " in line
-    assert "--columns ask=prompt,answer=completion, or" in line
+    assert "has the columns ask (str), answer (str); try " in line
+    assert line.endswith("--columns ask=prompt,answer=completion")
 
 
 def write_sets(folder):
@@ -190,7 +190,7 @@ def test_a_shared_mapping_that_spoils_one_data_set(sets, capsys, other):
     """The way out is said for that data set alone, and works."""
     line = packed(sets, capsys, f"--dataset=asked.jsonl,{other}.jsonl", MAPPED)
     assert f"{other}.jsonl: columns maps 'question' to 'prompt'" in line
-    (said,) = re.findall(r"leave (?:it|that) out with columns of its own: (\{.*?\}) in its item", line)
+    (said,) = re.findall(r"(?:leave that out with|give) columns of its own: (\{.*?\}) in its item", line)
     items = ["asked.jsonl", {"path": f"{other}.jsonl", "columns": json.loads(said)}]
     parts = packed(sets, capsys, f"--dataset={json.dumps(items)}", MAPPED)
     assert [part["documents"] for part in parts] == [1, 1]

@@ -144,7 +144,7 @@ def _exit_of(error: BaseException) -> tuple[int, str]:
         number = error.signal if isinstance(error, Terminated) else signal.SIGINT
         return 128 + number, str(error) or "interrupted before it saved anything"
     if isinstance(error, RunStopped):
-        return 1, _one_line(error)
+        return 1, "\n".join(map(_one_line, str(error).splitlines()))
     return 1, f"{type(error).__name__}: {first_line(error) or 'no message'}; add --debug for the traceback"
 
 

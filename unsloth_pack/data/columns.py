@@ -77,8 +77,7 @@ def check_renaming(
         )
     if not may_lack and names and all(columns.get(name, name) is None for name in names):
         raise InputError(
-            f"columns leaves out every column ({', '.join(names)}), so that nothing is left to train on; "
-            "take those to train on out of columns"
+            f"columns leaves out every column ({', '.join(names)}), so that nothing is left; keep one"
         )
     for name, to in _new_names(names, columns).items():
         if to in names and to not in columns:
@@ -106,9 +105,8 @@ def check_used(columns: Mapping[str, str | None], unused: Sequence[str], *, are_
     for name, to in columns.items():
         if to is not None and to in unused:
             raise InputError(
-                f"columns maps {name!r} to {to!r}, which the rows are not made of, as other columns decide "
-                f"their format; map what goes with it too, or leave it out with "
-                f"{as_given({name: None}, are_shared)}",
+                f"columns maps {name!r} to {to!r}, which the rows are not made of; map what goes with it "
+                f"too, or give {as_given({name: None}, are_shared)}",
                 about="columns",
             )
 

@@ -270,7 +270,7 @@ class Encoder:
                 "chat_template_kwargs",
                 f"the chat template does not read {unread[0]!r}",
                 kwargs,
-                "use a model whose template does, or leave them out with ",
+                "give ",
                 Offer({"chat_template_kwargs": None}),
             )
 
@@ -293,14 +293,12 @@ class Encoder:
             if calls and shown == self._text(without_calls(conversation), beside):
                 unshown.setdefault("tool_calls", (number, calls[0]))
         for column, (number, value) in unshown.items():
-            problem, remedy = "the chat template does not show them", "use a model whose template does"
+            problem, remedy = "the chat template does not show them", "use another model"
             if len(unshown) > 1:
                 problem = "the chat template shows neither tools nor tool_calls"
                 fail(number, column, problem, value, remedy)
             if column == "tools":
-                fail(
-                    number, column, problem, value, remedy, ", or leave them out with ", Offer({column: None})
-                )
+                fail(number, column, problem, value, remedy, ", or give ", Offer({column: None}))
             fail(number, column, problem, value, remedy, ", or remove the row")
 
     def _apply_template(

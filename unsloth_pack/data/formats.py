@@ -11,7 +11,6 @@ Conversations keep the columns `tools` and `chat_template_kwargs`, which the cha
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
 # Names that other tools give to the boundaries in packed rows
 _BOUNDARIES = {"seq_lengths", "packed_seq_lengths", "cu_lengths", "cu_seqlens", "position_ids", "seq_idx"}
 _BOUNDARIES |= {"cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "sequence_lengths", "sample_lens"}
-_WANTED = (
-    "messages (list of {role, content}), conversations (list of {from, value}), instruction + output (and "
-    "input), prompt + completion (or response), or text"
-)
 
 # Taori et al. 2023, "Stanford Alpaca", with the line break after "Response:" that its many users settled on
 _ALPACA = (
@@ -78,7 +73,7 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
     first = first_rows[0] if first_rows else {}
     refuse_other_data(columns, first)
     if "input_ids" in columns:
-        _refuse_packed([name for name in column_names if name in _BOUNDARIES], first)
+        _refuse_packed([name for name in column_names if name in _BOUNDARIES])
 
     def refuse_text_of_turns(names: Iterable[str]) -> None:
         for name in names:
@@ -103,28 +98,26 @@ def detect_format(column_names: Sequence[str], first_rows: Sequence[Row]) -> Dat
         return DataFormat.TEXT
     if "input_ids" in columns:
         raise InputError(
-            "column 'input_ids' holds token ids of an unknown tokenizer, perhaps packed without boundaries; "
-            "give the text they were made of, or packs of it from `unsloth-pack pack`"
+            "column 'input_ids' holds token ids of an unknown tokenizer; give their text, or packs from "
+            "`unsloth-pack pack`"
         )
     refuse_text_of_turns(column_names)
     types: list[list[Piece]] = [
         [Column(name), f" ({type(first.get(name)).__name__})"] for name in column_names
     ]
     mapping = suggested(column_names, first)
-    way: list[Piece] = [", perhaps with ", Offer(mapping)] if mapping else [" with --columns"]
+    way = Offer(mapping) if mapping else "--columns to messages, prompt, completion or text"
     raise ColumnsRefused(
-        *("no known data format has the columns ", *joined(types), "; map them", *way),
-        f", or rename them to {_WANTED}",
+        *("no known data format has the columns ", *joined(types)),
+        *("; try " if mapping else "; map them with ", way),
     )
 
 
-def _refuse_packed(boundaries: Sequence[str], first: Row) -> None:
+def _refuse_packed(boundaries: Sequence[str]) -> None:
     if boundaries:
-        shown = ", ".join(f"{name} {reprlib.repr(first.get(name))}" for name in boundaries)
         raise InputError(
-            f"columns input_ids, {', '.join(boundaries)}: packed rows without a manifest that vouches for "
-            f"their boundaries and tokenizer (row 0: {len(first['input_ids'] or ())} tokens, {shown}); "
-            "give the text they were made of, or packs of it from `unsloth-pack pack`"
+            f"columns input_ids, {', '.join(boundaries)}: packed rows without a manifest; give their text, "
+            "or packs from `unsloth-pack pack`"
         )
 
 

@@ -103,7 +103,9 @@ def telling_names(columns: Columns, *, are_shared: bool = False) -> Iterator[Non
 
 def fail(index: int, column: str, problem: str, value: Any, *remedy: Piece) -> NoReturn:
     """Raise the InputError for row `index`, with the value shortened."""
-    said = f": {problem}, got {reprlib.repr(value)}; "
+    shown = reprlib.repr(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+    said = f": {problem}, got {shown}; "
     raise ColumnsRefused(f"row {index}, column ", Column(column, is_quoted=True), said, *remedy)
 
 

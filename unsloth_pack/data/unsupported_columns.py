@@ -6,31 +6,24 @@ A row without such a value (null, an empty list of images, a reply that is label
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.data.columns import holds_turns
-from unsloth_pack.data.rows import MEDIA, Column, ColumnsRefused, Offer, Piece, fail, joined, role_of
+from unsloth_pack.data.rows import MEDIA, Column, ColumnsRefused, Offer, Piece, fail, role_of
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-_PREFERENCE = (
-    "are preferences between answers, and no preferences are trained here; keep the better answer as "
-    "completion, or as the last turn of messages, and leave out"
-)
+_PREFERENCE = "are preferences, not trained here;"
 # Columns that together make another kind of data, and what they mean
 _OTHER_DATA = {
     ("chosen", "rejected"): _PREFERENCE,
     ("chosen_messages", "rejected_messages"): _PREFERENCE,
     ("preferred_output", "non_preferred_output"): _PREFERENCE,
-    ("completions", "labels"): (
-        "judge the steps of an answer, and no judgements are trained here; write good steps as completion, "
-        "and leave out"
-    ),
+    ("completions", "labels"): "judge steps, not trained here; write good ones as completion, and",
 }
 
 
@@ -40,13 +33,13 @@ class _Acting:
 
     Args:
         is_harmless: whether this value would change nothing.
-        problem, remedy: of any other value.
+        problem, remedy: of any other value. It may always be left out.
         to: the name under which the column could act.
     """
 
     is_harmless: Callable[[Any], bool]
     problem: str
-    remedy: str
+    remedy: str = ""
     to: str | None = None
 
 
@@ -75,34 +68,17 @@ def _is_no_role(value: Any) -> bool:
     return not isinstance(value, str) or role_of(value.lower()) is None
 
 
-_MEDIA = _Acting(
-    _is_empty, "images, video or sound, which are not supported", "remove the row, or the column"
-)
+_MEDIA = _Acting(_is_empty, "images, video or sound, not supported", "remove the row")
 _STORED = _Acting(
     _is_empty,
     "images, which only some models take",
-    "map it for such a model, or leave it out",
     to="image",
 )
-_TOKENS = _Acting(
-    _is_none, "tokens or a mask of them made elsewhere", "remove the column to train on the row without it"
-)
-_WEIGHT = _Acting(
-    _is_one, "a weight, but every token that counts weighs the same", "remove the row, or the column"
-)
-_ANSWER = _Acting(
-    _is_empty,
-    "an answer of a preference, and no preferences are trained here",
-    "remove the column, or make it the completion",
-)
-_LABEL = _Acting(
-    _is_not_bad,
-    "a reply that is labelled bad",
-    "remove the row, or the column to learn the reply all the same",
-)
-_CHOICE = _Acting(
-    _is_none, "a choice of what is learned", "remove the column; --train_on_responses_only is the choice here"
-)
+_TOKENS = _Acting(_is_none, "tokens or a mask of them made elsewhere")
+_WEIGHT = _Acting(_is_one, "a weight, but every token weighs the same")
+_ANSWER = _Acting(_is_empty, "part of a preference, not trained here")
+_LABEL = _Acting(_is_not_bad, "a reply that is labelled bad", "remove the row")
+_CHOICE = _Acting(_is_none, "what --train_on_responses_only says here")
 _PREFERRED = ("chosen", "chosen_messages", "preferred_output")
 _REFUSED = ("rejected", "rejected_messages", "rejected_response", "non_preferred_output")
 _ACTING = {
@@ -111,24 +87,14 @@ _ACTING = {
     **dict.fromkeys((*_PREFERRED, *_REFUSED), _ANSWER),
     **dict.fromkeys(("label", "kto_tag"), _LABEL),
     **dict.fromkeys(("train_on_input", "train_on_inputs"), _CHOICE),
-    "mask": _Acting(_is_no_role, _CHOICE.problem, _CHOICE.remedy),  # of NeMo
-    "enable_thinking": _Acting(
-        _is_none, "a variable of the chat template", "write it in a column chat_template_kwargs, or remove it"
-    ),
-    "objects": _Acting(
-        _marks_nothing,
-        "what <ref-object> and <bbox> in the text stand for, which is not put in",
-        "write it into the text, or remove the column",
-    ),
-    "history": _Acting(_is_empty, "earlier turns", "write the row as messages, or remove the column"),
-    "functions": _Acting(_is_empty, "an older form of tools", "map it, or leave it out", to="tools"),
-    "parallel_tool_calls": _Acting(_is_one, "an option that no chat template takes", "remove the column"),
+    "mask": _Acting(_is_no_role, _CHOICE.problem),  # of NeMo
+    "enable_thinking": _Acting(_is_none, "a variable for chat_template_kwargs"),
+    "objects": _Acting(_marks_nothing, "boxes not put into the text", "put them in"),
+    "history": _Acting(_is_empty, "earlier turns", "write the row as messages"),
+    "functions": _Acting(_is_empty, "an older form of tools", to="tools"),
+    "parallel_tool_calls": _Acting(_is_one, "an option no chat template takes"),
 }
-_OF_CONVERSATIONS = _Acting(
-    _is_empty,
-    "not used, because rows of strings pass no chat template",
-    "write the row as messages, or remove the column",
-)
+_OF_CONVERSATIONS = _Acting(_is_empty, "not used by rows of strings", "write the row as messages")
 
 
 def refuse_other_data(column_names: Collection[str], first: Mapping[str, Any]) -> None:
@@ -139,16 +105,10 @@ def refuse_other_data(column_names: Collection[str], first: Mapping[str, Any]) -
     """
     for columns, meaning in _OTHER_DATA.items():
         if set(columns) <= set(column_names):
-            named = {name: Column(name) for name in columns}
-            shown: list[list[Piece]] = [
-                [name, f" {reprlib.repr(first.get(column))}"] for column, name in named.items()
-            ]
+            better, worse = map(Column, columns)
             offered = _way_to_keep(columns[0], columns[1], column_names, first)
-            way: list[Piece] = [", with ", Offer(offered)] if offered else []
-            raise ColumnsRefused(
-                *("columns ", *joined([[name] for name in named.values()]), f" {meaning} "),
-                *(named[columns[1]], *way, " (row 0: ", *joined(shown), ")"),
-            )
+            way: list[Piece] = ["give ", Offer(offered)] if offered else ["leave out ", worse]
+            raise ColumnsRefused("columns ", better, ", ", worse, f" {meaning} ", *way)
 
 
 def _way_to_keep(
@@ -212,7 +172,7 @@ def refuse_acting_values(index: int, row: Mapping[str, Any]) -> None:
     for name, value in row.items():
         rule = _ACTING.get(name)
         if rule is not None and not rule.is_harmless(value):
-            fail(index, name, rule.problem, value, rule.remedy)
+            fail(index, name, rule.problem, value, rule.remedy or "remove the column")
 
 
 def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range) -> None:
@@ -220,9 +180,9 @@ def _refuse(dataset: datasets.Dataset, rules: dict[str, _Acting], numbers: range
         if rule := rules.get(name):
             for index, value in zip(numbers, _values(dataset, name), strict=True):
                 if not rule.is_harmless(value):
-                    ways: list[Piece] = [Offer({name: rule.to}), " or "] if rule.to else []
-                    ways += [Offer({name: None}), ")"]
-                    fail(index, name, rule.problem, value, rule.remedy, " (", *ways)
+                    ways: list[Piece] = [f"{rule.remedy}, or " if rule.remedy else "", "give "]
+                    ways += [Offer({name: rule.to}), " or "] if rule.to else []
+                    fail(index, name, rule.problem, value, *ways, Offer({name: None}))
 
 
 def _values(dataset: datasets.Dataset, name: str) -> Iterator[Any]:

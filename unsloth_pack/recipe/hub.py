@@ -64,5 +64,5 @@ def upload(folder: Path, repository: str) -> None:
         again = f"hf upload {repository} {shlex.quote(str(folder))} . --private {without}"
         said = first_line(error).rstrip(".") or type(error).__name__
         raise RunStopped(
-            f"all is saved, but {repository} was not uploaded ({said}); repeat: {again}"
+            f"all is saved, but {repository} was not uploaded ({said}); repeat it with\n{again}"
         ) from error
