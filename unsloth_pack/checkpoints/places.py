@@ -28,9 +28,8 @@ def check_model_there(model_name: Any) -> None:
     name = str(model_name)
     if name in BUNDLED_MODELS or is_adapter(name):
         return
-    if name.endswith(".gguf") or (
-        any(Path(name).glob("*.gguf")) and not any(Path(name).glob("*.safetensors"))
-    ):
+    has_gguf = os.path.isdir(name) and any(Path(name).glob("*.gguf"))
+    if name.endswith(".gguf") or (has_gguf and not any(Path(name).glob("*.safetensors"))):
         raise InputError(f"cannot load {name}: {GGUF}")
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, MODEL_CONFIG)):
