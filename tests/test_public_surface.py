@@ -132,10 +132,10 @@ def test_everything_public_has_a_docstring():
                 assert all(inspect.getdoc(m) for m in methods if callable(m) or isinstance(m, property)), name
 
 
-def test_the_readme_lists_the_architectures_and_the_backends():
-    readme = (Path(unsloth_pack.__file__).parents[1] / "README.md").read_text()
+def test_the_guide_lists_the_architectures_and_the_backends():
+    guide = (Path(unsloth_pack.__file__).parents[1] / "docs" / "models.md").read_text()
     for name in (*unsloth_pack.supported_architectures(), *BACKENDS):
-        assert f"`{name}`" in readme, name
+        assert f"`{name}`" in guide, name
 
 
 def test_planning_needs_no_torch():

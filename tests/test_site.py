@@ -24,7 +24,7 @@ def test_the_navigation_leads_everywhere():
     named = set(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert {f"commands/{name}.md" for name in SUBCOMMANDS} <= named
     assert {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")} <= named
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= named
+    assert {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} <= named
 
 
 @pytest.mark.extras

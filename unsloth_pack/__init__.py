@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from unsloth_pack.verification import probe, verify
     from unsloth_pack.vision_api import FastVisionModel, UnslothVisionDataCollator, VisionDataCollator
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BackendUnavailable",
     "FastLanguageModel",

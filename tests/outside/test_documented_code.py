@@ -34,7 +34,7 @@ def given(monkeypatch, tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/packing.md", "docs/patching.md", "docs/trust.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/packing.md", "docs/models.md", "docs/trust.md"])
 def test_python(name, given):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     exec(code.replace("SFTConfig(", f"SFTConfig({CPU}{QUICK}, "), given)

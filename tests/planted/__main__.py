@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -33,8 +34,13 @@ if not torch.cuda.is_available():  # as in tests/conftest.py, before anything im
 from tests.planted import ROOT, Fault, read_ledger
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets")  # imported once, for all forked processes
-PAGE = ROOT / "docs" / "trust.md"
-MARKERS = ("<!-- planted faults -->", "<!-- end of planted faults -->")
+PAGE, TRUST = ROOT / "docs" / "planted-faults.md", ROOT / "docs" / "trust.md"
+HEAD = """# Planted faults
+
+`python -m tests.planted` applies each of these {} faults to a copy of the package, one at a time, and runs the
+tests of the default tier that should see it. It exits with 0 only where every fault makes a test fail.
+`tests/planted/faults` lists them; `--write` writes this page.
+"""
 TIMEOUT = 900  # seconds; a fault that makes a test wait forever is not caught
 
 
@@ -150,17 +156,20 @@ def preload(libraries: Iterable[str]) -> None:
 
 
 def write_table(results: list[tuple[Fault, bool, str]]) -> None:
+    """Write the page of planted faults, and their number in docs/trust.md."""
     rows = [f"| {fault.file} | {fault.name} | `{test}` |" for fault, _, test in results]
     table = "\n".join(["| file | planted | caught by |", "|---|---|---|", *rows])
-    before, _, rest = PAGE.read_text().partition(MARKERS[0])
-    PAGE.write_text(f"{before}{MARKERS[0]}\n\n{table}\n\n{MARKERS[1]}{rest.partition(MARKERS[1])[2]}")
+    PAGE.write_text(f"{HEAD.format(len(rows))}\n{table}\n")
+    TRUST.write_text(
+        re.sub(r"plants \d+ small faults", f"plants {len(rows)} small faults", TRUST.read_text())
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
     parser.add_argument("--only", default="", help="only faults whose file or name contains these words")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/trust.md")
+    parser.add_argument("--write", action="store_true", help="write docs/planted-faults.md")
     arguments = parser.parse_args()
     faults = [fault for fault in read_ledger() if arguments.only in f"{fault.file}: {fault.name}"]
     for fault in faults:

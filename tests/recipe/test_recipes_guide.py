@@ -1,4 +1,4 @@
-"""`docs/recipes.md` says what the options, the recipes and the tables of names say."""
+"""`docs/options.md` and `docs/recipes.md` list the options and the recipes."""
 
 import importlib.util
 import re
@@ -11,13 +11,13 @@ from unsloth_pack.recipe.command_line import given_options, train_parser
 from unsloth_pack.recipe.flags import options_of
 from unsloth_pack.recipe.options import TrainOptions
 
-GUIDE = Path(__file__).parents[2] / "docs" / "recipes.md"
-TEXT = GUIDE.read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+OPTIONS, RECIPES = ((DOCS / name).read_text(encoding="utf-8") for name in ("options.md", "recipes.md"))
 
 
 @pytest.fixture(scope="module")
 def write_recipes():
-    spec = importlib.util.spec_from_file_location("write_recipes", GUIDE.with_name("write_recipes.py"))
+    spec = importlib.util.spec_from_file_location("write_recipes", DOCS / "write_recipes.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -25,21 +25,22 @@ def write_recipes():
 
 def test_the_tables_are_those_of_the_options(write_recipes):
     """Else run `python docs/write_recipes.py`."""
-    assert write_recipes.with_tables(TEXT) == TEXT
+    for guide in (OPTIONS, RECIPES):
+        assert write_recipes.with_tables(guide) == guide
 
 
 def test_a_table_that_is_old_is_seen(write_recipes):
-    assert write_recipes.with_tables(TEXT.replace("| `sft-packed` |", "| `gone` |")) == TEXT
+    assert write_recipes.with_tables(RECIPES.replace("| `sft-packed` |", "| `gone` |")) == RECIPES
 
 
 def test_every_option_is_in_the_guide():
     for name in options_of(TrainOptions):
-        assert f"`{name}`" in TEXT, name
+        assert f"`{name}`" in OPTIONS, name
 
 
 def test_the_file_that_is_shown_is_a_good_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = re.search(r"```yaml\n(# run\.yaml\n.*?)```", TEXT, re.DOTALL)[1]
+    shown = re.search(r"```yaml\n(# run\.yaml\n.*?)```", RECIPES, re.DOTALL)[1]
     Path("run.yaml").write_text(shown)
     Path("team.yaml").write_text("r: 4\n")
     given = given_options(train_parser(), ["--config=run.yaml"])
