@@ -248,7 +248,7 @@ def test_the_soaks_are_told_as_measured():
     def total(soaks, key):
         return sum(soak[key] for soak in soaks)
 
-    columns = ([first], others, [on_cpu])
+    on_gpu, columns = [first, *others], ([first, *others], [on_cpu])
     updates = " | ".join(f"{total(soaks, 'updates'):,}" for soaks in columns)
     signals = " | ".join(f"{total(soaks, 'SIGKILL')}, {total(soaks, 'SIGTERM')}" for soaks in columns)
     assert f"| updates | {updates} |" in survival
@@ -258,7 +258,6 @@ def test_the_soaks_are_told_as_measured():
         "evaluations": "evaluations",
     }.items():
         assert f"| {title} | {' | '.join(str(total(soaks, key)) for soaks in columns)} |" in survival
-    on_gpu = [first, *others]
     interrupted = total(on_gpu, "SIGKILL") + total(on_gpu, "SIGTERM")
     assert f"{interrupted} interruptions in {total(on_gpu, 'updates'):,} updates" in trust
 

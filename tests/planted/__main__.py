@@ -37,8 +37,8 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets")  # imported onc
 PAGE, TRUST = ROOT / "docs" / "planted-faults.md", ROOT / "docs" / "trust.md"
 HEAD = """# Planted faults
 
-`python -m tests.planted` applies each of these {} faults to a copy of the package, one at a time, and runs the
-tests of the default tier that should see it. It exits with 0 only where every fault makes a test fail.
+`python -m tests.planted` applies each of these {} faults to a copy of the package, one at a time, and runs
+the tests of the default tier that should see it. It exits with 0 only where every fault makes a test fail.
 `tests/planted/faults` lists them; `--write` writes this page.
 """
 TIMEOUT = 900  # seconds; a fault that makes a test wait forever is not caught
