@@ -24,8 +24,8 @@ from unsloth_pack.training.image_rows import COLUMN, ImageRowCollator
 # How much of a row's time attention takes: what grows with the squares of its documents' lengths.
 
 # Multiplications of attention take longer than those of GEMMs, of which a step does 630 TFLOP/s on an H200:
-# 1.7 times as long over long documents (377 TFLOP/s from documents of 512 tokens to one of 8,192), and 3.6
-# times where a token's document has 290 tokens, as tiles are not full.
+# 1.7 times as long over long documents (docs/speed.md: 377 TFLOP/s from documents of 512 tokens to one of
+# 8,192), and 3.6 times where a token's document has 290 tokens (docs/ranks.md), as tiles are not full.
 _SLOWER, _NOT_FULL = 1.7, 320
 _PASSES = 3.5  # forward once, backward 2.5 times
 _FROZEN_PASSES, _TRAINED_PASSES = 2, 3  # through a linear layer: its weight's gradient is one of them
