@@ -1,7 +1,6 @@
 """`FastLanguageModel`: what it loads, adapts, saves, reloads and refuses."""
 
 import json
-import pickle
 import shutil
 import warnings
 from importlib.metadata import version
@@ -501,15 +500,6 @@ def test_a_pickled_model_saves_itself(name, folder, tmp_path):
     again.save_pretrained_merged(tmp_path / "merged", tokenizer)
     assert error(alone(plain(tmp_path / "merged")), logits(model)) < 0.02
     assert "save_method" in again.save_pretrained_merged.__doc__
-
-
-def test_a_pickle_of_an_earlier_release_loads(folder):
-    """Its classes were made elsewhere."""
-    model, _ = load(folder)
-    pickled = pickle.dumps(model, protocol=2)
-    now, before = (f"unsloth_pack.patching.{name}\n_new".encode() for name in ("classes", "patch"))
-    assert now in pickled
-    assert torch.equal(logits(pickle.loads(pickled.replace(now, before))), logits(model))
 
 
 def test_one_adapter_at_a_time(folder, tmp_path):

@@ -69,9 +69,9 @@ class MeanMixer:
 @pytest.fixture
 def with_means(monkeypatch):
     """A model of two layers, the first of which attends and the second of which takes means."""
-    spec = replace(patching.spec_of("llama"), mixers={"mean": "mean"})
+    spec = replace(patching.arch_spec_for("llama"), mixers={"mean": "mean"})
     monkeypatch.setitem(mixers.MIXERS, "mean", MeanMixer())
-    monkeypatch.setattr(patching, "spec_of", lambda model_type: spec)
+    monkeypatch.setattr(patching, "arch_spec_for", lambda model_type: spec)
 
     def made(dtype):
         model = tiny_model("llama", dtype)

@@ -30,7 +30,7 @@ DECLARED = [
 
 
 def patched_as(spec, monkeypatch, **overrides):
-    monkeypatch.setattr(patching, "spec_of", lambda model_type: spec)
+    monkeypatch.setattr(patching, "arch_spec_for", lambda model_type: spec)
     model = tiny_model(spec.model_type, device="cpu", **overrides)
     patch_model(model, unpad=False)
     return model

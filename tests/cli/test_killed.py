@@ -326,7 +326,7 @@ def test_what_goes_wrong_after_the_training(
     assert (out / "merged" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("at", ["mishaps.way_on", "_exit_of", "_one_line"])
+@pytest.mark.parametrize("at", ["run_errors.resume_hint", "_exit_of", "_one_line"])
 def test_sigterm_takes_no_line_away(at, train, monkeypatch, capsys):
     """torchrun sends it to the processes that remain, as soon as one has ended."""
     where, came_through = f"unsloth_pack.cli.{at}", []

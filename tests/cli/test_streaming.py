@@ -140,9 +140,9 @@ def test_a_row_that_cannot_be_trained_on_stops_it_with_a_checkpoint(
 ENDING = """
 import sys
 from unsloth_pack import cli
-from unsloth_pack.data import raw_blocks, streamed
+from unsloth_pack.data import streaming
 
-raw_blocks._BYTES, streamed._FIRST_ROWS = 300, 5
+streaming._BYTES, streaming._FIRST_ROWS = 300, 5
 kept, exit_of = [], cli._exit_of
 cli._exit_of = lambda error: kept.append(error) or exit_of(error)  # as a notebook keeps the last error
 print(cli.main(sys.argv[1:]), bool(kept), flush=True)

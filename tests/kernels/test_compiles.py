@@ -51,8 +51,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-host = import_module("unsloth_pack.kernels.attention")
-kernels = host.kernels
+host = kernels = import_module("unsloth_pack.kernels.attention")
 HOPPER = sys.argv[1] == "Hopper"
 ONE_OF_EACH = sys.argv[2:] == ["one of each"]
 NO_POINTERS = dict.fromkeys(("n_segments", "window"), "i32") | dict.fromkeys(("scale", "softcap"), "fp32")
@@ -127,7 +126,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-kernel = import_module("unsloth_pack.kernels.quantized")._dequantize_kernel
+kernel = import_module("unsloth_pack.kernels.quantized")._dequantize_nf4_kernel
 for dtype, nested in itertools.product(["bf16", "fp16", "fp32"], [False, True]):
     signature = {"packed": "*u8", "code": "*fp32", "scales": "*u8" if nested else "*fp32"}
     of_scales = {} if nested else {"scale_code": None, "outer_scales": None, "offset": None}

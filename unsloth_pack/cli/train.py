@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_pack.checkpoints.atomic import claimed
 from unsloth_pack.checkpoints.names import ADAPTER_CONFIG, CARD
-from unsloth_pack.checkpoints.saving import note_on_vllm
+from unsloth_pack.checkpoints.vllm_compat import note_on_vllm
 from unsloth_pack.cli import SUBCOMMANDS
 from unsloth_pack.cli.quiet import quieten
 from unsloth_pack.cli.run_errors import (

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from unsloth_pack.data.cache import scan
@@ -218,6 +217,8 @@ def render(draw: Callable[[], Figure], file_format: str, *, salt: str = "", **op
 
 def peak_memory() -> tuple[int, str]:
     """Bytes, and what they are the peak of."""
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(), "GPU memory allocated"
     if sys.platform == "linux":  # getrusage includes what the parent held when it forked
