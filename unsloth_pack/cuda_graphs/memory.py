@@ -49,7 +49,7 @@ def alias_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 def _clear_workspaces() -> None:
-    """cuBLAS keeps one for each stream: 64 MiB for every model that has captured."""
+    """Free cuBLAS' workspaces, one for each thread and stream: 64 MiB for a model that has captured."""
     if torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -157,7 +157,7 @@ class GraphMemory:
         pool = None if self._pool is None else self._pool.id
         # cuBLAS takes new workspaces from the pool: those of a warm-up's backward pass lie outside, where
         # the end of another model frees them under the replays of this graph
-        torch._C._cuda_clearCublasWorkspaces()
+        _clear_workspaces()
         stream_before = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
