@@ -22,8 +22,8 @@ import unsloth_pack
 from unsloth_pack.api import FastLanguageModel
 from unsloth_pack.attention.backends import BACKENDS, choose_backend, why_unavailable
 from unsloth_pack.cli import SUBCOMMANDS, main
+from unsloth_pack.cli.doctor import PrivateName, private_names
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED, Breakage
-from unsloth_pack.cli.private_names import PRIVATE_NAMES, PrivateName
 from unsloth_pack.recipe.flags import flat
 from unsloth_pack.recipe.options import TrainOptions
 
@@ -153,17 +153,18 @@ def test_doctor_on_images(fine, monkeypatch, capsys):
 
 def test_doctor_on_private_names(fine, monkeypatch, capsys):
     _, lines = doctor(capsys)
-    n_of_torch = sum(name.library == "torch" for name in PRIVATE_NAMES)
+    n_of_torch = sum(name.library == "torch" for name in private_names())
     assert n_of_torch > 10
     assert lines["of torch"] == (f"{n_of_torch} are used, all there", "")
-    gone = PrivateName("torch", "_was_dropped", "for a test", ())
-    monkeypatch.setattr("unsloth_pack.cli.doctor.PRIVATE_NAMES", (*PRIVATE_NAMES[:2], gone))
+    there = [each for each in private_names() if each.library == "torch"][:2]
+    gone = PrivateName("torch", "_was_dropped", ("a.py", "b.py"))
+    monkeypatch.setattr("unsloth_pack.cli.doctor.private_names", lambda: [*there, gone])
     monkeypatch.setattr("unsloth_pack.cli.doctor.TESTED", {"torch": ("0.1", "0.2")})
     code, lines = doctor(capsys)
     assert code == 1
     assert "outside the tested range; 3 of its private names are used" in lines["torch"][0]
     assert lines["of torch"] == (
-        "3 are used, gone: torch._was_dropped (for a test)",
+        "3 are used, gone: torch._was_dropped (in a.py, b.py)",
         "pip install 'torch>=0.1,<0.2'",
     )
 

@@ -1,17 +1,19 @@
 """`unsloth-pack doctor`: what is installed, what can run here, and what is worth changing."""
 
 import os
+import pkgutil
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
-from unsloth_pack.cli.private_names import PRIVATE_NAMES
-from unsloth_pack.cli.run_errors import missing_names
 from unsloth_pack.errors import InputError, first_line, printable
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.parser import Parser
@@ -21,7 +23,32 @@ if TYPE_CHECKING:
 
     from unsloth_pack.attention.options import AttentionNeed
 
+PRIVATE_NAMES = Path(__file__).with_name("private_names.txt")  # of tools/private_names.py
 _PREFIX = "UNSLOTH_PACK_"
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name that any release of a library may drop.
+
+    Args:
+        owner: the module or object of the library that has it.
+        files: of this package that use it.
+    """
+
+    owner: str
+    name: str
+    files: tuple[str, ...]
+
+    @property
+    def library(self) -> str:
+        return self.owner.partition(".")[0]
+
+
+def private_names() -> list[PrivateName]:
+    """The private names of other libraries that this package uses."""
+    lines = PRIVATE_NAMES.read_text(encoding="utf-8").splitlines()
+    return [PrivateName(owner, name, tuple(files)) for owner, name, *files in map(str.split, lines)]
 
 
 @dataclass(frozen=True)
@@ -86,20 +113,48 @@ def _tested(name: str, installed: str | None, *, is_outside: bool) -> str:
         return "missing"
     if not is_outside:
         return f"{installed}, tested"
-    n_private = sum(private.library == name for private in PRIVATE_NAMES)
+    n_private = sum(private.library == name for private in private_names())
     relied_on = f"; {n_private} of its private names are used" if n_private else ""
     return f"{installed}, outside the tested range{relied_on}"
 
 
 def _private_names(device_type: str) -> Iterator[Line]:
-    """Whether the libraries still have what is used of them and may go without a word."""
-    by_library = groupby(sorted(PRIVATE_NAMES, key=attrgetter("library")), key=attrgetter("library"))
+    """Whether the libraries still have the private names that are used."""
+    by_library = groupby(sorted(private_names(), key=attrgetter("library")), key=attrgetter("library"))
     for library, names in ((library, list(names)) for library, names in by_library if _installed(library)):
-        gone = [f"{name.owner}.{name.name} ({name.purpose})" for name in missing_names(names)]
-        found = (
-            f"{len(names)} are used, gone: {', '.join(gone)}" if gone else f"{len(names)} are used, all there"
-        )
-        yield Line("private names", f"of {library}", found, _install(library) if gone else "")
+        gone = [f"{each.owner}.{each.name} (in {', '.join(each.files)})" for each in missing_names(names)]
+        state = f"gone: {', '.join(gone)}" if gone else "all there"
+        remedy = _install(library) if gone else ""
+        yield Line("private names", f"of {library}", f"{len(names)} are used, {state}", remedy)
+
+
+def missing_names(names: Sequence[PrivateName]) -> list[PrivateName]:
+    """Those of the names that the installed libraries do not have. Only builds with CUDA have its names."""
+    import torch
+
+    has_cuda = torch.version.cuda is not None
+    return [each for each in names if not is_there(each) and (has_cuda or not each.name.startswith("_cuda"))]
+
+
+def is_there(wanted: PrivateName) -> bool:
+    """Whether a library has a name. Its modules are read, since importing them takes seconds."""
+    if re.search(rf"\b{wanted.name}\b", _source_of(wanted.owner)):
+        return True
+    try:
+        return hasattr(pkgutil.resolve_name(wanted.owner), wanted.name)
+    except (ImportError, AttributeError):
+        return False
+
+
+def _source_of(module: str) -> str:
+    """The text of a module; empty where there is no such module, or it is not written in Python."""
+    library, *inside = module.split(".")
+    found = find_spec(library)
+    if found is None or not found.submodule_search_locations:
+        return ""
+    path = Path(found.submodule_search_locations[0], *inside)
+    file = path / "__init__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _install(name: str) -> str:
