@@ -206,7 +206,7 @@ def refusal(source, **changed):
         ('{"note": "n"}', "row 50, column 'text': expected a string, got None"),
         ('{"text": "a", "input_ids": [1]}', "row 50, column 'input_ids'"),
         (b'{"text": "\xff"}', "byte 0xff is not UTF-8"),
-        (r'{"text": "\ud800"}', "row 50, column 'text': half of a surrogate pair"),
+        (r'{"text": "\ud800"}', "is no Unicode text"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "rows 50 to 50 have the format messages"),
     ],
 )
@@ -283,6 +283,6 @@ def test_blocks_of_rows_with_images_are_small(kind, monkeypatch):
     blocks = list(IterableRows("images", saved).one_pass(Place()))
     assert [block.n_rows for block in blocks] == [50, 50, 30]
     rest = list(IterableRows("images", saved).one_pass(blocks[0].end))
-    assert rest[0].rows(range(1))["text"][0] == "row 50"
+    assert rest[0].read(range(1))["text"][0] == "row 50"
     of_text = rows.to_iterable_dataset()
     assert [block.n_rows for block in IterableRows("text", of_text).one_pass(Place())] == [130]

@@ -166,132 +166,40 @@ def reshaped(name: str, *shape: int) -> Damage:
 WEIGHTS = {
     "weights missing": ("holds no safetensors; download or save", removed("model.safetensors")),
     "weights empty": (CUT, written("model.safetensors", b"")),
-    "weights cut in the header": (CUT, cut("model.safetensors", 0.001)),
-    "weights cut at 30%": (CUT, cut("model.safetensors", 0.3)),
     "weights cut at 99%": (CUT, cut("model.safetensors", 0.99)),
-    "weights of zeros": (CUT, written("model.safetensors", bytes(4096))),
-    "weights of text": (CUT, written("model.safetensors", "not found" * 99)),
     "weights that are a page": (CUT, written("model.safetensors", "<html>404</html>")),
     "weights that are a pointer": (
         CUT,
         written("model.safetensors", "version https://git-lfs"),
     ),
-    "a header of 2**62 bytes": (
-        CUT,
-        written("model.safetensors", struct.pack("<Q", 2**62) + b"{}"),
-    ),
-    "offsets beyond the end": (
-        CUT,
-        lying_header(lambda header: header[PROJECTION].update(data_offsets=[0, 2**40])),
-    ),
-    "a shape that lies": (
-        CUT,
-        lying_header(lambda header: header[PROJECTION].update(shape=[1, 1])),
-    ),
-    "an unknown dtype": (
-        CUT,
-        lying_header(lambda header: header[PROJECTION].update(dtype="F7")),
-    ),
-    "a projection of another shape": (f"{PROJECTION}.*is \\[3, 5\\]", reshaped(PROJECTION, 3, 5)),
     "an embedding of another size": (f"{EMBEDDING}.*is \\[99, ", reshaped(EMBEDDING, 99, 64)),
     "a projection missing": (f"lack.*{PROJECTION}", tensors(lambda weights: weights.pop(PROJECTION))),
-    "all but the embedding missing": (
-        "lack",
-        tensors(lambda weights: [weights.pop(name) for name in list(weights) if name != EMBEDDING]),
-    ),
     "other names": ("lack", tensors(lambda w: [w.update({f"x.{name}": w.pop(name)}) for name in list(w)])),
     "NaN in the embedding": (f"{EMBEDDING} .*not finite", poisoned(EMBEDDING, float("nan"))),
-    "NaN in a projection": (f"{PROJECTION} .*not finite", poisoned(PROJECTION, float("nan"))),
     "infinity in a norm": ("norm.weight .*not finite", poisoned("model.norm.weight", float("inf"))),
-    "minus infinity": (f"{PROJECTION} .*not finite", poisoned(PROJECTION, float("-inf"))),
     "pickled": ("only pickled weights.*use_safetensors=False", pickled),
     "a pickle named as safetensors": (
         CUT,
         lambda folder: torch.save({"a": torch.ones(2)}, folder / "model.safetensors"),
     ),
-    "a shard missing": (
-        "own holds no safetensors; download",
-        lambda folder: (sharded()(folder), removed("model-00001-of-00001.safetensors")(folder)),
-    ),
     "a shard cut": (
         "model-00001-of-00001.safetensors: not whole",
         lambda folder: (sharded()(folder), cut("model-00001-of-00001.safetensors", 0.5)(folder)),
-    ),
-    "an index without a map": ("cannot load own", sharded(weight_map=None)),
-    "an index of nothing": ("cannot load own", sharded(weight_map={})),
-    "an index of other files": ("cannot load own", sharded(weight_map={EMBEDDING: "../../gone.safetensors"})),
-    "an index cut": (
-        "cannot load own",
-        lambda folder: (sharded()(folder), cut("model.safetensors.index.json", 0.5)(folder)),
     ),
 }
 
 MISTRAL, NAN = {"model_type": "mistral"}, float("nan")
 CONFIGS = {
-    "config empty": ("cannot load own", written("config.json", "")),
     "config cut": ("cannot load own", cut("config.json", 0.5)),
-    "config a list": ("cannot load own", written("config.json", "[]")),
-    "config a number": ("cannot load own", written("config.json", "5")),
-    "config not UTF-8": ("cannot load own", written("config.json", b"\xff\xfe")),
-    "config of nothing": ("cannot load own|has no patch", written("config.json", "{}")),
     "config missing": ("holds neither config.json nor adapter_config.json", removed("config.json")),
     "no model_type": ("cannot load own|has no patch", without("config.json", "model_type")),
     "an unknown model_type": ("cannot load own", edited("config.json", model_type="frobnicate")),
-    "a model_type that is a number": ("cannot load own", edited("config.json", model_type=5)),
     "a model_type of ours, not patched": ("'gpt2' has no patch", edited("config.json", model_type="gpt2")),
     "an encoder": ("has no patch", edited("config.json", model_type="bert")),
-    "hidden_size 0": ("cannot load own", edited("config.json", hidden_size=0)),
-    "hidden_size -64": ("cannot load own", edited("config.json", hidden_size=-64)),
-    "hidden_size as text": ("cannot load own", edited("config.json", hidden_size="64")),
-    "hidden_size null": ("cannot load own", edited("config.json", hidden_size=None)),
     "hidden_size of another model": ("is \\[|cannot load own", edited("config.json", hidden_size=32)),
     "heads that do not divide": ("cannot load own|is \\[", edited("config.json", num_attention_heads=7)),
-    "no heads": ("cannot load own", edited("config.json", num_attention_heads=0)),
-    "vocab_size 0": ("cannot load own|is \\[", edited("config.json", vocab_size=0)),
-    "vocab_size -1": ("cannot load own", edited("config.json", vocab_size=-1)),
     "vocab_size of another model": ("is \\[", edited("config.json", vocab_size=300)),
     "more layers than weights": ("lack", edited("config.json", num_hidden_layers=9)),
-    "layers -1": ("cannot load own", edited("config.json", num_hidden_layers=-1)),
-    "no layers": ("cannot load own", edited("config.json", num_hidden_layers=0)),
-    "key heads -2": ("cannot load own: .*negative", edited("config.json", num_key_value_heads=-2)),
-    "intermediate_size -1": ("cannot load own: .*negative", edited("config.json", intermediate_size=-1)),
-    "a pad token beyond the embedding": ("cannot load own: ", edited("config.json", pad_token_id=10**9)),
-    "dropout of more than all": (
-        "attention_dropout is 2; correct",
-        edited("config.json", attention_dropout=2),
-    ),
-    "no positions": (
-        "max_position_embeddings is 0; correct",
-        edited("config.json", max_position_embeddings=0),
-    ),
-    "positions as text": ("cannot load own", edited("config.json", max_position_embeddings="many")),
-    "an unknown activation": ("cannot load own", edited("config.json", hidden_act="frob")),
-    "a window below 0": (
-        "sliding_window is -4; correct",
-        edited("config.json", **MISTRAL, sliding_window=-4),
-    ),
-    "a window of 0": ("sliding_window is 0; correct", edited("config.json", **MISTRAL, sliding_window=0)),
-    "a window of a word": (
-        "sliding_window is 'x'; correct",
-        edited("config.json", sliding_window="x"),
-    ),
-    "rotary angles of a word": (
-        "rope_theta is 'x'; correct",
-        edited("config.json", rope_parameters={"rope_type": "default", "rope_theta": "x"}),
-    ),
-    "an epsilon below 0": ("rms_norm_eps is -1.0; correct", edited("config.json", rms_norm_eps=-1.0)),
-    "an epsilon of NaN": ("rms_norm_eps is nan; correct", edited("config.json", rms_norm_eps=NAN)),
-    **{
-        f"rotary angles of {theta}": (
-            f"rope_theta is {theta}; correct",
-            edited("config.json", rope_parameters={"rope_type": "default", "rope_theta": theta}),
-        )
-        for theta in (0, -1.0, NAN)
-    },
-    "an unknown rotary type": (
-        "cannot load own",
-        edited("config.json", rope_parameters={"rope_type": "frob"}),
-    ),
 }
 TOKENIZERS = {
     "tokenizer missing": (
@@ -299,11 +207,6 @@ TOKENIZERS = {
         lambda folder: (removed("tokenizer.json")(folder), removed("tokenizer_config.json")(folder)),
     ),
     "tokenizer cut": ("cannot load own", cut("tokenizer.json", 0.5)),
-    "tokenizer empty": ("cannot load own", written("tokenizer.json", "")),
-    "tokenizer a list": ("cannot load own", written("tokenizer.json", "[]")),
-    "tokenizer of nothing": ("cannot load own", written("tokenizer.json", "{}")),
-    "tokenizer_config cut": ("cannot load own", cut("tokenizer_config.json", 0.5)),
-    "tokenizer_config a list": ("cannot load own", written("tokenizer_config.json", "[]")),
     "a tokenizer without an end": (
         "the tokenizer of own has neither pad_token nor eos_token; name",
         removed("tokenizer_config.json"),
@@ -360,20 +263,11 @@ def in_a_circle(folder: Path) -> None:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = [
     of_adapter("config cut", "cannot be read", cut(ADAPTER_CONFIG, 0.5)),
-    of_adapter("config empty", "cannot be read", written(ADAPTER_CONFIG, "")),
-    of_adapter("config a list", "cannot be read", written(ADAPTER_CONFIG, "[]")),
-    of_adapter("config not UTF-8", "cannot be read", written(ADAPTER_CONFIG, b"\xff")),
-    of_adapter("config of nothing", "cannot be read|does not name its base", written(ADAPTER_CONFIG, "{}")),
     of_adapter("an unknown kind", "cannot be read", edited(ADAPTER_CONFIG, peft_type="FROB")),
     of_adapter(
         "of another kind", "only LORA can be loaded", edited(ADAPTER_CONFIG, peft_type="PROMPT_TUNING")
     ),
-    of_adapter("no kind", "cannot be read|only LORA", without(ADAPTER_CONFIG, "peft_type")),
     of_adapter("no base", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path=None)),
-    of_adapter("an empty base", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path="")),
-    of_adapter(
-        "a base that is a number", "does not name its base", edited(ADAPTER_CONFIG, base_model_name_or_path=5)
-    ),
     of_adapter(
         "a base that is gone",
         "cannot load gone/away.*check the name",
@@ -383,11 +277,6 @@ ADAPTERS = [
         "its own base",
         "has another adapter, own, as its base",
         edited(ADAPTER_CONFIG, base_model_name_or_path="own"),
-    ),
-    of_adapter(
-        "its own base by another path",
-        "has another adapter, ./model/../own|no such folder",
-        edited(ADAPTER_CONFIG, base_model_name_or_path="./model/../own"),
     ),
     of_adapter(
         "two that name each other", "has another adapter, second, as its base; merge that one", in_a_circle
@@ -404,61 +293,28 @@ ADAPTERS = [
         "weights missing", "holds no safetensors; download or save", removed("adapter_model.safetensors")
     ),
     of_adapter("weights empty", CUT, written("adapter_model.safetensors", b"")),
-    of_adapter("weights cut in the header", CUT, cut("adapter_model.safetensors", 0.01)),
     of_adapter("weights cut at 99%", CUT, cut("adapter_model.safetensors", 0.99)),
     of_adapter("pickled", "pickled", pickled_adapter),
     of_adapter("rank of another", "cannot load the adapter.*size mismatch", edited(ADAPTER_CONFIG, r=8)),
-    of_adapter("rank 0", "cannot load the adapter", edited(ADAPTER_CONFIG, r=0)),
-    of_adapter("rank as text", "cannot load the adapter", edited(ADAPTER_CONFIG, r="4")),
-    of_adapter("rank null", "cannot load the adapter", edited(ADAPTER_CONFIG, r=None)),
-    of_adapter("alpha as text", "cannot load the adapter", edited(ADAPTER_CONFIG, lora_alpha="x")),
-    of_adapter("alpha 0", "its lora_alpha is 0; correct", edited(ADAPTER_CONFIG, lora_alpha=0)),
-    of_adapter("alpha NaN", "its lora_alpha is nan; correct", edited(ADAPTER_CONFIG, lora_alpha=NAN)),
-    of_adapter("no targets", "cannot load the adapter", edited(ADAPTER_CONFIG, target_modules=None)),
-    of_adapter(
-        "targets that are not there", "cannot load the adapter", edited(ADAPTER_CONFIG, target_modules=["w"])
-    ),
     of_adapter(
         "fewer targets than weights",
         "cannot load the adapter",
         edited(ADAPTER_CONFIG, target_modules=["q_proj"]),
     ),
     of_adapter(
-        "more targets than weights",
-        "cannot load the adapter",
-        in_adapter(lambda weights: [weights.pop(name) for name in list(weights) if "q_proj" in name]),
-    ),
-    of_adapter(
         "a matrix missing", "cannot load the adapter", in_adapter(lambda weights: weights.pop(first(weights)))
     ),
-    of_adapter(
-        "a matrix too many", "cannot load the adapter", in_adapter(lambda w: w.update(frob=torch.ones(2)))
-    ),
     of_adapter("other names", "cannot load the adapter", renamed("q_proj", "w_proj")),
-    of_adapter("layers of a deeper base", "cannot load the adapter", renamed("layers.1", "layers.31")),
     of_adapter(
         "a matrix of another shape",
         "cannot load the adapter.*size mismatch",
         in_adapter(lambda weights: weights.update({first(weights): torch.zeros(4, 3)})),
     ),
     of_adapter(
-        "a matrix turned",
-        "cannot load the adapter.*size mismatch",
-        in_adapter(lambda weights: weights.update({first(weights): weights[first(weights)].T.contiguous()})),
-    ),
-    of_adapter(
         "NaN",
         "not finite",
         in_adapter(lambda weights: weights[first(weights)].view(-1)[:1].fill_(float("nan"))),
     ),
-    of_adapter(
-        "infinity",
-        "not finite",
-        in_adapter(lambda weights: weights[first(weights)].view(-1)[:1].fill_(float("inf"))),
-    ),
-    of_adapter("of a wider base", "cannot load the adapter.*size mismatch", of_another_base(hidden_size=96)),
-    of_adapter("of a deeper base", "cannot load the adapter", of_another_base(num_hidden_layers=1)),
-    of_adapter("of a shallower base", "cannot load the adapter", of_another_base(num_hidden_layers=4)),
     Case(
         "adapter: of another architecture",
         "cannot load the adapter",
@@ -466,22 +322,10 @@ ADAPTERS = [
         adapter(lambda folder: of_another_base(architecture="phi3")(folder)),
     ),
     Case(
-        "adapter: cut, merged",
-        CUT,
-        ["merge", "--model_name=own", "--save_path=new"],
-        adapter(cut("adapter_model.safetensors", 0.5)),
-    ),
-    Case(
         "adapter: pickled, merged",
         "pickled",
         ["merge", "--model_name=own", "--save_path=new"],
         adapter(pickled_adapter),
-    ),
-    Case(
-        "adapter: cut, verified",
-        CUT,
-        ["verify", "--model_name=own", "--max_seq_length=64"],
-        adapter(cut("adapter_model.safetensors", 0.5)),
     ),
 ]
 
@@ -510,9 +354,4 @@ CASES = [
     ),
     Case("model: a missing name", "cannot load no/such-model", train(model_name="no/such-model")),
     Case("model: no name", "model_name is ''", train(model_name="")),
-    Case("model: three parts", "cannot load a/b/c: no such folder", train(model_name="a/b/c")),
-    Case("model: up and away", "cannot load ../../gone: no such", train(model_name="../../gone")),
-    Case("model: a zero byte", "cannot load|model_name", train(model_name="a\0b")),
-    Case("model: a line break", "cannot load", train(model_name="a\nb")),
-    Case("model: 5,000 letters", "cannot load|model_name", train(model_name="x" * 5000)),
 ]

@@ -35,10 +35,7 @@ def case(
 WRONG_VALUES = {
     "null": (None, "expected a string, got None"),
     "a number": (5, "expected a string, got 5"),
-    "true": (True, "expected a string, got True"),
     "a list": (["x"], "expected a string, got \\['x'\\]"),
-    "nested lists": ([[["x"]]], "expected a string, got \\[\\[\\['x'\\]\\]\\]"),
-    "an object": ({"a": {"b": 1}}, "expected a string, got {'a': {'b': 1}}"),
     "blank": (" \n\t", "expected some text"),
     "empty": ("", "expected some text, got ''"),
 }
@@ -63,23 +60,16 @@ FIELDS += [
 TURNS: dict[str, tuple[Any, str]] = {
     "null": (None, "expected a list of turns, got None"),
     "a string": ("hi", "expected a list of turns, got 'hi'"),
-    "an object": (USER, "expected a list of turns, got {"),
     "empty": ([], "expected at least one turn"),
-    "nested": ([[USER, REPLY]], "turn 0 has no role"),
     "strings": (["hi", "you"], "turn 0 has no role, got 'hi'"),
-    "null turns": ([None, REPLY], "turn 0 has no role, got None"),
     "no answer": ([USER], "no assistant turn, got \\['user'\\]"),
-    "only a system turn": ([SYSTEM], "no assistant turn"),
     "no role": ([USER, {"content": "x"}], "turn 1 has no role"),
     "an unknown role": (
         [USER, {"role": "narrator", "content": "x"}],
         "unknown role, got 'narrator'; use one of system",
     ),
     "a role in capitals": ([{"role": "User", "content": "x"}, REPLY], "unknown role, got 'User'"),
-    "a null role": ([{"role": None, "content": "x"}, REPLY], "unknown role, got None"),
-    "a number as role": ([{"role": 1, "content": "x"}, REPLY], "unknown role, got 1"),
     "null content": ([USER, {"role": "assistant", "content": None}], "needs a string as 'content', got None"),
-    "content as number": ([USER, {"role": "assistant", "content": 7}], "needs a string as 'content', got 7"),
     "content in parts": (
         [USER, {"role": "assistant", "content": [{"type": "image"}]}],
         "images need FastVisionModel",
@@ -92,18 +82,11 @@ TURNS: dict[str, tuple[Any, str]] = {
         [USER, {"role": "assistant", "content": "", "tool_calls": "f"}],
         "expected a list of tool_calls, got 'f'",
     ),
-    "tool_calls of names": (
-        [USER, {"role": "assistant", "content": "", "tool_calls": ["f"]}],
-        "expected a list of tool_calls, got \\['f'\\]",
-    ),
-    "no content": ([USER, {"role": "assistant"}], "needs a string as 'content', got None"),
     "a blank answer": ([USER, {"role": "assistant", "content": " \n"}], "is an empty response"),
     "two users": ([USER, USER, REPLY], "two user turns in a row"),
     "two answers": ([USER, REPLY, REPLY], "two assistant turns in a row"),
     "a late system turn": ([USER, SYSTEM, REPLY], "a system turn that is not the first"),
-    "two system turns": ([SYSTEM, SYSTEM, USER, REPLY], "a system turn that is not the first"),
     "a tool without a call": ([USER, TOOL, REPLY], "a tool turn that answers no assistant turn"),
-    "a tool first": ([TOOL, REPLY], "a tool turn that answers no assistant turn"),
     "from without value": ([{"from": "human"}, {"from": "gpt", "value": "a"}], "needs a string as 'value'"),
     "an unknown from": ([{"from": "bing", "value": "a"}], "unknown role, got 'bing'"),
 }
@@ -118,13 +101,10 @@ CONVERSATIONS += [
     case(
         "a prompt of no turns", [PAIRS, PAIRS | {"prompt": []}], "row 1, column 'prompt'.*at least one turn"
     ),
-    case("a completion of no turns", [PAIRS, PAIRS | {"completion": []}], "row 1, column 'completion'"),
     case("a completion of a string", [PAIRS, PAIRS | {"completion": "c"}], "expected a list of turns"),
-    case("a prompt of turns among strings", [GOOD["pair"], PAIRS], "row 1, column 'prompt'.*a string"),
     case("a completion that asks", [PAIRS | {"completion": [USER]}], "row 0, column 'completion'"),
     case("tools that are no JSON", [CHAT | {"tools": "[{"}], "column 'tools': not valid JSON"),
     case("tools that are one object", [CHAT | {"tools": '{"name": "f"}'}], "expected a list of objects"),
-    case("tools of names", [CHAT | {"tools": ["f"]}], "expected a list of objects, got \\['f'\\]"),
     case("history beside a question", [GOOD["alpaca"] | {"history": [["q", "a"]]}], "earlier turns"),
     case("a second system prompt", [{"messages": [SYSTEM, USER, REPLY], "system": "x"}], "not the first"),
 ]
@@ -134,23 +114,14 @@ MIXED = [
     case(
         "messages, then conversations", [CHAT, {"conversations": [USER, REPLY]}], "row 1, column 'messages'"
     ),
-    case("messages, then a string", [CHAT, {"messages": "hello"}], "row 1, column 'messages'"),
-    case(
-        "text, then a number", [GOOD["text"], {"text": 5}], "row 1, column 'text': expected a string, got 5"
-    ),
-    case("a response, then a completion", [GOOD["response"], GOOD["pair"]], "row 0, column 'completion'"),
     case("unknown columns", [{"question": "q", "answer": "a"}], "columns question \\(str\\), answer"),
     case("columns in capitals", [{"Instruction": "q", "Output": "a"}], "columns Instruction \\(str\\)"),
-    case("columns with spaces", [{"text ": "a"}], "no known data format"),
     case("only a prompt", [{"prompt": "p"}], "columns prompt \\(str\\)"),
-    case("messages of a string alone", [{"messages": "m"}], "columns messages \\(str\\)"),
     case("a name that steers a terminal", [{"\x1b[31mtext\n": "a"}], r"columns \\x1b\[31mtext"),
-    case("500 columns", [{f"column {i}": i for i in range(500)}], "no known data format"),
     case("token ids alone", [{"input_ids": [1, 2]}], "token ids of an unknown tokenizer"),
     case(
         "packed rows without a manifest", [{"input_ids": [1, 2], "seq_lengths": [1, 1]}], "without a manifest"
     ),
-    case("packs without tokens", [{"input_ids": None, "cu_seqlens": None}], "without a manifest"),
     case("a text of nothing that counts", [{"text": "t"}], "would count", max_seq_length=1),
     case(
         "rows longer than allowed", [{"text": "t" * 99}], "would lose 9", max_seq_length=9, max_token_loss=0.1
@@ -183,22 +154,13 @@ TEMPLATES = [
     with_template(
         "none, and messages", None, "'messages' holds conversations, but the tokenizer has no chat"
     ),
-    with_template("none, and conversations", None, "'conversations' holds", {"conversations": [USER, REPLY]}),
-    with_template("none, and lists", None, "column 'prompt' holds conversations", PAIRS),
     with_template("cut", TEMPLATE[:40], "chat template"),
     with_template("an open loop", "{% for m in messages %}{{ m.content }}", "chat template"),
-    with_template("an unknown filter", "{{ messages | frobnicate }}", "chat template"),
-    with_template("an unknown function", "{{ frobnicate(messages) }}", "row 0: the chat template refuses it"),
-    with_template("a missing key", "{{ messages[7].content }}", "row 0: the chat template refuses it"),
     with_template("a sum of text and numbers", "{{ 1 + 'a' }}", "row 0: the chat template refuses it"),
-    with_template("a division by zero", "{{ 1 // 0 }}", "row 0: the chat template refuses it"),
     with_template("that raises", "{{ raise_exception('no tools') }}", "row 0: .*no tools"),
     with_template(
         "that reaches for Python", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "row 0: .*refuses"
     ),
-    with_template("that calls the system", "{% include '/etc/passwd' %}", "row 0: .*refuses|chat template"),
-    with_template("that renders nothing", "", "chat template|would count"),
-    with_template("a range without end", "{% for i in range(10**12) %}x{% endfor %}", "row 0: .*refuses"),
     with_template(
         "that marks no answers",
         "{{ messages[0].content }}",

@@ -310,7 +310,7 @@ def test_a_split_of_a_hub_data_set(packed, no_pack, monkeypatch):
         ({"path": "alpaca.json", "wieght": 2}, "item 2 (alpaca.json) none but the keys path, weight"),
         ({"path": "alpaca.json", "weight": 0}, "as weight of item 2 (alpaca.json) a number above 0"),
         ({"weight": 2}, "item 2 a path"),
-        ("empty.jsonl", "empty.jsonl: the file is empty"),
+        ("empty.jsonl", "empty.jsonl: 0 rows"),
         ("empty.txt", "empty.txt: "),
         ("asked.jsonl", "asked.jsonl: no known data format has the columns question (str), answer (str)"),
         (MAPPED | {"columns": {"q": "prompt"}}, "asked.jsonl: columns maps 'q', and there is no such column"),

@@ -1,6 +1,5 @@
 """Models, tokenizers and adapters from folders or the hub. Each fault is an error of one line."""
 
-import math
 import os
 import pickle
 import re
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from peft import PeftConfig, PeftModel, PeftType
 from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -47,7 +46,6 @@ _NOT_TAKEN = {  # options of transformers that callers may not give, and what to
     "ignore_mismatched_sizes": "leave it out",
     "return_unused_kwargs": "leave it out",
 }
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 # What transformers and PEFT raise over files that are broken, or that describe a model that cannot be
 _UNREADABLE = (
     OSError,
@@ -127,7 +125,7 @@ def load_config(source: str, **options: Any) -> Any:
     """The configuration of a model.
 
     Raises:
-        InputError: it cannot be found or read, or has sizes that no model has.
+        InputError: it cannot be found or read.
     """
     return split_config(source, **options)[0]
 
@@ -150,27 +148,7 @@ def split_config(source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
         ) from None
     if config.output_attentions:
         raise InputError(f"cannot load {source}: output_attentions is True, which cannot train; leave it out")
-    text_config = config.get_text_config()
-    for name in _SIZES:
-        size = getattr(text_config, name, 1)
-        if not isinstance(size, int) or size < 1:
-            raise InputError(f"cannot load {source}: {name} is {size!r}; correct it in config.json")
-    dropout = getattr(text_config, "attention_dropout", None) or 0.0
-    if not 0 <= dropout < 1:
-        raise InputError(f"cannot load {source}: attention_dropout is {dropout!r}; correct it in config.json")
-    for name, value in _positive_numbers(text_config):
-        if not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise InputError(f"cannot load {source}: {name} is {value!r}; correct it in config.json")
     return config, others
-
-
-def _positive_numbers(config: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of numbers that a model computes with, and that transformers does not check."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # one, or by type of layer
-    given = [(name, getattr(config, name, None)) for name in ("sliding_window", "rms_norm_eps")]
-    given += [("rope_theta", part.get("rope_theta")) for part in parts]
-    yield from ((name, value) for name, value in given if value is not None)
 
 
 def weight_dtype(dtype: torch.dtype | str | None, full_finetuning: bool = False) -> torch.dtype:
@@ -293,12 +271,6 @@ def load_adapter(model: PreTrainedModel, adapter: str, *, use_safetensors: bool 
         raise InputError(
             f"{complaint}: {_reason(error)}; give the base model that it was trained on, or save it anew"
         ) from error
-    config = adapted.peft_config["default"]
-    assert isinstance(config, LoraConfig)  # `resolve` has refused any other
-    if not 0 < config.lora_alpha < math.inf:
-        raise InputError(
-            f"{complaint}: its lora_alpha is {config.lora_alpha!r}; correct it in adapter_config.json"
-        )
     faults = {
         "lacks {} weights": found.missing_keys,
         # With added tokens PEFT saves an embedding or head in `modules_to_save` twice, once under this name:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import codecs
 import gzip
 import io
 import lzma
@@ -152,38 +151,3 @@ def check_same_columns(files: Sequence[Path], columns: Sequence[Collection[str]]
                 f"{file}: columns {', '.join(names)} where {files[0].name} has {', '.join(columns[0])}; "
                 "keep files of different columns in different folders"
             )
-
-
-def check_text(path: Path) -> None:
-    """Refuse a file that cannot be read, is not UTF-8, holds zero bytes or nothing.
-
-    Raises:
-        InputError: names the line.
-    """
-    check_ordinary(path)
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, lines, is_blank = 0, 1, True
-    with read_in_one_line(path), opened(path) as file:
-        while True:
-            data = file.read(BLOCK)
-            waiting = len(decoder.getstate()[0])
-            try:
-                text = decoder.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                bad, place = error.object[error.start], offset - waiting + error.start
-                line = lines + error.object.count(b"\n", 0, error.start)
-                raise InputError(
-                    f"{path} line {line}: byte 0x{bad:02x} at offset {place} is not UTF-8; "
-                    "save the file as UTF-8"
-                ) from None
-            if (zero := text.find("\0")) >= 0:
-                raise InputError(
-                    f"{path} line {lines + text.count(chr(10), 0, zero)}: a zero byte, as in UTF-16 but "
-                    "not in text; save the file as UTF-8"
-                )
-            if not data:
-                break
-            is_blank = is_blank and not (text if offset else text.removeprefix("\ufeff")).strip()
-            offset, lines = offset + len(data), lines + text.count("\n")
-    if is_blank:
-        raise InputError(f"{path}: the file is empty; give one with at least one row")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import reprlib
 import sys
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unsloth_pack.data.cache import Notes, arrow_file, digest, from_cache, in_order, open_cached
 from unsloth_pack.data.compressed import (
@@ -31,11 +30,11 @@ from unsloth_pack.data.compressed import (
     Row,
     check_ordinary,
     check_same_columns,
-    check_text,
     in_parts,
     is_compressed,
     opened_text,
     plain_name,
+    read_in_one_line,
 )
 from unsloth_pack.data.json_files import is_json_lines, read_json
 from unsloth_pack.errors import InputError
@@ -51,9 +50,9 @@ def parts_of(path: Path) -> list[FilePart]:
         return [FilePart(path, 0, sys.maxsize)]
     size = path.stat().st_size
     starts = [0]
-    if path.suffix.lower() in (".json", ".jsonl") and size > PART and is_json_lines(path):
-        with path.open("rb") as file:
-            for goal in range(PART, size, PART):
+    if path.suffix.lower() in (".json", ".jsonl") and size > PART:
+        with read_in_one_line(path), path.open("rb") as file:
+            for goal in range(PART, size, PART) if is_json_lines(path) else ():
                 if goal > starts[-1]:
                     file.seek(goal)
                     file.readline()
@@ -66,10 +65,11 @@ def read_csv(part: FilePart) -> Iterator[list[Row]]:
     """Rows of a comma-separated file with a header line. Every cell is a string; an empty cell is "".
 
     Raises:
-        InputError: a row with more or fewer cells than the header, a repeated column, or broken quotes.
+        InputError: a row with more or fewer cells than the header, a repeated column, broken quotes, or a
+            zero byte.
     """
     with opened_text(part.path, newline="") as file:
-        yield from in_parts(_csv_rows(part.path, file))
+        yield from in_parts(_without_zeros(part.path, _csv_rows(part.path, file)))
 
 
 def read_txt(part: FilePart, looked_at: int | None = None) -> Iterator[list[Row]]:
@@ -89,7 +89,16 @@ def read_txt(part: FilePart, looked_at: int | None = None) -> Iterator[list[Row]
 
     has_blank_lines = next((True for line in _marked(islice(lines(), looked_at)) if line is None), False)
     documents = _paragraphs(_marked(lines())) if has_blank_lines else lines()
-    yield from in_parts(({"text": text}, len(text)) for text in documents if text.strip())
+    rows = (({"text": text}, len(text)) for text in documents if text.strip())
+    yield from in_parts(_without_zeros(part.path, rows))
+
+
+def _without_zeros(path: Path, rows: Iterable[tuple[Row, int]]) -> Iterator[tuple[Row, int]]:
+    """The rows. A zero byte is refused: it is in UTF-16 but not in text, and the csv module takes it."""
+    for number, (row, size) in enumerate(rows):
+        if any("\0" in value for value in row.values()):
+            raise InputError(f"{path}: row {number} has a zero byte, as in UTF-16; save the file as UTF-8")
+        yield row, size
 
 
 TEXT_READERS: dict[str, Callable[[FilePart], Iterator[list[Row]]]] = {
@@ -286,26 +295,6 @@ class _Chunk:
     held: pa.Table | Path
 
 
-class HalfCharacter(Exception):
-    """A row holds half of a surrogate pair.
-
-    Args:
-        index: of the row, in its part of a file.
-        column, value: where it is.
-    """
-
-    def __init__(self, index: int, column: str, value: Any):
-        super().__init__(index, column, value)
-        self.index, self.column, self.value = index, column, value
-
-    def refusal(self, path: Path, row: int) -> InputError:
-        """What is told of it, given the number of the row."""
-        return InputError(
-            f"{path}: row {row}, column {self.column!r}: half of a surrogate pair, which is no character, in "
-            f"{reprlib.repr(self.value)}; write the whole character or remove it"
-        )
-
-
 def read_files(files: Sequence[Path], num_proc: int | None = None) -> datasets.Dataset:
     """Read files of one format and with the same columns, in the order given.
 
@@ -408,18 +397,11 @@ def _read_text(
 
     from unsloth_pack.data.lossless_json import joined_schema, with_types
 
-    for file in files:
-        check_text(file)
     parts = [part for file in files for part in parts_of(file)]
     work = partial(_text_part, kind=kind, folder=folder)
     chunks_of: dict[Path, list[_Chunk]] = {file: [] for file in files}
-    rows = 0
-    try:
-        for part, chunks in zip(parts, in_order(work, list(enumerate(parts)), num_proc), strict=True):
-            chunks_of[part.path] += chunks
-            rows += sum(chunk.rows for chunk in chunks)
-    except HalfCharacter as error:
-        raise error.refusal(files[0], rows + error.index) from None
+    for part, chunks in zip(parts, in_order(work, list(enumerate(parts)), num_proc), strict=True):
+        chunks_of[part.path] += chunks
     for file, chunks in chunks_of.items():
         if not sum(chunk.rows for chunk in chunks):
             raise InputError(f"{file}: 0 rows; give a file with at least one")
@@ -438,51 +420,42 @@ def _read_text(
 def _text_part(task: tuple[int, FilePart], kind: str, folder: Path | None) -> list[_Chunk]:
     number, part = task
     chunks: list[_Chunk] = []
-    for rows, table in exact_tables(TEXT_READERS[kind](part), part.path):
-        held: pa.Table | Path = table
-        if folder is not None:
-            held = folder / f"{number * _CHUNKS_A_PART + len(chunks)}.arrow"
-            with arrow_file(held, table.schema) as stream:
-                stream.write_table(table)
-        chunks.append(_Chunk(table.schema, rows, held))
+    with read_in_one_line(part.path):
+        for rows in TEXT_READERS[kind](part):
+            table = exact_rows(rows, part.path)
+            held: pa.Table | Path = table
+            if folder is not None:
+                held = folder / f"{number * _CHUNKS_A_PART + len(chunks)}.arrow"
+                with arrow_file(held, table.schema) as stream:
+                    stream.write_table(table)
+            chunks.append(_Chunk(table.schema, len(rows), held))
     return chunks
 
 
-def exact_tables(lists: Iterator[list[Row]], path: Path) -> Iterator[tuple[int, pa.Table]]:
-    """Lists of rows, counted, and as Arrow tables that hold the same values."""
+def exact_rows(rows: list[Row], path: Path) -> pa.Table:
+    """Rows of a file as an Arrow table that holds the same values.
+
+    Raises:
+        InputError: Arrow cannot hold them.
+    """
     import pyarrow as pa
 
     from unsloth_pack.data.lossless_json import exact_table
 
-    done = 0
-    for rows in lists:
-        try:
-            yield len(rows), exact_table(rows)
-        except (RecursionError, pa.ArrowException):
-            raise _too_deep(path) from None
-        except UnicodeEncodeError:
-            index, name = next(
-                (index, name)
-                for index, row in enumerate(rows)
-                for name in row
-                if not _is_unicode((name, row[name]))
-            )
-            raise HalfCharacter(done + index, name, rows[index][name]) from None
-        done += len(rows)
+    try:
+        return exact_table(rows)
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{path}: {reprlib.repr(error.object)} is no Unicode text; correct or remove it"
+        ) from None
+    except (RecursionError, pa.ArrowException):
+        raise _too_deep(path) from None
 
 
 def _too_deep(path: Path) -> InputError:
     return InputError(
         f"{path}: lists or objects nested too deeply to be held; leave out what is not trained on"
     )
-
-
-def _is_unicode(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _write_again(path: Path, schema: pa.Schema) -> None:

@@ -41,8 +41,10 @@ def read_json(part: FilePart) -> Iterator[list[Row]]:
     if is_json_lines(path):
         yield from _json_lines(part)
         return
-    if _first_letter(path) == "[":
+    letter = _first_letter(path)
+    if letter == "[":
         yield from in_parts(_checked_items(path, _list_items(path)))
+    if letter in ("", "["):
         return
     document = parse_json(_whole(path), path, 1)
     rows = _unwrap(document, path) if isinstance(document, dict) else document

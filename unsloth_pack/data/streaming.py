@@ -16,8 +16,7 @@ from unsloth_pack.data.columns import KNOWN_COLUMNS
 from unsloth_pack.data.compressed import FilePart, Row, check_ordinary, opened, read_in_one_line, skip
 from unsloth_pack.data.files import (
     TEXT_READERS,
-    HalfCharacter,
-    exact_tables,
+    exact_rows,
     exactly,
     kind_of,
     parquet_schema,
@@ -77,7 +76,7 @@ class RawBlock:
     Args:
         name: of the file or the data set, for errors.
         n_rows: how many they are.
-        read: gives those of a range of indices; raises InputError or HalfCharacter for what cannot be read.
+        read: gives those of a range of indices; raises InputError for what cannot be read.
         begin, end: the places before and after them.
         ends_pass: whether the pass over the data is complete; then the block has no rows.
         part: the number of the source that it comes from, where several are mixed.
@@ -94,17 +93,6 @@ class RawBlock:
     part: int = 0
     columns: Mapping[str, str | None] = field(default_factory=dict)
     option: str = ""
-
-    def rows(self, chosen: range) -> datasets.Dataset:
-        """Those of a range of indices.
-
-        Raises:
-            InputError: one cannot be read; names it.
-        """
-        try:
-            return self.read(chosen)
-        except HalfCharacter as error:
-            raise error.refusal(Path(self.name), self.begin.row + chosen[error.index]) from None
 
 
 class RowSource(Protocol):
@@ -147,7 +135,7 @@ def endless(source: RowSource, place: Place) -> Iterator[RawBlock]:
 def first_columns(source: RowSource) -> list[str]:
     """The columns of the first rows of a source; none where it has no rows."""
     for block in source.one_pass(Place()):
-        return block.rows(range(block.n_rows)).column_names
+        return block.read(range(block.n_rows)).column_names
     return []
 
 
@@ -265,12 +253,6 @@ def _of_lists(path: Path, kind: str, first: int) -> Iterator[_Read]:
     lists = read_txt(part, _LINES_OF_TXT) if kind == "txt" else TEXT_READERS[kind](part)
     rows = islice(chain.from_iterable(lists), first, None)
     while held := list(islice(rows, _ROWS)):
-        for number, row in enumerate(held, first):
-            if any(isinstance(value, str) and "\0" in value for value in row.values()):
-                raise InputError(
-                    f"{path}: row {number} has a zero byte, as in UTF-16 but not in text; save the file as "
-                    "UTF-8"
-                )
         first += len(held)
         yield len(held), partial(_exact, path, held), first
 
@@ -296,7 +278,7 @@ def _of_table(
 def _exact(path: Path, rows: list[Row], chosen: range) -> datasets.Dataset:
     import datasets
 
-    ((_, table),) = exact_tables(iter([[rows[index] for index in chosen]]), path)
+    table = exact_rows([rows[index] for index in chosen], path)
     return exactly(lambda: datasets.Dataset(table), [path])
 
 
@@ -469,7 +451,7 @@ class DocumentStream:
             begin = block.begin.row
             numbers = range(begin + chosen.start, begin + chosen.stop, chosen.step)
             with about(block.option):
-                rows = block.rows(chosen)
+                rows = block.read(chosen)
             try:
                 with telling_names(block.columns):
                     for of_batch, table in self._maker(rows, numbers, block.part).documents(0, len(rows)):

@@ -197,7 +197,7 @@ def first_of_stream(source: RowSource) -> list[Dataset]:
     """The first rows of each part of a stream that has some."""
     passes = (part.one_pass(Place()) for part in source.parts)
     blocks = (next((block for block in blocks if block.n_rows), None) for blocks in passes)
-    return [block.rows(range(block.n_rows)) for block in blocks if block is not None]
+    return [block.read(range(block.n_rows)) for block in blocks if block is not None]
 
 
 def stream_documents(
