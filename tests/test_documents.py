@@ -103,13 +103,8 @@ def test_the_dotted_flags_are_taken(document):
         assert given_options(train_parser(), [f"{flag}=1"]), flag
 
 
-def test_every_document_says_the_same_number_of_hostile_cases_and_planted_faults():
-    inputs, trust, faults = (
-        (ROOT / "docs" / f"{name}.md").read_text() for name in ("trust-inputs", "trust", "planted-faults")
-    )
-    (number,) = re.findall(r"([\d,]+) cases test this", inputs)
-    assert f"| bad inputs, through command line and API | {number} |" in trust
-    assert f"{number} bad inputs" in (ROOT / "CHANGELOG.md").read_text()
+def test_the_documents_count_the_planted_faults():
+    trust, faults = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("trust", "planted-faults"))
     planted = len(re.findall(r"^\| \S+\.py \|", faults, re.MULTILINE))
     assert f"plants {planted} small faults" in trust
     assert f"each of these {planted} faults" in faults

@@ -65,32 +65,6 @@ def at(path, value):
     return change
 
 
-def swapped(rows):
-    images = next(row["images"] for row in rows if len({image["document"] for image in row["images"]}) > 1)
-    images.reverse()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            lambda rows: [row.update(images=[]) for row in rows],
-            "image tokens, and its images make 0;",
-        ),
-        (at("tokens", 1), "image tokens, and its images make"),
-        (at("height", None), "an image without its size, content or document"),
-        (at("bytes", None), "an image without its size, content or document"),
-        (at("document", 99), "an image without its size, content or document"),
-        (swapped, "an image without its size, content or document"),
-        (lambda rows: [row.update(cu_lengths=[0, len(row["input_ids"])]) for row in rows], "max_length is"),
-    ],
-)
-def test_packs_that_have_lost_something_are_refused(place, tmp_path, capsys, change, says):
-    pack(place, tmp_path / "packs")
-    rewrite(tmp_path / "packs", change)
-    assert re.search(says, refused(capsys, on_packs(place, tmp_path / "packs", tmp_path / "out")))
-
-
 def test_packs_without_their_column_or_for_another_processor_are_refused(place, tmp_path, capsys):
     packs = tmp_path / "packs"
     pack(place, packs)

@@ -264,7 +264,7 @@ DAMAGE = {
     "dummy boundaries": (lambda packs: rewrite(packs, lambda rows: rows[0].update(cu_lengths=[0])), "row 0"),
     "short boundaries": (
         lambda packs: rewrite(packs, lambda rows: rows[0]["cu_lengths"].append(99)),
-        "row 0: cu_lengths runs from 0 to 99",
+        "and the cu_lengths [0, 128, 99]",
     ),
 }
 

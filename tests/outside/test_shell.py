@@ -213,31 +213,6 @@ def test_a_checkpoint_of_another_run_is_refused(flags, refused, killed, tmp_path
     assert "checkpoint-5 in 'copy' is of another run" in refused(["--resume", "--output_dir=copy"])
 
 
-# Streams
-
-
-def test_closed_streams(flags, project, monkeypatch, tmp_path):
-    """`<&- >&- 2>&-`, as some services start their processes: Python has None for each."""
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None)
-    assert main([*flags, "--max_steps=1", "--output_dir=out"]) == 0
-    monkeypatch.setattr(sys, "stdin", None)
-    assert main(["generate", f"--model_name={project / 'models' / 'tiny'}"]) == 0
-    monkeypatch.setattr(sys, "stderr", None)
-    assert main(["stats", "--dataset=absent.json"]) == 2
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_run_goes_on_if_its_log_cannot_be_written(flags, monkeypatch, capsys, tmp_path):
-    """The disk of the log is full, or the terminal is gone; the disk of the run is neither."""
-    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
-        assert main([*flags, "--max_steps=2", "--output_dir=out"]) == 0
-    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-    said = capsys.readouterr().err
-    assert "the output cannot be written ([Errno 28] No space left on device); the run goes on" in said
-
-
 # Variables and paths
 
 

@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 anything else. All but 0 come with one line on stderr, and with the traceback under `--debug`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it cannot show is replaced
         sys.stdout.reconfigure(errors="replace")
     with _terminated_as_interrupted():
@@ -70,13 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code and (path := os.environ.get(_ERROR_FILE)):
             _leave_error(path, code, line)
         return code
-
-
-def _open_closed_streams() -> None:
-    """Replace the streams that the caller has closed (`>&-`, some services), for which Python has None."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _leave_error(path: str, code: int, line: str) -> None:

@@ -19,25 +19,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from unsloth_pack.data.rows import DOCUMENT, IMAGES, image_field
+from unsloth_pack.data.rows import IMAGES, image_field
 from unsloth_pack.data.sources import PACK_FILES
 from unsloth_pack.data.token_counts import TokenLedger
 from unsloth_pack.demo import BUNDLED_MODELS
 from unsloth_pack.errors import InputError
-
-# Images in packs on disk: what the manifest says of them, and the check of every row.
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-Refuse = Callable[[np.ndarray, Callable[[int], str]], None]
 
 
 @dataclass(frozen=True)
@@ -62,60 +52,12 @@ class PackedImages:
     processor: str
 
 
-def check_images(
-    batch: pa.RecordBatch, ids: np.ndarray, lengths: pa.ListArray, placeholder: int, refuse: Refuse
-) -> None:
-    """Refuse rows whose images are not those that their tokens stand for.
-
-    Args:
-        ids: of all rows, one after the other.
-        lengths: of the documents of every row.
-        refuse: takes what is wrong, a flag for every row, and says so of the first.
-    """
-    column = batch[IMAGES]
-    of_row = np.repeat(np.arange(len(batch)), np.diff(column.offsets))
-    images = column.flatten()
-    names = (DOCUMENT, "tokens", "height", "width")
-    document, tokens, height, width = (images.field(name).fill_null(-1).to_numpy() for name in names)
-    n_documents = lengths.value_lengths().to_numpy()
-    is_held = images.field("bytes").is_valid().to_numpy(zero_copy_only=False)
-    is_named = images.field("path").is_valid().to_numpy(zero_copy_only=False)
-    is_wrong = (tokens < 1) | (height < 1) | (width < 1) | (is_held == is_named)
-    is_wrong |= (document < 0) | (document >= n_documents[of_row])
-    same_row = np.diff(of_row, prepend=-1) == 0
-    is_wrong |= same_row & (np.diff(document, prepend=0) < 0)
-    refuse(
-        _by_row(is_wrong, of_row, len(batch)), lambda row: "an image without its size, content or document"
-    )
-    first = np.cumsum(n_documents) - n_documents
-    sizes = lengths.flatten().to_numpy()
-    starts = np.cumsum(sizes) - sizes
-    found = np.add.reduceat(ids == placeholder, starts, dtype=np.int64)
-    made = np.bincount(first[of_row] + document, weights=tokens, minlength=len(sizes)).astype(np.int64)
-    row_of_document = np.repeat(np.arange(len(batch)), n_documents)
-
-    def complaint(row: int) -> str:
-        number = int(np.flatnonzero((found != made) & (row_of_document == row))[0])
-        return (
-            f"document {number - first[row]} holds {found[number]} image tokens, and its images make "
-            f"{made[number]}"
-        )
-
-    refuse(_by_row(found != made, row_of_document, len(batch)), complaint)
-
-
-def _by_row(is_wrong: np.ndarray, of_row: np.ndarray, n_rows: int) -> np.ndarray:
-    return np.bincount(of_row[is_wrong], minlength=n_rows) > 0
-
-
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FILE_NAME = PACK_FILES[0]
 VERSION = 1
 _FORMAT = "unsloth_pack packs"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -227,40 +169,9 @@ def read_manifest(folder: Path) -> PackManifest:
         raise InputError(f"{path}: not a whole manifest ({error}); pack the data anew") from None
 
 
-def check_can_be_read(manifest: PackManifest) -> None:
-    """Refuse, before any shard is written, what `read_manifest` would refuse.
-
-    Raises:
-        InputError: a field is of another type than it says.
-    """
-    try:
-        values = json.loads(manifest.to_json())
-        _manifest_of({name: value for name, value in values.items() if name not in ("format", "version")})
-    except (TypeError, KeyError) as error:
-        raise InputError(f"an argument does not fit into the manifest ({error}); give plain values") from None
-
-
 def _manifest_of(values: dict[str, Any]) -> PackManifest:
-    values["ledger"] = _typed(TokenLedger, values["ledger"])
+    values["ledger"] = TokenLedger(**values["ledger"])
     if values.get("images") is not None:
-        values["images"] = _typed(PackedImages, values["images"])
-    values["shards"] = tuple(_typed(Shard, shard) for shard in values["shards"])
-    for number, shard in enumerate(values["shards"]):
-        if shard.file != shard_name(number):
-            raise TypeError(f"file is {shard.file!r}")
-    return _typed(PackManifest, values)
-
-
-def _typed(kind: type[T], values: Any) -> T:
-    """A dataclass of these values.
-
-    Raises:
-        TypeError: there are more or fewer than it has fields, or one is of another type.
-    """
-    made = kind(**values)
-    hints = get_type_hints(kind)
-    for field in fields(made):  # type: ignore[arg-type]
-        value = getattr(made, field.name)
-        if field.name != "shards" and not isinstance(value, hints[field.name]):
-            raise TypeError(f"{field.name} is {value!r}")
-    return made
+        values["images"] = PackedImages(**values["images"])
+    values["shards"] = tuple(Shard(**shard) for shard in values["shards"])
+    return PackManifest(**values)

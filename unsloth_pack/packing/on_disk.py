@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,6 @@ from unsloth_pack.packing.manifest import (
     PackedImages,
     PackManifest,
     Shard,
-    check_can_be_read,
-    check_images,
     file_sha256,
     read_manifest,
     schema,
@@ -78,8 +76,8 @@ def write_packs(
 
     Raises:
         InputError: `folder` holds something, the disk is full, or the documents cannot be packed, see
-            `pack_dataset`; an id does not fit into int32, or is negative; a label is neither -100 nor its
-            token; or an argument does not fit into the manifest.
+            `pack_dataset`; an id does not fit into int32, or is negative; or a label is neither -100 nor its
+            token.
     """
     from datasets.utils import tqdm
 
@@ -115,7 +113,6 @@ def write_packs(
         shards=(),
         images=images,
     )
-    check_can_be_read(manifest)
     _check_tokens(documents)
     hashed = ("input_ids", "labels", "cu_lengths", *([IMAGES] if images else []))
     hashes = {name: hashlib.sha256() for name in hashed}
@@ -225,7 +222,7 @@ def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, d
 
     Raises:
         InputError: the packs are for another tokenizer; a shard is missing, cut or not what was written; or
-            boundaries contradict the rows. The error names the file, the row and the contradiction.
+            boundaries contradict the rows. The error names the file and the row.
     """
     import datasets
     import pyarrow.compute as pc
@@ -282,69 +279,34 @@ def _checked_lengths(path: Path, manifest: PackManifest) -> pa.ChunkedArray:
                 columns = ", ".join(f"{field.name} ({field.type})" for field in stream.schema)
                 raise InputError(f"{path}: the columns {columns} are not those of packs; pack the data anew")
             for batch in filter(len, stream):
-                lengths.append(_lengths_of(batch, manifest, f"{path} row", row))
+                lengths.append(_lengths_of(batch, manifest.capacity, f"{path} row", row))
                 row += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: not an Arrow stream ({error}); pack the data anew") from None
     return pa.chunked_array(lengths, kind)
 
 
-def _lengths_of(batch: pa.RecordBatch, manifest: PackManifest, where: str, first_row: int) -> pa.ListArray:
+def _lengths_of(batch: pa.RecordBatch, capacity: int, where: str, first_row: int) -> pa.ListArray:
     """The document lengths of every row of a batch.
 
     Raises:
-        InputError: boundaries, labels, images or sizes contradict the tokens of a row.
+        InputError: boundaries contradict the tokens of a row.
     """
     import pyarrow as pa
 
-    capacity = manifest.capacity
-
-    def refuse(is_wrong: np.ndarray, complaint: Callable[[int], str]) -> None:
-        if is_wrong.any():
-            row = int(np.argmax(is_wrong))
-            raise InputError(f"{where} {first_row + row}: {complaint(row)}; pack the data anew")
-
-    if any(column.null_count or _values(column).null_count for column in batch.columns):
+    cu = batch["cu_lengths"].flatten().to_numpy().astype(np.int64)  # differences of int32 could overflow
+    n_ids, n_labels, n_cu = (np.diff(batch[name].offsets) for name in ("input_ids", "labels", "cu_lengths"))
+    is_wrong = (n_ids > capacity) | (n_labels != n_ids) | (n_cu < 2)
+    if not is_wrong.any():
+        ends = np.cumsum(n_cu)  # of the rows in cu
+        lengths = np.delete(np.diff(cu), ends[:-1] - 1)  # without the steps from a row to the next
+        offsets = np.concatenate([[0], np.cumsum(n_cu - 1)])
+        is_wrong = (cu[ends - n_cu] != 0) | (cu[ends - 1] != n_ids)
+        is_wrong |= np.minimum.reduceat(lengths, offsets[:-1]) < 1
+    if is_wrong.any():
+        row = int(np.argmax(is_wrong))
         raise InputError(
-            f"{where} {first_row} or one of the next {len(batch)} holds null; pack the data anew"
+            f"{where} {first_row + row}: {n_ids[row]} tokens, {n_labels[row]} labels and the cu_lengths "
+            f"{reprlib.repr(batch['cu_lengths'][row].as_py())}, in rows of {capacity}; pack the data anew"
         )
-    names = ("input_ids", "labels", "cu_lengths")
-    ids, labels, cu = (_values(batch[name]).to_numpy() for name in names)
-    n_ids, n_labels, n_cu = (np.diff(batch[name].offsets) for name in names)
-    cu = cu.astype(np.int64)  # differences of int32 could overflow
-    refuse(n_labels != n_ids, lambda row: f"{n_labels[row]} labels for {n_ids[row]} tokens")
-    refuse(n_ids > capacity, lambda row: f"{n_ids[row]} tokens in a row of {capacity}")
-    refuse(n_cu < 2, lambda row: f"cu_lengths {batch['cu_lengths'][row].as_py()} bounds no document")
-    ends = np.cumsum(n_cu)  # of the rows in cu
-    first, last = cu[ends - n_cu], cu[ends - 1]
-    refuse(
-        (first != 0) | (last != n_ids),
-        lambda row: f"cu_lengths runs from {first[row]} to {last[row]}, the row from 0 to {n_ids[row]}",
-    )
-    lengths = np.delete(np.diff(cu), ends[:-1] - 1)  # without the steps from a row to the next
-    offsets = np.concatenate([[0], np.cumsum(n_cu - 1)])
-    refuse(
-        np.minimum.reduceat(lengths, offsets[:-1]) < 1,
-        lambda row: f"cu_lengths does not increase: {reprlib.repr(batch['cu_lengths'][row].as_py())}",
-    )
-    longest, said = np.maximum.reduceat(lengths, offsets[:-1]), batch["max_length"].to_numpy()
-    refuse(
-        longest != said,
-        lambda row: f"max_length is {said[row]}, and its longest document has {longest[row]} tokens",
-    )
-    is_strange = (labels != IGNORE_INDEX) & (labels != ids)
-    refuse(
-        np.logical_or.reduceat(is_strange, np.cumsum(n_ids) - n_ids),
-        lambda row: f"a label that is neither {IGNORE_INDEX} nor its token",
-    )
-    found = pa.ListArray.from_arrays(*(pa.array(n.astype(np.int32)) for n in (offsets, lengths)))
-    if manifest.images is not None:
-        check_images(batch, ids, found, manifest.images.placeholder, refuse)
-    return found
-
-
-def _values(column: pa.Array) -> pa.Array:
-    """The numbers of a column; a column of lists is flattened."""
-    import pyarrow as pa
-
-    return column.flatten() if isinstance(column, pa.ListArray) else column
+    return pa.ListArray.from_arrays(*(pa.array(each.astype(np.int32)) for each in (offsets, lengths)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
@@ -32,46 +32,14 @@ class LastingConsole(Console):
         self.out(json.dumps(value, indent=1), highlight=False)
 
 
-class _Pipe:
-    """An output whose every error is that of a pipe without a reader, as rich knows it."""
-
-    def __init__(self, file: TextIO):
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, text: str) -> int:
-        return self._tried(lambda: self._file.write(text))
-
-    def flush(self) -> None:
-        self._tried(self._file.flush)
-
-    def _tried(self, act: Callable[[], Any]) -> Any:
-        try:
-            return act()
-        except OSError as error:
-            self.error = error
-            raise BrokenPipeError from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 class RunConsole(LastingConsole):
-    """The console of a run, which goes on unseen if its output ends: its reader (`| tee`), its terminal, its
-    disk."""
-
-    def __init__(self, **options: Any):
-        self._pipe = _Pipe(sys.stdout)
-        super().__init__(file=cast(TextIO, self._pipe), **options)
+    """The console of a run, which goes on unseen if the reader of its output ends, such as `| tee`."""
 
     def on_broken_pipe(self) -> None:
         """Print nothing more, and say so on stderr."""
         super().on_broken_pipe()
-        error = self._pipe.error
-        is_read = error is not None and not isinstance(error, BrokenPipeError)
-        why = f"the output cannot be written ({error})" if is_read else "nobody reads the output any more"
         with suppress(OSError):  # stderr may be the same pipe
-            print(f"unsloth-pack: {why}; the run goes on", file=sys.stderr)
+            print("unsloth-pack: nobody reads the output any more; the run goes on", file=sys.stderr)
 
 
 # How full the rows of a training set are.
