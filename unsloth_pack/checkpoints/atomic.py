@@ -9,8 +9,8 @@ out/.1f2e3d4c.aside/   inside a folder that is there; its files are moved
   old/                 what it replaces, while it moves
 out/.loss.png.aside    a file
 
-Each is locked by the process that fills it. One without a lock was left by a process that was killed, and
-the next save to the same place removes it.
+Each folder is locked by the process that fills it. One without a lock was left by a process that was killed,
+and the next save to the same place removes it.
 """
 
 import errno
@@ -128,14 +128,6 @@ def lock(descriptor: int) -> bool:
     return True
 
 
-def is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file or folder is still the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
 _claims: set[int] = set()  # their descriptors
 
 
@@ -149,38 +141,26 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises:
         InputError: another process has claimed it. Where the file system has no locks, nobody is refused.
     """
-    made: list[Path] = []
-    descriptor = _claim(folder, made)
+    new = [path for path in (folder, *folder.parents) if not path.exists()]  # deepest first
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
     _claims.add(descriptor)
     try:
-        yield
-    finally:
-        for path in made:
-            with suppress(OSError):  # it holds something
-                path.rmdir()
-        _claims.remove(descriptor)
-        os.close(descriptor)
-
-
-def _claim(folder: Path, made: list[Path]) -> int:
-    """A descriptor that holds the lock. Folders that had to be made are added to `made`, deepest first."""
-    while True:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        made[:0] = missing
-        descriptor = os.open(folder, os.O_RDONLY)
         try:
             lock(descriptor)
         except BlockingIOError:
-            os.close(descriptor)
             raise InputError(
                 f"output_dir {str(folder)!r} is in use by another run; wait for its end, or give another "
                 "folder",
                 about="output_dir",
             ) from None
-        if is_at(descriptor, folder):
-            return descriptor
-        os.close(descriptor)  # a run that left nothing there has just removed it
+        yield
+    finally:
+        for path in new:
+            with suppress(OSError):  # it holds something
+                path.rmdir()
+        _claims.remove(descriptor)
+        os.close(descriptor)
 
 
 def _give_up_claims() -> None:
@@ -234,11 +214,10 @@ def atomic_dir(
     is_there = real.exists()
     place, name = (real, "") if is_there else (real.parent, real.name)
     try:
-        with _locked(lambda: _make_folder(place, name)) as (aside, descriptor):
+        with _locked_folder(place, name) as aside:
             new = aside / "new"
             new.mkdir()
             yield new
-            _check_there(descriptor, aside)
             if is_there:
                 _flush_all(new)
                 Move(new, real, aside / "old", may_replace).run(last, replaces)
@@ -255,16 +234,18 @@ def write_file(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path` to be filled, which then takes its place; a failure changes nothing.
 
     Raises:
-        OSError: the file cannot be written, or another process is writing it.
+        OSError: the file cannot be written.
     """
     aside = path.with_name(f".{path.name}.aside")
-    with _locked(lambda: _make_file(aside)) as (_, descriptor):
-        with os.fdopen(descriptor, "wb", closefd=False) as file:
+    aside.unlink(missing_ok=True)  # what a killed process left, or a link
+    try:
+        with aside.open("xb") as file:
             yield file
             file.flush()
-            os.fsync(descriptor)
-        _check_there(descriptor, aside)
+            os.fsync(file.fileno())
         os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def holds(folder: Path) -> list[str]:
@@ -289,42 +270,24 @@ def put_in_place(aside: Path, target: Path) -> None:
 
 
 @contextmanager
-def _locked(make: Callable[[], tuple[Path, int]]) -> Iterator[tuple[Path, int]]:
-    """What `make` makes and opens, a file or folder, locked inside this context and removed at its end."""
-    while True:
-        aside, descriptor = make()
-        with suppress(BlockingIOError):
-            lock(descriptor)
-            if is_at(descriptor, aside):
-                break
-        os.close(descriptor)  # before it was locked, another process took it for a leftover
-    try:
-        yield aside, descriptor
-    finally:
-        if is_at(descriptor, aside):
-            _remove(aside)
-        os.close(descriptor)
+def _locked_folder(place: Path, name: str) -> Iterator[Path]:
+    """A new folder, locked inside this context and removed at its end.
 
-
-def _make_folder(place: Path, name: str) -> tuple[Path, int]:
-    """A new folder; those that killed processes left there for the same `name` are removed."""
+    Those that killed processes left there for the same `name` are removed.
+    """
     place.mkdir(parents=True, exist_ok=True)
     for entry in os.listdir(place):
-        if _is_aside(entry, name):
-            _remove_if_left(place / entry)
+        if _is_aside(entry, name) and _is_left(place / entry):
+            shutil.rmtree(place / entry, ignore_errors=True)
     aside = place / f"{_prefix(name)}.{secrets.token_hex(4)}.aside"
     aside.mkdir()
-    return aside, os.open(aside, os.O_RDONLY)
-
-
-def _make_file(aside: Path) -> tuple[Path, int]:
-    """A new file in the place of one that a killed process left, or of a link."""
-    if os.path.lexists(aside):
-        if not aside.is_symlink():
-            with aside.open("rb") as left:
-                lock(left.fileno())
-        aside.unlink()
-    return aside, os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(aside, os.O_RDONLY)
+    try:
+        lock(descriptor)
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _prefix(name: str) -> str:
@@ -336,45 +299,17 @@ def _is_aside(entry: str, name: str) -> bool:
 
 
 def _is_left(aside: Path) -> bool:
-    """Whether the process that filled it has ended."""
-    with _lock_of(aside) as is_ours:
-        return is_ours
-
-
-def _remove_if_left(aside: Path) -> None:
-    with _lock_of(aside) as is_ours:
-        if is_ours:
-            _remove(aside)
-
-
-@contextmanager
-def _lock_of(aside: Path) -> Iterator[bool]:
-    """Hold the lock of a file or folder, if no other process does."""
+    """Whether the process that filled a folder has ended."""
     try:
         descriptor = os.open(aside, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:  # it has gone, or is a link, which nobody here made
-        yield False
-        return
+        return False
     try:
-        try:
-            is_ours = lock(descriptor)
-        except BlockingIOError:
-            is_ours = False
-        yield is_ours
+        return lock(descriptor)
+    except BlockingIOError:
+        return False
     finally:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _check_there(descriptor: int, aside: Path) -> None:
-    if not is_at(descriptor, aside):
-        raise FileNotFoundError(errno.ENOENT, "removed while it was being written", str(aside))
 
 
 def _flush_all(folder: Path) -> None:

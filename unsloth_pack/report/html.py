@@ -132,8 +132,6 @@ def _runs(marks: np.ndarray) -> list[tuple[int, int]]:
 
 # Figures of a run as SVG that stands inside a page: text stays text, and nothing in it names an address.
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _NAMESPACE = re.compile(r'\s+xmlns(:\w+)?="[^"]*"')
@@ -162,11 +160,20 @@ def _draw_curves(log: Sequence[dict[str, Any]]) -> Figure:
     lines = with_speed(log)
     for place, (name, label, unit) in enumerate(_CURVES):
         axes = figure.add_subplot(2, 2, place + 1, xlabel="update", ylabel=label)
-        _plot(axes, lines, name, unit, "training" if name == "loss" else None)
-        if name == "loss" and _plot(axes, lines, "eval_loss", unit, "evaluation", marker="o", markersize=3):
-            axes.legend()
-        axes.grid(alpha=0.3)
+        if name == "loss":
+            _draw_losses(axes, lines)
+        else:
+            _plot(axes, lines, name, unit, None)
+            axes.grid(alpha=0.3)
     return figure
+
+
+def _draw_losses(axes: Any, log: Sequence[dict[str, Any]]) -> None:
+    _plot(axes, log, "loss", 1.0, "training")
+    _plot(axes, log, "eval_loss", 1.0, "evaluation", marker="o", markersize=3)
+    if axes.lines:
+        axes.legend()
+    axes.grid(alpha=0.3)
 
 
 def with_speed(log: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -190,14 +197,15 @@ def lengths_histogram(lengths: np.ndarray, max_length: int) -> str:
         lengths: `[documents]` tokens.
         max_length: at which documents are cut.
     """
-    return _svg(lambda: _draw_lengths(lengths, max_length), "lengths")
+    return _svg(lambda: _draw_lengths(lengths, max_length, (10, 2.8)), "lengths")
 
 
-def _draw_lengths(lengths: np.ndarray, max_length: int) -> Figure:
+def _draw_lengths(lengths: np.ndarray, max_length: int, size: tuple[float, float]) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 2.8), layout="constrained")
-    axes = figure.add_subplot(xlabel="tokens", ylabel="documents")
+    figure = Figure(figsize=size, layout="constrained")
+    title = f"{len(lengths):,} documents, median {np.median(lengths):.0f} tokens"
+    axes = figure.add_subplot(xlabel="tokens", ylabel="documents", title=title)
     axes.hist(lengths, bins=min(60, int(np.ptp(lengths)) + 1))
     if (lengths >= max_length).any():
         axes.axvline(max_length, color="tab:red", linestyle="--", label=f"cut at {max_length:,}")
@@ -213,12 +221,11 @@ def packed_row(row: PackedRowSeen) -> str:
 
 def _plot(
     axes: Any, log: Sequence[dict[str, Any]], name: str, unit: float, label: str | None, **style: Any
-) -> bool:
+) -> None:
     points = [(line["step"], line[name] / unit) for line in log if line.get(name) is not None]
     if points:
         alone = {"marker": "o"} if len(points) == 1 else {}
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1.2, **alone | style)
-    return bool(points)
 
 
 def _svg(draw: Callable[[], Figure], name: str) -> str:
@@ -399,9 +406,6 @@ def _text(value: Any) -> str:
 
 # `loss.png` and `lengths.png`, drawn without a display.
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 def plot_loss(log_history: Sequence[dict[str, Any]], path: Path) -> None:
     """The training loss over the updates, and the evaluation loss where there is one.
@@ -414,38 +418,14 @@ def plot_loss(log_history: Sequence[dict[str, Any]], path: Path) -> None:
 
 def plot_lengths(lengths: np.ndarray, max_length: int, path: Path) -> None:
     """A histogram of document lengths, in tokens, with the length at which rows are cut."""
-    _save(lambda: _plot_lengths(lengths, max_length), path)
+    _save(lambda: _draw_lengths(lengths, max_length, (7, 4)), path)
 
 
-def _draw_loss(log_history: Sequence[dict[str, Any]]) -> Figure:
+def _draw_loss(log: Sequence[dict[str, Any]]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="update", ylabel="loss (nats a token)", title="Loss")
-    for name, style in (("loss", {"linewidth": 1.2}), ("eval_loss", {"marker": "o", "markersize": 4})):
-        points = [(entry["step"], entry[name]) for entry in log_history if name in entry]
-        if points:
-            axes.plot(*zip(*points, strict=True), label={"loss": "training"}.get(name, "evaluation"), **style)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    return figure
-
-
-def _plot_lengths(lengths: np.ndarray, max_length: int) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(
-        xlabel="tokens",
-        ylabel="documents",
-        title=f"Lengths of {len(lengths)} documents, median {np.median(lengths):.0f}",
-    )
-    axes.hist(lengths, bins=min(60, int(np.ptp(lengths)) + 1))
-    if (lengths >= max_length).any():
-        axes.axvline(max_length, color="tab:red", linestyle="--", label=f"max_seq_length {max_length}")
-        axes.legend()
-    axes.grid(alpha=0.3)
+    _draw_losses(figure.add_subplot(xlabel="update", ylabel="loss (nats a token)"), log)
     return figure
 
 
