@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, STALE_VARIABLES, TESTED
+from unsloth_pack.cli.known import BREAKAGES, OPTIONAL, TESTED
 from unsloth_pack.errors import InputError, first_line, printable
 from unsloth_pack.recipe.machine import device_type
 from unsloth_pack.recipe.parser import Parser
@@ -268,13 +268,10 @@ def _variables(device_type: str) -> Iterator[Line]:
     from unsloth_pack.attention.backends import ENVIRONMENT_VARIABLE
 
     for name, value in sorted(os.environ.items()):
-        owner = next((STALE_VARIABLES[start] for start in STALE_VARIABLES if name.startswith(start)), None)
         if name == ENVIRONMENT_VARIABLE:
             yield Line("environment", name, *_asked_for(value, device_type))
         elif name.startswith(_PREFIX):
             yield Line("environment", name, "unknown", f"unset it; known is {ENVIRONMENT_VARIABLE}")
-        elif owner is not None:
-            yield Line("environment", name, f"{owner} variable, which nothing here reads", "unset it")
 
 
 def _asked_for(value: str, device_type: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Data for `doctor`: tested releases, releases known to break, and variables of other tools."""
+"""Data for `doctor`: tested releases, and releases known to break."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,11 +64,3 @@ BREAKAGES = (
         "pip install 'transformers>=5.23' before comparing with an unpatched model",
     ),
 )
-
-# Beginning of an environment variable's name -> whose it is.
-STALE_VARIABLES = {
-    "OFFLINE_PACKED_": "LLaVA-OneVision's",
-    "OFFLINE_PACKING_": "LLaVA-OneVision's",
-    "UNSLOTH_": "Unsloth's",
-    "AXOLOTL_": "Axolotl's",
-}

@@ -1,6 +1,5 @@
 """What `unsloth-pack generate` asks a model: a prompt, perhaps with images, as token ids and pixels."""
 
-import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ def encode(tokenizer: Any, prompt: str, model_type: str) -> Any:
     """A prompt without images.
 
     Raises:
-        InputError: it is no text, or holds what stands for an image to the model.
+        InputError: it holds what stands for an image to the model.
     """
-    _check_text(prompt)
     if (tokens := IMAGE_TOKENS.get(model_type)) is not None:
         _check_tokens(prompt, tokens)
         _check_marks(prompt, 0)
@@ -69,9 +67,8 @@ def encode_with_images(processor: Any, tokens: ImageTokens, prompt: str, images:
 
     Raises:
         InputError: there are other numbers of images and of `<image>`, the prompt holds one of the model's
-            own image tokens, it is no text, or the model has no chat template.
+            own image tokens, or the model has no chat template.
     """
-    _check_text(prompt)
     _check_tokens(prompt, tokens)
     _check_marks(prompt, len(images))
     if not processor.chat_template:
@@ -99,10 +96,3 @@ def _check_marks(prompt: str, n_images: int) -> None:
         raise InputError(
             f"the prompt holds {marks} times {MARK}, and --image is given {n_images} times; give one for each"
         )
-
-
-def _check_text(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:  # Python's way to hold bytes of another encoding
-        raise InputError(f"the prompt {reprlib.repr(prompt)} is not UTF-8; convert it") from None

@@ -163,9 +163,6 @@ def _folder_of_this_process() -> str:
 
 # Reads a data set from end to end, and gives back the memory of mapped files that have been read.
 
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
 
 _HELD = 64 << 20  # bytes that may have been read since memory was given back
 

@@ -213,9 +213,6 @@ def _has_word(name: str, word: str) -> bool:
 
 # Checks of tokenised rows, made on the Arrow buffers before training begins.
 
-if TYPE_CHECKING:
-    import datasets
-
 
 def check_token_ids(dataset: datasets.Dataset, vocab_size: int) -> None:
     """Refuse token ids without an embedding; on a GPU they would fail an assertion that names no row.

@@ -168,6 +168,7 @@ def _paragraphs(lines: Iterable[str | None]) -> Iterator[str]:
 # Parquet files as Arrow tables, a few thousand rows at a time.
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -271,10 +272,6 @@ def _makes_fractions(before: pa.DataType, after: pa.DataType) -> bool:
         return _makes_fractions(before.value_type, after.value_type)
     return pa.types.is_integer(before) and pa.types.is_floating(after)
 
-
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
 
 SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "txt"}
 _SMALL = 4 << 20  # bytes of files whose rows are held in memory

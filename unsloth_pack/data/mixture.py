@@ -85,15 +85,11 @@ def _hashes(documents: datasets.Dataset, seed: int) -> np.ndarray:
     return np.frombuffer(bytes(found), f"S{_HASH_BYTES}")
 
 
-if TYPE_CHECKING:
-    import datasets
-
 MIXTURES = {
     "concatenate": None,
     "interleave_under": "first_exhausted",
     "interleave_over": "all_exhausted",
 }  # and the name that `datasets` has for where they end
-_MOST_DRAWN = 10**8  # documents of a pass, where weights make them so many
 _BATCH = 1000  # documents whose labels are read at a time
 
 
@@ -222,26 +218,11 @@ def _order(sources: Sequence[Source], left: Sequence[np.ndarray], how: str, seed
     import datasets
 
     weights = np.array([source.weight for source in sources])
-    if ending == "all_exhausted":
-        _refuse_long_pass(sources, left, weights / weights.sum())
     numbered = [datasets.Dataset.from_dict({"number": some}) for some in left]
     drawn = datasets.interleave_datasets(
         numbered, (weights / weights.sum()).tolist(), seed, stopping_strategy=ending
     )
     return np.asarray(drawn.with_format("numpy")["number"][:], np.int64)
-
-
-def _refuse_long_pass(sources: Sequence[Source], left: Sequence[np.ndarray], shares: np.ndarray) -> None:
-    """Refuse a weight so small that nobody waits until the last document of its data set has been drawn."""
-    draws = np.array([len(some) for some in left]) / shares
-    rarest = int(draws.argmax())
-    if draws[rarest] > max(_MOST_DRAWN, 10 * sum(map(len, left))):
-        source = sources[rarest]
-        raise InputError(
-            f"{source.name}: weight {source.weight:g} beside the others takes about {draws[rarest]:,.0f} "
-            "documents a pass until each of its own has come; raise it, or give --mixture interleave_under",
-            about=(f"{source.option}.weight", "mixture"),
-        )
 
 
 def _times(source: Source, numbers: np.ndarray, seed: list[int]) -> np.ndarray:
@@ -251,12 +232,6 @@ def _times(source: Source, numbers: np.ndarray, seed: list[int]) -> np.ndarray:
     if not whole and not n_more:
         raise InputError(
             f"{source.name}: weight {source.weight:g} of {len(numbers):,} documents leaves none; raise it",
-            about=f"{source.option}.weight",
-        )
-    if whole > 1 and whole * len(numbers) > _MOST_DRAWN:
-        raise InputError(
-            f"{source.name}: weight {source.weight:g} makes {whole * len(numbers):,.0f} of its "
-            f"{len(numbers):,} documents a pass; lower it, or train for more epochs",
             about=f"{source.option}.weight",
         )
     more = np.random.default_rng(seed).permutation(len(numbers))[:n_more]

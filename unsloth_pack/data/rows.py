@@ -118,6 +118,7 @@ def joined(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
 
 OF_TURNS = ("messages", "conversations", "prompt", "completion", "response")  # columns that may hold turns
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -378,8 +379,6 @@ def json_text(index: int, column: str, value: Any) -> str:
 
 # The column of documents and of packed rows that holds their images, as Arrow has it.
 
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 IMAGES = "images"  # a list of objects, one for each image
 DOCUMENT = "document"  # of an image in a packed row: the number of its document in the row

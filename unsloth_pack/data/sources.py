@@ -258,9 +258,6 @@ def _check_split(dataset: str | Path, split: str, available: list[str]) -> None:
 
 # Rows of a stream under other column names, or its first rows alone.
 
-if TYPE_CHECKING:
-    import datasets
-
 
 class ChosenRows:
     """The rows of another source.
@@ -305,9 +302,6 @@ class ChosenRows:
 
 
 # A data set as a run names it: where it lies, which part of it is taken, and what its columns mean.
-
-if TYPE_CHECKING:
-    import datasets
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ from unsloth_pack.errors import InputError, about
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+    from unsloth_pack.data.token_counts import TokenLedger
 
 _ROWS, _BYTES = 1000, 1 << 20  # of a block, about
 _ROWS_WITH_FILES = 50  # of a block of a hub data set whose rows hold images
@@ -285,13 +288,6 @@ def _exact(path: Path, rows: list[Row], chosen: range) -> datasets.Dataset:
 def _nothing(chosen: range) -> datasets.Dataset:
     raise AssertionError("the block that ends a pass has no rows")
 
-
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
-    from transformers import PreTrainedTokenizerBase
-
-    from unsloth_pack.data.token_counts import TokenLedger
 
 _FIRST_ROWS = 1000  # that are looked at before the training, or more: whole blocks are
 

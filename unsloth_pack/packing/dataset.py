@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
+    from unsloth_pack.data.tokenize import Documents
+
 _ROWS_A_BATCH, _BYTES_A_BATCH = 256, 64 << 20  # packed rows that are built and written at a time
 DOCUMENTS_A_BATCH = 1_000  # documents whose lengths are read at a time
 _SCATTERED_DOCUMENTS = 100  # that are copied before memory is given back: each brings in the pages around it
@@ -284,10 +286,6 @@ def _check_numbers(lists: pa.Array, column: str, row: int) -> None:
 
 # Packed rows of a large data set, in the data set cache: built over several processes, by the same plan.
 
-if TYPE_CHECKING:
-    import datasets
-
-    from unsloth_pack.data.tokenize import Documents
 
 _STRATEGY = "bfd"
 

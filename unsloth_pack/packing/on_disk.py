@@ -201,10 +201,6 @@ def _write_shard(path: Path, tables: Iterator[pa.Table], hashes: Mapping[str, An
 
 # read_packs: packed rows from disk, all of them checked before training begins.
 
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
-
 
 def read_packs(folder: str | Path, tokenizer_hash: str) -> tuple[PackManifest, datasets.Dataset]:
     """The rows that `write_packs` wrote, memory-mapped; RAM holds only 4 bytes per document.

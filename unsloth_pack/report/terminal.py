@@ -46,6 +46,9 @@ class RunConsole(LastingConsole):
 
 if TYPE_CHECKING:
     import datasets
+    from matplotlib.figure import Figure
+
+    from unsloth_pack.data.mixture import Part
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,6 @@ def fill_of_padded(dataset: datasets.Dataset, batch_size: int, seed: int) -> Row
 
 # What a run says of the data sets that it reads.
 
-if TYPE_CHECKING:
-    from unsloth_pack.data.mixture import Part
-
 
 def lines_of_parts(parts: Sequence[Part], how: str = "") -> list[tuple[str, str]]:
     """A line for each data set of a mixture, and one for the columns of each that are not used.
@@ -157,9 +157,6 @@ def _share(part: Part, parts: Sequence[Part], how: str) -> str:
 
 
 # Renders every figure of a run, without a display. matplotlib is imported with the first.
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def render(draw: Callable[[], Figure], file_format: str, *, salt: str = "", **options: Any) -> bytes:
