@@ -9,7 +9,6 @@ from model_folder import TEMPLATE, byte_tokenizer, save_model
 from refusals import Case, nothing, train
 
 USER, REPLY = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}
-SYSTEM, TOOL = {"role": "system", "content": "be kind"}, {"role": "tool", "content": "{}"}
 CHAT = {"messages": [USER, REPLY]}
 GOOD = {
     "alpaca": {"instruction": "i", "input": "", "output": "o"},
@@ -32,81 +31,30 @@ def case(
     return Case(name, says, train(**{"dataset": "rows.jsonl"} | flags), write)
 
 
-WRONG_VALUES = {
-    "null": (None, "expected a string, got None"),
-    "a number": (5, "expected a string, got 5"),
-    "a list": (["x"], "expected a string, got \\['x'\\]"),
-    "blank": (" \n\t", "expected some text"),
-    "empty": ("", "expected some text, got ''"),
-}
-ANSWERS = {"alpaca": "output", "pair": "completion", "response": "response", "text": "text"}
-FIELDS = [
-    case(f"{kind}, {column}: {name}", [row, row, row | {column: value}], f"row 2, column '{column}': {says}")
-    for kind, row in GOOD.items()
-    for column in [ANSWERS[kind]]
-    for name, (value, says) in WRONG_VALUES.items()
-]
-FIELDS += [
-    case(
-        f"{kind}, without {column}",
-        [row, {k: v for k, v in row.items() if k != column}],
-        f"row 1, column '{column}'",
-    )
-    for kind, row in GOOD.items()
-    for column in row
-    if len(row) > 1 and column != "input"
-]
-
-TURNS: dict[str, tuple[Any, str]] = {
-    "null": (None, "expected a list of turns, got None"),
-    "a string": ("hi", "expected a list of turns, got 'hi'"),
-    "empty": ([], "expected at least one turn"),
-    "strings": (["hi", "you"], "turn 0 has no role, got 'hi'"),
-    "no answer": ([USER], "no assistant turn, got \\['user'\\]"),
-    "no role": ([USER, {"content": "x"}], "turn 1 has no role"),
-    "an unknown role": (
-        [USER, {"role": "narrator", "content": "x"}],
-        "unknown role, got 'narrator'; use one of system",
-    ),
-    "a role in capitals": ([{"role": "User", "content": "x"}, REPLY], "unknown role, got 'User'"),
-    "null content": ([USER, {"role": "assistant", "content": None}], "needs a string as 'content', got None"),
-    "content in parts": (
-        [USER, {"role": "assistant", "content": [{"type": "image"}]}],
-        "images need FastVisionModel",
-    ),
-    "a part without its text": (
-        [{"role": "user", "content": [{"type": "text", "text": None}]}, REPLY],
-        "needs a string as 'content'",
-    ),
-    "tool_calls of a word": (
-        [USER, {"role": "assistant", "content": "", "tool_calls": "f"}],
-        "expected a list of tool_calls, got 'f'",
-    ),
-    "a blank answer": ([USER, {"role": "assistant", "content": " \n"}], "is an empty response"),
-    "two users": ([USER, USER, REPLY], "two user turns in a row"),
-    "two answers": ([USER, REPLY, REPLY], "two assistant turns in a row"),
-    "a late system turn": ([USER, SYSTEM, REPLY], "a system turn that is not the first"),
-    "a tool without a call": ([USER, TOOL, REPLY], "a tool turn that answers no assistant turn"),
-    "from without value": ([{"from": "human"}, {"from": "gpt", "value": "a"}], "needs a string as 'value'"),
-    "an unknown from": ([{"from": "bing", "value": "a"}], "unknown role, got 'bing'"),
-}
-CONVERSATIONS = [
-    case(f"{column}: {name}", [good, {column: turns}], f"row 1, column '{column}': .*{says}")
-    for column in ("messages", "conversations")
-    for good in [{column: [USER, REPLY]}]
-    for name, (turns, says) in TURNS.items()
-]
 PAIRS = {"prompt": [USER], "completion": [REPLY]}
-CONVERSATIONS += [
+# Every refusal of a field or a turn has its case in tests/data/test_formats.py
+FIELDS = [
     case(
-        "a prompt of no turns", [PAIRS, PAIRS | {"prompt": []}], "row 1, column 'prompt'.*at least one turn"
+        "alpaca: null",
+        [GOOD["alpaca"], GOOD["alpaca"] | {"output": None}],
+        "row 1, column 'output': expected",
     ),
-    case("a completion of a string", [PAIRS, PAIRS | {"completion": "c"}], "expected a list of turns"),
-    case("a completion that asks", [PAIRS | {"completion": [USER]}], "row 0, column 'completion'"),
+    case("pair: blank", [GOOD["pair"], GOOD["pair"] | {"completion": " "}], "row 1, column 'completion'"),
+    case("text: a list", [GOOD["text"], {"text": ["x"]}], "row 1, column 'text': expected a string"),
+    case("a row without its answer", [GOOD["response"], {"prompt": "p"}], "row 1, column 'response'"),
+    case("messages: no answer", [CHAT, {"messages": [USER]}], "row 1, column 'messages': no assistant turn"),
+    case(
+        "messages: an unknown role",
+        [CHAT, {"messages": [USER, {"role": "x", "content": "y"}]}],
+        "unknown role",
+    ),
+    case(
+        "conversations: a blank answer",
+        [{"conversations": [USER, REPLY | {"content": " "}]}],
+        "empty response",
+    ),
     case("tools that are no JSON", [CHAT | {"tools": "[{"}], "column 'tools': not valid JSON"),
-    case("tools that are one object", [CHAT | {"tools": '{"name": "f"}'}], "expected a list of objects"),
     case("history beside a question", [GOOD["alpaca"] | {"history": [["q", "a"]]}], "earlier turns"),
-    case("a second system prompt", [{"messages": [SYSTEM, USER, REPLY], "system": "x"}], "not the first"),
 ]
 MIXED = [
     case("alpaca, then text", [GOOD["alpaca"], GOOD["text"]], "row 1, column 'instruction'"),
@@ -176,4 +124,4 @@ TEMPLATES = [
         model_name="own",
     ),
 ]
-CASES = [*FIELDS, *CONVERSATIONS, *MIXED, *TEMPLATES]
+CASES = [*FIELDS, *MIXED, *TEMPLATES]
