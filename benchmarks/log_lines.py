@@ -64,7 +64,7 @@ def train(peer: str, case: Case, folder: str, work: Path) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     model, tokenizer = load("ours", case, folder)
     if peer == "at-once":
-        deferred_logging.may_wait = lambda trainer: False
+        deferred_logging.can_line_wait = lambda trainer: False
     config = SFTConfig(
         output_dir=str(work / f"log-lines-{peer}"),
         per_device_train_batch_size=1,

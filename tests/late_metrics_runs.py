@@ -1,7 +1,7 @@
-"""Runs of a trainer whose metrics are read late, or by TRL's own loss, in every micro-batch."""
+"""Runs of trainers over a few ragged rows, whose logs are compared."""
 
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
@@ -15,9 +15,9 @@ from unsloth_pack import patch_model
 from unsloth_pack.training.trainer import make_trainer, sft_config
 
 LENGTHS = [[5, 1, 9, 3], [12, 4], [7], [2, 2, 20], [6, 6], [30, 1], [8, 3, 3], [11], [4, 17]]
-TRLS_OWN = "unsloth_pack.patching.trainer_hooks.deferred_logging.reads_late"
-ON_A_GPU = "unsloth_pack.patching.trainer_hooks.deferred_logging._computes_while_the_host_goes_on"
-NOT_FLAT = "unsloth_pack.patching.trainer_hooks.optimizer.why_not_flat"
+HOOKS = "unsloth_pack.patching.trainer_hooks"
+TRLS_OWN, ON_A_GPU = f"{HOOKS}.deferred_logging.replaces_loss", f"{HOOKS}.deferred_logging.is_on_gpu"
+NOT_FLAT = f"{HOOKS}.optimizer.why_not_flat"
 
 
 def rows(packed, seed=0):
@@ -34,7 +34,7 @@ def rows(packed, seed=0):
 
 
 def config(folder, packed, accumulation=1, **options):
-    given = {
+    defaults = {
         "num_train_epochs": 2,
         "per_device_train_batch_size": 1 if packed else 2,
         "per_device_eval_batch_size": 1 if packed else 2,
@@ -46,13 +46,34 @@ def config(folder, packed, accumulation=1, **options):
         "eval_steps": 3,
         "learning_rate": 1e-2,
     }
-    return sft_config(str(folder), padding_free=packed, dtype=torch.float32, **given | options)
+    return sft_config(str(folder), padding_free=packed, dtype=torch.float32, **defaults | options)
 
 
 def model(arch="qwen3"):
     made = tiny_model(arch)
     patch_model(made)
     return made
+
+
+def run_trainer(folder, packed, *callbacks, arch="qwen3", **options):
+    """The trainer of a run."""
+    arguments = config(folder, packed, **options)
+    return make_trainer(
+        model(arch), byte_tokenizer(), arguments, rows(packed), rows(packed, 50), [*callbacks]
+    )
+
+
+def sft_trainer(folder, packed, *callbacks, trained=None, kind=SFTTrainer, peft_config=None, **options):
+    """TRL's own trainer, of a patched model by default."""
+    return kind(
+        trained or model(),
+        config(folder, packed, **options),
+        train_dataset=rows(packed),
+        eval_dataset=rows(packed, 50),
+        processing_class=byte_tokenizer(),
+        peft_config=peft_config,
+        callbacks=[*callbacks],
+    )
 
 
 def logged(trainer):
@@ -64,39 +85,22 @@ def logged(trainer):
     ]
 
 
-def log_of_run(folder, packed, trls_own, arch="qwen3", flat=True, on_a_gpu=False, **options):
-    arguments = config(folder, packed, **options)
+def log_of(make, folder, packed, *, trls_own=False, flat=True, on_a_gpu=False, **options):
+    """The log of a trainer that `run_trainer` or `sft_trainer` makes."""
     with ExitStack() as patches:
         if trls_own:
             patches.enter_context(patch(TRLS_OWN, lambda trainer: False))
         if on_a_gpu:
-            patches.enter_context(patch(ON_A_GPU, lambda trainer: True))
+            patches.enter_context(patch(ON_A_GPU, lambda arguments: True))
         if not flat:
             patches.enter_context(patch(NOT_FLAT, lambda arguments, model: "for comparison"))
-        return logged(
-            make_trainer(model(arch), byte_tokenizer(), arguments, rows(packed), rows(packed, 50), [])
-        )
-
-
-def sft_trainer(folder, packed, trained=None, kind=SFTTrainer, **options):
-    """TRL's own trainer, of a patched model unless another is given."""
-    given = {
-        "train_dataset": rows(packed),
-        "eval_dataset": rows(packed, 50),
-        "processing_class": byte_tokenizer(),
-    }
-    return kind(trained or model(), config(folder, packed, **options), **given)
-
-
-def log_of_sft_trainer(folder, packed, trls_own=False, **options):
-    with patch(TRLS_OWN, lambda trainer: False) if trls_own else nullcontext():
-        return logged(sft_trainer(folder, packed, **options))
+        return logged(make(folder, packed, **options))
 
 
 def in_process(rank, folder, runs):
     """Train on two processes, once for each of `runs`; process 0 writes the logs."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    logs = [log_of_run(folder, **run) for run in runs]
+    logs = [log_of(run_trainer, folder, **run) for run in runs]
     if rank == 0:
         torch.save(logs, f"{folder}/logs.pt")
 

@@ -307,6 +307,11 @@ class FastDecoder(nn.Module):
         return torch.cat([embedding(ids) for ids in documents], 1).view(*input_ids.shape, -1)
 
 
+def has_fast_decoder(model: nn.Module | None) -> bool:
+    """Whether a model is patched, or has a patched model inside."""
+    return model is not None and any(isinstance(module, FastDecoder) for module in model.modules())
+
+
 @dataclass
 class PackedOutput(MoeModelOutputWithPast):
     """What a decoder makes of a packed row. Models around it may read `shared_kv_states`: there are none."""

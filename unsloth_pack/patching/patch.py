@@ -4,7 +4,7 @@ A patched module keeps its parameters, attributes, hooks and name. Only its `__c
 whose forward comes before transformers' own. So gradient checkpointing, `state_dict` keys, recorded hidden
 states and deep copies work as before, with and without PEFT.
 
-Outside the model, patching changes trainers and PEFT, see `prepare_trainers`.
+Outside the model, patching changes trainers and PEFT until the last `undo()`: see `trainer_hooks/install.py`.
 """
 
 import copy
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -59,7 +59,7 @@ from unsloth_pack.patching.report import (
     say_step,
 )
 from unsloth_pack.patching.towers import let_blocks_be_captured, swap_tower
-from unsloth_pack.patching.trainer_hooks.install import prepare_trainers
+from unsloth_pack.patching.trainer_hooks.install import HOOKS
 
 # The classes of patched modules: each is made once, and pickles find it by what it was made of.
 
@@ -179,7 +179,8 @@ class Patch:
         """Restore the model that came in, bit for bit.
 
         Copies that PEFT has made of patched modules since, for `modules_to_save`, are restored too, and
-        forwards that trainers have set on the model are removed. Undoing twice is harmless.
+        forwards that trainers have set on the model are removed. The last patch to go takes back what patches
+        changed outside their models; a deleted model counts as undone. Undoing twice is harmless.
         """
         kinds = self.kinds
         for module in [*(module for module, *_ in self._swapped), *self._model.modules()]:
@@ -189,10 +190,22 @@ class Patch:
             for name in attributes:
                 module.__dict__.pop(name, None)
         self._swapped.clear()
+        self._uninstall_hooks()
         forget(self._model, FastCausalLM.forward)
         if self._model.__dict__.get(PATCH) is self:
             del self._model.__dict__[PATCH]
             self._decoder.config._attn_implementation = self._attn_implementation
+
+    def install_hooks(self) -> None:
+        """Keep the trainer hooks installed until `undo()`, or until the model is deleted."""
+        HOOKS.install()
+        self._uninstall_hooks = finalize(self, HOOKS.uninstall)
+        self._uninstall_hooks.atexit = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy of a patched model is patched, too."""
+        self.__dict__.update(state)
+        self.install_hooks()
 
     def capture_nothing(self, why: str) -> None:
         """Capture no steps from now on, and report why."""
@@ -291,7 +304,7 @@ def patch_model(model: nn.Module, attn_backend: str = "auto", unpad: bool = True
         patch.swap(model, ListedModules, module_walk=ModuleWalk())
     decoder.config._attn_implementation = "sdpa"  # ordinary batches get masks of this form
     base.__dict__[PATCH] = patch
-    prepare_trainers()
+    patch.install_hooks()
     return patch
 
 

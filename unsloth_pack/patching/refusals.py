@@ -1,14 +1,12 @@
 """Models that are refused before anything of them is patched."""
 
-from collections.abc import Iterable, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from peft import PeftModel
 from torch import nn
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.layers.decoder import has_fast_decoder
 from unsloth_pack.layers.mixers import Choice, Mixer
 from unsloth_pack.models.spec import ArchSpec
 from unsloth_pack.modules.walk import own_names
@@ -89,41 +87,35 @@ def refuse_unknown_parts(mixer: Mixer, one: nn.Module, spec: ArchSpec) -> None:
                 raise InputError(f"{name} is {found!r}: only {value!r} is computed; set it before you patch")
 
 
-# Adapters that are put on a patched model later: those that would let documents see each other are refused.
-#
-# A patch knows the adapters that are there. What PEFT puts around the patched model afterwards acts before a
-# call enters it: virtual tokens shift the documents, and positions that would tell them apart are dropped.
-# PEFT
-# has no hook for this, so `PeftModel.__init__` and `add_adapter` are wrapped, once. Models that are not
-# patched
-# take any adapter.
-
-_WRAPPED = "unsloth_pack_later_adapters"
+# Adapters that PEFT puts on a patched model later. They act before a call enters it, and PEFT has no callback
+# for them, so two methods of `PeftModel` are replaced: the original first, then its own arguments.
 
 
-def refuse_later_adapters(peft_class: type[PeftModel] = PeftModel) -> None:
-    """Wrap what puts an adapter on a model, if that has not been done."""
-    if vars(peft_class).get(_WRAPPED):
-        return
-    theirs: Any = peft_class
-    make, add = theirs.__init__, theirs.add_adapter
-
-    @wraps(make)
-    def made(
-        self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
-    ) -> None:
-        _refuse(model, adapter_name, peft_config)
-        make(self, model, peft_config, adapter_name, *args, **kwargs)
-
-    @wraps(add)
-    def add_adapter(self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse(self, adapter_name, peft_config)
-        return add(self, adapter_name, peft_config, *args, **kwargs)
-
-    theirs.__init__, theirs.add_adapter = made, add_adapter
-    setattr(peft_class, _WRAPPED, True)
+def init_peft_model(
+    original: Callable[..., None],
+    peft_model: Any,
+    model: Any,
+    peft_config: Any,
+    adapter_name: str = "default",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    _refuse_if_patched(model, adapter_name, peft_config)
+    original(peft_model, model, peft_config, adapter_name, *args, **kwargs)
 
 
-def _refuse(model: nn.Module, adapter_name: str, peft_config: Any) -> None:
-    if any(isinstance(module, FastDecoder) for module in model.modules()):
+def add_adapter(
+    original: Callable[..., Any],
+    peft_model: Any,
+    adapter_name: str,
+    peft_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    _refuse_if_patched(peft_model, adapter_name, peft_config)
+    return original(peft_model, adapter_name, peft_config, *args, **kwargs)
+
+
+def _refuse_if_patched(model: nn.Module, adapter_name: str, peft_config: Any) -> None:
+    if has_fast_decoder(model):
         refuse_adapters({adapter_name: peft_config})

@@ -19,11 +19,11 @@ from unsloth_pack.host_copy import HostCopy
 from unsloth_pack.modules.sharding import whole
 from unsloth_pack.patching.trainer_hooks.deferred_logging import (
     DeferredLogging,
+    DeferredNumber,
     LogLine,
-    OnItsWay,
-    has_to_be_written,
-    is_due,
-    may_wait,
+    can_line_wait,
+    is_line_due,
+    is_saved_or_last,
 )
 from unsloth_pack.training.cpu_master_weights import leave_out
 from unsloth_pack.training.distributed import is_sharded
@@ -207,48 +207,45 @@ def _is_finite(trainer: Any, model: Any, document: dict[str, list[int]]) -> bool
     return all(bool(torch.isfinite(t).all()) for t in (loss, *gradients) if t is not None)
 
 
-# The log lines of a run, which nobody waits for, and what they say of updates that are not finite.
+# The log lines of a run, which name the updates that are not finite.
 
 
 class RunLine(LogLine):
-    """A line that also says which updates were left out, and counts the tokens of all processes.
+    """A log line that knows the updates left out, and the tokens of all processes.
 
     Attributes:
-        left_out: the updates that were left out; once it is read.
+        left_out: the updates left out; once it is read.
     """
 
-    def __init__(self, trainer: Any, loss: Tensor, grad_norm: Any, learning_rate: float):
-        super().__init__(trainer, loss, grad_norm, learning_rate)
+    def __init__(self, trainer: Any, *numbers: Any):
+        super().__init__(trainer, *numbers)
         self._steps, finite = trainer.finite_updates.take_verdicts()
         self._finite = HostCopy(finite)
-        self._tokens = OnItsWay(trainer.counts.tokens)
+        self._tokens = DeferredNumber(trainer.counts.tokens)
         self.left_out: list[int] = []
 
     def read(self, trainer: Any) -> dict[str, float]:
-        logs, metrics = super().read(trainer), self._of_trl
+        logs, metrics = super().read(trainer), self._trl_metrics
         finite = self._finite.read().tolist()
         self.left_out = [step for step, is_finite in zip(self._steps, finite, strict=True) if not is_finite]
         if metrics:  # TRL does not count rows that come again so that all ranks have some
-            metrics["num_tokens"] = [int(self._tokens.read())]
+            metrics["num_tokens"] = [self._tokens.read()]
         return logs | ({"loss": math.nan} if self.left_out else {})
 
 
-class RunLines(DeferredLogging):
-    """Writes the line of each update that has one: at once, or when the next update is launched."""
+class RunLogging(DeferredLogging):
+    """Writes every log line of a run, and searches for what made an update non-finite."""
 
-    def see_to(self, trainer: Any, loss: Tensor, grad_norm: Any, learning_rate: float) -> None:
-        """An update is launched: write the line that waits, and make its own if it is to have one.
+    is_of_run = True
 
-        Args:
-            loss, grad_norm, learning_rate: as `LogLine` takes them.
-        """
+    def log_update(self, trainer: Any, *numbers: Any) -> None:
         self.write(trainer)
-        if has_to_be_written(trainer):
+        if is_saved_or_last(trainer):
             trainer.control.should_log = True
-        if is_due(trainer):
-            at_once = not may_wait(trainer)
-            self.put_off(trainer, RunLine(trainer, loss, grad_norm, learning_rate))
-            if at_once:
+        if is_line_due(trainer):
+            can_wait = can_line_wait(trainer)
+            self.put_off(trainer, RunLine(trainer, *numbers))
+            if not can_wait:
                 trainer.store_flos()
                 self.write(trainer)
         trainer.control.should_log = False

@@ -23,7 +23,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from unsloth_pack.data.rows import IMAGES
 from unsloth_pack.errors import InputError
 from unsloth_pack.patching.patch import patch_of
-from unsloth_pack.patching.trainer_hooks.deferred_logging import take_over_metrics
+from unsloth_pack.patching.trainer_hooks.deferred_logging import hand_over_metrics
+from unsloth_pack.patching.trainer_hooks.install import HOOKS
 from unsloth_pack.patching.trainer_hooks.optimizer import flattened
 from unsloth_pack.patching.trainer_hooks.prefetch import RowCollator
 from unsloth_pack.training.checkpoints import (
@@ -47,7 +48,7 @@ from unsloth_pack.training.distributed import (
 )
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
-from unsloth_pack.training.nonfinite import NonFiniteCallback, RunLines
+from unsloth_pack.training.nonfinite import NonFiniteCallback, RunLogging
 from unsloth_pack.training.optimizers import InBackward, LearningRates, grouped
 from unsloth_pack.training.sampling import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.streaming import EpochOfStream, RowStream, loader_of
@@ -210,8 +211,6 @@ class RunTrainer(SFTTrainer):
         delayed_saves, and the best checkpoint        best.py
     """
 
-    takes_over_metrics = True  # see `patching/trainer_hooks/deferred_logging.py`
-
     def __init__(
         self,
         *args: Any,
@@ -251,7 +250,7 @@ class RunTrainer(SFTTrainer):
         self._averaged = AveragedGradients()
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()
-        self.log_lines = RunLines()
+        self.unsloth_pack_logging = RunLogging()  # the hooks on `SFTTrainer` log by it
 
     # What a run asks of it
 
@@ -317,7 +316,7 @@ class RunTrainer(SFTTrainer):
             self.row_stream.load(Path(resume_from_checkpoint))
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self.counts.running(), self.log_lines.not_lost(self):
+        with HOOKS, self.counts.running():  # for a model that is not patched, too
             return super()._inner_training_loop(*args, **kwargs)
 
     def _send_telemetry(self) -> None:
@@ -410,10 +409,6 @@ class RunTrainer(SFTTrainer):
 
     # After an update
 
-    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        self.log_lines.see_to(self, tr_loss, grad_norm, kwargs["learning_rate"])
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
-
     def store_flos(self) -> None:
         """At a save and at the end: at every log line all processes would wait for each other once more."""
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
@@ -421,8 +416,8 @@ class RunTrainer(SFTTrainer):
             super().store_flos()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        take_over_metrics(self)
-        if metrics := self._metrics["eval"]:  # those of updates have been counted by `log_lines`
+        hand_over_metrics(self)
+        if metrics := self._metrics["eval"]:  # a `RunLine` counts those of updates
             metrics["num_tokens"] = [self.trained.tokens]
         super().log(logs, *args, **kwargs)
 

@@ -1,7 +1,6 @@
-"""Rows that are packed before training: the collator has to hand on where their documents end.
+"""Refuse collators that drop where the documents of packed rows end.
 
-A model gets what the collator makes, and cannot know what that has dropped. A callback can: it sees the
-trainer's rows and its collator.
+A model sees only what the collator makes of a row. A callback sees the trainer's rows and its collator.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,17 +14,17 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_callback import TrainerCallback
 
 from unsloth_pack.errors import InputError
-from unsloth_pack.layers.decoder import FastDecoder
+from unsloth_pack.layers.decoder import has_fast_decoder
 from unsloth_pack.packed_row.describe import ROW_KEYWORDS, describe_row
 
 _COLUMN = "seq_lengths"
-_N_ROWS = 32  # among which one of several documents is sought
-# Stands for the rows of a stream, of which none can be read ahead
+_N_ROWS = 32  # to look for a row of several documents in
+# Stands for the rows of a stream, which must not be read early
 _EXAMPLE = {"input_ids": [0, 0, 0], "labels": [-100, -100, 0], _COLUMN: [1, 2]}
 
 
 class CheckCollatorCallback(TrainerCallback):
-    """Acts for trainers of patched models only."""
+    """Check the collator when the training of a patched model begins."""
 
     def on_train_begin(
         self,
@@ -39,15 +38,15 @@ class CheckCollatorCallback(TrainerCallback):
         """Refuse a collator that drops where the documents of a packed row end.
 
         Raises:
-            InputError: it drops this.
+            InputError: the collator drops it, or `seq_lengths` is a column of something else.
         """
-        if model is None or not any(isinstance(module, FastDecoder) for module in model.modules()):
+        if not has_fast_decoder(model):
             return
         for row in _packed_rows(getattr(train_dataloader, "dataset", None)):
-            documents = _documents(train_dataloader.collate_fn, row)
+            documents = _document_lengths(train_dataloader.collate_fn, row)
             if documents is None:
                 continue
-            if np.ndim(row[_COLUMN]) != 1:  # a column of the same name, which no packing has made
+            if np.ndim(row[_COLUMN]) != 1:  # not a column that packing makes
                 n_tokens = len(row.get("input_ids", ()))
                 if documents not in ([], [n_tokens]):
                     raise InputError(
@@ -56,7 +55,7 @@ class CheckCollatorCallback(TrainerCallback):
                     )
                 continue
             lengths = [n for n in row[_COLUMN] if n]
-            # Behind them a collator may pad: TRL makes every pad token a document
+            # A collator may pad after them: TRL makes every pad token a document
             if documents[: len(lengths)] != lengths:
                 raise InputError(
                     f"train_dataset has the column {_COLUMN}, but the collator drops where documents end; "
@@ -67,9 +66,9 @@ class CheckCollatorCallback(TrainerCallback):
 
 
 def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """Rows of several documents, or of a foreign column; none where the data set is not packed."""
+    """Yield rows whose `seq_lengths` name several documents or are no list; none of an unpacked data set."""
     if isinstance(dataset, IterableDataset):
-        if hasattr((getattr(dataset, "features", None) or {}).get(_COLUMN), "feature"):  # a list of them
+        if hasattr((getattr(dataset, "features", None) or {}).get(_COLUMN), "feature"):  # a list
             yield _EXAMPLE
         return
     for number in islice(range(len(dataset or ())), _N_ROWS):
@@ -81,16 +80,16 @@ def _packed_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _documents(collate: Any, row: Mapping[str, Any]) -> list[int] | None:
-    """The lengths of the documents in the batch of this row, as the model reads them; None if unknown."""
+def _document_lengths(collate: Any, row: Mapping[str, Any]) -> list[int] | None:
+    """Return the lengths of the documents that the model sees in this row's batch; None if unknown."""
     try:
         batch = collate([row])
-        if "packed_row" in batch:  # it is the row itself
+        if "packed_row" in batch:  # `RowCollator` and its like drop nothing
             return None
         names = (*ROW_KEYWORDS, "position_ids", "attention_mask")
-        given = {name: batch[name] for name in names if name in batch}
-        described = describe_row(tuple(batch["input_ids"].shape), torch.device("cpu"), **given)
-    except Exception:  # the first step tells it better
+        arguments = {name: batch[name] for name in names if name in batch}
+        described = describe_row(tuple(batch["input_ids"].shape), torch.device("cpu"), **arguments)
+    except Exception:  # the first step raises it with a better message
         return None
     if described is None:
         return []

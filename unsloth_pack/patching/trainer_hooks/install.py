@@ -1,36 +1,134 @@
-"""What trainers and PEFT do for patched models: all that patching changes outside a model."""
+"""Install everything that a patch changes outside its model, and take it back with the last patch."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from transformers.trainer import DEFAULT_CALLBACKS
+from transformers.trainer_callback import TrainerCallback
 
 from unsloth_pack.memory.spare import GiveBackSpareMemory
-from unsloth_pack.patching.refusals import refuse_later_adapters
+from unsloth_pack.patching import refusals
+from unsloth_pack.patching.trainer_hooks import deferred_logging, optimizer
 from unsloth_pack.patching.trainer_hooks.check_collator import CheckCollatorCallback
-from unsloth_pack.patching.trainer_hooks.deferred_logging import (
-    DeferredLoggingCallback,
-    DeferredMetricsCallback,
-    NanFilterCallback,
-)
-from unsloth_pack.patching.trainer_hooks.optimizer import update_flat
 from unsloth_pack.patching.trainer_hooks.prefetch import PrefetchCallback
 
 
-def prepare_trainers() -> None:
-    """Give the callbacks for patched models to every trainer that is made from now on, and flat updates.
+class FindTrlCallback(TrainerCallback):
+    """Replace the methods of TRL's trainer when a trainer is made: a patch does not import TRL."""
 
-    PEFT refuses what no patched model can have.
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        HOOKS.replace_methods()
+
+
+@dataclass(frozen=True)
+class ReplacedMethod:
+    """A method of another library, replaced while a patch is in force.
+
+    Args:
+        function: called with the original method, then with the method's own arguments. For a model that is
+            not patched it does what the original does.
     """
-    update_flat()
-    refuse_later_adapters()
-    callbacks: Any = DEFAULT_CALLBACKS
-    for callback in (
-        GiveBackSpareMemory,
-        CheckCollatorCallback,
-        NanFilterCallback,
-        DeferredMetricsCallback,
-        DeferredLoggingCallback,
-        PrefetchCallback,
-    ):
-        if callback not in callbacks:
-            callbacks.append(callback)
+
+    module: str
+    owner: str
+    name: str
+    function: Callable[..., Any]
+    reason: str
+
+
+_TRAINER = "transformers.trainer", "Trainer"
+_SFT_TRAINER = "trl.trainer.sft_trainer", "SFTTrainer"
+_PEFT_MODEL = "peft.peft_model", "PeftModel"
+
+METHODS = (
+    ReplacedMethod(*_TRAINER, "create_optimizer", optimizer.create_optimizer, "join an adapter's weights"),
+    ReplacedMethod(*_TRAINER, "_clip_grad_norm", optimizer.clip_grad_norm, "clip the joined gradient"),
+    ReplacedMethod(*_TRAINER, "_get_grad_norm", optimizer.get_grad_norm, "take the joined gradient's norm"),
+    ReplacedMethod(*_SFT_TRAINER, "compute_loss", deferred_logging.compute_loss, "sum metrics on the GPU"),
+    ReplacedMethod(*_SFT_TRAINER, "log", deferred_logging.log, "read these sums when they are logged"),
+    ReplacedMethod(
+        *_SFT_TRAINER,
+        "_maybe_log_save_evaluate",
+        deferred_logging.log_save_evaluate,
+        "write a log line once the next update is launched",
+    ),
+    ReplacedMethod(
+        *_SFT_TRAINER, "_inner_training_loop", deferred_logging.train, "write the last line after an error"
+    ),
+    ReplacedMethod(*_PEFT_MODEL, "__init__", refusals.init_peft_model, "refuse adapters that join documents"),
+    ReplacedMethod(*_PEFT_MODEL, "add_adapter", refusals.add_adapter, "refuse adapters that join documents"),
+)
+CALLBACKS: dict[type[TrainerCallback], str] = {  # of every trainer that is made meanwhile
+    GiveBackSpareMemory: "free GPU memory when training ends",
+    CheckCollatorCallback: "refuse collators that drop where documents end",
+    deferred_logging.NanFilterCallback: "do not wait for the loss of every step",
+    PrefetchCallback: "load batches while the GPU computes",
+    FindTrlCallback: "replace TRL's methods once TRL is imported",
+}
+_INHERITED = object()
+
+
+class TrainerHooks:
+    """All changes outside a model: `METHODS` and `CALLBACKS`, in force while anybody has them installed."""
+
+    def __init__(self) -> None:
+        self._n_users = 0
+        self._replaced: dict[ReplacedMethod, tuple[Any, Any]] = {}  # the class's own attribute, and ours
+
+    def install(self) -> None:
+        """Put the changes in force, until as many calls of `uninstall`."""
+        self._n_users += 1
+        callbacks: Any = DEFAULT_CALLBACKS
+        callbacks.extend(callback for callback in CALLBACKS if callback not in callbacks)
+        self.replace_methods()
+
+    def uninstall(self) -> None:
+        """Take all changes back, if nobody else has them installed."""
+        self._n_users -= 1
+        if self._n_users:
+            return
+        callbacks: Any = DEFAULT_CALLBACKS
+        callbacks[:] = [callback for callback in callbacks if callback not in CALLBACKS]
+        for method, (original, ours) in [*self._replaced.items()]:
+            owner = _owner(method)
+            if vars(owner).get(method.name) is not ours:
+                continue  # wrapped by another library since; ours stays below, and is not put in twice
+            del self._replaced[method]
+            if original is _INHERITED:
+                delattr(owner, method.name)
+            else:
+                setattr(owner, method.name, original)
+
+    def replace_methods(self) -> None:
+        """Replace the methods of the libraries that are imported by now, if the changes are in force."""
+        for method in METHODS if self._n_users else ():
+            if method in self._replaced or (owner := _owner(method)) is None:
+                continue
+            ours = _bind(method.function, getattr(owner, method.name))
+            self._replaced[method] = vars(owner).get(method.name, _INHERITED), ours
+            setattr(owner, method.name, ours)
+
+    def __enter__(self) -> None:
+        self.install()
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+
+def _owner(method: ReplacedMethod) -> Any:
+    """The class of a method, or None while its module is not imported."""
+    return getattr(sys.modules.get(method.module), method.owner, None)
+
+
+def _bind(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(original, self, *args, **kwargs)
+
+    return method
+
+
+HOOKS = TrainerHooks()
