@@ -64,24 +64,18 @@ def patched():
     return patch_model(tiny_model("qwen3"))
 
 
-def table():
-    return {(method.module, method.owner, method.name) for method in METHODS}
-
-
 def test_the_table_is_all_that_changes(tmp_path):
     runs.sft_trainer(tmp_path, True, trained=tiny_model("qwen3"), max_steps=1).train()  # torch changes Adam
     patched().undo()
     before = outside()
     patch = patched()
-    assert changes(before) == table()
+    assert changes(before) == METHODS.keys()
     assert [*DEFAULT_CALLBACKS] == [*before["callbacks"], *CALLBACKS]
     runs.sft_trainer(tmp_path, True, trained=patch._model, max_steps=1).train()
-    assert changes(before) == table()
+    assert changes(before) == METHODS.keys()
     patch.undo()
     assert changes(before) == set()
     assert before["callbacks"] == DEFAULT_CALLBACKS
-    assert all(method.reason for method in METHODS)
-    assert all(CALLBACKS.values())
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -89,7 +83,7 @@ def test_the_last_undo_takes_it_back(order):
     before, patches = outside(), [patched(), patched()]
     patches[order[0]].undo()
     patches[order[0]].undo()  # counts once
-    assert changes(before) == table()
+    assert changes(before) == METHODS.keys()
     patches[order[1]].undo()
     assert changes(before) == set()
 

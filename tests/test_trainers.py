@@ -43,6 +43,16 @@ def tokens(kind):
             yield head + tail, [kind == "text"] * len(head) + [True] * len(tail)
 
 
+def labelled(kind):
+    """Every document as a row of ids and labels."""
+    return Dataset.from_list(
+        [
+            {"input_ids": ids, "labels": [t if mark else -100 for t, mark in zip(ids, marks, strict=True)]}
+            for ids, marks in tokens(kind)
+        ]
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(save_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3"))
@@ -148,18 +158,10 @@ def test_under_trl(folder, tmp_path, truth, kind, options):
 def test_rows_that_were_packed_before(folder, tmp_path, truth, kind, rows_a_batch):
     """The trainer packs nothing: `pack_dataset` has, over the whole set."""
     model, tokenizer = adapted(folder)
-    documents = [
-        {
-            "input_ids": ids,
-            "labels": [token if mark else -100 for token, mark in zip(ids, marks, strict=True)],
-        }
-        for ids, marks in tokens(kind)
-    ]
     options = {"packing": False, "padding_free": True, "max_length": None}
     config = SFTConfig(**arguments(tmp_path, per_device_train_batch_size=rows_a_batch, **options))
-    gradients = Gradients()
-    packed = pack_dataset(Dataset.from_list(documents), 80)
-    assert len(packed) < len(documents)
+    packed, gradients = pack_dataset(labelled(kind), 80), Gradients()
+    assert len(packed) < len(PAIRS)
     trainer = SFTTrainer(
         model, config, train_dataset=packed, processing_class=tokenizer, callbacks=[gradients]
     )
@@ -167,21 +169,28 @@ def test_rows_that_were_packed_before(folder, tmp_path, truth, kind, rows_a_batc
     assert_the_update_is(truth[kind], gradients.seen, loss)
 
 
-@pytest.mark.parametrize("collate", [default_data_collator, row_collator()], ids=["default", "TRL's"])
-def test_rows_that_were_packed_before_under_a_plain_trainer(folder, tmp_path, truth, collate):
+@pytest.mark.parametrize(
+    ("packed", "collate"),
+    [
+        (True, default_data_collator),
+        (True, row_collator()),
+        (False, DataCollatorWithFlattening()),
+        (False, DataCollatorWithFlattening(return_flash_attn_kwargs=True)),
+        (False, DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)),
+    ],
+    ids=["default", "TRL's", "flattening", "flash", "flash and seq_idx"],
+)
+def test_under_a_plain_trainer(folder, tmp_path, truth, packed, collate):
     """It drops columns that the model's signature does not name."""
     model, _ = adapted(folder)
-    documents = [
-        {
-            "input_ids": ids,
-            "labels": [t if m else -100 for t, m in zip(ids, [False, *marks[1:]], strict=True)],
-        }
-        for ids, marks in tokens("completion")
-    ]
-    packed = pack_dataset(Dataset.from_list(documents), 80)
-    gradients = Gradients()
-    config = TrainingArguments(**arguments(tmp_path))
-    trainer = Trainer(model, config, train_dataset=packed, data_collator=collate, callbacks=[gradients])
+    rows, gradients = labelled("completion"), Gradients()
+    trainer = Trainer(
+        model,
+        TrainingArguments(**arguments(tmp_path, per_device_train_batch_size=1 if packed else 4)),
+        train_dataset=pack_dataset(rows, 80) if packed else rows,
+        data_collator=collate,
+        callbacks=[gradients],
+    )
     loss = train(trainer)
     assert_the_update_is(truth["completion"], gradients.seen, loss)
 
@@ -204,31 +213,6 @@ def test_a_model_of_which_nothing_is_trained_is_noticed(folder, tmp_path, caplog
     SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer).train()
     said = [record.message for record in caplog.records if "no weight of the decoder" in record.message]
     assert len(said) == (0 if how else 1)
-
-
-@pytest.mark.parametrize(
-    "collator",
-    [{}, {"return_flash_attn_kwargs": True}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}],
-)
-def test_under_a_plain_trainer(folder, tmp_path, truth, collator):
-    model, _ = adapted(folder)
-    rows = [
-        {
-            "input_ids": ids,
-            "labels": [token if mark else -100 for token, mark in zip(ids, marks, strict=True)],
-        }
-        for ids, marks in tokens("completion")
-    ]
-    gradients = Gradients()
-    trainer = Trainer(
-        model,
-        TrainingArguments(**arguments(tmp_path, per_device_train_batch_size=4)),
-        train_dataset=Dataset.from_list(rows),
-        data_collator=DataCollatorWithFlattening(**collator),
-        callbacks=[gradients],
-    )
-    loss = train(trainer)
-    assert_the_update_is(truth["completion"], gradients.seen, loss)
 
 
 def test_in_a_bare_loop(folder, truth):

@@ -168,15 +168,15 @@ def test_a_fused_optimizer_on_cuda_does_nothing_without_waiting():
 
 def test_nothing_is_read_from_the_device_between_log_lines(train, monkeypatch):
     """Whatever reads a tensor on the host goes through `take_verdicts`, once a log line."""
-    from unsloth_pack.training.nonfinite import NonFiniteCallback
+    from unsloth_pack.training.nonfinite import NonFiniteUpdates
 
-    verdicts, look = [], NonFiniteCallback.take_verdicts
+    verdicts, look = [], NonFiniteUpdates.take_verdicts
 
     def noting(self):
         verdicts.append(len(self._verdicts))
         return look(self)
 
-    monkeypatch.setattr(NonFiniteCallback, "take_verdicts", noting)
+    monkeypatch.setattr(NonFiniteUpdates, "take_verdicts", noting)
     assert train(max_steps=7, logging_steps=3) == 0
     assert [n for n in verdicts if n] == [1, 2, 3, 1]  # the first update is logged, too, and the last
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from unsloth_pack.training.nonfinite import NonFiniteCallback
+from unsloth_pack.training.nonfinite import NonFiniteUpdates
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_both_are_looked_at(losses, norm, is_applied):
         state=SimpleNamespace(global_step=4),
         optimizer=SGD([weight], lr=1.0, weight_decay=0.5),
     )
-    updates = NonFiniteCallback()
+    updates = NonFiniteUpdates()
     for loss in losses:
         assert math.isfinite(updates.note_loss(torch.tensor(loss)))
     updates.judge(trainer, torch.tensor(norm))

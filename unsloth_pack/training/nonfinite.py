@@ -1,7 +1,7 @@
-"""Updates whose loss or gradient is not finite: left out, and named, without waiting for the device.
+"""Leave out updates whose loss or gradient is not finite, without waiting for the device.
 
-The device decides whether an update is finite, and leaves it out if not. The host learns of it with the next
-log line, and only then searches for the document.
+The device decides whether an update is finite. The host reads that with the next log line, and only then
+searches for the documents that are to blame.
 """
 
 import copy
@@ -28,13 +28,13 @@ from unsloth_pack.patching.trainer_hooks.deferred_logging import (
 from unsloth_pack.training.cpu_master_weights import leave_out
 from unsloth_pack.training.distributed import is_sharded
 
-_MOST_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
-_SHOWN = 12  # tokens of a document in a message
+_MAX_SEARCHES = 3  # in a run: each costs a forward and backward pass a document
+_N_TOKENS_SHOWN = 12  # of a document, in a message
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A document whose loss or gradients are not finite when it is alone.
+    """A document whose loss or gradients alone are not finite.
 
     Args:
         row: of the training data.
@@ -49,13 +49,13 @@ class Culprit:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """An update that was left out.
+    """Describe an update that was left out, in one line.
 
     Args:
         step: its number, from 1.
-        rows: of the training data, that it saw.
-        culprits: None if nobody searched.
-        searched: number of documents of these rows that were looked at.
+        rows: of the training data.
+        culprits: None without a search.
+        searched: number of documents of these rows that were tried alone.
     """
 
     step: int
@@ -65,7 +65,7 @@ class NonFinite:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the weights are to blame: with them no document is finite."""
+        """Whether the weights are to blame: no document is finite."""
         return self.culprits is not None and 1 < self.searched == len(self.culprits)
 
     def __str__(self) -> str:
@@ -77,12 +77,12 @@ class NonFinite:
             return f"{said}, as is each of its {self.searched} documents by itself: the weights have diverged"
         if not self.culprits:
             return f"{said}, and yet each of its {self.searched} documents is finite by itself"
-        found = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
-        return f"{said}, because of {', '.join(found)}"
+        documents = (f"document {c.document} of row {c.row} ({c.text!r})" for c in self.culprits)
+        return f"{said}, because of {', '.join(documents)}"
 
 
-class NonFiniteCallback:
-    """Sees to it that no update is applied whose loss or gradient is not finite.
+class NonFiniteUpdates:
+    """Leaves out updates whose loss or gradient is not finite.
 
     Such an update changes neither weights nor optimizer on a CPU, nor with a fused optimizer, the default on
     CUDA. With another optimizer on CUDA its gradients become zero, while momentum and weight decay still act.
@@ -91,9 +91,9 @@ class NonFiniteCallback:
 
     Attributes:
         on_nonfinite: "stop" ends the run after such an update, with a checkpoint; "skip" goes on.
-        report: called with every such update, if set.
+        report: called with every update left out, if set.
         stopped_by: the update that ended the run.
-        left_out: the number of such updates.
+        left_out: the number of updates left out.
     """
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ class NonFiniteCallback:
         self.stopped_by: NonFinite | None = None
         self.left_out = 0
         self._losses: list[Tensor] = []  # of the micro-batches of this update
-        self._verdicts: list[tuple[int, Tensor]] = []  # update, whether it is finite; since the last log line
+        self._verdicts: list[tuple[int, Tensor]] = []  # since the last log line: update, whether it is finite
 
     def note_loss(self, loss: Tensor) -> Tensor:
-        """Keep a micro-batch's loss for `judge`; returns one for the trainer's sum, which NaN would ruin."""
+        """Keep a micro-batch's loss for `judge`; return it for the trainer's sum, without NaN."""
         self._losses.append(loss)
         return loss.nan_to_num(0.0, 0.0, 0.0)
 
@@ -125,7 +125,7 @@ class NonFiniteCallback:
         return norm
 
     def take_verdicts(self) -> tuple[list[int], Tensor]:
-        """The updates since the last call, and whether each is finite, on the device."""
+        """Return the updates since the last call, and whether each is finite, on the device."""
         if not self._verdicts:
             return [], torch.empty(0, dtype=torch.bool)
         steps, verdicts = zip(*self._verdicts, strict=True)
@@ -135,29 +135,28 @@ class NonFiniteCallback:
     def handle(self, trainer: Any, step: int) -> None:
         """Search for the documents that an update was left out for, report it, and stop the run or go on."""
         rows = rows_of_update(trainer, step)
-        searches = self.left_out < _MOST_SEARCHES and not is_sharded(trainer)  # else no gradient is whole
-        searches = searches and trainer.row_stream is None  # whose rows are gone by now
-        found = NonFinite(step, rows, *(_search(trainer, rows) if searches else (None, 0)))
+        can_search = not is_sharded(trainer) and trainer.row_stream is None  # whose rows are gone by now
+        culprits = _search(trainer, rows) if can_search and self.left_out < _MAX_SEARCHES else (None, 0)
+        update = NonFinite(step, rows, *culprits)
         self.left_out += 1
         if self.report is not None:
-            self.report(found)
+            self.report(update)
         if self.on_nonfinite == "stop":
-            self.stopped_by = self.stopped_by or found
+            self.stopped_by = self.stopped_by or update
             trainer.control.should_training_stop = trainer.control.should_save = True
 
 
 def rows_of_update(trainer: Any, step: int) -> list[int]:
-    """The rows of the training data that an update saw, from the sampler's seed.
+    """Return the rows of the training data that an update saw, from the sampler's seed.
 
     Rows of a stream are numbered as they come, those of all processes together.
 
     Args:
         step: the update's number, from 1.
     """
+    n_batches = trainer.args.gradient_accumulation_steps * trainer.args.world_size  # in an update
     if trainer.row_stream is not None:
-        arguments = trainer.args
-        size = arguments.gradient_accumulation_steps * arguments.world_size
-        size *= arguments.per_device_train_batch_size
+        size = n_batches * trainer.args.per_device_train_batch_size
         return list(range((step - 1) * size, step * size))
     loader: Any = trainer.callback_handler.train_dataloader
     batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
@@ -165,27 +164,26 @@ def rows_of_update(trainer: Any, step: int) -> list[int]:
     order = copy.copy(batches.sampler)
     order.generator = None  # the original's belongs to the training, which goes on drawing from it
     order.set_epoch(epoch)
-    size = trainer.args.gradient_accumulation_steps * trainer.args.world_size
-    of_epoch = list(BatchSampler(order, batches.batch_size, batches.drop_last))
-    return [row for batch in of_epoch[update * size : (update + 1) * size] for row in batch]
+    epoch_batches = list(BatchSampler(order, batches.batch_size, batches.drop_last))
+    return [row for batch in epoch_batches[update * n_batches : (update + 1) * n_batches] for row in batch]
 
 
 def _search(trainer: Any, rows: list[int]) -> tuple[list[Culprit], int]:
-    """The documents of these rows that are not finite, and the number of all their documents."""
+    """Return the documents of these rows that are not finite, and the number of all their documents."""
     model = trainer.model
     was_training = model.training
     model.eval()
-    found, searched = [], 0
+    culprits, searched = [], 0
     try:
         for row in rows:
             for number, document in enumerate(_documents(trainer.train_dataset[row])):
                 searched += 1
                 if not _is_finite(trainer, model, document):
-                    text = trainer.processing_class.decode(document["input_ids"][:_SHOWN])
-                    found.append(Culprit(row, number, text))
+                    text = trainer.processing_class.decode(document["input_ids"][:_N_TOKENS_SHOWN])
+                    culprits.append(Culprit(row, number, text))
     finally:
         model.train(was_training)
-    return found, searched
+    return culprits, searched
 
 
 def _documents(row: dict[str, list[int]]) -> Iterator[dict[str, list[int]]]:

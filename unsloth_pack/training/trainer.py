@@ -48,7 +48,7 @@ from unsloth_pack.training.distributed import (
 )
 from unsloth_pack.training.evaluation import DocumentLosses
 from unsloth_pack.training.image_rows import BROKEN, COLUMN, ImageRowCollator
-from unsloth_pack.training.nonfinite import NonFiniteCallback, RunLogging
+from unsloth_pack.training.nonfinite import NonFiniteUpdates, RunLogging
 from unsloth_pack.training.optimizers import InBackward, LearningRates, grouped
 from unsloth_pack.training.sampling import DealtInTurn, TurnToEpoch, packed_sampler
 from unsloth_pack.training.streaming import EpochOfStream, RowStream, loader_of
@@ -192,23 +192,18 @@ class RunTrainer(SFTTrainer):
     """TRL's trainer for packed rows and long runs, which may be interrupted or meet infinite numbers.
 
     What is overridden of TRL and transformers is overridden here, where the order of the steps can be read.
-    The work is done by parts that the trainer holds or calls, one a module:
+    Its parts do the work. It logs through the hooks that a patch installs on `SFTTrainer`, with `RunLogging`.
 
-        packed_sampler, None if rows are not packed   row_order.py
-        row_stream, None if rows do not stream        row_stream.py
-        counts, of seconds and tokens                 trained.py
-        checkpoints, whole or not there               checkpoints.py
-        finite_updates                                finite_updates.py
-        averaged gradients, of all processes          averaging.py
-        memory_watch                                  memory_watch.py
-        log_lines, which nobody waits for             log_lines.py
-        document losses, in evaluations               evaluation.py
-        weights shared out over processes             sharded_weights.py
-        rates, of groups of weights                   learning_rates.py
-        in_backward, None if updates come after it    in_backward.py
-        float32 masters on the host                   host_masters.py
-        image_rows, None if rows have no images       image_rows.py
-        delayed_saves, and the best checkpoint        best.py
+        packed_sampler, None if rows are not packed    sampling.py
+        row_stream, None if rows do not stream         streaming.py
+        counts of seconds and tokens, memory_watch     counters.py
+        checkpoints, delayed_saves                     checkpoints.py
+        finite_updates, log lines                      nonfinite.py
+        averaged gradients, sharded weights            distributed.py
+        losses of documents, in evaluations            evaluation.py
+        rates of groups of weights, in_backward        optimizers.py
+        float32 master weights on the host             cpu_master_weights.py
+        image_rows, None if rows have no images        image_rows.py
     """
 
     def __init__(
@@ -246,7 +241,7 @@ class RunTrainer(SFTTrainer):
             self.add_callback(TurnToEpoch(self.packed_sampler))
         self.counts = TokenCounts()
         self.checkpoints = WholeCheckpoints(self.args, self.accelerator, self.counts)
-        self.finite_updates = NonFiniteCallback()
+        self.finite_updates = NonFiniteUpdates()
         self._averaged = AveragedGradients()
         self.memory_watch = MemoryWatch()
         self._document_losses = DocumentLosses()

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -23,45 +22,27 @@ class FindTrlCallback(TrainerCallback):
         HOOKS.replace_methods()
 
 
-@dataclass(frozen=True)
-class ReplacedMethod:
-    """A method of another library, replaced while a patch is in force.
-
-    Args:
-        function: called with the original method, then with the method's own arguments. For a model that is
-            not patched it does what the original does.
-    """
-
-    module: str
-    owner: str
-    name: str
-    function: Callable[..., Any]
-    reason: str
-
-
 _TRAINER = "transformers.trainer", "Trainer"
 _SFT_TRAINER = "trl.trainer.sft_trainer", "SFTTrainer"
 _PEFT_MODEL = "peft.peft_model", "PeftModel"
-
-METHODS = (
-    ReplacedMethod(*_TRAINER, "create_optimizer", optimizer.create_optimizer, "join an adapter's weights"),
-    ReplacedMethod(*_TRAINER, "_clip_grad_norm", optimizer.clip_grad_norm, "clip the joined gradient"),
-    ReplacedMethod(*_TRAINER, "_get_grad_norm", optimizer.get_grad_norm, "take the joined gradient's norm"),
-    ReplacedMethod(*_SFT_TRAINER, "compute_loss", deferred_logging.compute_loss, "sum metrics on the GPU"),
-    ReplacedMethod(*_SFT_TRAINER, "log", deferred_logging.log, "read these sums when they are logged"),
-    ReplacedMethod(
-        *_SFT_TRAINER,
-        "_maybe_log_save_evaluate",
+# Module, class, method: our function and its reason. The function gets the original, then the method's own
+# arguments. For a model that is not patched it does what the original does.
+METHODS: dict[tuple[str, str, str], tuple[Callable[..., Any], str]] = {
+    (*_TRAINER, "create_optimizer"): (optimizer.create_optimizer, "join an adapter's weights"),
+    (*_TRAINER, "_clip_grad_norm"): (optimizer.clip_grad_norm, "clip the joined gradient"),
+    (*_TRAINER, "_get_grad_norm"): (optimizer.get_grad_norm, "take the joined gradient's norm"),
+    (*_SFT_TRAINER, "compute_loss"): (deferred_logging.compute_loss, "sum metrics on the GPU"),
+    (*_SFT_TRAINER, "log"): (deferred_logging.log, "read these sums when they are logged"),
+    (*_SFT_TRAINER, "_maybe_log_save_evaluate"): (
         deferred_logging.log_save_evaluate,
         "write a log line once the next update is launched",
     ),
-    ReplacedMethod(
-        *_SFT_TRAINER, "_inner_training_loop", deferred_logging.train, "write the last line after an error"
-    ),
-    ReplacedMethod(*_PEFT_MODEL, "__init__", refusals.init_peft_model, "refuse adapters that join documents"),
-    ReplacedMethod(*_PEFT_MODEL, "add_adapter", refusals.add_adapter, "refuse adapters that join documents"),
-)
-CALLBACKS: dict[type[TrainerCallback], str] = {  # of every trainer that is made meanwhile
+    (*_SFT_TRAINER, "_inner_training_loop"): (deferred_logging.train, "write the last line after an error"),
+    (*_PEFT_MODEL, "__init__"): (refusals.init_peft_model, "refuse adapters that join documents"),
+    (*_PEFT_MODEL, "add_adapter"): (refusals.add_adapter, "refuse adapters that join documents"),
+}
+# Of every trainer that is made meanwhile
+CALLBACKS: dict[type[TrainerCallback], str] = {
     GiveBackSpareMemory: "free GPU memory when training ends",
     CheckCollatorCallback: "refuse collators that drop where documents end",
     deferred_logging.NanFilterCallback: "do not wait for the loss of every step",
@@ -76,7 +57,9 @@ class TrainerHooks:
 
     def __init__(self) -> None:
         self._n_users = 0
-        self._replaced: dict[ReplacedMethod, tuple[Any, Any]] = {}  # the class's own attribute, and ours
+        self._replaced: dict[
+            tuple[str, str, str], tuple[Any, Any]
+        ] = {}  # the class's own attribute, and ours
 
     def install(self) -> None:
         """Put the changes in force, until as many calls of `uninstall`."""
@@ -84,6 +67,15 @@ class TrainerHooks:
         callbacks: Any = DEFAULT_CALLBACKS
         callbacks.extend(callback for callback in CALLBACKS if callback not in callbacks)
         self.replace_methods()
+
+    def replace_methods(self) -> None:
+        """Replace the methods of the libraries that are imported by now, if the changes are in force."""
+        for method, (function, _) in METHODS.items() if self._n_users else ():
+            owner, name = _owner(method), method[-1]
+            if owner is not None and method not in self._replaced:
+                ours = _bind(function, getattr(owner, name))
+                self._replaced[method] = vars(owner).get(name, _INHERITED), ours
+                setattr(owner, name, ours)
 
     def uninstall(self) -> None:
         """Take all changes back, if nobody else has them installed."""
@@ -93,23 +85,14 @@ class TrainerHooks:
         callbacks: Any = DEFAULT_CALLBACKS
         callbacks[:] = [callback for callback in callbacks if callback not in CALLBACKS]
         for method, (original, ours) in [*self._replaced.items()]:
-            owner = _owner(method)
-            if vars(owner).get(method.name) is not ours:
+            owner, name = _owner(method), method[-1]
+            if vars(owner).get(name) is not ours:
                 continue  # wrapped by another library since; ours stays below, and is not put in twice
             del self._replaced[method]
             if original is _INHERITED:
-                delattr(owner, method.name)
+                delattr(owner, name)
             else:
-                setattr(owner, method.name, original)
-
-    def replace_methods(self) -> None:
-        """Replace the methods of the libraries that are imported by now, if the changes are in force."""
-        for method in METHODS if self._n_users else ():
-            if method in self._replaced or (owner := _owner(method)) is None:
-                continue
-            ours = _bind(method.function, getattr(owner, method.name))
-            self._replaced[method] = vars(owner).get(method.name, _INHERITED), ours
-            setattr(owner, method.name, ours)
+                setattr(owner, name, original)
 
     def __enter__(self) -> None:
         self.install()
@@ -118,9 +101,9 @@ class TrainerHooks:
         self.uninstall()
 
 
-def _owner(method: ReplacedMethod) -> Any:
+def _owner(method: tuple[str, str, str]) -> Any:
     """The class of a method, or None while its module is not imported."""
-    return getattr(sys.modules.get(method.module), method.owner, None)
+    return getattr(sys.modules.get(method[0]), method[1], None)
 
 
 def _bind(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
