@@ -25,9 +25,9 @@ class FindTrlCallback(TrainerCallback):
 _TRAINER = "transformers.trainer", "Trainer"
 _SFT_TRAINER = "trl.trainer.sft_trainer", "SFTTrainer"
 _PEFT_MODEL = "peft.peft_model", "PeftModel"
-# Module, class, method: our function and its reason. The function gets the original, then the method's own
-# arguments. For a model that is not patched it does what the original does.
-METHODS: dict[tuple[str, str, str], tuple[Callable[..., Any], str]] = {
+# Our function gets the original, then the method's own arguments. It leaves unpatched models to the original.
+Method = tuple[str, str, str]  # module, class, name
+METHODS: dict[Method, tuple[Callable[..., Any], str]] = {
     (*_TRAINER, "create_optimizer"): (optimizer.create_optimizer, "join an adapter's weights"),
     (*_TRAINER, "_clip_grad_norm"): (optimizer.clip_grad_norm, "clip the joined gradient"),
     (*_TRAINER, "_get_grad_norm"): (optimizer.get_grad_norm, "take the joined gradient's norm"),
@@ -57,9 +57,7 @@ class TrainerHooks:
 
     def __init__(self) -> None:
         self._n_users = 0
-        self._replaced: dict[
-            tuple[str, str, str], tuple[Any, Any]
-        ] = {}  # the class's own attribute, and ours
+        self._replaced: dict[Method, tuple[Any, Any]] = {}  # the class's own attribute, and ours
 
     def install(self) -> None:
         """Put the changes in force, until as many calls of `uninstall`."""
@@ -101,7 +99,7 @@ class TrainerHooks:
         self.uninstall()
 
 
-def _owner(method: tuple[str, str, str]) -> Any:
+def _owner(method: Method) -> Any:
     """The class of a method, or None while its module is not imported."""
     return getattr(sys.modules.get(method[0]), method[1], None)
 
