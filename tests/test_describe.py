@@ -315,12 +315,7 @@ def test_a_document_may_start_above_position_0():
             "[4, 3]",
             "make them agree",
         ),
-        (
-            {"seq_lengths": [[3, 4]], "cu_seq_lens_q": [0, 2, 7]},
-            "disagree",
-            "[2, 5]",
-            "make them agree",
-        ),
+        ({"seq_lengths": [[3, 4]], "cu_seq_lens_q": [0, 2, 7]}, "disagree", "[2, 5]", "make them agree"),
         (
             {"packed_seq_lengths": [3, 4], "labels": torch.zeros(1, 6)},
             "labels have shape [1, 6]",

@@ -28,9 +28,7 @@ def test_peers_train_the_same_and_stages_follow_each_other(real, tmp_path, monke
     if not real:
         monkeypatch.setattr("peer_runs.subprocess.run", run_in_a_warm_process)
     monkeypatch.setattr(
-        sys,
-        "argv",
-        [start_up.__file__, *arguments, f"--work={tmp_path}", f"--json={tmp_path / 'a.json'}"],
+        sys, "argv", [start_up.__file__, *arguments, f"--work={tmp_path}", f"--json={tmp_path / 'a.json'}"]
     )
     assert start_up.main() == 0
     by_peer = json.loads((tmp_path / "a.json").read_text())["runs"]["tiny"]

@@ -6,11 +6,7 @@ import numpy as np
 import torch
 from model_folder import byte_tokenizer
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    Qwen2VLImageProcessorPil,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 from trl import SFTConfig
 
 from unsloth_pack.images.processor import VisionProcessor
@@ -40,8 +36,7 @@ def vision_tokenizer(template=TEMPLATE):
 
 def image_processor(patch=16, **options):
     return Qwen2VLImageProcessorPil(
-        patch_size=patch,
-        **{"min_pixels": (2 * patch) ** 2, "max_pixels": 24 * (2 * patch) ** 2, **options},
+        patch_size=patch, **{"min_pixels": (2 * patch) ** 2, "max_pixels": 24 * (2 * patch) ** 2, **options}
     )
 
 

@@ -76,10 +76,7 @@ def _masks(model, config, positions):
     """By kind of layer, so that a model takes them as they are."""
     embeddings = torch.empty(*positions.shape, 0, dtype=model.dtype, device=positions.device)
     made = {"inputs_embeds": embeddings, "attention_mask": None, "past_key_values": None}
-    kinds = {
-        "full_attention": create_causal_mask,
-        "sliding_attention": create_sliding_window_causal_mask,
-    }
+    kinds = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
     return {kind: make(config, position_ids=positions, **made) for kind, make in kinds.items()}
 
 

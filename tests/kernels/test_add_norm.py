@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from exactness import (
-    DEVICE,
-    LAYOUTS,
-    assert_no_worse,
-    assert_same,
-    far_rows,
-    leaf,
-    run,
-    saved_by,
-)
+from exactness import DEVICE, LAYOUTS, assert_no_worse, assert_same, far_rows, leaf, run, saved_by
 from test_norm import BF16, EPS, FP16, FP32, make, plain_norm
 from torch import Tensor
 

@@ -6,16 +6,7 @@ The yardstick is what transformers computes in the same dtypes; `exactness.asser
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import (
-    DEVICE,
-    LAYOUTS,
-    LAYOUTS_IN_PLACE,
-    assert_no_worse,
-    assert_same,
-    far_rows,
-    run,
-    saved_by,
-)
+from exactness import DEVICE, LAYOUTS, LAYOUTS_IN_PLACE, assert_no_worse, assert_same, far_rows, run, saved_by
 from torch import Tensor
 
 from unsloth_pack.kernels import gated, reference

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from exactness import (
-    DEVICE,
-    LAYOUTS,
-    assert_no_worse,
-    assert_same,
-    run,
-    saved_by,
-)
+from exactness import DEVICE, LAYOUTS, assert_no_worse, assert_same, run, saved_by
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2CLS

@@ -118,10 +118,7 @@ def test_static_blocks_hold_every_row_of_their_form(window):
         assert not any(queries[n + padding :] + keys[n + padding :])
         assert max(queries) <= filled.queries.longest
         assert max(keys) <= filled.keys.longest
-        for places, its_own in (
-            (filled.query_places, own.query_places),
-            (filled.key_places, own.key_places),
-        ):
+        for places, its_own in ((filled.query_places, own.query_places), (filled.key_places, own.key_places)):
             assert torch.equal(places[: len(its_own)], its_own)
             assert (places[len(its_own) :] == form.tokens - 1).all()
         assert sum(queries) == len(filled.query_places)
