@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.describe import describe_row, row_from_call
@@ -131,18 +132,6 @@ def test_a_short_sum_leaves_a_padded_tail():
     assert labels.tolist() == [list(range(1, 11))]  # a copy was masked
 
 
-def test_a_mask_at_the_end_is_the_padded_tail():
-    mask = torch.tensor([[1] * 7 + [0] * 3])
-    padded = torch.cat([positions_of([3, 4]), torch.zeros(3, dtype=torch.long)])[None]
-    row = describe_row((1, 10), CPU, position_ids=padded, attention_mask=mask)
-    assert (row.lengths, row.is_padding) == ((3, 4, 3), (False, False, True))
-
-
-def test_a_mask_of_ones_says_nothing_of_the_padded_tail():
-    row = describe_row((1, 10), CPU, packed_seq_lengths=[3, 4], attention_mask=torch.ones(1, 10))
-    assert (row.lengths, row.is_padding) == ((3, 4, 3), (False, False, True))
-
-
 @pytest.mark.parametrize("numbers", [[0, 1, 2, 0], [5, 6, 7, 8], [9, 9, 1, 1]])
 def test_what_numbers_every_token_numbers_the_padding_too(numbers):
     padding = torch.tensor(numbers)
@@ -170,63 +159,64 @@ def test_several_rows_become_one():
         describe_row((2, 6), CPU, packed_seq_lengths=[[6], [5]], max_length_q=5)
 
 
-@pytest.mark.parametrize(
-    "lengths", [[3.0, 4.0], [torch.tensor(3), torch.tensor(4)], (np.int32(3), np.int32(4)), np.array([3, 4])]
-)
-def test_lengths_may_be_any_whole_numbers(lengths):
-    row = describe_row((1, 7), CPU, packed_seq_lengths=lengths)
-    assert row.lengths == (3, 4)
-    assert {*map(type, row.lengths)} == {int}
-
-
-@pytest.mark.parametrize("longest", [4, np.int64(5), torch.tensor(4), torch.tensor([9])])
-def test_a_greatest_length_may_be_any_number(longest):
-    cu = torch.tensor([[0, 3, 7]])
-    assert describe_row((1, 7), CPU, cu_seq_lens_q=cu, max_length_q=longest).lengths == (3, 4)
-
-
-@pytest.mark.parametrize("n_tokens", [1, 7])
-def test_a_running_sum_of_one_document(n_tokens):
-    assert describe_row((1, n_tokens), CPU, cu_seq_lens_q=[0, n_tokens]).lengths == (n_tokens,)
-
-
-def test_an_empty_document_in_a_running_sum_is_none():
-    assert describe_row((1, 7), CPU, cu_seq_lens_q=[0, 3, 3, 7]).lengths == (3, 4)
-
-
-def test_trl_s_column_has_a_list_for_each_of_several_rows():
-    row = describe_row((2, 6), CPU, seq_lengths=[[2, 4], [3]])
-    assert (row.lengths, row.is_padding) == ((2, 4, 3, 3), (False, False, False, True))
-
-
-@pytest.mark.parametrize("shape", [(3, 6), (1, 6), (6,)])
-def test_position_ids_of_several_rows(shape):
-    positions = positions_of([2, 4]).expand(shape)
-    assert describe_row((3, 6), CPU, position_ids=positions).lengths == (2, 4) * 3
-
-
 @pytest.mark.parametrize("shape", [(3, 2), (2, 6), (3, 1, 6), (6, 3), (4, 6), (9,), (18,)])
 def test_position_ids_that_are_not_one_a_token(shape):
     with pytest.raises(InputError, match=r"position_ids has shape .* \[3, 6\]; give one number"):
         describe_row((3, 6), CPU, position_ids=torch.zeros(shape, dtype=torch.long))
 
 
-@pytest.mark.parametrize(
-    "ordinary",
-    [
-        {},
-        {"position_ids": torch.arange(6)[None]},
-        {"position_ids": torch.arange(5, 11)[None]},
+MEANS = [
+    ((1, 10), {"packed_seq_lengths": [3, 4], "attention_mask": torch.ones(1, 10)}, (3, 4, 3), True),
+    (
+        (1, 10),
         {
-            "position_ids": torch.tensor([[0, 0, 0, 1, 2, 3]]),
-            "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]]),
+            "position_ids": torch.tensor([[*range(3), *range(4), 0, 0, 0]]),
+            "attention_mask": torch.tensor([[1] * 7 + [0] * 3]),
         },
-        {
-            "position_ids": torch.tensor([[0, 1, 2, 3, 0, 0]]),
-            "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
-        },
-    ],
-)
+        *((3, 4, 3), True),
+    ),
+    ((2, 6), {"seq_lengths": [[2, 4], [3]]}, (2, 4, 3, 3), True),
+    *(
+        ((1, 7), {"packed_seq_lengths": lengths}, (3, 4), False)
+        for lengths in ([3.0, 4.0], [*torch.tensor([3, 4])], (np.int32(3), np.int32(4)), np.array([3, 4]))
+    ),
+    *(
+        ((1, 7), {"cu_seq_lens_q": torch.tensor([[0, 3, 7]]), "max_length_q": longest}, (3, 4), False)
+        for longest in (4, np.int64(5), torch.tensor(4), torch.tensor([9]))
+    ),
+    *(((1, n), {"cu_seq_lens_q": [0, n]}, (n,), False) for n in (1, 7)),
+    ((1, 7), {"cu_seq_lens_q": [0, 3, 3, 7]}, (3, 4), False),  # an empty document
+    *(
+        ((3, 6), {"position_ids": positions_of([2, 4]).expand(shape)}, (2, 4) * 3, False)
+        for shape in ((3, 6), (1, 6), (6,))
+    ),
+]
+
+
+@table(("shape", "description", "lengths", "has_tail"), MEANS, ids=[str(n) for n in range(len(MEANS))])
+def test_what_a_description_means(shape, description, lengths, has_tail):
+    row = describe_row(shape, CPU, **description)
+    assert row.lengths == lengths
+    assert {*map(type, row.lengths)} == {int}
+    assert row.is_padding == (*[False] * (len(lengths) - 1), has_tail)
+
+
+ORDINARY = [
+    {},
+    {"position_ids": torch.arange(6)[None]},
+    {"position_ids": torch.arange(5, 11)[None]},
+    {
+        "position_ids": torch.tensor([[0, 0, 0, 1, 2, 3]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]]),
+    },
+    {
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
+    },
+]
+
+
+@table("ordinary", ORDINARY, ids=[str(n) for n in range(len(ORDINARY))])
 def test_an_ordinary_batch_is_not_packed(ordinary):
     assert describe_row((1, 6), CPU, **ordinary) is None
 
@@ -238,211 +228,109 @@ def test_a_document_may_start_above_position_0():
     assert row.positions.tolist() == positions[0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("description", "what", "value", "remedy"),
-    [
-        ({"packed_seq_lengths": [3, 5]}, "sum to 8", "7 tokens", "give the lengths"),
-        ({"packed_seq_lengths": [8, -1]}, "row 0", "[8, -1]", "whole numbers"),
-        ({"packed_seq_lengths": torch.tensor([3.0, 4.0])}, "packed_seq_lengths", "float32", "whole numbers"),
-        ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
-        ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
-        ({"cu_seq_lens_q": [0, 3, 9]}, "cu_seq_lens_q", "[0, 3, 9]", "running sum"),
-        ({"cu_seq_lens_q": [0, 0]}, "cu_seq_lens_q", "[0, 0]", "running sum"),
-        ({"cu_seq_lens_q": [0.0, 3.5, 7.0]}, "cu_seq_lens_q", "[0.0, 3.5, 7.0]", "running sum"),
-        ({"packed_seq_lengths": [3.5, 3.5]}, "row 0", "[3.5, 3.5]", "whole numbers"),
-        ({"cu_seq_lens_q": [1, 3, 7]}, "cu_seq_lens_q", "[1, 3, 7]", "running sum"),
-        ({"cu_seq_lens_q": [0, 4, 3, 7]}, "cu_seq_lens_q", "[0, 4, 3, 7]", "running sum"),
-        ({"cu_seq_lens_q": 7}, "cu_seq_lens_q", "[7]", "running sum"),
-        ({"cu_seq_lens_q": [0, [3, 7]]}, "cu_seq_lens_q", "[0, [3, 7]]", "running sum"),
-        ({"cu_seq_lens_q": torch.zeros(0, dtype=torch.int32)}, "cu_seq_lens_q", "[]", "running sum"),
-        ({"packed_seq_lengths": torch.tensor(7)}, "packed_seq_lengths is", "7", "give the length"),
-        ({"packed_seq_lengths": [3, [4]]}, "packed_seq_lengths is", "[3, [4]]", "give the length"),
-        ({"packed_seq_lengths": [[3, [4]]]}, "packed_seq_lengths is", "[[3, [4]]]", "give the length"),
-        ({"seq_lengths": 7}, "seq_lengths is", "7", "give the length"),
-        ({"cu_seq_lens_q": [0, 3, 7], "cu_seq_lens_k": [0, 4, 7]}, "disagree", "[3, 4]", "make them agree"),
+def disagree(value, **description):
+    return description, "disagree", value, "make them agree"
+
+
+def running_sum(ends, shown=None):
+    return {"cu_seq_lens_q": ends}, "cu_seq_lens_q", shown or str(ends), "running sum"
+
+
+def masked(*mask, what=None, value="[3, 4]", remedy="leave it out"):
+    mask = torch.tensor([mask])
+    return (
+        {"packed_seq_lengths": [3, 4], "attention_mask": mask},
+        what or f"keeps {mask.sum()}",
+        value,
+        remedy,
+    )
+
+
+def longest(what, value, **description):
+    return description, what, value, "longest document"
+
+
+ROW = {"packed_seq_lengths": [3, 4]}
+TWO_ENDS = {"cu_seq_lens_q": [0, 3, 7]}
+REFUSED = [
+    ({"packed_seq_lengths": [3, 5]}, "sum to 8", "7 tokens", "give the lengths"),
+    ({"packed_seq_lengths": [8, -1]}, "row 0", "[8, -1]", "whole numbers"),
+    ({"packed_seq_lengths": torch.tensor([3.0, 4.0])}, "packed_seq_lengths", "float32", "whole numbers"),
+    ({"packed_seq_lengths": [0, 0]}, "hold no token", "[0, 0]", "give the length"),
+    ({"packed_seq_lengths": [[3], [4]]}, "2 rows of 1", "packed_seq_lengths", "one list a row"),
+    ({"packed_seq_lengths": [3.5, 3.5]}, "row 0", "[3.5, 3.5]", "whole numbers"),
+    ({"packed_seq_lengths": torch.tensor(7)}, "packed_seq_lengths is", "7", "give the length"),
+    ({"packed_seq_lengths": [3, [4]]}, "packed_seq_lengths is", "[3, [4]]", "give the length"),
+    ({"packed_seq_lengths": [[3, [4]]]}, "packed_seq_lengths is", "[[3, [4]]]", "give the length"),
+    ({"packed_seq_lengths": torch.tensor([3 + 1j, 4])}, "packed_seq_lengths", "complex", "whole numbers"),
+    ({"packed_seq_lengths": [10**400]}, "sum to 1000", "7 tokens", "give the lengths"),
+    ({"seq_lengths": 7}, "seq_lengths is", "7", "give the length"),
+    ({"seq_lengths": [[3, 5]]}, "seq_lengths of row 0 sum to 8", "7 tokens", "give the lengths"),
+    *map(running_sum, ([0, 3, 9], [0, 0], [0.0, 3.5, 7.0], [1, 3, 7], [0, 4, 3, 7], [0, [3, 7]])),
+    running_sum(7, "[7]"),
+    running_sum(torch.zeros(0, dtype=torch.int32), "[]"),
+    disagree("[3, 4]", **TWO_ENDS, cu_seq_lens_k=[0, 4, 7]),
+    disagree("[3, 4]", packed_seq_lengths=[4, 3], cu_seq_lens_q=torch.tensor([0, 3, 7])),
+    disagree("[3, 4]", packed_seq_lengths=torch.tensor([7]), position_ids=positions_of([3, 4])),
+    disagree("[7]", **ROW, position_ids=torch.arange(7)),
+    disagree("[3, 2, 2]", **ROW, position_ids=torch.tensor([0, 1, 2, 0, 1, 5, 6])),
+    disagree("[3, 4]", packed_seq_lengths=[3, 3], position_ids=positions_of([3, 4])),
+    disagree("packed_seq_lengths and seq_lengths", packed_seq_lengths=[4, 3], seq_lengths=[[3], [4]]),
+    disagree("[4, 3]", seq_lengths=[[3, 4]], position_ids=positions_of([4, 3])),
+    disagree("[2, 5]", seq_lengths=[[3, 4]], cu_seq_lens_q=[0, 2, 7]),
+    disagree("[4, 3]", **ROW, seq_idx=[0, 0, 0, 0, 1, 1, 1]),
+    disagree("[3, 4]", **TWO_ENDS, packed_seq_lengths=[3]),
+    (
+        {"max_length_q": 4, "max_length_k": 4},
+        "q is 4",
+        "nothing says where documents end",
+        "give cu_seq_lens_q",
+    ),
+    longest("max_length_k is 3", "4 tokens", **TWO_ENDS, max_length_q=4, max_length_k=3),
+    longest("max_length_q is 3", "7 tokens", position_ids=torch.arange(7), max_length_q=3, max_length_k=3),
+    longest("max_length_q is", "[4, 4]", **TWO_ENDS, max_length_q=torch.tensor([4, 4])),
+    ({**ROW, "labels": torch.zeros(1, 6)}, "labels have shape [1, 6]", "[1, 7]", "one label a token"),
+    ({**ROW, "labels": [[1] * 7]}, "labels are", "list", "give a tensor"),
+    *(
         (
-            {"packed_seq_lengths": [4, 3], "cu_seq_lens_q": torch.tensor([0, 3, 7])},
-            "disagree",
-            "[3, 4]",
-            "make them agree",
-        ),
-        (
-            {"packed_seq_lengths": torch.tensor([7]), "position_ids": torch.tensor([0, 1, 2, 0, 1, 2, 3])},
-            "disagree",
-            "[3, 4]",
-            "make them agree",
-        ),
-        (
-            {"max_length_q": 4, "max_length_k": 4},
-            "max_length_q is 4",
-            "nothing says where documents end",
-            "give cu_seq_lens_q too",
-        ),
-        (
-            {"cu_seq_lens_q": [0, 3, 7], "max_length_q": 4, "max_length_k": 3},
-            "max_length_k is 3",
-            "4 tokens",
-            "longest document",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "position_ids": torch.arange(7)},
-            "disagree",
-            "[7]",
-            "make them agree",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "position_ids": torch.tensor([0, 1, 2, 0, 1, 5, 6])},
-            "disagree",
-            "[3, 2, 2]",
-            "make them agree",
-        ),
-        (
-            {"packed_seq_lengths": [3, 3], "position_ids": positions_of([3, 4])},
-            "disagree",
-            "[3, 4]",
-            "make them agree",
-        ),
-        ({"seq_lengths": [[3, 5]]}, "seq_lengths of row 0 sum to 8", "7 tokens", "give the lengths"),
-        (
-            {"seq_lengths": [[3], [4]], "packed_seq_lengths": [4, 3]},
-            "packed_seq_lengths and seq_lengths disagree",
-            "[3, 4]",
-            "make them agree",
-        ),
-        (
-            {"seq_lengths": [[3, 4]], "position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2])},
-            "disagree",
-            "[4, 3]",
-            "make them agree",
-        ),
-        ({"seq_lengths": [[3, 4]], "cu_seq_lens_q": [0, 2, 7]}, "disagree", "[2, 5]", "make them agree"),
-        (
-            {"packed_seq_lengths": [3, 4], "labels": torch.zeros(1, 6)},
-            "labels have shape [1, 6]",
-            "[1, 7]",
-            "one label a token",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": torch.ones(1, 1, 7, 7)},
-            "attention_mask is of shape [1, 1, 7, 7]",
-            "[1, 7]",
-            "leave it out",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": {"full_attention": None}},
-            "attention_mask is a dict",
-            "[1, 7]",
-            "leave it out",
-        ),
-        (
-            {
-                "packed_seq_lengths": [3, 3],
-                "labels": torch.tensor([[1, 2, 3, 4, 5, 6, -100]]),
-                "counted": True,
-            },
-            "labels at document starts are counted",
-            "-100",
+            {"packed_seq_lengths": [3, 3], "labels": torch.tensor([labels]), "counted": True},
+            *says,
             "in the collator",
-        ),
-        (
-            {
-                "packed_seq_lengths": [3, 3],
-                "labels": torch.tensor([[1, 2, 3, -100, 5, 6, 7]]),
-                "counted": True,
-            },
-            "counted in num_items_in_batch",
-            "-100",
-            "in the collator",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "seq_idx": [0, 0, 0, 0, 1, 1, 1]},
-            "disagree",
-            "[4, 3]",
-            "make them agree",
-        ),
-        ({"packed_seq_lengths": [3], "cu_seq_lens_q": [0, 3, 7]}, "disagree", "[3, 4]", "make them agree"),
-        ({"position_ids": torch.arange(6)}, "position_ids", "[6]", "one number a token"),
-        (
-            {"position_ids": torch.tensor([0, 1, 2, -1, 0, 1, 2])},
-            "reach down to",
-            "-1",
-            "start each document at 0",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])},
-            "attention_mask keeps 5",
-            "[3, 4]",
-            "leave it out",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])},
-            "attention_mask keeps 6",
-            "[3, 4]",
-            "leave it out",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1, 1, 0, 1, 0, 0, 0]])},
-            "attention_mask keeps 3",
-            "[3, 4]",
-            "leave it out",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[0, 0, 0, 0, 1, 1, 1]])},
-            "attention_mask keeps 3",
-            "[3, 4]",
-            "leave it out",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": torch.zeros(1, 7)},
-            "attention_mask keeps no token",
-            "row",
-            "leave it out",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1] * 3 + [0] * 4])},
-            "attention_mask keeps 3",
-            "[3, 4]",
-            "leave it out",
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "attention_mask": torch.tensor([[1] * 4 + [-1] * 3])},
-            "attention_mask holds",
-            "[-1, 1]",
-            "0 for padding",
-        ),
-        (
-            {"position_ids": torch.arange(7), "attention_mask": torch.tensor([[1] * 4 + [2] * 3])},
-            "attention_mask",
-            "[4, 3]",
-            "give one of them",
-        ),
-        (
-            {"position_ids": torch.arange(7), "max_length_q": 3, "max_length_k": 3},
-            "max_length_q is 3",
-            "7 tokens",
-            "longest document",
-        ),
-        (
-            {"cu_seq_lens_q": [0, 3, 7], "max_length_q": torch.tensor([4, 4])},
-            "max_length_q is",
-            "[4, 4]",
-            "longest document",
-        ),
-        ({"packed_seq_lengths": [3, 4], "labels": [[1] * 7]}, "labels are", "list", "give a tensor"),
-        ({"packed_seq_lengths": torch.tensor([3 + 1j, 4])}, "packed_seq_lengths", "complex", "whole numbers"),
-        ({"packed_seq_lengths": [10**400]}, "sum to 1000", "7 tokens", "give the lengths"),
-        *(
-            ({"seq_idx": [values]}, "seq_idx is", str(values)[:3], "one whole number a token")
-            for values in ([0.0] * 3 + [0.5] * 4, ["a"] * 7, [None] * 7, [float("nan")] * 7, [[0], [1, 2]])
-        ),
-        (
-            {"packed_seq_lengths": [3, 4], "position_ids": [["0"] * 7]},
-            "position_ids is",
-            "'0'",
-            "one whole number a token",
-        ),
-    ],
-)
+        )
+        for labels, *says in (
+            ([1, 2, 3, 4, 5, 6, -100], "labels at document starts are counted", "-100"),
+            ([1, 2, 3, -100, 5, 6, 7], "counted in num_items_in_batch", "-100"),
+        )
+    ),
+    ({**ROW, "attention_mask": torch.ones(1, 1, 7, 7)}, "shape [1, 1, 7, 7]", "[1, 7]", "leave it out"),
+    ({**ROW, "attention_mask": {"full": None}}, "attention_mask is a dict", "[1, 7]", "leave it out"),
+    masked(1, 1, 1, 1, 1, 0, 0),
+    masked(0, 1, 1, 1, 1, 1, 1),
+    masked(1, 1, 0, 1, 0, 0, 0),
+    masked(0, 0, 0, 0, 1, 1, 1),
+    masked(1, 1, 1, 0, 0, 0, 0),
+    masked(0, 0, 0, 0, 0, 0, 0, what="attention_mask keeps no token", value="row"),
+    masked(1, 1, 1, 1, -1, -1, -1, what="attention_mask holds", value="[-1, 1]", remedy="0 for padding"),
+    (
+        {"position_ids": torch.arange(7), "attention_mask": torch.tensor([[1] * 4 + [2] * 3])},
+        *("attention_mask", "[4, 3]", "give one of them"),
+    ),
+    ({"position_ids": torch.arange(6)}, "position_ids", "[6]", "one number a token"),
+    (
+        {"position_ids": torch.tensor([0, 1, 2, -1, 0, 1, 2])},
+        "reach down to",
+        "-1",
+        "start each document at 0",
+    ),
+    ({**ROW, "position_ids": [["0"] * 7]}, "position_ids is", "'0'", "one whole number a token"),
+    *(
+        ({"seq_idx": [values]}, "seq_idx is", str(values)[:3], "one whole number a token")
+        for values in ([0.0] * 3 + [0.5] * 4, ["a"] * 7, [None] * 7, [float("nan")] * 7, [[0], [1, 2]])
+    ),
+]
+
+
+@table(("description", "what", "value", "remedy"), REFUSED, ids=[str(n) for n in range(len(REFUSED))])
 def test_what_cannot_be_is_refused_in_one_line(description, what, value, remedy):
     with pytest.raises(InputError) as refusal:
         row_of((1, 7), **description)
