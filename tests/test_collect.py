@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import collect
-from comparison import CASES_OF_README, NEWEST, Comparison, tables, with_table
+from comparison import NEWEST, Comparison, tables, with_table
 
 ONE_ROUND = NEWEST.parent / "compare-h200-2026-11-22.json"
 VERSIONS = {"torch": "2.11.0", "unsloth": "2026.10.9"}
@@ -126,13 +126,6 @@ def test_a_results_file_is_never_written_over(tmp_path, capsys):
     assert f"--json: {out} exists" in capsys.readouterr().err
 
 
-def test_the_stamp_is_read_back(run, capsys):
-    assert collect.main(["stamp"]) == 0
-    code, out = run([capsys.readouterr().out.strip(), result("ours", "pr", 1)])
-    assert code == 0
-    assert {"torch", "transformers", "trl"} <= json.loads(out.read_text())["versions"].keys()
-
-
 @pytest.mark.parametrize("document", tables(Comparison()), ids=lambda path: path.name)
 def test_the_documents_hold_the_tables_that_the_script_prints(document):
     table = tables(Comparison())[document]
@@ -141,8 +134,3 @@ def test_the_documents_hold_the_tables_that_the_script_prints(document):
     assert with_table(text.replace(table[2], "| old |"), table) == text
     with pytest.raises(ValueError, match="0 tables begin with"):
         with_table("nothing", table)
-
-
-def test_every_case_of_the_readme_has_a_title():
-    assert {*CASES_OF_README} <= {*collect.CASES}
-    assert all({case, beside} <= {*collect.CASES} for case, beside in collect.BESIDE.items())

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import full
@@ -50,17 +49,3 @@ def test_rows_are_counted_that_are_replayed_in_either_way():
     for _ in range(3):
         graphs.replay() or graphs.run()
     assert replayed == [True, True, False]
-
-
-def test_frozen_and_recomputing_parts_are_told():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).bfloat16())
-    model[0].requires_grad_(False)
-    model[1].weight.grad = torch.zeros_like(model[1].weight)
-    model[1].gradient_checkpointing = True
-    assert full.look_at(model) == {
-        "weights": 11,
-        "trained": 3,
-        "weight_dtypes": {"float32": 8, "bfloat16": 3},
-        "gradient_dtypes": {"bfloat16": 2},
-        "recomputing": 1,
-    }

@@ -69,19 +69,6 @@ def test_cases_that_there_is_no_time_for_are_named(run, capsys):
     assert capsys.readouterr().out == "no time for 8b, pr; the same call goes on with them\n"
 
 
-def test_an_unknown_case_is_refused(run, capsys):
-    with pytest.raises(SystemExit):
-        run("--cases=pr,9b")
-    assert "--cases: '9b' is none of pr, pr-16k" in capsys.readouterr().err
-
-
-def test_a_script_that_is_not_there_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        lanes.main([str(tmp_path / "gone.py"), f"--logs={tmp_path / 'logs'}"])
-    assert "gone.py is no file; give the path of our comparison script" in capsys.readouterr().err
-    assert not (tmp_path / "logs").exists()
-
-
 @pytest.mark.nightly
 def test_logs_of_lanes_become_a_results_file(run, tmp_path):
     run("--cases=8b,8b-auto,8b-gc")

@@ -1,7 +1,6 @@
 """The benchmark of start-up: every stage of every peer, with empty caches first."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,11 +9,6 @@ import warm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import start_up
-
-
-def run(*arguments):
-    command = [sys.executable, start_up.__file__, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
 def run_in_a_warm_process(command, env, **_):
@@ -40,21 +34,3 @@ def test_peers_train_the_same_and_stages_follow_each_other(real, tmp_path, monke
         assert seconds == sorted(seconds)
         assert seconds[0] > (0.1 if real else 0)  # to import torch takes longer
     assert "ours, nothing compiled" in capfd.readouterr().out
-
-
-def test_the_first_round_is_shown_apart():
-    def round_of(seconds):
-        return dict.fromkeys(start_up.STAGES, seconds)
-
-    failed = {"failed": "out of memory"}
-    lines = start_up.table(
-        "8b", {"ours": [round_of(9.0), round_of(3.0), round_of(5.0), failed], "trl": [failed]}
-    )
-    assert [line.split()[-1] for line in lines[1:]] == ["9.0", "4.0"]
-
-
-@pytest.mark.parametrize("flag", ["--case", "--peers"])
-def test_what_it_does_not_know_is_refused(flag):
-    done = run(f"{flag}=nonsense")
-    assert done.returncode == 2
-    assert f"{flag} is nonsense; choose of" in done.stderr

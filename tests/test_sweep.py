@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ from datasets import Dataset
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import sweep
 from peer_process import PeerProcess
-from shapes import PUBLISHED
 from sweep_peer import full_rows
-from sweep_points import POINTS, choose
 
 SOON = 3  # seconds in which the stand-in answers
 STAND_IN = """
@@ -103,25 +100,9 @@ def test_a_failed_point_is_reported_and_the_next_one_runs(run, capsys, tmp_path,
     assert len(processes) == (1 if "failed" in doing else 2)
 
 
-def test_our_own_failure_shows_in_the_exit_code(run):
-    assert run({f"ours {TWO}": {"failed": "InputError: no"}})[0] == 1
-
-
-def test_a_peer_that_keeps_memory_is_started_again(run, tmp_path):
-    run({f"ours {ONE}": {"left_GiB": 5.0}})
-    assert len({pid for pid, _ in jobs(tmp_path, "ours")}) == 2
-
-
 def test_updates_of_different_sizes_are_not_compared(run, capsys):
     run({f"unsloth {ONE}": {"tokens_update": 512}})
     assert f"| {ONE} | | | | updates of 256 and 512 tokens do not compare |" in capsys.readouterr().out
-
-
-def test_a_peer_that_does_not_start_ends_the_sweep_at_once(run, capsys):
-    assert run({"start": "unsloth"})[0] == 2
-    said = capsys.readouterr().err
-    assert said.startswith("sweep.py: --peers: unsloth did not start: died with exit code 1: no module named")
-    assert said.count("\n") == 1
 
 
 def test_points_without_time_are_named_and_resumed(run, capsys, tmp_path):
@@ -140,44 +121,6 @@ def test_results_of_another_device_are_not_mixed_in(run, capsys, tmp_path):
     assert run({})[0] == 2
     assert "sweep.json exists; add --resume to go on with it" in capsys.readouterr().err
     assert (tmp_path / "sweep.json").read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--points=llama9*"], "--points: 'llama9*' matches no point; --list shows them"),
-        (["--peers=ours,axolotl"], "--peers: 'axolotl' is none of ours, unsloth, trl, trl+liger"),
-        (["--peers=ours"], "--peers: 'ours' must hold ours and at least one other, each once"),
-        (["--data=no.json"], "No such file or directory: 'no.json'"),
-        (["--data=rows.json"], "--data: rows.json is no JSON list of rows with instruction and output"),
-        (["--data=none.json"], "--data: none.json holds no rows"),
-    ],
-)
-def test_a_wrong_call_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("rows.json").write_text('[{"instruction": "add"}]')
-    Path("none.json").write_text("[]")
-    assert sweep.main([*arguments, f"--work={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-
-
-def test_the_points_cover_what_is_promised():
-    assert len(POINTS) >= 24
-    assert len({point.name for point in POINTS}) == len(POINTS)
-    tokens = {point.rows * point.row_tokens for point in POINTS}
-    assert (min(tokens), max(tokens)) == (1024, 32768)
-    ranks = {point.rank for point in POINTS}
-    assert (min(ranks), max(ranks)) == (8, 128)
-    assert {point.shape for point in POINTS} == {*PUBLISHED}
-    assert all(point.row_tokens <= PUBLISHED[point.shape].positions for point in POINTS)
-    shapes = [point.shape for point in POINTS]
-    assert len({*shapes}) == 1 + sum(a != b for a, b in pairwise(shapes))
-    assert {point.name for point in choose("qwen*,*-gc")} >= {
-        "qwen3-4b-1x8192-r16",
-        "gemma2-2b-1x8192-r32-gc",
-    }
 
 
 @pytest.mark.nightly  # three processes that import the whole stack

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import shapes
 import vision
 import vision_tower
 from vision_batches import ReadyBatches, decoded_batches
@@ -52,11 +51,6 @@ def test_all_peers_recompute_layers_where_a_case_asks_for_it(work):
         assert "weights train with gradient checkpointing" in vision.line_of(one)
 
 
-def test_cases_of_8b_recompute_layers():
-    recomputing = {name for name, case in vision.CASES.items() if case.checkpointing}
-    assert recomputing == {"8b-448", "8b-1024", "8b-mixed"}
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_pixels_made_beforehand_are_those_that_a_peer_decodes(name, work):
     case = vision.CASES[name]
@@ -80,19 +74,6 @@ def without_padding(values, like):
         return values
     every = values.flatten(0, 1)
     return every[every.flatten(1).any(dim=1)]
-
-
-def test_models_of_text_and_of_images_have_folders_of_their_own(work):
-    folder = build("tiny", work)
-    assert shapes.build("tiny", work) != folder
-    assert processor_in(folder, "tiny")[0].model_type == "qwen3_vl"
-
-
-def test_every_update_is_told(work, capsys):
-    run("ours", "tiny", work)
-    said = capsys.readouterr().err
-    for stage in ("libraries imported", "model loaded", "images made", "trainer made", "update 3 of"):
-        assert stage in said
 
 
 def towers(monkeypatch, *arguments):

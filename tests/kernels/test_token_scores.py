@@ -173,14 +173,6 @@ def test_ragged_shapes(shape, V, path):
     check(make(*shape, V=V, bias=True), slack=4, softcap=4.0)
 
 
-def test_float64(path):
-    (hidden, weight), labels = make(9, 12, V=40, dtype=FP64)
-    got = token_scores(hidden, weight, labels, fields=FIELDS)
-    truth = reference.token_scores(hidden, weight, labels, fields=FIELDS)
-    for ours, theirs in zip(got, truth, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-
-
 def test_a_tie_is_won_by_the_first(path):
     """As argmax, and as TRL's head counts `mean_token_accuracy`."""
     weight = torch.eye(8, device=DEVICE)

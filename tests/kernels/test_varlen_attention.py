@@ -17,7 +17,7 @@ from every_day import combinations
 from exactness import DEVICE, large_buffer, saved_by
 from torch import Tensor
 
-from unsloth_pack.kernels import reference, varlen_attention
+from unsloth_pack.kernels import varlen_attention
 
 pytest.importorskip("triton")
 host = import_module("unsloth_pack.kernels.attention")  # whose name the function has taken
@@ -357,21 +357,6 @@ def test_only_v_is_trained(small_tiles):
     v = inputs.v.clone().requires_grad_()
     out = varlen_attention(inputs.q, inputs.k, v, inputs.cu_seqlens, **inputs.options)
     assert torch.equal(torch.autograd.grad(out, v, inputs.g_out)[0], run(inputs)[3])
-
-
-def test_gradcheck_of_the_reference():
-    inputs = make((1, 4, 3), 2, 1, D=3, dtype=torch.float64, softcap=1.0, window=2, sinks=True)
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.sinks)]
-    assert torch.autograd.gradcheck(
-        lambda *x: reference.varlen_attention(*x[:3], inputs.cu_seqlens, sinks=x[3], **inputs.options), leaves
-    )
-
-
-def test_the_reference_is_eager_in_float64():
-    for options in OPTIONS.values():
-        inputs = make(RAGGED, dtype=torch.float64, **options)
-        for x, y in zip(run(inputs), run(inputs, eager), strict=True):
-            assert torch.allclose(x, y, rtol=1e-12, atol=1e-12)
 
 
 # Dispatch and errors
