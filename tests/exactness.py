@@ -46,6 +46,16 @@ def assert_same(ours: Results, theirs: Results) -> None:
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
+def assert_no_sync(step: Callable[[], object]) -> None:
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def saved_by(fn: Callable[[], object]) -> set[int]:
     """The addresses of the tensors that fn saves for its backward."""
     saved: list[Tensor] = []

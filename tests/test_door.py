@@ -100,13 +100,6 @@ def test_trls_trainer_describes_a_row_once(
     assert trainer.state.log_history[0]["mean_token_accuracy"] >= 0
 
 
-def test_generation_describes_no_row_twice(described):
-    model = patched().eval()
-    ids = torch.cat(random_documents([6])).to(DEVICE)[None]
-    model.generate(ids, max_new_tokens=5, do_sample=False)
-    assert len(described) <= 1
-
-
 def test_a_row_that_comes_with_the_call_is_not_described(described):
     model = patched()
     documents = random_documents(LENGTHS)
@@ -296,13 +289,6 @@ def test_scores_that_no_trainer_has_prepared_are_refused():
         model(input_ids=row(random_documents(LENGTHS))["input_ids"], fused_lm_head=True)
 
 
-def test_the_report_says_that_trls_trainers_get_the_kernel():
-    model = patched()
-    assert "TRL's loss" not in patch_model(model).report.fused
-    asked_by_trl(model)
-    assert patch_model(model).report.fused["TRL's loss"] == "from the same kernel"
-
-
 class CountsEverything:
     """A collator that knows nothing of boundaries: every token has a label."""
 
@@ -332,25 +318,9 @@ def test_labels_of_first_tokens_never_train(adapter, tmp_path, no_chunked_head, 
     assert "1 labels at document starts or on padding carry no loss" in caplog.text
 
 
-def test_dpo_gets_the_kernel(tmp_path, no_chunked_head):
-    """Its batches are padded, and its reference is the model without its adapter."""
-    pairs = [
-        {"prompt": "ab", "chosen": "cdefg", "rejected": "hij"},
-        {"prompt": "xyz", "chosen": "k", "rejected": "lmnopq"},
-    ]
-    trainer = DPOTrainer(
-        patched(),
-        args=DPOConfig(**arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1, max_length=64)),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=byte_tokenizer(),
-    )
-    trainer.train()
-    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
-
-
 @pytest.mark.parametrize("mode", [True, "offload", "auto"])
-def test_graphs_would_outlive_the_steps_of_dpo(mode, tmp_path, monkeypatch):
-    """Between two steps its reference runs without the adapter and without checkpointing."""
+def test_graphs_would_outlive_the_steps_of_dpo(mode, tmp_path, monkeypatch, no_chunked_head):
+    """Between two steps its reference runs without adapter and checkpointing. It gets the kernel."""
     states = []
 
     def look(graphs, decoder, *given):
@@ -370,6 +340,7 @@ def test_graphs_would_outlive_the_steps_of_dpo(mode, tmp_path, monkeypatch):
         processing_class=byte_tokenizer(),
     )
     trainer.train()
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
     # In the first step the parameters move into one tensor, and checkpointing comes back with TRL's options
     assert [state.kept for state in states[2:]] == [True, True]
     assert (model.get_decoder().recompute_plan is not None) == (mode == "auto")

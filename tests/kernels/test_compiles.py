@@ -6,14 +6,19 @@ import pytest
 import warm
 
 pytest.importorskip("triton")
-CODE = """
+PRELUDE = """
 import itertools, sys
 from importlib import import_module
 
-import triton
+import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+def build(kernel, signature, constants, warps, attrs=None, arch=90, **options):
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, **options})
+"""
+CODE = """
 scores = import_module("unsloth_pack.kernels.token_scores")
 loss = import_module("unsloth_pack.kernels.linear_cross_entropy")
 POINTERS = ("log_probs", "entropies", "tops", "means", "squares", "losses", "g_log_probs", "g_entropies")
@@ -26,15 +31,14 @@ for kernel in (scores.score_kernel, scores.score_gradient_kernel, loss._cross_en
         if len(flags) > 3 and len(set(values[1:-1])) > 1:
             continue  # every score or none: each is a branch of its own
         constants = dict(zip(flags, values)) | {"BLOCK": 1024}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        build(kernel, signature, constants, 8)
         print("compiled", kernel.__name__, constants)
 """
 
 
 def compiled(code, tmp_path, *arguments):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}  # what was compiled before proves nothing
-    done = warm.code(code, *arguments, environment=environment)
+    done = warm.code(PRELUDE + code, *arguments, environment=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -44,13 +48,6 @@ def test_the_kernels_of_the_head_compile_for_hopper(tmp_path):
 
 
 ATTENTION = """
-import sys
-from importlib import import_module
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 host = kernels = import_module("unsloth_pack.kernels.attention")
 HOPPER = sys.argv[1] == "Hopper"
 ONE_OF_EACH = sys.argv[2:] == ["one of each"]
@@ -75,10 +72,8 @@ def compile(kernel, tile, size, head_dim, memory, flags, none=()):
     if "MEMBERS" in kernel.arg_names:
         constants["MEMBERS"] = members
     signature |= dict.fromkeys(none, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    target = GPUTarget("cuda", 90 if HOPPER else 89, 32)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    needed = triton.compile(source, target=target, options=options).metadata.shared
+    arch, stages = 90 if HOPPER else 89, dict(num_stages=tile.stages)
+    needed = build(kernel, signature, constants, tile.warps, arch=arch, **stages).metadata.shared
     assert needed <= memory * 1024, (kernel.__name__, size, head_dim, memory, needed)
     print("compiled", kernel.__name__, size, head_dim, memory, flags, none)
 
@@ -119,13 +114,6 @@ def test_the_kernels_of_attention_compile_for_less_shared_memory(tmp_path):
 
 
 OF_WEIGHTS = """
-import itertools
-from importlib import import_module
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 kernel = import_module("unsloth_pack.kernels.quantized")._dequantize_nf4_kernel
 for dtype, nested in itertools.product(["bf16", "fp16", "fp32"], [False, True]):
     signature = {"packed": "*u8", "code": "*fp32", "scales": "*u8" if nested else "*fp32"}
@@ -134,8 +122,7 @@ for dtype, nested in itertools.product(["bf16", "fp16", "fp32"], [False, True]):
     signature |= dict.fromkeys(("scale_code", "outer_scales", "offset"), "*fp32")
     signature |= {"out": f"*{dtype}", "n": "i32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    build(kernel, signature, constants, 4)
     print("compiled", dtype, nested)
 """
 
@@ -145,19 +132,12 @@ def test_the_kernel_of_four_bits_compiles_for_hopper(tmp_path):
 
 
 FP8 = """
-from importlib import import_module
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 fp8 = import_module("unsloth_pack.kernels.quantized")
 GROUPS = {(4096,): 4, (14336,): 16, (4096, 1024, 1024): 4, (14336, 14336): 32}
 
 
 def compile(kernel, signature, constants, warps):
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    build(kernel, signature, constants, warps)
     print("compiled", kernel.__name__, signature)
 
 
@@ -181,14 +161,6 @@ def test_the_kernels_of_fp8_compile_for_hopper(tmp_path):
 
 
 GATED = """
-import itertools, sys
-from importlib import import_module
-
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 host = import_module("unsloth_pack.kernels.gated_lora")
 OF_PARTS = {  # the arguments that say how a part lies
     "g": ("left_sr", "right_sf", "right_sr", "RANK"),
@@ -230,8 +202,7 @@ for dtype, rank in itertools.product([torch.bfloat16, torch.float32], map(int, s
         divisible = [i for i, name in enumerate(names) if signature[name] in (pointer, "i32")]
         divisible = {(i,): [["tt.divisibility", 16]] for i in divisible if names[i] != "N"}
         own = {name: constants[name] for name in names if name in constants}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=own, attrs=divisible)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        made = build(kernel, signature, own, 4, attrs=divisible)
         assert made.metadata.shared <= 99 * 1024, (kernel.__name__, dtype, rank, made.metadata.shared)
         print("compiled", kernel.__name__, dtype, rank, sums, made.metadata.shared)
 """
@@ -246,13 +217,6 @@ def test_the_kernels_of_gated_layers_fit_into_the_least_shared_memory(ranks, tmp
 
 
 EXPERTS = """
-import itertools
-from importlib import import_module
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 host = import_module("unsloth_pack.kernels.moe")
 INTS = dict.fromkeys(("weight_stride", "F", "C"), "i32")
 FLOATS = ("low_rank_scale", "g_scale", "alpha", "limit", "offset", "scale", "more_scale")
@@ -268,8 +232,7 @@ for dtype, with_parts, gate in itertools.product(["*bf16", "*fp32"], [0, 1], ["s
         signature = {name: types.get(name, dtype) for name in names}
         wide = [i for i, name in enumerate(names) if signature[name] == dtype or name in "FC"]
         attrs = {(i,): [["tt.divisibility", 16]] for i in wide}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=own, attrs=attrs)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": host._WARPS})
+        build(kernel, signature, own, host._WARPS, attrs=attrs)
         print("compiled", kernel.__name__, dtype, with_parts, gate)
 """
 
@@ -279,13 +242,6 @@ def test_the_kernels_of_experts_compile_for_hopper(tmp_path):
 
 
 NORM = """
-import itertools
-from importlib import import_module
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 norm = import_module("unsloth_pack.kernels.norm")
 NUMBERS = {"eps": "fp32", "offset": "fp32", "R": "i32", "steps": "i32"}
 
@@ -296,8 +252,7 @@ def compile(kernel, C, none):
     types = NUMBERS | {name: "i32" for name in kernel.arg_names if name.endswith("_sr")}
     types |= {"partial": "*fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    build(kernel, signature, constants, warps)
     print("compiled", kernel.__name__, C, none)
 
 

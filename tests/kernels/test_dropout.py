@@ -82,21 +82,3 @@ def test_tiles_and_strided_rows_are_the_whole():
 
 def test_no_rows():
     assert dropout(torch.empty(0, 8, device=DEVICE), seeded(1), 0.5).shape == (0, 8)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.ones(3)}, "pass rows"),
-        ({"x": torch.ones(2, 4, dtype=torch.int64)}, "of a floating dtype"),
-        ({"seed": torch.tensor([1], dtype=torch.int32)}, "pass one int64"),
-        ({"seed": torch.tensor([1, 2])}, "pass one int64"),
-        ({"p": 1.5}, "p is 1.5: pass a probability"),
-        ({"add_to": torch.ones(2, 3)}, "pass one like x"),
-        ({"add_to": torch.ones(4, 2).t()}, "not contiguous"),
-    ],
-)
-def test_what_does_not_fit(change, message):
-    given = {"x": torch.ones(2, 4), "seed": torch.tensor([1]), "p": 0.5} | change
-    with pytest.raises(ValueError, match=message):
-        dropout(**given)

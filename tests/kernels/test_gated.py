@@ -6,7 +6,17 @@ The yardstick is what transformers computes in the same dtypes; `exactness.asser
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import DEVICE, LAYOUTS, LAYOUTS_IN_PLACE, assert_no_worse, assert_same, far_rows, run, saved_by
+from exactness import (
+    DEVICE,
+    LAYOUTS,
+    LAYOUTS_IN_PLACE,
+    assert_no_sync,
+    assert_no_worse,
+    assert_same,
+    far_rows,
+    run,
+    saved_by,
+)
 from torch import Tensor
 
 from unsloth_pack.kernels import gated
@@ -197,29 +207,4 @@ def test_more_than_two_to_the_31_elements(fused):
 @pytest.mark.gpu
 def test_never_synchronises():
     gate, up, g_out = make(64, 896, dtype=BF16)
-    run(gated, (gate, up), g_out, "silu")  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(gated, (gate, up), g_out, "silu")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"up": torch.zeros(5, 6)}, r"gate \[5, 8\] and up \[5, 6\] must have one shape"),
-        ({"up": torch.zeros(8)}, r"up \[8\] must have one shape"),
-        ({"gate": torch.zeros(()), "up": torch.zeros(())}, r"gate \[\] and up \[\]"),
-        ({"gate": torch.zeros(5, 8, dtype=torch.int64)}, "gate is torch.int64"),
-        ({"up": torch.zeros(5, 8, dtype=torch.bool)}, "up is torch.bool"),
-        ({"up": torch.zeros(5, 8, device="meta")}, "but up on meta"),
-        ({"activation": "relu"}, "activation is 'relu': pass one of silu, gelu_tanh"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(changes, message):
-    good = {"gate": torch.zeros(5, 8), "up": torch.zeros(5, 8), "activation": "silu"}
-    with pytest.raises(ValueError, match=message) as error:
-        gated(**(good | changes))
-    assert "\n" not in str(error.value)
-    gated(**good)
+    assert_no_sync(lambda: run(gated, (gate, up), g_out, "silu"))

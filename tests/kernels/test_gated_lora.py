@@ -169,33 +169,6 @@ def test_no_rows():
     gated_lora_backward_(empty, None, empty, None, empty, None, "silu", empty.clone(), empty.clone())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"of_gate": LowRank(torch.ones(4, 2), torch.ones(8, 2))}, r"\[4, 2\] and \[8, 2\]: pass \[N, r\]"),
-        ({"of_up": LowRank(torch.ones(5, 2), torch.ones(8, 3))}, "has ranks 2 and 3"),
-        ({"of_up": LowRank(torch.ones(5, 0), torch.ones(8, 0))}, "has ranks 0 and 0"),
-        ({"of_up": LowRank(torch.ones(5, 2).half(), torch.ones(8, 2))}, "must be torch.float32"),
-        ({"gate": torch.ones(8), "up": torch.ones(8)}, r"gate is \[8\]: pass \[N, F\]"),
-        ({"activation": "relu"}, "activation is 'relu'"),
-        ({"up": torch.ones(1, 8).expand(5, 8)}, r"up is \[5, 8\] with strides \[0, 1\]"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(changes, message):
-    good = {
-        "gate": torch.ones(5, 8),
-        "up": torch.ones(5, 8),
-        "activation": "silu",
-        "of_gate": LowRank(torch.ones(5, 2), torch.ones(8, 2)),
-        "of_up": LowRank(torch.ones(5, 3), torch.ones(8, 3)),
-        "store": True,
-    }
-    with pytest.raises(ValueError, match=message) as error:
-        gated_lora_(**(good | changes))
-    assert "\n" not in str(error.value)
-    gated_lora_(**good)
-
-
 def test_gradients_are_not_written_over_each_other():
     x = torch.ones(5, 8)
     with pytest.raises(ValueError, match=r"g_up is \[5, 8\] with strides \[0, 1\]"):

@@ -9,6 +9,7 @@ from exactness import (
     DEVICE,
     LAYOUTS,
     LAYOUTS_IN_PLACE,
+    assert_no_sync,
     assert_no_worse,
     assert_same,
     far_rows,
@@ -216,12 +217,7 @@ def test_more_than_two_to_the_31_elements(trained):
 @pytest.mark.gpu
 def test_never_synchronises():
     x, weight, g_out = make(64, 896, dtype=BF16)
-    run(rms_norm, (x, weight), g_out, EPS)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(rms_norm, (x, weight), g_out, EPS)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_sync(lambda: run(rms_norm, (x, weight), g_out, EPS))
 
 
 def test_an_overwritten_input_is_noticed():
@@ -239,24 +235,3 @@ def test_leaves_of_a_graph_add_up():
     both = [leaf(x), leaf(weight)]
     twice = run(lambda x, w: rms_norm(x, w, EPS) + rms_norm(x, w, EPS), both, g_out)
     assert_same(twice, [2 * t for t in once])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"weight": torch.zeros(6)}, r"x \[5, 8\] needs a weight of its last dim, not \[6\]"),
-        ({"weight": torch.zeros(1, 8)}, r"not \[1, 8\]"),
-        ({"x": torch.zeros(()), "weight": torch.zeros(())}, r"x \[\] needs a weight"),
-        ({"x": torch.zeros(5, 0), "weight": torch.zeros(0)}, r"x \[5, 0\] needs a weight"),
-        ({"x": torch.zeros(5, 8, dtype=torch.int64)}, "x is torch.int64"),
-        ({"weight": torch.zeros(8, dtype=torch.int32)}, "weight is torch.int32"),
-        ({"weight": torch.zeros(8, device="meta")}, "but weight on meta"),
-        ({"eps": 0.0}, "eps is 0.0"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(changes, message):
-    good = {"x": torch.zeros(5, 8), "weight": torch.zeros(8), "eps": EPS}
-    with pytest.raises(ValueError, match=message) as error:
-        rms_norm(**(good | changes))
-    assert "\n" not in str(error.value)
-    rms_norm(**good)

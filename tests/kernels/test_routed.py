@@ -186,24 +186,3 @@ def test_the_oracle_does_not_read_what_it_has_overwritten():
             g.to(dtype), None, InnerSum(base.to(dtype)), weight.to(dtype), GATES["silu"], base.to(dtype)
         )
         assert (made == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"inner": InnerSum(torch.ones(5, 7))}, r"gate and up are \[5, 7\]: pass \[S, 2F\]"),
-        ({"inner": InnerSum(torch.ones(8, 5).t())}, "not contiguous"),
-        ({"inner": InnerSum(torch.ones(5, 8), Scaled(torch.ones(5, 4), 1.0))}, r"low-rank part is \[5, 4\]"),
-        ({"inner": InnerSum(torch.ones(5, 8), None, torch.ones(2, 8))}, "bias and expert one is missing"),
-        ({"inner": InnerSum(torch.ones(5, 8), None, torch.ones(2, 4), torch.ones(5))}, r"bias is \[2, 4\]"),
-        ({"weight": torch.ones(4)}, r"weight is \[4\]: pass \[5\]"),
-        ({"gate": Gate("relu")}, "activation is 'relu'"),
-        ({"gate": Gate("gelu_tanh", alpha=2.0)}, "alpha is 2.0 with gelu_tanh"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(changes, message):
-    good = {"inner": InnerSum(torch.ones(5, 8)), "weight": torch.ones(5), "gate": Gate("silu"), "keep": True}
-    with pytest.raises(ValueError, match=message) as error:
-        routed_gate_(**(good | changes))
-    assert "\n" not in str(error.value)
-    routed_gate_(**good)
