@@ -8,65 +8,30 @@ from unsloth_pack import patch_model
 from unsloth_pack.layers.rotary import RotaryTables
 from unsloth_pack.packed_row.row import PackedRow
 
+
+def rope(kind, **parameters):
+    return {"rope_type": kind, "rope_theta": 1e4} | parameters
+
+
+OF_32 = {"original_max_position_embeddings": 32}
+LONG = {
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+BY_TYPE = {"full_attention": rope("dynamic", factor=2.0)}
+BY_TYPE["sliding_attention"] = rope("default", rope_theta=1e3)
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {  # the architecture, and what of its config differs
+    "longrope": ("phi3", rope("longrope", **LONG, **OF_32), 256, OF_32),
+    "dynamic": ("llama", rope("dynamic", factor=2.0), 32, {}),
+    "dynamic in one type of layer": ("gemma3_text", BY_TYPE, 32, {}),
+    "yarn": ("llama", rope("yarn", factor=4.0, **OF_32), 128, {}),
+    "llama3": ("llama", rope("llama3", **LLAMA3, **OF_32), 256, {}),
+}
 ROPES = {
-    "longrope": (
-        "phi3",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [2.0, 3.0, 4.0, 5.0],
-                "original_max_position_embeddings": 32,
-            },
-            "max_position_embeddings": 256,
-            "original_max_position_embeddings": 32,
-        },
-    ),
-    "dynamic": (
-        "llama",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-            "max_position_embeddings": 32,
-        },
-    ),
-    "dynamic in one type of layer": (
-        "gemma3_text",
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-            },
-            "max_position_embeddings": 32,
-        },
-    ),
-    "yarn": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-            "max_position_embeddings": 128,
-        },
-    ),
-    "llama3": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-            "max_position_embeddings": 256,
-        },
-    ),
+    name: (arch, {"rope_parameters": parameters, "max_position_embeddings": most, **more})
+    for name, (arch, parameters, most, more) in ROPES.items()
 }
 
 

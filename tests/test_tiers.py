@@ -3,9 +3,8 @@
 from dataclasses import fields
 from pathlib import Path
 
+import image_models
 import pytest
-import tiled_models
-import vision_models
 from tiers import (
     ARCHITECTURES,
     COVER,
@@ -39,10 +38,9 @@ def test_the_cover_is_the_smallest():
 
 def test_one_model_stands_for_each_class_of_tower():
     towers = {}
-    for module in (vision_models, tiled_models):
-        for name in module.MODELS:
-            path = vision_spec_for(name).tower
-            towers[name] = type(module.made(name).get_base_model().model.get_submodule(path)).__name__
+    for name in image_models.MODELS:
+        path = vision_spec_for(name).tower
+        towers[name] = type(image_models.made(name).get_base_model().model.get_submodule(path)).__name__
     assert towers.keys() == {*VISION_MODELS}
     for name, other in SAME_TOWER.items():  # transformers writes a copy under the name of the model
         copied = towers[name].replace("Qwen3VLMoe", "Qwen3VL").replace("SmolVLM", "Idefics3")

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-import tiled_models
+import image_models
 import torch
-import vision_models
 
 from unsloth_pack import supported_architectures
 from unsloth_pack.attention import BACKENDS
@@ -31,7 +30,7 @@ STAGES = (
     "two stages",
 )  # variants whose adapter a first stage has saved: plain PEFT loads it, or the package
 CHECKPOINTING = {"False": False, "True": True, "offload": "offload", "auto": "auto"}
-WITH_IMAGES = (*vision_models.MODELS, *tiled_models.MODELS)
+WITH_IMAGES = image_models.MODELS
 WINDOWS = {"short": 24, "long": 1000}  # against documents of up to 129 tokens; "none" where there is none
 
 
@@ -51,12 +50,12 @@ def values_of(images=False):
     """What every field of a case may be, in the order in which cases come.
 
     Args:
-        images: of the grid of models with images; there a variant is what trains, see `vision_models.made`.
+        images: of the grid of models with images; there a variant is what trains, see `image_models.made`.
     """
     return {
         "arch": list(WITH_IMAGES if images else supported_architectures()),
         "window": ["none"] if images else [*WINDOWS, "none"],
-        "variant": list(vision_models.TRAINED if images else VARIANTS),
+        "variant": list(image_models.TRAINED if images else VARIANTS),
         "dtype": list(DTYPES),
         "backend": list(BACKENDS),
         "checkpointing": list(CHECKPOINTING),

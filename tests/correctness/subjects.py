@@ -4,10 +4,9 @@ import copy
 from dataclasses import dataclass
 from functools import partial
 
-import tiled_models
+import image_models
 import tiny
 import torch
-import vision_models
 from tiny import MIXED_LENGTHS, random_documents
 
 from .cases import DTYPES
@@ -43,7 +42,7 @@ class Text:
 
 @dataclass(frozen=True)
 class WithImages:
-    """A model of vision and language, of which what `variant` says trains; see `vision_models.made`.
+    """A model of vision and language, of which what `variant` says trains; see `image_models.made`.
 
     The gradients of its pixels are compared too.
     """
@@ -51,29 +50,16 @@ class WithImages:
     arch: str
     variant: str
 
-    @property
-    def _has_axes(self):
-        """Whether its positions are on three axes."""
-        return self.arch in vision_models.MODELS
-
-    @property
-    def _family(self):
-        return vision_models if self._has_axes else tiled_models
-
-    @property
-    def _name(self):
-        return () if self._has_axes else (self.arch,)
-
     def build(self, dtype):
         if dtype == "nf4" and self.variant == "all":
             raise NotApplicable("quantised weights have no gradient")
-        model = self._family.made(self.arch, DTYPES[dtype], self.variant)
+        model = image_models.made(self.arch, DTYPES[dtype], self.variant)
         if dtype != "nf4":
             return model
-        return in_nf4(model, partial(self._family.adapted, trained=self.variant), "language_model|text_model")
+        return in_nf4(model, partial(image_models.adapted, trained=self.variant), "language_model|text_model")
 
     def build_exact(self, quantised=None):
-        model = self._family.made(self.arch, torch.float64, self.variant)
+        model = image_models.made(self.arch, torch.float64, self.variant)
         if quantised is not None:
             copy_dequantised(quantised, model)
         return model
@@ -82,19 +68,16 @@ class WithImages:
         return copy.deepcopy(model)
 
     def documents(self, seed, turned=False):
-        parts = self._family.PARTS
-        return self._family.documents(*self._name, parts[::-1] if turned else parts, seed)
+        parts = image_models.parts_of(self.arch)
+        return image_models.documents(self.arch, parts[::-1] if turned else parts, seed)
 
     def run_alone(self, model, documents, routes=None):
-        return self._family.run_alone(*self._name, model, documents, **self._routed(routes))
+        return image_models.run_alone(self.arch, model, documents, routes)
 
     def run_packed(self, model, documents, routes=None, **describe):
-        return self._family.run_packed(*self._name, model, documents, **self._routed(routes), **describe)
+        return image_models.run_packed(self.arch, model, documents, routes, **describe)
 
     def on_the_same_row(self, model, documents, routes=None):
         """Plain transformers on the row. Where its documents leak into each other, it judges nothing."""
-        positions = (vision_models.text_and_axes if self._has_axes else tiled_models.positions)(documents)
+        positions = image_models.plain_positions(self.arch, documents)
         return self.run_packed(model, documents, routes, position_ids=positions)
-
-    def _routed(self, routes):
-        return {"routes": routes} if self._has_axes else {}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiled_models import IMAGE, SIDE, documents, images_of, made, row_of, run_alone, run_packed
+from image_models import IMAGE, SIDE, documents, images_of, made, row_of, run_alone, run_packed
 from tiny import DEVICE, error
 from transformers import masking_utils
 

@@ -2,13 +2,11 @@
 
 import captured_towers
 import pytest
-import tiled_models
 import torch
 from captured_towers import ON_GPU, hold_up, note_replays
-from tiled_models import images_of
+from image_models import documents, images_of, labels_of, lengths_of, made, tower_of
 from tiny import DEVICE, error
 from torch import nn
-from vision_models import labels_of
 
 from unsloth_pack import patch_model
 from unsloth_pack.cuda_graphs.step import StepGraphs
@@ -35,17 +33,12 @@ def pair(name, trained="frozen tower"):
     """The same patched model twice: one may capture its tower, the other may not."""
     models = []
     for why in (None, "for comparison"):
-        model = tiled_models.made(name, DTYPE, trained)
+        model = made(name, DTYPE, trained)
         patch_model(model, BACKEND).skip_probe()
         if why is not None or not ON_GPU:  # on a CPU nothing is captured
             tower_of(model).tower_graphs._why_never = why
         models.append(model)
     return models
-
-
-def tower_of(model):
-    inner = model.get_base_model().base_model
-    return inner.vision_tower if hasattr(inner, "vision_tower") else inner.vision_model
 
 
 def step(name, model, docs):
@@ -55,7 +48,7 @@ def step(name, model, docs):
     out = model(
         input_ids=torch.cat([doc.ids for doc in docs])[None].to(DEVICE),
         labels=labels_of(docs)[None].to(DEVICE),
-        packed_seq_lengths=[len(doc.ids) for doc in docs],
+        packed_seq_lengths=lengths_of(docs),
         use_cache=False,
         **given,
     )
@@ -71,7 +64,7 @@ def assert_alike(ours, theirs):
 def test_a_step_over_a_replayed_tower_is_one_over_the_uncaptured_tower(name, replays):
     models = pair(name)
     for seed, parts in enumerate([*ROWS[:1] * 3, *ROWS, *ROWS[::-1]]):
-        docs = tiled_models.documents(name, [parts, [4], parts[::-1]], seed)
+        docs = documents(name, [parts, [4], parts[::-1]], seed)
         assert_alike(*(step(name, model, docs) for model in models))
     assert len(set(replays)) >= 2  # some are padded
     assert len(replays) >= 5  # two rows of a size, or two of any, run uncaptured
@@ -124,7 +117,7 @@ def test_what_is_not_captured_says_why(name, change, why, replays):
     model = pair(name)[0]
     change(tower_of(model))
     for seed in range(4):
-        step(name, model, tiled_models.documents(name, [ROWS[0]], seed))
+        step(name, model, documents(name, [ROWS[0]], seed))
     assert str(tower_of(model).tower_graphs) == f"not captured: {why}"
     assert not replays
 
@@ -133,12 +126,12 @@ def test_what_is_not_captured_says_why(name, change, why, replays):
 def test_a_tower_that_trains_is_not_captured(name, replays):
     model = pair(name, "tower")[0]
     for seed in range(4):
-        step(name, model, tiled_models.documents(name, [ROWS[1]], seed))
+        step(name, model, documents(name, [ROWS[1]], seed))
     assert not replays
 
 
 def test_attention_that_drops_at_random_is_never_captured(replays):
-    model = tiled_models.made("gemma3", DTYPE)
+    model = made("gemma3", DTYPE)
     tower_of(model).config.attention_dropout = 0.1
     report = patch_model(model).report
     why = "attention_dropout is 0.1" if ON_GPU else "CUDA graphs need CUDA"

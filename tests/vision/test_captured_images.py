@@ -8,16 +8,27 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import image_models
 import numpy as np
 import pytest
-import tiled_models
 import torch
-import vision_models
 from correctness.judge import Draw, holds, judge_as_few
+from image_models import (
+    GRIDS,
+    IMAGE,
+    MODELS,
+    documents,
+    images_of,
+    labels_of,
+    lengths_of,
+    parts_of,
+    plain_positions,
+    run_alone,
+    run_packed,
+)
 from recorded_graphs import record_graphs
 from tiny import DEVICE, error, tiny_model
 from torch.nn.utils.rnn import pad_sequence
-from vision_models import labels_of
 
 from unsloth_pack import patch_model
 from unsloth_pack.attention import bidirectional_blocks
@@ -31,8 +42,6 @@ from unsloth_pack.layers.mixers import attention
 from unsloth_pack.packed_row.images import BlockRows
 from unsloth_pack.packed_row.row import PackedRow
 
-GRIDS = [*vision_models.MODELS]
-TILED = [*tiled_models.MODELS]
 FROZEN_DECODER = "aligner alone"
 gpu = pytest.mark.gpu
 
@@ -48,7 +57,7 @@ def rows_of(name):
     else:
         one, wide, tall = (1, 2), (2, 2), (2, 1)
         two = (1, 2) if name == "mistral3" else (1, 1)  # Mistral 3 fails on a single image of one token
-    every = family(name).PARTS
+    every = parts_of(name)
     small = [
         [[5, one, 3], [2, two, 1]],
         [[3, two, 2, two, 1]],
@@ -66,18 +75,8 @@ def filled(name, parts, tokens=64):
     return [*parts, [tokens - sum(len(doc.ids) for doc in documents(name, parts, 0))]]
 
 
-def family(name):
-    return vision_models if name in GRIDS else tiled_models
-
-
-def documents(name, parts, seed):
-    if name in GRIDS:
-        return vision_models.documents(parts, seed)
-    return tiled_models.documents(name, parts, seed)
-
-
 def made(name, dtype, trained):
-    model = family(name).made(name, dtype, "aligner" if trained == FROZEN_DECODER else trained)
+    model = image_models.made(name, dtype, "aligner" if trained == FROZEN_DECODER else trained)
     if trained == FROZEN_DECODER:
         for key, weight in model.named_parameters():
             weight.requires_grad_(weight.requires_grad and "lora_" not in key)
@@ -106,14 +105,9 @@ def adapter_in_float32(model):
 
 def called(name, model, docs, **labels):
     """The loss if labels are given, else the logits; and the leaves that hold the pixels."""
-    if name in GRIDS:
-        given = vision_models.images_of(model, docs, requires_grad=True)
-        leaves = [given["pixel_values"]] if given else []
-    else:
-        given, leaves = tiled_models.images_of(name, model, docs, requires_grad=True)
+    given, leaves = images_of(name, model, docs, requires_grad=True)
     given["input_ids"] = torch.cat([doc.ids for doc in docs])[None].to(DEVICE)
-    lengths = [len(doc.ids) for doc in docs]
-    out = model(**given, packed_seq_lengths=lengths, use_cache=False, **labels)
+    out = model(**given, packed_seq_lengths=lengths_of(docs), use_cache=False, **labels)
     return out.loss if labels else out.logits, leaves
 
 
@@ -240,7 +234,7 @@ TRAINED = ["frozen tower", "tower", "aligner", "all", FROZEN_DECODER]
 FEW = [("qwen3_vl", trained) for trained in ("frozen tower", "all", FROZEN_DECODER)]
 FEW += [("qwen2_5_vl", "aligner"), ("qwen2_vl", "tower"), ("llava_onevision", "all"), ("mistral3", "aligner")]
 FEW += [("gemma3", "frozen tower"), ("gemma3", "all")]
-MANY = [(name, trained) for name in (*GRIDS, *TILED) for trained in TRAINED]
+MANY = [(name, trained) for name in MODELS for trained in TRAINED]
 NIGHTLY = [
     pytest.param(*case, marks=pytest.mark.nightly)
     for case in MANY
@@ -257,19 +251,21 @@ def test_recorded_steps_are_uncaptured_steps(name, trained, recorded, replays):
 def test_a_padded_batch_with_images_is_captured_without_its_padding(recorded, replays):
     models = pair("qwen3_vl", torch.float64, "all")
     for seed in range(7):
-        docs = [doc for doc in vision_models.documents(seed=seed)[seed % 2 :] if len(doc.ids) > 1]
+        docs = [doc for doc in documents("qwen3_vl", seed=seed)[seed % 2 :] if len(doc.ids) > 1]
         ids = pad_sequence([doc.ids for doc in docs], batch_first=True)
         labels = pad_sequence([labels_of([doc]) for doc in docs], batch_first=True, padding_value=-100)
         mask = pad_sequence([torch.ones_like(doc.ids) for doc in docs], batch_first=True)
         found = []
         for model in models:
             model.zero_grad()
-            given = vision_models.images_of(model, docs, requires_grad=True)
-            types = (ids == vision_models.IMAGE).int()
+            given, leaves = images_of("qwen3_vl", model, docs, requires_grad=True)
+            types = (ids == IMAGE).int()
             out = model(input_ids=ids, attention_mask=mask, labels=labels, mm_token_type_ids=types, **given)
             out.loss.backward()
             grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            found.append(grads | {"loss": out.loss.detach(), "pixels": given["pixel_values"].grad})
+            found.append(
+                grads | {"loss": out.loss.detach(), "pixels": torch.cat([leaf.grad for leaf in leaves])}
+            )
         assert found[0].keys() == found[1].keys()
         for key, value in found[1].items():
             assert error(found[0][key], value) < 1e-9, key
@@ -339,7 +335,7 @@ def test_embeddings_of_a_text_model_are_captured_with_their_gradient(recorded, r
 
 def test_nothing_is_captured_where_nothing_trains(recorded, replays):
     model = patched("qwen3_vl", torch.float64, "frozen tower").requires_grad_(False)
-    text, docs = vision_models.documents([[9]]), vision_models.documents()
+    text, docs = documents("qwen3_vl", [[9]]), documents("qwen3_vl")
     graphs = model.get_decoder().step_graphs
     for _ in range(4):
         called("qwen3_vl", model, text)
@@ -361,7 +357,7 @@ def test_what_is_added_behind_layers_changes_no_other_token():
 
 @gpu
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("name", [name for name in (*GRIDS, *TILED) if name not in NOT_IN_FLOAT32])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_IN_FLOAT32])
 def test_captured_steps_are_uncaptured_steps(name, trained, held_up, replays):
     """Captured rows are longer, which changes only how GEMMs round."""
     assert_replayed_alike(pair(name, torch.float32, trained, "triton"), name, replays, 1e-4)
@@ -386,25 +382,19 @@ def test_captured_steps_of_experts_are_uncaptured_steps(trained, held_up, replay
 
 
 @gpu
-@pytest.mark.parametrize("trained", vision_models.TRAINED)
-@pytest.mark.parametrize("name", [name for name in (*GRIDS, *TILED) if name != "qwen3_vl_moe"])
+@pytest.mark.parametrize("trained", image_models.TRAINED)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3_vl_moe"])
 def test_a_captured_step_is_as_right_as_each_document_alone(name, trained, held_up, replays):
     """To fix the routes of experts takes hooks, with which nothing is captured: see the test above."""
     exact, plain = (made(name, dtype, trained) for dtype in (torch.float64, BF16))
     ours = patched(name, BF16, trained)
 
     def drawn(seed):
-        docs = documents(name, family(name).PARTS, seed)
-        if name in GRIDS:
-            on_row = {"position_ids": vision_models.text_and_axes(docs)}
-        else:
-            on_row = {"position_ids": tiled_models.positions(docs)}
-        runs = family(name)
-        model = (name,) if name in TILED else ()
-        truth, alone = (runs.run_alone(*model, each, docs) for each in (exact, plain))
-        same_row = runs.run_packed(*model, plain, docs, **on_row)
+        docs = documents(name, parts_of(name), seed)
+        truth, alone = (run_alone(name, each, docs) for each in (exact, plain))
+        same_row = run_packed(name, plain, docs, position_ids=plain_positions(name, docs))
         del replays[:]
-        got = runs.run_packed(*model, ours, docs)
+        got = run_packed(name, ours, docs)
         assert seed < 0 or len(replays) == 1, str(ours.get_decoder().step_graphs)
         return got, Draw(truth, alone, same_row)
 

@@ -10,12 +10,11 @@ from dataclasses import replace
 import captured_towers
 import pytest
 import torch
-import vision_models
 from captured_towers import ON_GPU, hold_up, note_replays
+from image_models import PIXELS, documents, images_of, labels_of, lengths_of, made, tower_of
 from peft import LoraConfig, get_peft_model
 from tiny import DEVICE
 from torch import nn
-from vision_models import labels_of
 
 from unsloth_pack import patch_model
 from unsloth_pack.cuda_graphs import tower as tower_graphs
@@ -52,16 +51,12 @@ def replays(monkeypatch):
 
 
 def patched(name, trained="frozen tower", why_never=None):
-    model = vision_models.made(name, DTYPE, trained).train()
+    model = made(name, DTYPE, trained).train()
     patch_model(model, BACKEND).skip_probe()
     tower = tower_of(model)
     assert not ON_GPU or tower.tower_graphs.why_not is None
     tower.tower_graphs._why_never = why_never
     return model
-
-
-def tower_of(model):
-    return model.get_base_model().base_model.visual
 
 
 def pair(*given):
@@ -72,7 +67,7 @@ def pair(*given):
 def images(grids, seed, dtype=DTYPE):
     grids = torch.tensor([[1, *grid] for grid in grids])
     draw = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(int(grids.prod(-1).sum()), vision_models.PIXELS, generator=draw)
+    pixels = torch.randn(int(grids.prod(-1).sum()), PIXELS, generator=draw)
     return pixels.to(DEVICE, dtype), grids
 
 
@@ -110,15 +105,15 @@ def test_a_step_over_a_replayed_tower_is_one_over_the_uncaptured_tower(name, rep
     monkeypatch.setattr(StepGraphs, "run", lambda *_: None)
     models = pair(name)
     for seed in range(5):
-        docs = vision_models.documents(seed=seed)
+        docs = documents(name, seed=seed)
         found = []
         for model in models:
             model.zero_grad()
             out = model(
-                **vision_models.images_of(model, docs),
+                **images_of(name, model, docs)[0],
                 input_ids=torch.cat([doc.ids for doc in docs])[None].to(DEVICE),
                 labels=labels_of(docs)[None].to(DEVICE),
-                packed_seq_lengths=[len(doc.ids) for doc in docs],
+                packed_seq_lengths=lengths_of(docs),
                 use_cache=False,
             )
             out.loss.backward()
@@ -157,12 +152,12 @@ def test_what_is_not_captured_says_why(change, why, replays):
 
 def test_a_tower_through_which_gradients_go_is_not_captured(replays):
     model = patched("qwen3_vl", "aligner")
-    docs = vision_models.documents()
+    docs = documents("qwen3_vl")
     for _ in range(4):
         model(
-            **vision_models.images_of(model, docs),
+            **images_of("qwen3_vl", model, docs)[0],
             input_ids=torch.cat([doc.ids for doc in docs])[None].to(DEVICE),
-            packed_seq_lengths=[len(doc.ids) for doc in docs],
+            packed_seq_lengths=lengths_of(docs),
         )
     assert not replays
 
@@ -256,7 +251,7 @@ def test_adapters_that_are_switched_off_are_seen(replays):
     """Frozen adapters in a tower: their output goes into the graph, and comes out of the next one."""
     models = []
     for why in (None, "for comparison"):
-        base = vision_models.made("qwen3_vl", DTYPE, "all")
+        base = made("qwen3_vl", DTYPE, "all")
         torch.manual_seed(0)
         config = LoraConfig(target_modules=r".*visual\.blocks.*\.qkv", init_lora_weights=False)
         model = get_peft_model(base, config).to(DTYPE).train()
@@ -273,7 +268,7 @@ def test_adapters_that_are_switched_off_are_seen(replays):
 
 
 def test_a_row_holds_only_in_a_form_of_its_dtype_and_segments():
-    pixels = torch.zeros(24, vision_models.PIXELS)
+    pixels = torch.zeros(24, PIXELS)
     rows = [PackedRow.of_lengths((24,), torch.device("cpu"))]
     patches = tower_graphs.Patches(pixels, {}, None, rows)
     form = tower_graphs.PatchesForm.of(patches)

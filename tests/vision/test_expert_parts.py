@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from vision_models import made
+from image_models import made
 
 from unsloth_pack import FastVisionModel, InputError, patch_model
 from unsloth_pack.recipe.image_options import ImageOptions

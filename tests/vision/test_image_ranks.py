@@ -1,36 +1,29 @@
 """Two processes, one of them with a row without images: both end, with the mean of their gradients."""
 
-import tiled_models
 import torch
-import vision_models
+from image_models import GRIDS, MODELS, documents, labels_of, lengths_of, made, row_of
 from torch.nn.parallel import DistributedDataParallel
-from vision_models import labels_of
 from warm import in_two_processes
 
 from unsloth_pack import patch_model
 
-CASES = [(name, "aligner") for name in (*vision_models.MODELS, *tiled_models.MODELS)]
+CASES = [(name, "aligner") for name in MODELS]
 CASES += [("qwen3_vl", "tower"), ("idefics3", "tower")]
 
 
 def rows_of(name, model):
     """A row with images and one without."""
-    if name in tiled_models.MODELS:
-        docs = tiled_models.documents(name, [[(1, 2), 5], [3, (2, 1)], [7]])
-        with_images = tiled_models.row_of(name, model, docs)
-    else:
-        docs = vision_models.documents([[(2, 4), 5], [3, (4, 2)], [7]])
-        with_images = vision_models.row_of(model, docs)
+    wide, tall = ((2, 4), (4, 2)) if name in GRIDS else ((1, 2), (2, 1))
+    docs = documents(name, [[wide, 5], [3, tall], [7]])
+    with_images = row_of(name, model, docs)
     rows = []
     for row, chosen in ((with_images, docs), ({"input_ids": docs[2].ids[None]}, docs[2:])):
-        lengths = [len(doc.ids) for doc in chosen]
-        rows.append(row | {"labels": labels_of(chosen)[None], "packed_seq_lengths": lengths})
+        rows.append(row | {"labels": labels_of(chosen)[None], "packed_seq_lengths": lengths_of(chosen)})
     return rows
 
 
-def made(name, trained):
-    models = tiled_models if name in tiled_models.MODELS else vision_models
-    model = models.made(name, torch.float32, trained)
+def patched(name, trained):
+    model = made(name, torch.float32, trained)
     patch_model(model)
     return model
 
@@ -42,7 +35,7 @@ def gradients(model):
 def train(rank, folder):
     """Two steps of every model, so that one whose gradients did not all come is found."""
     for name, trained in CASES:
-        model = made(name, trained)
+        model = patched(name, trained)
         row = rows_of(name, model)[rank]
         parallel = DistributedDataParallel(model, find_unused_parameters=False)
         for _ in range(2):
@@ -54,7 +47,7 @@ def train(rank, folder):
 def test_a_row_without_images_holds_nobody_up(tmp_path):
     in_two_processes(train, str(tmp_path))
     for name, trained in CASES:
-        model = made(name, trained)
+        model = patched(name, trained)
         for row in rows_of(name, model):
             model(**row).loss.backward()
         ours = [torch.load(tmp_path / f"{name}-{trained}-{rank}.pt") for rank in (0, 1)]

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from datasets import Dataset
+from image_models import PARTS_OF_GRIDS, documents, labels_of, made, row_of, text_and_axes
 from model_folder import byte_tokenizer
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-from vision_models import PARTS, documents, labels_of, made, row_of, text_and_axes
 
 from unsloth_pack import patch_model
 
-DOCS = [doc for doc in documents(PARTS * 2) if len(doc.ids) > 1]
+DOCS = [doc for doc in documents("qwen3_vl", PARTS_OF_GRIDS * 2) if len(doc.ids) > 1]
 
 
 def logged(kind, model, folder, rows_a_batch, accumulation):
@@ -20,7 +20,7 @@ def logged(kind, model, folder, rows_a_batch, accumulation):
         docs = [DOCS[row["number"]] for row in rows]
         lengths = [len(doc.ids) for doc in docs]
         described = {"position_ids": text_and_axes(docs), "packed_seq_lengths": lengths}
-        return row_of(model, docs) | {"labels": labels_of(docs)[None]} | described
+        return row_of("qwen3_vl", model, docs) | {"labels": labels_of(docs)[None]} | described
 
     options = dict(output_dir=str(folder), max_steps=2, learning_rate=0.01, lr_scheduler_type="constant")
     options |= dict(per_device_train_batch_size=rows_a_batch, gradient_accumulation_steps=accumulation)

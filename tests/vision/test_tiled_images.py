@@ -1,252 +1,33 @@
-"""Documents with images in one packed row come out as each of them alone: models with ordinary positions."""
-
-import copy
+"""Packed rows of models with ordinary positions, whose images come as tiles or with sizes."""
 
 import pytest
 import torch
-from correctness.judge import Draw, holds, judge_as_few
-from test_wrappers import WRAPPERS
-from tiled_models import (
-    ALIGNER,
+from image_models import (
     IMAGE,
-    MODELS,
     PATCH,
     SIDE,
     documents,
-    images_of,
+    lengths_of,
     made,
-    positions,
     row_of,
     run_alone,
     run_packed,
+    tower_of,
 )
+from test_wrappers import WRAPPERS
 from tiny import DEVICE, error
 from transformers.models.pixtral import modeling_pixtral
-from vision_models import WAYS, Passes, labels_of
 
 from unsloth_pack import patch_model
 from unsloth_pack.errors import InputError
-from unsloth_pack.packed_row.row import PackedRow
-
-each_model = pytest.mark.parametrize("name", MODELS)
-
-
-def lengths_of(docs):
-    return [len(doc.ids) for doc in docs]
-
-
-def patched(name, *args):
-    model = made(name, *args)
-    patch_model(model)
-    return model
-
-
-@pytest.fixture(scope="module")
-def references():
-    """Plain transformers, by model, what trains, dtype and seed."""
-    kept = {}
-
-    def reference(name, trained, dtype, seed):
-        key = (name, trained, dtype, seed)
-        if key not in kept:
-            docs = documents(name, seed=seed)
-            exact = run_alone(name, made(name, torch.float64, trained), docs)
-            model = made(name, dtype, trained)
-            on_row = run_packed(name, model, docs, position_ids=positions(docs))
-            kept[key] = Draw(exact, run_alone(name, model, docs), on_row)
-        return kept[key]
-
-    return reference
-
-
-@each_model
-@pytest.mark.parametrize(("trained", "dtype", "checkpointing"), WAYS)
-def test_packed_is_as_right_as_each_document_alone(name, trained, dtype, checkpointing, references):
-    model = patched(name, dtype, trained)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-
-    def run(seed):
-        return run_packed(name, model, documents(name, seed=seed)), references(name, trained, dtype, seed)
-
-    row = judge_as_few(run, dtype)
-    assert holds(row), row["failed"]
-
-
-@each_model
-def test_a_padded_batch_loses_its_padding(name):
-    """As TRL's collator makes it: a row for each document."""
-    docs = [doc for doc in documents(name) if len(doc.ids) > 1]
-    truth = run_alone(name, made(name, torch.float64), docs)
-    model = made(name, torch.float64)
-    patch = patch_model(model)
-    longest = max(lengths_of(docs))
-    ids, mask, labels = (torch.zeros(len(docs), longest, dtype=torch.int64) for _ in range(3))
-    labels -= 100
-    for number, doc in enumerate(docs):
-        n = len(doc.ids)
-        ids[number, :n], mask[number, :n], labels[number, :n] = doc.ids, 1, labels_of([doc])
-    given, leaves = images_of(name, model, docs, requires_grad=True)
-    if name in ("idefics3", "smolvlm"):
-        given = batched(docs, leaves)
-    if name == "gemma3":
-        given["token_type_ids"] = (ids == IMAGE).int().to(DEVICE)
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    out = model(**{key: value.to(DEVICE) for key, value in batch.items()}, **given)
-    out.loss.backward()
-    assert "taken out" in patch.report.fused["padding"]
-    assert error(out.loss.detach().double().cpu(), truth.loss) < 1e-6
-    grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    grads["pixel_values"] = torch.cat([leaf.grad.flatten() for leaf in leaves])
-    assert grads.keys() == truth.grads.keys()
-    for key, grad in grads.items():
-        assert error(grad.double().cpu(), truth.grads[key]) < 1e-5, key
-
-
-def batched(docs, leaves):
-    """`[B, tiles, ...]`: documents with fewer tiles than another get tiles of zeros."""
-    rows = [sum(len(image.pixels) for image in doc.images) for doc in docs]
-    by_row = torch.cat(leaves).split(rows)
-    masks = torch.cat([image.mask for doc in docs for image in doc.images]).to(DEVICE).split(rows)
-    pixels, seen = (
-        torch.stack([torch.cat([one, one.new_zeros(max(rows) - len(one), *one.shape[1:])]) for one in each])
-        for each in (by_row, masks)
-    )
-    return {"pixel_values": pixels, "pixel_attention_mask": seen}
-
-
-@each_model
-def test_no_bit_of_another_document_moves(name):
-    """Another document's image or text changed; the changed one's own logits must move."""
-    model, docs = patched(name).eval(), documents(name)
-
-    def logits(changed):
-        with torch.no_grad():
-            row = row_of(name, model, changed)
-            return model(**row, packed_seq_lengths=lengths_of(docs)).logits[0].split(lengths_of(docs))
-
-    before = logits(docs)
-    for number, doc in enumerate(docs):
-        changed = copy.deepcopy(docs)
-        for image in changed[number].images:
-            image.pixels += 1
-        if not doc.images:
-            changed[number].ids = (doc.ids + 1) % 290
-        moved = [not torch.equal(a, b) for a, b in zip(before, logits(changed), strict=True)]
-        assert moved == [other == number for other in range(len(docs))]
-
-
-@each_model
-def test_the_loss_of_a_document_reaches_its_own_pixels_alone(name):
-    model, docs = patched(name, torch.float64, "all"), documents(name)
-    given, leaves = images_of(name, model, docs, requires_grad=True)
-    given["input_ids"] = row_of(name, model, docs)["input_ids"]
-    parts = model(**given, packed_seq_lengths=lengths_of(docs)).logits[0].split(lengths_of(docs))
-    owners = [number for number, doc in enumerate(docs) for _ in doc.images]
-    for number, part in enumerate(parts):
-        grads = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, materialize_grads=True)
-        assert [bool(grad.any()) for grad in grads] == [owner == number for owner in owners]
-
-
-@each_model
-def test_swapped_images_are_seen(name):
-    model, docs = patched(name).eval(), documents(name, [[1, (1, 1), 3], [2, (1, 1), 2]])
-    swapped = copy.deepcopy(docs)
-    swapped[0].images, swapped[1].images = docs[1].images, docs[0].images
-    with torch.no_grad():
-        right, wrong = (
-            model(**row_of(name, model, given), packed_seq_lengths=lengths_of(docs)).logits[0]
-            for given in (docs, swapped)
-        )
-    behind_images = len(docs[0].ids) - 3
-    assert torch.equal(right[:1], wrong[:1])
-    moved = ~torch.isclose(right, wrong).all(dim=-1)
-    assert moved[behind_images : len(docs[0].ids)].all()
-
-
-@each_model
-def test_a_row_of_text_alone(name):
-    model, docs = made(name, torch.float64), documents(name, [[5], [1], [9]])
-    truth = run_alone(name, model, docs)
-    patch_model(model)
-    assert error(run_packed(name, model, docs).logits, truth.logits) < 1e-6
-
-
-@each_model
-def test_undone_bit_for_bit(name):
-    model, docs = made(name, torch.float32, "all"), documents(name)
-    answers = run_packed(name, model, docs, position_ids=positions(docs))  # transformers sets hooks in it
-    before = {key: type(module) for key, module in model.named_modules()}
-    attributes = {key: set(vars(module)) for key, module in model.named_modules()}
-    patch = patch_model(model)
-    run_packed(name, model, docs)
-    patch.undo()
-    assert {key: type(module) for key, module in model.named_modules()} == before
-    assert {key: set(vars(module)) for key, module in model.named_modules()} == attributes
-    again = run_packed(name, model, docs, position_ids=positions(docs))
-    assert torch.equal(answers.logits, again.logits)
-
-
-@each_model
-def test_generates_what_plain_generates(name):
-    model = made(name).eval()
-    docs = documents(name, [[3, (1, 2), 2, (1, 1), 4]], seed=5)
-    given = row_of(name, model, docs)
-    given["attention_mask"] = torch.ones_like(given["input_ids"])
-    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
-    plain = model.generate(**given, **options)
-    patch_model(model)
-    assert torch.equal(model.generate(**given, **options), plain)
-
 
 # The tower
-
-
-def tower_of(model):
-    inner = model.get_base_model().model
-    return inner.vision_model if hasattr(inner, "vision_model") else inner.vision_tower
-
-
-def mlps_of(tower):
-    return [module for key, module in tower.named_modules() if key.endswith((".mlp", ".feed_forward"))]
-
-
-@each_model
-@pytest.mark.parametrize("trained", ["frozen tower", "aligner", "tower"])
-def test_a_frozen_tower_runs_no_backward_pass(name, trained):
-    """Whatever hooks a trainer has set."""
-    model, docs = patched(name, torch.float32, trained), documents(name)
-    tower = tower_of(model)
-    tower.get_input_embeddings().register_forward_hook(lambda module, args, out: out.requires_grad_(True))
-    model.enable_input_require_grads()
-    mlps = mlps_of(tower)
-    passes = Passes(mlps)
-    row = row_of(name, model, docs)
-    model(**row, packed_seq_lengths=lengths_of(docs), labels=labels_of(docs)[None]).loss.backward()
-    assert passes.number == (len(mlps) if trained == "tower" else 0)
-    got = any(p.grad is not None for key, p in model.named_parameters() if any(a in key for a in ALIGNER))
-    assert got == (trained == "aligner")
 
 
 def test_a_tower_of_sizes_makes_no_mask_of_all_patches(monkeypatch):
     model, docs = patched("mistral3"), documents("mistral3")
     monkeypatch.setattr(modeling_pixtral, "generate_block_attention_mask", None)
     run_packed("mistral3", model, docs)
-
-
-def test_a_tower_off_by_one_is_seen(monkeypatch):
-    """An image that ends a patch late."""
-    model, docs = made("mistral3", torch.float64), documents("mistral3")
-    truth = run_alone("mistral3", model, docs)
-    patch_model(model).skip_probe()
-    of_lengths = PackedRow.of_lengths
-
-    def shifted(lengths, device):
-        return of_lengths((lengths[0] + 1, lengths[1] - 1, *lengths[2:]), device)
-
-    monkeypatch.setattr(PackedRow, "of_lengths", shifted)
-    assert error(run_packed("mistral3", model, docs).logits, truth.logits) > 1e-3
 
 
 def test_a_tower_with_dropout_attends_as_transformers_does():
@@ -259,6 +40,13 @@ def test_a_tower_with_dropout_attends_as_transformers_does():
 
 
 # What is refused
+
+
+def patched(name, *args):
+    model = made(name, *args)
+    patch_model(model)
+    return model
+
 
 SEVERAL = [[1, (1, 2), 3], [2, (1, 1), 2, (2, 1), 1]]
 
@@ -373,24 +161,6 @@ REFUSED = {
         "comes with image_hidden_states; only images are packed, as pixel_values",
     ),
 }
-
-
-@each_model
-@pytest.mark.parametrize("loss", ["pixels", "all"])
-def test_a_row_that_has_lost_its_images_is_refused(name, loss):
-    model, docs = patched(name), documents(name, SEVERAL)
-    row = (
-        row_of(name, model, docs)
-        if loss == "pixels"
-        else {"input_ids": row_of(name, model, docs)["input_ids"]}
-    )
-    row.pop("pixel_values", None)
-    n_tokens = int((row["input_ids"] == IMAGE).sum())
-    with pytest.raises(InputError) as caught:
-        model(**row, packed_seq_lengths=lengths_of(docs))
-    holds = f"a packed row holds {n_tokens} image tokens and comes without pixel_values"
-    assert any(said in str(caught.value) for said in (holds, "comes with images but no pixel_values"))
-    assert "\n" not in str(caught.value)
 
 
 def test_counts_of_several_documents_without_boundaries_are_refused():

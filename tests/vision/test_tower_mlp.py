@@ -2,10 +2,9 @@
 
 from unittest.mock import patch
 
+import image_models
 import pytest
-import tiled_models
 import torch
-import vision_models
 from peft import LoraConfig, get_peft_model
 from tiny import DEVICE, error
 from torch import nn
@@ -148,10 +147,8 @@ def test_what_is_changed_is_obeyed(change):
     ("name", "n_norms", "n_mlps"), [("qwen2_5_vl", 7, 3), ("mistral3", 5, 2), ("qwen3_vl", 0, 0)]
 )
 def test_those_of_a_tower_are_swapped_and_come_back(name, n_norms, n_mlps):
-    family = vision_models if name in vision_models.MODELS else tiled_models
-    model = family.made(name, torch.float32)
-    base = model.get_base_model().model
-    tower = base.visual if name in vision_models.MODELS else base.vision_tower
+    model = image_models.made(name, torch.float32)
+    tower = image_models.tower_of(model)
     before = {path: type(module) for path, module in tower.named_modules()}
     patched = patch_model(model)
     fast = [type(module).__mro__ for module in tower.modules()]
@@ -162,7 +159,7 @@ def test_those_of_a_tower_are_swapped_and_come_back(name, n_norms, n_mlps):
 
 
 def test_a_norm_that_peft_wraps_stays_plain():
-    model = vision_models.made("qwen2_5_vl", torch.float32, trained="all")
+    model = image_models.made("qwen2_5_vl", torch.float32, trained="all")
     config = LoraConfig(target_modules=["q_proj"], modules_to_save=["norm1"])
     peft_model = get_peft_model(model, config)
     patch_model(peft_model)

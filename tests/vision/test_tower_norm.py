@@ -1,9 +1,8 @@
 """Norms in the layers of towers under autocast: 16 bits in and out, and as right as the wide ones."""
 
+import image_models
 import pytest
-import tiled_models
 import torch
-import vision_models
 from tiny import DEVICE, error
 from torch import nn
 from torch.nn import functional as F
@@ -61,16 +60,15 @@ def test_a_norm_of_another_dtype_is_autocasts(dtype):
     assert modules[0](x).dtype == dtype
 
 
-@pytest.mark.parametrize("name", [*vision_models.MODELS, *tiled_models.MODELS])
+@pytest.mark.parametrize("name", image_models.MODELS)
 def test_the_norms_of_layers_alone_are_swapped(name):
     """Not those behind the last layer: what reads their output may want it wide. Qwen2.5-VL's and Mistral 3's
     are RMS norms."""
-    family = vision_models if name in vision_models.MODELS else tiled_models
-    model = family.made(name, torch.float32)
+    model = image_models.made(name, torch.float32)
     patch_model(model)
     fast = {
         path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, FastTowerNorm)
     }
     others = {"internvl": {"layernorm_before", "layernorm_after"}, "qwen2_5_vl": set(), "mistral3": set()}
-    of_qwen = {"norm1", "norm2"} if name in vision_models.MODELS else {"layer_norm1", "layer_norm2"}
+    of_qwen = {"norm1", "norm2"} if name in image_models.GRIDS else {"layer_norm1", "layer_norm2"}
     assert fast == others.get(name, of_qwen)

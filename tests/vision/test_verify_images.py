@@ -4,10 +4,9 @@ from itertools import product
 
 import numpy as np
 import pytest
-import tiled_models
 import torch
+from image_models import GRIDS, IMAGE, TILED, made
 from late_parts import late_deepstack, late_windows
-from vision_models import MODELS, made
 
 from unsloth_pack import patch_model, verify
 from unsloth_pack.errors import InputError
@@ -24,9 +23,8 @@ def in_turn(models, values):
     ]
 
 
-WITHOUT_GRIDS = [*tiled_models.MODELS]
-each_without_grids = pytest.mark.parametrize("name", WITHOUT_GRIDS)
-each_model = pytest.mark.parametrize("name", MODELS)
+each_without_grids = pytest.mark.parametrize("name", TILED)
+each_model = pytest.mark.parametrize("name", GRIDS)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -42,7 +40,7 @@ def of_images(report):
     return {check.name for check in report.checks if "images" in check.name}
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn([*MODELS], DTYPES), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(GRIDS, DTYPES), ids=str)
 def test_a_patched_model_passes(name, dtype):
     model = made(name, dtype, "all")
     patch_model(model)
@@ -102,7 +100,7 @@ def test_plain_transformers_with_all_four_positions_passes(name):
 WRONG = [with_mask, axes_alone, axes_with_ends, time_as_text, text_for_all, text_for_all_with_mask]
 
 
-@pytest.mark.parametrize(("name", "wrong"), in_turn([*MODELS], WRONG), ids=name_of)
+@pytest.mark.parametrize(("name", "wrong"), in_turn(GRIDS, WRONG), ids=name_of)
 def test_each_wrong_description_of_plain_transformers_is_found(name, wrong):
     report = verify(made(name), describe=wrong, documents=SHORT)
     assert failed(report) & of_images(report), report
@@ -126,9 +124,9 @@ def test_a_row_that_is_not_described_is_found_or_refused_by_the_model_itself(nam
 # Models whose images come without grids: as tiles or with sizes
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(WITHOUT_GRIDS, DTYPES), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(TILED, DTYPES), ids=str)
 def test_a_patched_model_without_grids_passes(name, dtype):
-    model = tiled_models.made(name, dtype, "all")
+    model = made(name, dtype, "all")
     patch_model(model)
     report = verify(model, documents=SHORT)
     assert report.passed, report
@@ -147,18 +145,16 @@ def positions_and_mask(lengths):
     return positions(lengths) | {"attention_mask": torch.ones(1, sum(lengths), dtype=torch.int64)}
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong"), in_turn(WITHOUT_GRIDS, [nothing, positions_and_mask]), ids=name_of
-)
+@pytest.mark.parametrize(("name", "wrong"), in_turn(TILED, [nothing, positions_and_mask]), ids=name_of)
 def test_each_wrong_description_without_grids_is_found(name, wrong):
-    report = verify(tiled_models.made(name), describe=wrong, documents=SHORT)
+    report = verify(made(name), describe=wrong, documents=SHORT)
     assert failed(report) & of_images(report), report
 
 
 @each_without_grids
 def test_plain_transformers_keeps_documents_apart_by_positions_but_gemma_3(name):
     """There an image that ends a document and one that begins the next see each other."""
-    report = verify(tiled_models.made(name), describe=positions, documents=SHORT)
+    report = verify(made(name), describe=positions, documents=SHORT)
     found = of_images(report) if name == "gemma3" else set()
     assert failed(report) & of_images(report) == found, report
 
@@ -174,7 +170,7 @@ def no_blocks(row):
 
 @pytest.mark.parametrize("wrong", [blocks_across_documents, no_blocks], ids=lambda wrong: wrong.__name__)
 def test_wrong_blocks_of_gemma_3_are_found(wrong, monkeypatch):
-    model = tiled_models.made("gemma3")
+    model = made("gemma3")
     patch_model(model)
     monkeypatch.setattr(PackedRow, "blocks", property(wrong))
     report = verify(model, documents=SHORT)
@@ -186,7 +182,7 @@ def test_swapped_features_are_found(lost, monkeypatch):
     """Images that reach another document, or other tokens of their own."""
     from unsloth_pack.layers.vision import vision_lm
 
-    model, right = tiled_models.made("internvl"), vision_lm.seen
+    model, right = made("internvl"), vision_lm.seen
     patch_model(model)
 
     def swapped(*args):
@@ -211,6 +207,6 @@ def test_what_comes_late_is_found(planted, monkeypatch):
 
 
 def test_documents_with_image_tokens_are_refused():
-    model = tiled_models.made("gemma3")
-    with pytest.raises(InputError, match=f"documents hold token {tiled_models.IMAGE}, which stands for imag"):
-        verify(model, documents=[[5, 6], [7, tiled_models.IMAGE]])
+    model = made("gemma3")
+    with pytest.raises(InputError, match=f"documents hold token {IMAGE}, which stands for imag"):
+        verify(model, documents=[[5, 6], [7, IMAGE]])
