@@ -1,6 +1,7 @@
 """Code that uses the package keeps working: names, order and defaults of arguments, flags."""
 
 import inspect
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -9,85 +10,48 @@ from tables import table
 
 import unsloth_pack
 from unsloth_pack import (
-    FastLanguageModel,
-    FastVisionModel,
-    VisionDataCollator,
     chat_templates,
     kernels,
     packing,
 )
 from unsloth_pack.attention import BACKENDS
 from unsloth_pack.cli import SUBCOMMANDS
-from unsloth_pack.patching.patch import Patch
 from unsloth_pack.recipe.command_line import train_parser
 
 REQUIRED = inspect.Parameter.empty
-CALLS = [  # arguments may be added behind these, with a default
-    (
-        FastLanguageModel.from_pretrained,
-        dict(model_name="demo", max_seq_length=2048, dtype=None, load_in_4bit=False, load_in_8bit=False)
-        | dict(load_in_fp8=False, full_finetuning=False, attn_backend="auto", device_map=None, token=None)
-        | dict(revision=None, trust_remote_code=False, random_state=3407, hf_kwargs=REQUIRED),
-    ),
-    (
-        FastLanguageModel.get_peft_model,
-        dict(model=REQUIRED, r=16, target_modules=None, lora_alpha=16, lora_dropout=0.0, bias="none")
-        | dict(layers_to_transform=None, modules_to_save=None, use_gradient_checkpointing=False)
-        | dict(random_state=3407, use_rslora=False, use_dora=False, loftq_config=None),
-    ),
-    (
-        FastVisionModel.from_pretrained,
-        dict(model_name=REQUIRED, max_seq_length=2048, dtype=None, load_in_4bit=False, load_in_8bit=False)
-        | dict(full_finetuning=False, max_pixels=None, min_pixels=None, kwargs=REQUIRED),
-    ),
-    (
-        FastVisionModel.get_peft_model,
-        dict(model=REQUIRED, r=16, target_modules=None, lora_alpha=16, lora_dropout=0.0, bias="none")
-        | dict(finetune_vision_layers=False, finetune_language_layers=True, finetune_attention_modules=True)
-        | dict(finetune_mlp_modules=True, finetune_aligner="full"),
-    ),
-    (VisionDataCollator, dict(model=REQUIRED, processor=REQUIRED, max_seq_length=None)),
-    (FastLanguageModel.for_inference, dict(model=REQUIRED)),
-    (FastLanguageModel.for_training, dict(model=REQUIRED)),
-    (unsloth_pack.patch_model, dict(model=REQUIRED, attn_backend="auto")),
-    (unsloth_pack.supported_architectures, {}),
-    (Patch.undo, dict(self=REQUIRED)),
-    (
-        packing.pack_sequences,
-        dict(sequences=REQUIRED, max_length=REQUIRED, pad_token_id=REQUIRED, strategy="next_fit")
-        | dict(return_boundaries=False, sep_token_id=None, overlong="error"),
-    ),
-    (
-        packing.concatenate_and_pack,
-        dict(input_ids=REQUIRED, labels=REQUIRED, attention_masks=REQUIRED, max_length=REQUIRED)
-        | dict(pad_token_id=REQUIRED, label_pad_id=-100),
-    ),
-    (packing.plan_packs, dict(lengths=REQUIRED, capacity=REQUIRED, strategy="bfd")),
-    (
-        packing.PackingStream,
-        dict(capacity=REQUIRED, buffer_size=256, min_fill_ratio=0.7, drop_last=None, strategy=None),
-    ),
-    (packing.pack_dataset, dict(dataset=REQUIRED, capacity=REQUIRED, strategy="bfd")),
-    (
-        packing.length_report,
-        dict(lengths=REQUIRED, capacities=(), world_size=1, per_device_batch=1, target_effective=32)
-        | dict(bin_size=512),
-    ),
-    (
-        packing.plan_accumulation,
-        dict(target_effective=REQUIRED, samples_per_pack=REQUIRED, world_size=1, per_device_batch=1),
-    ),
-    (
-        chat_templates.get_chat_template,
-        dict(tokenizer=REQUIRED, chat_template="chatml", mapping=None, map_eos_token=True),
-    ),
-    (
-        chat_templates.train_on_responses_only,
-        dict(trainer=REQUIRED, instruction_part=None, response_part=None),
-    ),
-    (chat_templates.standardize_sharegpt, dict(dataset=REQUIRED)),
-    (kernels.rope_qk, dict(q=REQUIRED, k=REQUIRED, cos=REQUIRED, sin=REQUIRED, position_ids=None)),
-]
+CALLS = """
+FastLanguageModel.from_pretrained: model_name='demo' max_seq_length=2048 dtype=None load_in_4bit=False
+  load_in_8bit=False load_in_fp8=False full_finetuning=False attn_backend='auto' device_map=None token=None
+  revision=None trust_remote_code=False random_state=3407 hf_kwargs
+FastLanguageModel.get_peft_model: model r=16 target_modules=None lora_alpha=16 lora_dropout=0.0 bias='none'
+  layers_to_transform=None modules_to_save=None use_gradient_checkpointing=False random_state=3407
+  use_rslora=False use_dora=False loftq_config=None
+FastVisionModel.from_pretrained: model_name max_seq_length=2048 dtype=None load_in_4bit=False
+  load_in_8bit=False full_finetuning=False max_pixels=None min_pixels=None kwargs
+FastVisionModel.get_peft_model: model r=16 target_modules=None lora_alpha=16 lora_dropout=0.0 bias='none'
+  finetune_vision_layers=False finetune_language_layers=True finetune_attention_modules=True
+  finetune_mlp_modules=True finetune_aligner='full'
+VisionDataCollator: model processor max_seq_length=None
+FastLanguageModel.for_inference: model
+FastLanguageModel.for_training: model
+patch_model: model attn_backend='auto'
+supported_architectures:
+patching.patch.Patch.undo: self
+packing.pack_sequences: sequences max_length pad_token_id strategy='next_fit' return_boundaries=False
+  sep_token_id=None overlong='error'
+packing.concatenate_and_pack: input_ids labels attention_masks max_length pad_token_id label_pad_id=-100
+packing.plan_packs: lengths capacity strategy='bfd'
+packing.PackingStream: capacity buffer_size=256 min_fill_ratio=0.7 drop_last=None strategy=None
+packing.pack_dataset: dataset capacity strategy='bfd'
+packing.length_report: lengths capacities=() world_size=1 per_device_batch=1 target_effective=32
+  bin_size=512
+packing.plan_accumulation: target_effective samples_per_pack world_size=1 per_device_batch=1
+chat_templates.get_chat_template: tokenizer chat_template='chatml' mapping=None map_eos_token=True
+chat_templates.train_on_responses_only: trainer instruction_part=None response_part=None
+chat_templates.standardize_sharegpt: dataset
+kernels.rope_qk: q k cos sin position_ids=None
+"""  # arguments may be added behind these, with a default
+CALLS = [line.split(":") for line in CALLS.strip().replace("\n  ", " ").splitlines()]
 FLAGS = """
     model_name max_seq_length dtype load_in_4bit dataset r lora_alpha lora_dropout bias
     use_gradient_checkpointing random_state use_rslora use_dora loftq_config per_device_train_batch_size
@@ -98,14 +62,14 @@ FLAGS = """
 """
 
 
-@table(("function", "arguments"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
-def test_arguments_keep_their_names_order_and_defaults(function, arguments):
-    parameters = inspect.signature(function).parameters
-    kept = list(parameters.values())[: len(arguments)]
-    assert {parameter.name: parameter.default for parameter in kept} == arguments
-    assert [parameter.name for parameter in kept] == list(arguments)
-    added = list(parameters.values())[len(arguments) :]
-    assert all(each.default is not REQUIRED or each.kind is each.VAR_KEYWORD for each in added)
+@table(("name", "arguments"), CALLS, ids=[name for name, _ in CALLS])
+def test_arguments_keep_their_names_order_and_defaults(name, arguments):
+    function = operator.attrgetter(name)(unsloth_pack)
+    parameters = list(inspect.signature(function).parameters.values())
+    said = [each.name if each.default is REQUIRED else f"{each.name}={each.default!r}" for each in parameters]
+    n_kept = len(arguments.split())
+    assert " ".join(said[:n_kept]) == arguments.strip()
+    assert all(each.default is not REQUIRED or each.kind is each.VAR_KEYWORD for each in parameters[n_kept:])
 
 
 def test_keyword_only_arguments():

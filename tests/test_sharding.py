@@ -128,22 +128,6 @@ def test_factors_that_fsdp2_gathers_by_themselves_are_not_fused(mesh):
 # What is asked of modules and parameters
 
 
-def by_nothing(layers, mesh):
-    pass
-
-
-def by_zero3(layers, mesh):
-    layers[1].bias.ds_id = 0
-
-
-def by_fsdp2(layers, mesh):
-    fully_shard(layers[1], mesh=mesh)
-
-
-def by_fsdp1(layers, mesh):
-    layers[1] = nn.ModuleDict({"_fsdp_wrapped_module": layers[1]})
-
-
 def by_tensor_parallelism(layers, mesh):
     layers[1].weight = nn.Parameter(distribute_tensor(layers[1].weight.detach(), mesh, [Shard(0)]))
 
@@ -151,12 +135,13 @@ def by_tensor_parallelism(layers, mesh):
 @pytest.mark.parametrize(
     ("shard", "how"),
     [
-        (by_nothing, None),
-        (by_zero3, "ZeRO-3"),
-        (by_fsdp2, "FSDP2"),
-        (by_fsdp1, "FSDP1"),
+        (lambda layers, mesh: None, None),
+        (lambda layers, mesh: setattr(layers[1].bias, "ds_id", 0), "ZeRO-3"),
+        (lambda layers, mesh: fully_shard(layers[1], mesh=mesh), "FSDP2"),
+        (lambda layers, _: layers.append(nn.ModuleDict({"_fsdp_wrapped_module": layers.pop(1)})), "FSDP1"),
         (by_tensor_parallelism, "tensor parallelism"),
     ],
+    ids=lambda value: str(value) if not callable(value) else "",
 )
 def test_what_shards_a_model(shard, how, mesh):
     layers = nn.Sequential(*(nn.Linear(4, 4, device=DEVICE) for _ in range(3)))

@@ -571,16 +571,6 @@ def test_a_loss_of_ones_own_gets_what_it_gets_of_a_padded_batch():
     assert seen == [((5, 40), (5, 40), None)]
 
 
-def test_copies_stand_alone_and_undo_forgets():
-    model, batch = patched(), batch_of(random_documents(LENGTHS), "right")
-    expected = model(**batch).loss
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert torch.equal(twin(**batch).loss, expected)
-    plain = tiny_model("llama")
-    model.get_base_model().__dict__["unsloth_pack_patch"].undo()
-    assert torch.equal(model(**batch).loss, plain(**batch).loss)
-
-
 def test_graphs_get_the_packed_row(monkeypatch):
     model, batch, rows = patched(), batch_of(random_documents(LENGTHS), "left"), []
     decoder = decoder_of(model)
