@@ -2,21 +2,10 @@
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from test_door import asked_by_trl
 from tiny import DEVICE, MIXED_LENGTHS, error, random_documents
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-)
 
 from unsloth_pack import FastLanguageModel, patch_model, verify
 from unsloth_pack.errors import InputError
@@ -25,101 +14,56 @@ from unsloth_pack.models import arch_spec_for, vision_spec_for
 LENGTHS = MIXED_LENGTHS[:4]
 
 
-def gemma3(dtype, **text):
-    spec = arch_spec_for("gemma3_text")
-    text_config = spec.tiny_config(
-        vocab_size=300, **text
-    ).to_dict()  # with a softcap that the wrapper ignores
-    config = Gemma3Config(
-        text_config=text_config,
-        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
-        | dict(image_size=28, patch_size=14),
-        mm_tokens_per_image=1,
-        image_token_id=299,
-        boi_token_id=298,
-        eoi_token_id=297,
-    )
-    return Gemma3ForConditionalGeneration._from_config(config, dtype=dtype)
-
-
-def gemma4(dtype, **text):
-    plain = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_attention_heads=4)
-    plain |= dict(num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.08)
-    config = Gemma4Config(
-        text_config=plain | dict(arch_spec_for("gemma4_text").tiny) | text,
-        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
-        | dict(num_key_value_heads=2, head_dim=16, patch_size=14, position_embedding_size=16),
-        image_token_id=299,
-        video_token_id=298,
-        audio_token_id=297,
-    )
-    return Gemma4ForConditionalGeneration._from_config(config, dtype=dtype)
-
-
-def qwen2_5_vl(dtype, **text):
-    plain = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-    plain |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
-    plain |= dict(initializer_range=0.08)
-    config = Qwen2_5_VLConfig(
-        text_config=plain | dict(arch_spec_for("qwen2_5_vl_text").tiny) | text,
-        vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
-        | dict(patch_size=14, window_size=56, fullatt_block_indexes=[0]),
-        image_token_id=299,
-        video_token_id=298,
-        vision_start_token_id=297,
-        vision_end_token_id=296,
-    )
-    return Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype)
-
-
-def qwen3_5(dtype, **text):
-    config = Qwen3_5Config(
-        text_config=arch_spec_for("qwen3_5_text").tiny_config(vocab_size=300, **text).to_dict(),
-        vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
-        | dict(patch_size=14),
-        image_token_id=299,
-        video_token_id=298,
-        vision_start_token_id=297,
-        vision_end_token_id=296,
-    )
-    return Qwen3_5ForConditionalGeneration._from_config(config, dtype=dtype)
-
-
-def mistral4(dtype, **text):
-    plain = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
-    plain |= dict(num_attention_heads=4, max_position_embeddings=2048, initializer_range=0.08)
-    plain |= dict(arch_spec_for("mistral4").tiny) | dict(model_type="mistral4", first_k_dense_replace=2)
-    config = Mistral3Config(
-        text_config=plain | text,
-        vision_config=dict(model_type="pixtral", hidden_size=32, intermediate_size=48, num_hidden_layers=1)
-        | dict(num_attention_heads=2, head_dim=16, image_size=28, patch_size=14),
-        image_token_index=299,
-    )
-    return Mistral3ForConditionalGeneration._from_config(config, dtype=dtype)
-
-
-WRAPPERS = {
-    "gemma3": gemma3,
-    "gemma4": gemma4,
-    "mistral4": mistral4,
-    "qwen2_5_vl": qwen2_5_vl,
-    "qwen3_5": qwen3_5,
+_IDS = dict(image_token_id=299, video_token_id=298)
+_GRID_IDS = _IDS | dict(vision_start_token_id=297, vision_end_token_id=296)
+_TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+_GRID_TOWER = dict(
+    depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64, patch_size=14
+)
+_OF_PATCHES = dict(image_size=28, patch_size=14)
+WRAPPERS = {  # the class, the text model, the tower, and what else the config has
+    # with a softcap in the text model's config that the wrapper ignores
+    "gemma3": (
+        *("Gemma3", "gemma3_text", _TOWER | _OF_PATCHES),
+        dict(mm_tokens_per_image=1, image_token_id=299, boi_token_id=298, eoi_token_id=297),
+    ),
+    "gemma4": (
+        *("Gemma4", "gemma4_text"),
+        _TOWER | dict(num_key_value_heads=2, head_dim=16, patch_size=14, position_embedding_size=16),
+        _IDS | dict(audio_token_id=297),
+    ),
+    "mistral4": (
+        *("Mistral3", "mistral4"),
+        _TOWER | _OF_PATCHES | dict(model_type="pixtral", head_dim=16),
+        dict(image_token_index=299),
+    ),
+    "qwen2_5_vl": (
+        *("Qwen2_5_VL", "qwen2_5_vl_text", _GRID_TOWER | dict(window_size=56, fullatt_block_indexes=[0])),
+        _GRID_IDS,
+    ),
+    "qwen3_5": ("Qwen3_5", "qwen3_5_text", _GRID_TOWER, _GRID_IDS),
 }
-
-
 AROUND = {"mistral4": "mistral3"}  # model types of wrappers, where they are not the name
+
+
+def wrapped(name, dtype, **text):
+    kind, arch, tower, more = WRAPPERS[name]
+    text |= dict(first_k_dense_replace=2) if name == "mistral4" else {}  # no experts
+    config = arch_spec_for(arch).tiny_config(vocab_size=300, **text).to_dict()
+    config = getattr(transformers, f"{kind}Config")(text_config=config, vision_config=dict(tower), **more)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config, dtype=dtype)
 
 
 def made(name, dtype=torch.float32, adapter=True, seed=0):
     """A random model, the same in every dtype."""
     torch.manual_seed(seed)
-    weights = WRAPPERS[name](torch.float32).state_dict()
+    weights = wrapped(name, torch.float32).state_dict()
     generator = torch.Generator().manual_seed(seed + 1)
     for key, weight in weights.items():
         # Gemma 3's projector begins as zeros: no image would change anything
         if "norm" in key or key.endswith("bias") or "mm_input_projection" in key:
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
-    model = WRAPPERS[name](dtype)
+    model = wrapped(name, dtype)
     model.load_state_dict(weights)
     model = model.to(DEVICE).train()
     if not adapter:

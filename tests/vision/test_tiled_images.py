@@ -14,7 +14,7 @@ from image_models import (
     run_packed,
     tower_of,
 )
-from test_wrappers import WRAPPERS
+from test_wrappers import wrapped
 from tiny import DEVICE, error
 from transformers.models.pixtral import modeling_pixtral
 
@@ -197,7 +197,7 @@ def test_counts_of_other_documents_are_refused():
 @pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
 @pytest.mark.parametrize("argument", ["pixel_values", "pixel_values_videos"])
 def test_models_that_pack_text_alone_say_so(name, argument):
-    model = WRAPPERS[name](torch.float32)
+    model = wrapped(name, torch.float32)
     patch_model(model)
     row = {"input_ids": torch.tensor([[5, IMAGE, 6, 7]]), argument: torch.zeros(1, 3, SIDE, PATCH)}
     with pytest.raises(InputError) as caught:
