@@ -5,23 +5,30 @@ Without a GPU, graphs are recorded and computed again, in float64.
 
 import copy
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 
-import captured_towers
 import pytest
 import torch
-from captured_towers import ON_GPU, hold_up, note_replays
 from image_models import PIXELS, documents, images_of, labels_of, lengths_of, made, tower_of
 from peft import LoraConfig, get_peft_model
-from tiny import DEVICE
+from recorded_graphs import record_graphs
+from tiny import DEVICE, error
 from torch import nn
 
 from unsloth_pack import patch_model
 from unsloth_pack.cuda_graphs import tower as tower_graphs
+from unsloth_pack.cuda_graphs.capture_decision import CaptureDecision
 from unsloth_pack.cuda_graphs.memory import GraphMemory
 from unsloth_pack.cuda_graphs.step import StepGraphs
-from unsloth_pack.cuda_graphs.tower import TowerGraphs
+from unsloth_pack.cuda_graphs.tower import Patches, PatchesForm, TowerGraphs
+from unsloth_pack.layers.vision import tower as vision_tower
+from unsloth_pack.layers.vision import variable_size_tower
 from unsloth_pack.packed_row.row import PackedRow
+
+ON_GPU = DEVICE != "cpu"
+ATTEND = vision_tower.attend
+
 
 DTYPE, BOUND = (torch.bfloat16, 0.02) if ON_GPU else (torch.float64, 1e-9)
 BACKEND = "flash" if ON_GPU else "auto"  # the fastest of those that a graph holds
@@ -38,30 +45,101 @@ ROWS = [
     [(6, 4)],
     [(16, 8)],
 ]
+OF_BATCHES = ["gemma3", "internvl", "llava_onevision", "mistral3"]
+PARTS = [[(1, 2), 5], [3, (1, 1), 2, (2, 2), 4], [(2, 2), 3, (1, 2), (2, 1), 1], [2, (1, 1), 3], [(2, 2), 7]]
 
 
 @pytest.fixture(autouse=True)
 def held_up(monkeypatch):
-    hold_up(monkeypatch)
+    """Towers are known to wait for Python. Without a GPU, graphs are recorded."""
+    monkeypatch.setattr(CaptureDecision, "is_held_up", lambda *_: True)
+    if not ON_GPU:
+        record_graphs(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+        for forward in (vision_tower, variable_size_tower):
+            monkeypatch.setattr(forward, "attend", _by_ends)
+
+
+def _by_ends(q_NHD, k_NHD, v_NHD, row, options, backend):
+    """Attention that reads of a static row what kernels read on the device."""
+    if "static" not in row._built:
+        return ATTEND(q_NHD, k_NHD, v_NHD, row, options, backend)
+    image = torch.searchsorted(row.cu_seqlens, torch.arange(len(q_NHD)), right=True)
+    heads = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
+    seen = image[:, None] == image
+    out = nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=options.scale)
+    return out[0].transpose(0, 1)
 
 
 @pytest.fixture
 def replays(monkeypatch):
-    return note_replays(monkeypatch)
+    """The patches of rows that will be replayed, without those by which a capture is checked.
+
+    Before each replay, what graphs read is poisoned.
+    """
+    replayed = []
+    replay, check = tower_graphs._CapturedTower.replay, tower_graphs._CapturedTower.check
+
+    def noted(captured, patches):
+        replayed.append(len(patches.pixels))
+        for static in captured._static.tensors:
+            static.fill_(float("nan") if static.is_floating_point() else 2**40)
+        for row in captured._rows:
+            row._built["static"].fill_(2**40)
+        return replay(captured, patches)
+
+    def checked(captured, patches, expected):
+        check(captured, patches, expected)
+        replayed.pop()
+
+    monkeypatch.setattr(tower_graphs._CapturedTower, "replay", noted)
+    monkeypatch.setattr(tower_graphs._CapturedTower, "check", checked)
+    return replayed
 
 
-def patched(name, trained="frozen tower", why_never=None):
-    model = made(name, DTYPE, trained).train()
-    patch_model(model, BACKEND).skip_probe()
-    tower = tower_of(model)
-    assert not ON_GPU or tower.tower_graphs.why_not is None
-    tower.tower_graphs._why_never = why_never
-    return model
+def assert_alike(ours, theirs, bound=BOUND):
+    """Of lists of tensors, which have to have the same shapes."""
+    assert len(ours) == len(theirs) > 1
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape
+        assert error(one.double(), other.double()) < bound
 
 
-def pair(*given):
+@pytest.fixture
+def no_steps(monkeypatch):
+    """The decoder itself is not captured."""
+    monkeypatch.setattr(StepGraphs, "run", lambda *_: None)
+
+
+def pair(name, trained="frozen tower"):
     """The same patched model twice: one may capture its tower, the other may not."""
-    return [patched(*given, why_never=why) for why in (None, "for comparison")]
+    models = []
+    for why in (None, "for comparison"):
+        model = made(name, DTYPE, trained)
+        patch_model(model, BACKEND).skip_probe()
+        if why is not None or not ON_GPU:  # on a CPU nothing is captured
+            tower_of(model).tower_graphs._why_never = why
+        models.append(model)
+    return models
+
+
+def patched(*given):
+    return pair(*given)[0]
+
+
+def step(name, model, docs):
+    """The loss and all gradients, over documents in one row."""
+    model.zero_grad()
+    given, _ = images_of(name, model, docs)
+    out = model(
+        input_ids=torch.cat([doc.ids for doc in docs])[None].to(DEVICE),
+        labels=labels_of(docs)[None].to(DEVICE),
+        packed_seq_lengths=lengths_of(docs),
+        use_cache=False,
+        **given,
+    )
+    out.loss.backward()
+    return [out.loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def images(grids, seed, dtype=DTYPE):
@@ -83,10 +161,6 @@ def flat(output):
     return [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-def assert_alike(ours, theirs):
-    captured_towers.assert_alike(ours, theirs, BOUND)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replayed_tower_is_the_uncaptured_one(name, replays):
     """What a replay has made outlives the next."""
@@ -100,25 +174,12 @@ def test_a_replayed_tower_is_the_uncaptured_one(name, replays):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_over_a_replayed_tower_is_one_over_the_uncaptured_tower(name, replays, monkeypatch):
-    """The loss and the gradients; the decoder itself is not captured."""
-    monkeypatch.setattr(StepGraphs, "run", lambda *_: None)
+def test_a_step_over_a_replayed_tower_is_one_over_the_uncaptured_tower(name, replays, no_steps):
+    """The loss and the gradients."""
     models = pair(name)
     for seed in range(5):
         docs = documents(name, seed=seed)
-        found = []
-        for model in models:
-            model.zero_grad()
-            out = model(
-                **images_of(name, model, docs)[0],
-                input_ids=torch.cat([doc.ids for doc in docs])[None].to(DEVICE),
-                labels=labels_of(docs)[None].to(DEVICE),
-                packed_seq_lengths=lengths_of(docs),
-                use_cache=False,
-            )
-            out.loss.backward()
-            found.append([out.loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-        assert_alike(*found)
+        assert_alike(*(step(name, model, docs) for model in models))
     assert len(replays) == 3
 
 
@@ -270,14 +331,96 @@ def test_adapters_that_are_switched_off_are_seen(replays):
 def test_a_row_holds_only_in_a_form_of_its_dtype_and_segments():
     pixels = torch.zeros(24, PIXELS)
     rows = [PackedRow.of_lengths((24,), torch.device("cpu"))]
-    patches = tower_graphs.Patches(pixels, {}, None, rows)
-    form = tower_graphs.PatchesForm.of(patches)
+    patches = Patches(pixels, {}, None, rows)
+    form = PatchesForm.of(patches)
     assert form.n_patches == 64
     assert form.holds(patches)
-    assert not form.holds(tower_graphs.Patches(pixels.double(), {}, None, rows))
-    assert not form.holds(tower_graphs.Patches(pixels, {}, None, rows * 2))
+    assert not form.holds(Patches(pixels.double(), {}, None, rows))
+    assert not form.holds(Patches(pixels, {}, None, rows * 2))
 
 
 def test_a_tower_without_a_gpu_says_why_it_is_never_captured():
     graphs = TowerGraphs("CUDA graphs need CUDA")
     assert str(graphs) == "not captured: CUDA graphs need CUDA"
+
+
+# Images that are a batch, or have sizes
+
+
+@pytest.mark.parametrize("name", OF_BATCHES)
+def test_a_step_over_a_replayed_tower_of_batches_is_one_over_the_uncaptured_tower(name, replays, no_steps):
+    models = pair(name)
+    for seed, parts in enumerate([*PARTS[:1] * 3, *PARTS, *PARTS[::-1]]):
+        docs = documents(name, [parts, [4], parts[::-1]], seed)
+        assert_alike(*(step(name, model, docs) for model in models), max(BOUND, 1e-6))
+    assert len(set(replays)) >= 2  # some are padded
+    assert len(replays) >= 5  # two rows of a size, or two of any, run uncaptured
+    assert str(tower_of(models[0]).tower_graphs).startswith("captured for ")
+    unit = "patches" if name == "mistral3" else "images"
+    assert str(tower_of(models[0]).tower_graphs).endswith(unit)
+
+
+def test_a_form_holds_images_of_its_size_and_dtype_and_what_was_asked():
+    pixels = torch.zeros(5, 3, 16, 16)
+    form = PatchesForm.of(Patches(pixels))
+    assert form.n_patches == 5
+    assert form.holds(Patches(pixels[:3]))
+    for other in (
+        Patches(torch.zeros(6, 3, 16, 16)),
+        Patches(torch.zeros(5, 3, 8, 16)),
+        Patches(pixels.double()),
+        Patches(pixels, asked={"output_hidden_states": True}),
+    ):
+        assert not form.holds(other)
+    assert PatchesForm.of(Patches(torch.zeros(33, 3, 2, 2))).n_patches == 36
+
+
+@pytest.mark.parametrize("name", ["gemma3", "internvl"])
+def test_what_else_is_asked_of_a_tower_is_not_replayed_as_this(name, replays, no_steps):
+    ours, theirs = pair(name)
+    side = tower_of(ours).config.image_size
+    side = side[0] if isinstance(side, (list, tuple)) else side
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randn(5, 3, side, side, generator=draw).to(DEVICE, DTYPE)
+    with torch.no_grad():
+        for given in (pixels, pixels[:5] * 2, pixels + 1, pixels[:4]):
+            made = [tower_of(model)(given).last_hidden_state for model in (ours, theirs)]
+            assert error(*(x.double() for x in made)) < max(BOUND, 1e-6)
+        assert replays == [5, 4]
+        more = [tower_of(model)(pixels, output_hidden_states=True).hidden_states for model in (ours, theirs)]
+        assert_alike(*more, max(BOUND, 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("gemma3", lambda tower: tower.eval(), "the model is not training"),
+        ("internvl", lambda tower: tower.register_forward_hook(lambda *_: None), "modules have hooks"),
+        ("mistral3", lambda tower: setattr(tower, "extra", nn.Dropout(0.1)), "the tower drops at random"),
+        ("smolvlm", lambda tower: None, "what comes beside the pixels is read on the host"),
+    ],
+)
+def test_what_is_not_captured_of_batches_says_why(name, change, why, replays, no_steps):
+    model = pair(name)[0]
+    change(tower_of(model))
+    for seed in range(4):
+        step(name, model, documents(name, [PARTS[0]], seed))
+    assert str(tower_of(model).tower_graphs) == f"not captured: {why}"
+    assert not replays
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_a_tower_that_trains_is_not_captured(name, replays, no_steps):
+    model = pair(name, "tower")[0]
+    for seed in range(4):
+        step(name, model, documents(name, [PARTS[1]], seed))
+    assert not replays
+
+
+def test_attention_that_drops_at_random_is_never_captured(replays, no_steps):
+    model = made("gemma3", DTYPE)
+    tower_of(model).config.attention_dropout = 0.1
+    report = patch_model(model).report
+    why = "attention_dropout is 0.1" if ON_GPU else "CUDA graphs need CUDA"
+    assert str(tower_of(model).tower_graphs) == f"not captured: {why}"
+    assert "captured" not in report.fused.get("tower", "")
