@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tables import table
 from tiny import DEVICE, error, random_documents
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -82,11 +83,16 @@ def test_what_is_refused():
     ):
         with pytest.raises(InputError, match=message):
             adapted(base(**EVERY_LAYER), targets)
-    with pytest.raises(InputError, match="lora_dropout"):
-        adapted(base(**EVERY_LAYER), None, lora_dropout=0.1)
+    for names, message in (
+        (["mlp.experts.gate_upp"], "target_parameters names 'mlp.experts.gate_upp'"),
+        (["mlp.experts.gate_up_proj", "nothing.down_proj"], "target_parameters names 'nothing.down_proj'"),
+        ("mlp.experts.gate_up_proj", "give a list"),
+    ):
+        with pytest.raises(InputError, match=message):
+            adapted(base(), ["q_proj"], target_parameters=names)
 
 
-@pytest.mark.parametrize(
+@table(
     ("options", "message"),
     [
         ({"lora_dropout": 0.1}, "lora_dropout is 0.1, which PEFT's LoRA does not have on stacked parameters"),
@@ -95,22 +101,21 @@ def test_what_is_refused():
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"lora_bias": True}, "lora_bias is True"),
         ({"lora_dropout": 0.1, "use_dora": True}, "(?s)lora_dropout is 0.1.*use_dora is True"),
+        (
+            {"loftq_config": {"loftq_bits": 4}},
+            r"loftq_config is \{'loftq_bits': 4\}, which PEFT's LoRA does not",
+        ),
     ],
-    ids=str,
 )
 def test_what_peft_lacks_for_stacks_is_refused(options, message):
+    if "loftq_config" in options:  # `get_peft_model` takes it on CUDA only
+        with pytest.raises(InputError, match=message):
+            refuse_on_stacks(lora_targets(base(), ["down_proj"]), options)
+        return
     with pytest.raises(InputError, match=message):
         adapted(base(), None, **options)
-    assert places(adapted(base(), ["q_proj"], **options)) == {
-        place for place in ATTENTION if "q_proj" in place
-    }
-
-
-def test_loftq_is_refused_for_stacks():
-    """`get_peft_model` takes it on CUDA only."""
-    targets = lora_targets(base(), ["down_proj"])
-    with pytest.raises(InputError, match=r"loftq_config is \{'loftq_bits': 4\}, which PEFT's LoRA does not"):
-        refuse_on_stacks(targets, {"loftq_config": {"loftq_bits": 4}})
+    of_q = {place for place in ATTENTION if "q_proj" in place}
+    assert places(adapted(base(), ["q_proj"], **options)) == of_q
 
 
 @pytest.mark.parametrize("beginning", [True, False, "gaussian"])
@@ -278,16 +283,6 @@ def test_patterns_mean_the_same_in_a_saved_adapter(patterns, tmp_path):
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(base(**EVERY_LAYER), tmp_path)
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-4)
-
-
-def test_target_parameters_that_are_not_there():
-    for names, says in (
-        (["mlp.experts.gate_upp"], "target_parameters names 'mlp.experts.gate_upp'"),
-        (["mlp.experts.gate_up_proj", "nothing.down_proj"], "target_parameters names 'nothing.down_proj'"),
-        ("mlp.experts.gate_up_proj", "give a list"),
-    ):
-        with pytest.raises(InputError, match=says):
-            adapted(base(), ["q_proj"], target_parameters=names)
 
 
 def test_target_parameters_alone():

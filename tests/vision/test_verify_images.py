@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from image_models import GRIDS, IMAGE, TILED, made
+from image_models import GRIDS, IMAGE, MODELS, TILED, made
 from late_parts import late_deepstack, late_windows
 
 from unsloth_pack import patch_model, verify
@@ -40,11 +40,11 @@ def of_images(report):
     return {check.name for check in report.checks if "images" in check.name}
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(GRIDS, DTYPES), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, DTYPES), ids=str)
 def test_a_patched_model_passes(name, dtype):
     model = made(name, dtype, "all")
     patch_model(model)
-    report = verify(model)
+    report = verify(model, documents=SHORT if name in TILED else None)
     assert report.passed, report
     assert len(of_images(report)) == 3
 
@@ -97,15 +97,6 @@ def test_plain_transformers_with_all_four_positions_passes(name):
     assert not failed(report) & of_images(report), report
 
 
-WRONG = [with_mask, axes_alone, axes_with_ends, time_as_text, text_for_all, text_for_all_with_mask]
-
-
-@pytest.mark.parametrize(("name", "wrong"), in_turn(GRIDS, WRONG), ids=name_of)
-def test_each_wrong_description_of_plain_transformers_is_found(name, wrong):
-    report = verify(made(name), describe=wrong, documents=SHORT)
-    assert failed(report) & of_images(report), report
-
-
 @each_model
 def test_a_row_that_is_not_described_is_found_or_refused_by_the_model_itself(name):
     def report():
@@ -124,15 +115,6 @@ def test_a_row_that_is_not_described_is_found_or_refused_by_the_model_itself(nam
 # Models whose images come without grids: as tiles or with sizes
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(TILED, DTYPES), ids=str)
-def test_a_patched_model_without_grids_passes(name, dtype):
-    model = made(name, dtype, "all")
-    patch_model(model)
-    report = verify(model, documents=SHORT)
-    assert report.passed, report
-    assert len(of_images(report)) == 3
-
-
 def nothing(lengths):
     return TRAINING
 
@@ -145,8 +127,15 @@ def positions_and_mask(lengths):
     return positions(lengths) | {"attention_mask": torch.ones(1, sum(lengths), dtype=torch.int64)}
 
 
-@pytest.mark.parametrize(("name", "wrong"), in_turn(TILED, [nothing, positions_and_mask]), ids=name_of)
-def test_each_wrong_description_without_grids_is_found(name, wrong):
+WRONG = [with_mask, axes_alone, axes_with_ends, time_as_text, text_for_all, text_for_all_with_mask]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [*in_turn(GRIDS, WRONG), *in_turn(TILED, [nothing, positions_and_mask])],
+    ids=name_of,
+)
+def test_each_wrong_description_of_plain_transformers_is_found(name, wrong):
     report = verify(made(name), describe=wrong, documents=SHORT)
     assert failed(report) & of_images(report), report
 
