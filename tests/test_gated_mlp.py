@@ -22,12 +22,14 @@ from unsloth_pack.lora.mlp import gated_mlp
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
 WIDTH, FEATURES, TOKENS = 64, 192, 300
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 needs_bitsandbytes = pytest.mark.skipif(not is_bitsandbytes_available(), reason="bitsandbytes")
 
 
 class MLP(nn.Module):
-    def __init__(self, joined=False, bias=False):
+    def __init__(self, joined=False, bias=False, activation="silu"):
         super().__init__()
+        self.activation = activation
         if joined:
             self.gate_up_proj = nn.Linear(WIDTH, 2 * FEATURES, bias=bias)
         else:
@@ -41,7 +43,7 @@ class MLP(nn.Module):
     def forward(self, x):
         outputs = [layer(x) for layer in self.inner]
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
 def adapted(dtype, joined=False, bias=False, convert=lambda mlp: mlp):
@@ -72,6 +74,7 @@ def outcome(peft_model, run, x, g, again=False):
     if again:
         torch.autograd.grad(y, [x, *trained.values()], g, retain_graph=True)
     grads = torch.autograd.grad(y, [x, *trained.values()], g)
+    assert all(p.dtype == grad.dtype for p, grad in zip([x, *trained.values()], grads, strict=True))
     named = dict(zip(["y", "x", *trained], [y.detach(), *grads], strict=True))
     return {name: value.double() for name, value in named.items()}
 

@@ -5,54 +5,31 @@ import copy
 import pytest
 import torch
 from largest import Largest
+from test_gated_mlp import ACTIVATIONS, FEATURES, MLP, TOKENS, WIDTH, outcome
+from test_gated_mlp import inputs as packed_inputs
 from tiny import DEVICE, error, random_documents, run_alone, run_packed, tiny_model
 from torch import nn
-from torch.nn import functional as F
 
 from unsloth_pack import patch_model
 from unsloth_pack.layers.mlp import trained_gated_mlp, trains_fused
 from unsloth_pack.memory.checkpointing import enable_checkpointing
 
-WIDTH, FEATURES, TOKENS = 64, 192, 300
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 LENGTHS = [40, 1, 30, 5]
 
 
-class MLP(nn.Module):
-    def __init__(self, joined, bias, activation):
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = [2 * FEATURES] if joined else [FEATURES, FEATURES]
-        self.inner = nn.ModuleList([nn.Linear(WIDTH, size, bias=bias) for size in sizes])
-        self.down = nn.Linear(FEATURES, WIDTH, bias=bias)
-        self.activation = activation
+def mlp_of(joined, bias, activation):
+    torch.manual_seed(0)
+    return MLP(joined, bias, activation)
 
-    def forward(self, x):
-        outputs = [layer(x) for layer in self.inner]
-        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return self.down(ACTIVATIONS[self.activation](gate) * up)
 
-    def fused(self, keep):
-        assert trains_fused([*self.inner, self.down])
-        return lambda x: trained_gated_mlp(x, [*self.inner], self.down, self.activation, keep)
+def fused(mlp, keep):
+    layers = [*mlp.inner, mlp.down_proj]
+    assert trains_fused(layers)
+    return lambda x: trained_gated_mlp(x, mlp.inner, mlp.down_proj, mlp.activation, keep)
 
 
 def inputs(dtype):
-    generator = torch.Generator().manual_seed(2)
-    x, g = (torch.randn(2, TOKENS // 2, WIDTH, generator=generator).bfloat16() for _ in range(2))
-    return x.to(DEVICE, dtype), g.to(DEVICE, dtype)
-
-
-def outcome(mlp, run, x, g, again=False):
-    x = x.clone().requires_grad_()
-    y = run(x)
-    wanted = {"x": x, **{name: p for name, p in mlp.named_parameters() if p.requires_grad}}
-    if again:
-        torch.autograd.grad(y, [*wanted.values()], g, retain_graph=True)
-    grads = torch.autograd.grad(y, [*wanted.values()], g)
-    for value, grad in zip(wanted.values(), grads, strict=True):
-        assert grad.dtype == value.dtype
-    return {name: value.double() for name, value in zip(["y", *wanted], [y.detach(), *grads], strict=True)}
+    return [x.view(2, TOKENS // 2, WIDTH) for x in packed_inputs(dtype)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -61,10 +38,10 @@ def outcome(mlp, run, x, g, again=False):
 @pytest.mark.parametrize("keep", [True, False])
 def test_against_float64(dtype, activation, joined, bias, keep):
     x, g = inputs(dtype)
-    rounded = MLP(joined, bias, activation).bfloat16().to(DEVICE)
+    rounded = mlp_of(joined, bias, activation).bfloat16().to(DEVICE)
     exact, plain, ours = (copy.deepcopy(rounded).to(wanted) for wanted in (torch.float64, dtype, dtype))
     truth = outcome(exact, exact, x.double(), g.double())
-    theirs, got = outcome(plain, plain, x, g), outcome(ours, ours.fused(keep), x, g, again=True)
+    theirs, got = outcome(plain, plain, x, g), outcome(ours, fused(ours, keep), x, g, again=True)
     assert got.keys() == truth.keys()
     for name, value in truth.items():
         bound = 1.5 * max(error(theirs[name], value), torch.finfo(dtype).eps / 4)
@@ -75,10 +52,10 @@ def test_against_float64(dtype, activation, joined, bias, keep):
 @pytest.mark.parametrize("frozen", ["gate", "up", "down", "weights", "biases", "x"])
 def test_some_of_it_frozen(frozen, keep):
     x, g = inputs(torch.float32)
-    models = [MLP(False, True, "silu").to(DEVICE) for _ in "ab"]
+    models = [mlp_of(False, True, "silu").to(DEVICE) for _ in "ab"]
     found = []
-    for mlp, run in zip(models, (models[0], models[1].fused(keep)), strict=True):
-        layers = {"gate": mlp.inner[0], "up": mlp.inner[1], "down": mlp.down}
+    for mlp, run in zip(models, (models[0], fused(models[1], keep)), strict=True):
+        layers = {"gate": mlp.inner[0], "up": mlp.inner[1], "down": mlp.down_proj}
         for name, layer in layers.items():
             is_frozen = frozen == name or (frozen == "weights" and name != "up")
             layer.weight.requires_grad_(not is_frozen)
@@ -94,12 +71,12 @@ def test_some_of_it_frozen(frozen, keep):
 def test_autocast_over_weights_in_float32():
     """As full fine-tuning holds them. The gradient of a weight is summed and kept in float32."""
     x, g = inputs(torch.float32)
-    plain, ours = (MLP(False, True, "silu").to(DEVICE) for _ in "ab")
+    plain, ours = (mlp_of(False, True, "silu").to(DEVICE) for _ in "ab")
     exact = copy.deepcopy(plain).double()
     truth = outcome(exact, exact, x.double(), g.double())
     with torch.autocast(DEVICE, torch.bfloat16):
         theirs = outcome(plain, plain, x, g.bfloat16())
-        got = outcome(ours, ours.fused(True), x, g.bfloat16())
+        got = outcome(ours, fused(ours, True), x, g.bfloat16())
     for name, value in truth.items():
         assert error(got[name], value) <= 1.5 * error(theirs[name], value), name
 
@@ -107,21 +84,21 @@ def test_autocast_over_weights_in_float32():
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_weight_changed_in_between_is_noticed(keep):
     x, g = inputs(torch.float32)
-    mlp = MLP(False, False, "silu").to(DEVICE)
-    y = mlp.fused(keep)(x.requires_grad_())
+    mlp = mlp_of(False, False, "silu").to(DEVICE)
+    y = fused(mlp, keep)(x.requires_grad_())
     with torch.no_grad():
-        mlp.down.weight.add_(1)
+        mlp.down_proj.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified in place"):
         y.backward(g)
 
 
 def test_what_is_not_plain_runs_layer_by_layer():
-    mlp = MLP(False, False, "silu")
-    layers = [*mlp.inner, mlp.down]
+    mlp = mlp_of(False, False, "silu")
+    layers = [*mlp.inner, mlp.down_proj]
     assert trains_fused(layers)
     with torch.no_grad():
         assert not trains_fused(layers)
-    hook = mlp.down.register_forward_hook(lambda *_: None)
+    hook = mlp.down_proj.register_forward_hook(lambda *_: None)
     assert not trains_fused(layers)
     hook.remove()
     assert not trains_fused([*mlp.inner, nn.Identity()])
@@ -157,9 +134,9 @@ def test_the_product_is_not_kept():
         return x
 
     x, _ = inputs(torch.float32)
-    mlp = MLP(False, False, "silu").to(DEVICE)
+    mlp = mlp_of(False, False, "silu").to(DEVICE)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        y = mlp.fused(True)(x.requires_grad_())
+        y = fused(mlp, True)(x.requires_grad_())
     assert kept.count((TOKENS, FEATURES)) == 2
     with Largest() as largest:
         y.sum().backward()
