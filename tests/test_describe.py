@@ -9,7 +9,7 @@ from tables import table
 
 from unsloth_pack.errors import InputError
 from unsloth_pack.packed_row.describe import describe_row, row_from_call
-from unsloth_pack.packed_row.labels import CountedLabels, checked_labels
+from unsloth_pack.packed_row.labels import CountedLabels, check_labels
 from unsloth_pack.packed_row.row import PackedRow
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def row_of(shape, labels=None, counted=False, **descriptions):
     """The row, whose labels are looked at as a model looks at them."""
     row = describe_row(shape, CPU, **descriptions)
     if labels is not None:
-        checked_labels("labels", labels, shape, n_outputs=256)
+        check_labels("labels", labels, shape, n_outputs=256)
         if counted:
             CountedLabels(row, labels).refuse()
     return row
@@ -356,9 +356,9 @@ def test_what_is_left_of_a_running_sum_that_was_cut_to_the_number_of_rows():
 
 def test_labels_are_below_the_number_of_outputs():
     labels = torch.tensor([[-100, 0, 9]])
-    assert torch.equal(checked_labels("labels", labels, (1, 3), 10), labels)
+    assert torch.equal(check_labels("labels", labels, (1, 3), 10), labels)
     with pytest.raises(InputError, match=r"^labels reach from 0 to 9, the head has 9 outputs"):
-        checked_labels("labels", labels, (1, 3), 9)
+        check_labels("labels", labels, (1, 3), 9)
 
 
 def test_labels_without_loss_where_no_loss_is_are_no_contradiction():

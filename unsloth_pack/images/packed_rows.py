@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unsloth_pack.data.encoding import IGNORE_INDEX
 from unsloth_pack.images.family import ImageFamily
-from unsloth_pack.packed_row.describe import with_axes
+from unsloth_pack.packed_row.describe import add_axes
 from unsloth_pack.packed_row.images import RowImages
 from unsloth_pack.packed_row.row import PackedRow
 
@@ -63,7 +63,7 @@ class RowWithImages:
             found = RowImages.of(all_ids == placeholder, grids.prod(axis=1), row)
             axes = found.axes(row, grids)
             positions = np.stack([row.positions, *axes])[:, None]
-            row = with_axes(row, axes) if every else row  # a row of text is described by its lengths
+            row = add_axes(row, axes) if every else row  # a row of text is described by its lengths
         arguments = {}
         if every:
             visual = np.flatnonzero(all_ids == placeholder)

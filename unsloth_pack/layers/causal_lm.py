@@ -36,7 +36,7 @@ from unsloth_pack.packed_row.labels import (
     ContradictingLabels,
     CountedLabels,
     PaddedBatch,
-    checked_labels,
+    check_labels,
     watch_gradient,
 )
 from unsloth_pack.packed_row.row import IGNORE_INDEX, PackedRow
@@ -65,7 +65,7 @@ class StepLabels:
         n_outputs = None if has_own_loss(model) else outputs_of_head(model)
 
         def checked(name: str, given: Tensor | None) -> Tensor | None:
-            return None if given is None else checked_labels(name, given, shape, n_outputs, self.ignore_index)
+            return None if given is None else check_labels(name, given, shape, n_outputs, self.ignore_index)
 
         self.labels = checked("labels", labels)
         self.shift_labels = checked("shift_labels", call.rest.pop("shift_labels", None))

@@ -1,16 +1,29 @@
-"""Where the images of a packed row stand, and the positions that they give its tokens.
+"""Place the images of a packed row, and compute the positions that they give its tokens.
 
-An image is a run of placeholder tokens, one for each token that the tower makes of it. Where there are three
-axes, in time, height and width, text counts up on all of them. The tokens of an image stand in a grid, which
-begins where the text before it ends. The text behind it goes on after the longer side of the grid:
+An image is a run of placeholder tokens, one for each token that the tower makes of it. With three axes (time,
+height, width), text counts up on all of them, an image stands in a grid that begins where the text before it
+ends, and the text behind it goes on after the longer side of the grid:
 
     tokens  a  i  i  i  i  i  i  b      an image of 2 x 3
     time    0  1  1  1  1  1  1  4
     height  0  1  1  1  2  2  2  4
     width   0  1  2  3  1  2  3  4
+
+`BlockRows` serves images whose tokens see each other in both directions. Its queries are the tokens of the
+images. The keys of each image are its document up to the image's end, or what a sliding window leaves of
+that:
+
+    row      a a i i i b j j | c k k     the images i, j and k of two documents
+    queries      i i i   j j     k k
+    keys     a a i i i                   copies: those of several images in a document overlap
+             a a i i i b j j
+                               c k k
+
+Shapes: N tokens of the row, V placeholders, Q queries in blocks, M keys of all blocks.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +39,8 @@ class RowImages:
     """The images of a row, in the order of their tokens.
 
     Args:
-        places: `[V]` int64; the tokens that stand for images.
-        sizes: `[images]` int64; how many of them each image has.
+        places: `[V]` int64; the placeholder tokens.
+        sizes: `[images]` int64; the tokens of each image.
     """
 
     places: np.ndarray
@@ -35,15 +48,15 @@ class RowImages:
 
     @classmethod
     def of(cls, is_placeholder: np.ndarray, sizes: np.ndarray, row: PackedRow) -> "RowImages":
-        """The images of a row.
+        """Locate the images of a row.
 
         Args:
             is_placeholder: `[N]` bool.
             sizes: `[images]`, the tokens that the tower makes of each image.
 
         Raises:
-            InputError: the row has another number of placeholders than the images have tokens; those of one
-                image do not stand side by side in one document.
+            InputError: placeholders and image tokens differ in number, or those of one image do not stand
+                side by side in one document.
         """
         places = np.flatnonzero(is_placeholder)
         if len(places) != sizes.sum():
@@ -66,11 +79,11 @@ class RowImages:
 
     @property
     def starts(self) -> np.ndarray:
-        """`[images]` int64: the first token of every image."""
+        """Return `[images]` int64: the first token of every image."""
         return self.places[np.cumsum(self.sizes) - self.sizes]
 
     def axes(self, row: PackedRow, grids: np.ndarray) -> np.ndarray:
-        """`[3, N]` int64: positions in time, height and width, from 0 in every document.
+        """Compute `[3, N]` int64: positions in time, height and width, from 0 in every document.
 
         Args:
             grids: `[images, 3]`, the tokens of every image in time, height and width.
@@ -78,7 +91,7 @@ class RowImages:
         Source: Qwen2-VL (Wang et al. 2024), section 2.1, as `get_rope_index` of transformers.
         """
         advances = np.maximum(grids[:, 1], grids[:, 2])
-        behind = np.zeros(row.n_tokens + 1, dtype=np.int64)  # how much later a token stands than it would
+        behind = np.zeros(row.n_tokens + 1, dtype=np.int64)  # how far each image moves the tokens after it
         np.add.at(behind, self.starts + self.sizes, advances - self.sizes)
         shifted = np.cumsum(behind[:-1])
         along = np.concatenate([np.arange(n) for n in row.lengths])
@@ -90,18 +103,15 @@ class RowImages:
 
 
 def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray, hint: str = "") -> list[int]:
-    """How many images every document of a row has, where their tokens need not stand side by side.
-
-    Markers may stand between the lines of an image, and between its tiles.
+    """Count the images of every document where markers may stand between an image's lines and tiles.
 
     Args:
-        places: `[V]`, the tokens that stand for images.
-        sizes: `[images]`, the tokens that the tower has made of each image or tile.
+        places: `[V]`, the placeholder tokens.
+        sizes: `[images]`, the tokens that the tower makes of each image or tile.
         hint: what else may be wrong, for the error.
 
     Raises:
-        InputError: the row has another number of placeholders than the images have tokens; a document ends
-            inside an image.
+        InputError: placeholders and image tokens differ in number, or a document ends inside an image.
     """
     if len(places) != sizes.sum():
         raise InputError(
@@ -122,29 +132,15 @@ def images_by_document(row: PackedRow, places: np.ndarray, sizes: np.ndarray, hi
     return np.diff(images_before, prepend=0).tolist()
 
 
-# Queries and keys of the blocks of a row: runs of tokens that see each other in both directions.
-#
-# The queries are the tokens of the blocks. The keys of each are the tokens of its document up to its end, or
-# what a sliding window leaves of them.
-#
-#     row      a a i i i b j j | c k k     the images i, j and k of two documents
-#     queries      i i i   j j     k k
-#     keys     a a i i i                   copies: those of several images in a document overlap
-#              a a i i i b j j
-#                                c k k
-#
-# Shapes: N tokens of the row, Q in blocks, M keys of all blocks.
-
-
 @dataclass(frozen=True, eq=False)
 class BlockRows:
-    """Queries and keys of one kind of layer.
+    """Queries and keys of the blocks of a row, for one kind of layer.
 
     Args:
         queries: a segment for each block.
         keys: a segment for the keys of each block.
         query_places: `[Q]` int64; where the queries stand in the row.
-        key_places: `[M]` int64; likewise of the keys.
+        key_places: `[M]` int64; likewise for the keys.
     """
 
     queries: PackedRow
@@ -154,29 +150,26 @@ class BlockRows:
 
     @classmethod
     def of(cls, row: PackedRow, window: int | None) -> "BlockRows":
-        """The blocks of a row, for layers with this window. All of them share what is made.
+        """Return the blocks of a row for layers with this window, which all such layers share.
 
         Args:
             window: how many keys a query sees, its own included; None for all.
         """
 
-        def made() -> BlockRows:
-            of_queries, of_keys = _runs(row, window)
-            queries, keys = (
-                PackedRow.of_lengths(tuple(runs.lengths.tolist()), row.device)
-                for runs in (of_queries, of_keys)
-            )
-            return cls(queries, keys, row.upload(of_queries.places), row.upload(of_keys.places))
+        def build() -> BlockRows:
+            runs = _runs(row, window)
+            queries, keys = (PackedRow.of_lengths(tuple(r.lengths.tolist()), row.device) for r in runs)
+            return cls(queries, keys, *(row.upload(r.places) for r in runs))
 
-        found: BlockRows = row.once(_key(window), made)
-        return found
+        blocks: BlockRows = row.once(("blocks", window), build)
+        return blocks
 
     @classmethod
     def static(cls, row: PackedRow, window: int | None, form: "BlockForm") -> "BlockRows":
-        """Blocks of fixed sizes for CUDA graphs, to `fill` anew every step.
+        """Make blocks of fixed sizes for CUDA graphs, to `fill` anew every step.
 
         Args:
-            row: a static row, whose layers with this window find them from now on.
+            row: a static row; its layers with this window use these blocks from now on.
         """
         padding = form.padding(row.longest)
         n_queries, n_segments = form.queries + padding, form.blocks + padding
@@ -186,20 +179,18 @@ class BlockRows:
             for n_tokens, longest in ((n_queries, form.longest), (n_keys, row.longest))
         )
         places = torch.zeros(n_queries + n_keys, dtype=torch.int64, device=row.device)
-        made: BlockRows = row.once(
-            _key(window), lambda: cls(queries, keys, places[:n_queries], places[n_queries:])
-        )
-        return made
+        build = partial(cls, queries, keys, places[:n_queries], places[n_queries:])
+        blocks: BlockRows = row.once(("blocks", window), build)
+        return blocks
 
     def fill(self, row: PackedRow, window: int | None, spare: int, padding: int) -> None:
         """Make these static blocks describe those of `row`, followed by runs of padding.
 
-        Every run has a query, and as many keys or more, so that a kernel writes all it is asked for.
+        Every run has a query, and as many keys or more, so that a kernel writes its whole output.
 
         Args:
-            spare: a token of the static row that is padding. It takes the place of all queries and keys that
-                are too many.
-            padding: runs.
+            spare: a padding token of the static row; it fills up the queries and the keys.
+            padding: how many runs of padding.
         """
         for static, places, runs in zip(
             (self.queries, self.keys), (self.query_places, self.key_places), _runs(row, window), strict=True
@@ -218,8 +209,8 @@ class BlockForm:
     Args:
         blocks: in a row.
         queries: tokens in blocks.
-        earlier: keys before the blocks that they are of, without a window.
-        longest: tokens of a block.
+        earlier: keys before their blocks, without a window.
+        longest: tokens of the longest block.
     """
 
     blocks: int
@@ -229,7 +220,7 @@ class BlockForm:
 
     @classmethod
     def of(cls, row: PackedRow) -> "BlockForm":
-        """Numbers of tokens in steps of a sixteenth of the power of 2 above, the others powers of 2."""
+        """Round up: tokens in steps of a sixteenth of the power of 2 above, the others to powers of 2."""
         blocks, queries, earlier, longest = _sizes(row)
         return cls(
             power_of_2(max(blocks, 8)),
@@ -239,20 +230,20 @@ class BlockForm:
         )
 
     def widened(self, other: "BlockForm") -> "BlockForm":
-        """As large as either."""
+        """Return the form that is as large as either."""
         return BlockForm(*map(max, self._numbers, other._numbers))
 
     def holds(self, row: PackedRow) -> bool:
         return all(size <= most for size, most in zip(_sizes(row), self._numbers, strict=True))
 
     def earlier_within(self, window: int | None) -> int:
-        """The keys before the blocks that a window leaves at most."""
+        """Return how many keys before the blocks a window leaves at most."""
         return self.earlier if window is None else min(self.earlier, self.blocks * (window - 1))
 
     def padding(self, longest: int) -> int:
-        """How many runs of padding fill the form up, however few blocks a row has.
+        """Return how many runs of padding fill the form up, however few blocks a row has.
 
-        Each has a query more than it needs, and none is longer than a block, or than `longest` keys.
+        Each has a spare query, and none is longer than a block, or than `longest` keys.
         """
         for_queries = -(-self.queries // (self.longest - 1))
         return max(1, for_queries, -(-(self.queries + self.earlier) // (longest - 1)))
@@ -263,14 +254,14 @@ class BlockForm:
 
 
 class _Runs(NamedTuple):
-    """Runs of tokens of a row: `[runs]` how long, and `[tokens]` int64 where each token stands."""
+    """Runs of tokens: `[runs]` their lengths, and `[tokens]` int64 where each token stands in the row."""
 
     lengths: np.ndarray
     places: np.ndarray
 
 
 def _runs(row: PackedRow, window: int | None) -> tuple[_Runs, _Runs]:
-    """The blocks of a row, and the keys of each."""
+    """Return the blocks of a row, and the keys of each."""
     begins, ends = row.blocks.T
     firsts = _starts(row)
     if window is not None:
@@ -280,24 +271,20 @@ def _runs(row: PackedRow, window: int | None) -> tuple[_Runs, _Runs]:
 
 
 def _places(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The tokens of runs, one run behind the other."""
+    """List the tokens of runs, one run behind the other."""
     lengths = ends - begins
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(begins - before, lengths)
 
 
 def _starts(row: PackedRow) -> np.ndarray:
-    """`[blocks]` int64: the first token of the document of each block."""
+    """Return `[blocks]` int64: the first token of the document of each block."""
     return row.starts[np.searchsorted(row.starts, row.blocks[:, 0], side="right") - 1]
 
 
 def _sizes(row: PackedRow) -> list[int]:
-    """What a `BlockForm` holds of a row with blocks."""
+    """Return what a `BlockForm` holds of a row with blocks."""
     begins, ends = row.blocks.T
     lengths = ends - begins
     sizes = len(lengths), lengths.sum(), (begins - _starts(row)).sum(), lengths.max()
     return [int(size) for size in sizes]
-
-
-def _key(window: int | None) -> tuple[str, int | None]:
-    return "blocks", window

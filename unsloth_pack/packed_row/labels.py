@@ -1,7 +1,16 @@
-"""The labels of a packed row: none may carry loss at the first token of a document or on padding.
+"""Check and mask the labels of a packed row, and turn padded batches into packed rows.
 
-A trainer counts labels before the model sees them, and divides the loss by that number. So labels that it has
-counted and no loss sees are refused, or warned of where the model cannot know whether they were counted.
+No label at the first token of a document or on padding may carry loss. A trainer counts labels before the
+model sees them and divides the loss by that number. So labels that it counted but that carry no loss are
+refused, or cause a warning where the model cannot know whether they were counted.
+
+A `PaddedBatch` becomes one packed row, without its padding:
+
+    rows     a a a . .       places  0 1 2 5 6 7 8 9 13 14
+             b b b b b       row     a a a b b b b b c  c
+             . . . c c       lengths 3     5         2
+
+Shapes: B rows of T tokens, N of them no padding.
 """
 
 import logging
@@ -22,18 +31,19 @@ logger = logging.getLogger("unsloth_pack")
 _IN_THE_COLLATOR = f"set them to {IGNORE_INDEX} in the collator, as DataCollatorWithFlattening does"
 
 
-def checked_labels(
+def check_labels(
     name: str,
     labels: Any,
     shape: tuple[int, ...] | None,
     n_outputs: int | None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Labels as int64, one token id for each token; values are looked at on a CPU only.
+    """Return labels as int64 after checking them; only values on a CPU are read.
 
     Args:
-        shape: (B, T) of a packed row; None of an ordinary batch, whose labels may be those of kept logits.
-        n_outputs: of the head; None where it is not known, or where labels may be something else than ids.
+        shape: (B, T) of a packed row; None for an ordinary batch, whose labels may be those of
+            `logits_to_keep`.
+        n_outputs: of the head; None where it is unknown, or where labels may be something else than ids.
 
     Raises:
         InputError: no tensor, another shape, no whole numbers, or ids that the head does not have.
@@ -60,13 +70,13 @@ def checked_labels(
 
 
 class CountedLabels:
-    """Labels that a trainer may have counted, at places of a packed row where no loss sees them.
+    """Count labels that carry no loss, though a trainer may have counted them.
 
-    Made before the decoder runs and read after it, so that labels on a device cost no wait before it.
+    Build it before the decoder runs and read it afterwards, so that the host need not wait for the device.
 
     Args:
-        labels: `[B, T]`, as they came.
-        is_shifted: whether each stands one token before the token it is of, as `shift_labels` do.
+        labels: `[B, T]`, unmasked.
+        is_shifted: each label stands one token before its own token, as in `shift_labels`.
         ignore_index: the label of tokens without loss.
     """
 
@@ -84,11 +94,11 @@ class CountedLabels:
 
     @property
     def count(self) -> int:
-        """How many labels no loss sees, though they mark a token to train on."""
+        """Return how many labels mark a token to train on but carry no loss."""
         return int(self._count.read())
 
     def refuse(self) -> None:
-        """Refuse them: the trainer has counted them in `num_items_in_batch`.
+        """Refuse such labels, which the trainer has counted in `num_items_in_batch`.
 
         Raises:
             InputError: there are some.
@@ -100,7 +110,7 @@ class CountedLabels:
             )
 
     def warn(self) -> None:
-        """Warn of them: the trainer may have counted them."""
+        """Warn about such labels, which the trainer may have counted."""
         if count := self.count:
             logger.warning(
                 "%d labels at document starts or on padding carry no loss; if the trainer has counted them, "
@@ -111,16 +121,16 @@ class CountedLabels:
 
 
 def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
-    """Look for labels that the model does not get, because its caller computes a loss from the logits.
+    """Detect labels at document starts that a loss outside the model trains.
 
-    Logits without a label get no gradient. So a gradient at the last token of a document shows that the first
-    token of the next document is trained. The backward pass shows it, before any update.
+    Logits without a label get no gradient, so a gradient at the last token of a document shows that the next
+    document's first token is trained. The backward pass shows it, before any update.
 
     Args:
         logits: `[B, T, V]`, which require a gradient.
-        is_counted: whether the caller says how many labels it has. transformers' `Trainer` does, also where
-            it keeps the labels for `label_smoothing_factor` or `compute_loss_func`. Such a gradient is then
-            refused. Otherwise it causes a warning, because a loss without labels may have it.
+        is_counted: the caller says how many labels it has, as `Trainer` does even when it keeps the labels
+            for `label_smoothing_factor` or `compute_loss_func`. Then such a gradient is refused, else it
+            causes a warning, since a loss without labels may have it.
     """
     if not len(row.predicted_unscored):
         return
@@ -144,11 +154,10 @@ def watch_gradient(row: PackedRow, logits: Tensor, is_counted: bool) -> None:
 
 
 class ContradictingLabels:
-    """Whether `labels` and `shift_labels` of one call are different; made and read as `CountedLabels`.
+    """Detect that `labels` and `shift_labels` of one call differ; used like `CountedLabels`.
 
     Args:
-        labels: `[B, T]`, masked where no loss may see them.
-        shift_labels: `[B, T]`, likewise.
+        labels, shift_labels: `[B, T]`, masked where no loss may see them.
         ignore_index: the label of tokens without loss.
     """
 
@@ -158,22 +167,13 @@ class ContradictingLabels:
         self._differ = HostCopy((shifted != shift_labels).any())
 
     def refuse(self) -> None:
-        """Refuse them: which of the two is meant cannot be told.
+        """Refuse them, since either could be meant.
 
         Raises:
-            InputError: they are different.
+            InputError: they differ.
         """
         if bool(self._differ.read()):
             raise InputError("labels and shift_labels contradict each other; leave shift_labels out")
-
-
-# A padded batch as one packed row: its documents without what stands in their padding.
-#
-#     rows     a a a . .       places  0 1 2 5 6 7 8 9 13 14
-#              b b b b b       row     a a a b b b b b c  c
-#              . . . c c       lengths 3     5         2
-#
-# Shapes: B rows of T tokens hold N tokens that are no padding.
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,39 +198,39 @@ class PaddedBatch:
         positions: np.ndarray | None = None,
         restarts: bool = False,
     ) -> "PaddedBatch":
-        """The batch of a mask for which `is_one_run_a_row` holds and that keeps some token.
+        """Build the batch of a mask that keeps some token and for which `is_one_run_a_row` holds.
 
         Args:
             real: `[B, T]` bool, False on padding.
-            positions: `[B, T]` int64, the rotary positions. None: those of transformers, 0 to T - 1, so that
-                a document behind padding starts above 0.
+            positions: `[B, T]` int64, the rotary positions; None for transformers' 0 to T - 1, by which a
+                document behind padding starts above 0.
             restarts: without `positions`, let every document start at 0.
         """
         places = np.flatnonzero(real)
         lengths = tuple(int(length) for length in real.sum(axis=1) if length)
         if positions is not None:
-            of_tokens = positions.reshape(-1)[places]
+            token_positions = positions.reshape(-1)[places]
         elif restarts:
-            of_tokens = np.concatenate([np.arange(length) for length in lengths])
+            token_positions = np.concatenate([np.arange(length) for length in lengths])
         else:
-            of_tokens = places % real.shape[1]
-        row = PackedRow(lengths, (False,) * len(lengths), of_tokens, (1, len(places)), device)
+            token_positions = places % real.shape[1]
+        row = PackedRow(lengths, (False,) * len(lengths), token_positions, (1, len(places)), device)
         return cls(row, places, (real.shape[0], real.shape[1]))
 
     def on(self, device: torch.device) -> "PaddedBatch":
-        """The batch for a model that computes on `device`."""
+        """Return the batch for a model on `device`."""
         row = self.row.on(device)
         return self if row is self.row else PaddedBatch(row, self.places, self.shape)
 
     def packed(self, tokens: Tensor | None) -> Tensor | None:
-        """`[1, N, ...]` of `[B, T, ...]`: without the padding."""
+        """Remove the padding: `[1, N, ...]` from `[B, T, ...]`."""
         if tokens is None:
             return None
         flat = tokens.flatten(0, 1)
         return (flat if self._is_full else flat.index_select(0, self._places_on_device()))[None]
 
     def padded(self, output: Any) -> Any:
-        """A decoder's output for the row as that for the batch, 0 on padding.
+        """Put the padding back into a decoder's output, as zeros.
 
         Hidden states `[1, N, C]` become `[B, T, C]`, the routers' logits `[N, E]` become `[B * T, E]`.
         """
@@ -244,7 +244,7 @@ class PaddedBatch:
 
     @property
     def _is_full(self) -> bool:
-        """Whether there is no padding."""
+        """Return whether there is no padding."""
         return len(self.places) == self.shape[0] * self.shape[1]
 
     def _spread(self, tokens: Tensor) -> Tensor:
@@ -258,29 +258,30 @@ class PaddedBatch:
 
 
 def is_one_run_a_row(real: np.ndarray) -> bool:
-    """Whether the tokens of every row of a `[B, T]` bool mask stand side by side: no padding between them."""
+    """Return whether no row of a `[B, T]` bool mask has padding between its tokens."""
     begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
     return bool((begins.sum(axis=1) <= 1).all())
 
 
 def is_one_document_a_row(positions: np.ndarray, real: np.ndarray, last: int) -> bool:
-    """Whether the positions `[B, T]` of each row's tokens continue by one, and lie between 0 and `last`."""
+    """Return whether the positions `[B, T]` of each row's tokens rise by one within 0 to `last`."""
     both = real[:, 1:] & real[:, :-1]
-    of_tokens = positions[real]
+    token_positions = positions[real]
     return bool(
-        (np.diff(positions, axis=1)[both] == 1).all() and ((of_tokens >= 0) & (of_tokens <= last)).all()
+        (np.diff(positions, axis=1)[both] == 1).all()
+        and ((token_positions >= 0) & (token_positions <= last)).all()
     )
 
 
 def padding_has_labels(labels: Tensor, real: Tensor, ignore_index: int, is_shifted: bool) -> Tensor:
-    """Whether a loss reads what a model computes for padding: a bool on the device of the mask.
+    """Return, as a bool tensor, whether a loss reads the outputs at padding.
 
-    It does where padding has a label, or has to predict that of the token behind it.
+    It does where padding has a label, or predicts that of the token behind it.
 
     Args:
         labels: `[B, T]`.
         real: `[B, T]` bool, False on padding.
-        is_shifted: whether each stands one token before the token it is of, as `shift_labels` do.
+        is_shifted: as in `CountedLabels`.
     """
     is_label = labels.to(real.device) != ignore_index
     has_label = (is_label & ~real).any()

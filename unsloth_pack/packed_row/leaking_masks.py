@@ -1,4 +1,4 @@
-"""Masks that a model around the decoder has made, which let documents of a packed row see each other."""
+"""Refuse ready-made attention masks that let documents of a packed row see each other."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from unsloth_pack.errors import InputError
 def refuse_leaking_masks(masks: Any, position_ids: Any) -> None:
     """Refuse masks by which a token sees one of another document.
 
-    Gemma 3's model without its head makes such masks for images of two documents that stand side by side.
+    Gemma 3's model without its head builds such masks for images of two documents that stand side by side.
 
     Args:
-        masks: of an ordinary batch: by the type of layer, `[B, 1, T, T]` each; anything else is let through.
-        position_ids: `[B, T]`, from 0 in each document; anything else is let through.
+        masks: of an ordinary batch: by the type of layer, `[B, 1, T, T]` each; anything else passes.
+        position_ids: `[B, T]`, from 0 in each document; anything else passes.
 
     Raises:
         InputError: names the token that sees too much.

@@ -1,7 +1,7 @@
-"""The packed row: which token belongs to which document. It is made once a step, on the host.
+"""The packed row: which token belongs to which document. It is built once a step, on the host.
 
-Shapes: B rows of T tokens are flattened to one row of N = B * T tokens. A row consists of segments: its
-documents, and perhaps one run of padding at the end of each of the B rows.
+B rows of T tokens are flattened to one row of N = B * T tokens. It consists of segments: documents, and
+perhaps one run of padding at the end of each of the B rows.
 
     lengths   3     4         2   | padding 3
     tokens    a a a b b b b   c c | . . .
@@ -31,13 +31,12 @@ class PackedRow:
         lengths: tokens of every segment in order, all positive, summing to N.
         is_padding: for every segment, whether it is padding rather than a document.
         positions: `[N]` int64 on the host; the rotary position of every token.
-        shape: (B, T) of the rows as they came in.
+        shape: (B, T) of the rows before flattening.
         device: where the tensors that describe the row live.
-        axes: `[3, N]` int64 on the host; the positions in time, height and width where tokens rotate by
-            three. None where all of them are `positions`.
-        visual: `[V]` int64 on the host; the tokens that stand for images, where there are any.
-        both_ways: whether those of them that stand side by side in a document see each other in both
-            directions.
+        axes: `[3, N]` int64 on the host; positions in time, height and width, or None where tokens have one
+            axis.
+        visual: `[V]` int64 on the host; the tokens that stand for images, if any.
+        both_ways: adjacent `visual` tokens of a document see each other in both directions.
     """
 
     lengths: tuple[int, ...]
@@ -52,7 +51,7 @@ class PackedRow:
 
     @classmethod
     def of_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "PackedRow":
-        """A row of documents that fill it, with positions that restart."""
+        """Build a row of documents that fill it, with positions that restart."""
         positions = np.concatenate([np.arange(length) for length in lengths])
         return cls(tuple(lengths), (False,) * len(lengths), positions, (1, len(positions)), device)
 
@@ -66,11 +65,10 @@ class PackedRow:
         has_axes: bool = False,
         both_ways: bool = False,
     ) -> "PackedRow":
-        """A row of fixed sizes for CUDA graphs, to `fill` anew every step.
+        """Build a row of fixed sizes for CUDA graphs, to `fill` anew every step.
 
-        Use only its sizes, `cu_seqlens`, `position_ids` and, with `has_axes`, `axis_ids`: the rest of it
-        describes no row. Any of its tokens may stand for an image. With `both_ways` it has blocks, and
-        `BlockRows.static` says which.
+        Only its sizes, `cu_seqlens`, `position_ids` and, with `has_axes`, `axis_ids` mean anything. Any of
+        its tokens may stand for an image. With `both_ways`, `BlockRows.static` says which blocks it has.
         """
         positions = np.full(n_tokens, longest - 1)  # tables reach as far: positions may start above 0
         row = cls(
@@ -100,28 +98,28 @@ class PackedRow:
         ends = [*np.cumsum(row.lengths), *(row.n_tokens + np.flatnonzero(tail == 0)[1:])]
         static: Tensor = self._built["static"]
         numbers = np.empty(len(static), dtype=np.int64)
-        given = [row.positions]
+        positions = [row.positions]
         if self.axes is not None:
-            given += [row.positions] * 3 if row.axes is None else [*row.axes]
-        n_positions = len(given) * n_tokens
-        by_axis = numbers[:n_positions].reshape(len(given), n_tokens)
-        by_axis[:, : row.n_tokens], by_axis[:, row.n_tokens :] = given, tail
+            positions += [row.positions] * 3 if row.axes is None else [*row.axes]
+        n_positions = len(positions) * n_tokens
+        by_axis = numbers[:n_positions].reshape(len(positions), n_tokens)
+        by_axis[:, : row.n_tokens], by_axis[:, row.n_tokens :] = positions, tail
         cu_seqlens = numbers[n_positions:].view(np.int32)
         cu_seqlens[: len(ends) + 1], cu_seqlens[len(ends) + 1 :] = [0, *ends], n_tokens
         static.copy_(self.pinned(numbers), non_blocking=True)
 
     def fill_ends(self, lengths: np.ndarray) -> None:
-        """Make this static row of segments of these lengths, where nobody reads positions."""
+        """Set the segment lengths of this static row, where nobody reads positions."""
         ends = np.full(len(self.cu_seqlens), self.n_tokens, dtype=np.int32)
         ends[0], ends[1 : len(lengths) + 1] = 0, np.cumsum(lengths)
         self.cu_seqlens.copy_(self.pinned(ends), non_blocking=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What describes the row, for pickles: a loader's worker makes rows for another process."""
+        """Drop cached tensors: a loader's worker pickles rows for another process."""
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"_built": {}}
 
     def on(self, device: torch.device) -> "PackedRow":
-        """The row for a model that computes on `device`."""
+        """Return the row for a model on `device`."""
         return self if self.device == device else replace(self, device=device, _built={})
 
     @property
@@ -130,45 +128,48 @@ class PackedRow:
 
     @cached_property
     def has_own_axes(self) -> bool:
-        """Whether some token has another position in time, height or width than along the text."""
+        """Return whether some token's position in time, height or width differs from that in the text."""
         return self.axes is not None and bool((self.axes != self.positions).any())
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest segment."""
+        """Return the length of the longest segment."""
         return max(self.lengths)
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """`[segments]` int64 on the host: the first token of every segment."""
+        """Return `[segments]` int64 on the host: the first token of every segment."""
         return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(np.int64)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """`[segments + 1]` int32: 0, then the running sum of the lengths, as varlen kernels take it."""
+        """Return `[segments + 1]` int32: 0, then the running sum of the lengths, for varlen kernels."""
         return self.upload(np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32))
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """`[N]` int64: the rotary position of every token."""
+        """Return `[N]` int64: the rotary position of every token."""
         return self.upload(self.positions)
 
     @cached_property
     def axis_ids(self) -> Tensor:
-        """`[3, N]` int64: `axes` on the device; only where there are any."""
+        """Return `[3, N]` int64: `axes` on the device; only where there are any."""
         assert self.axes is not None
         return self.upload(self.axes)
 
     @cached_property
     def visual_ids(self) -> Tensor:
-        """`[V]` int64: `visual` on the device; only where there are any."""
+        """Return `[V]` int64: `visual` on the device; only where there are any."""
         assert self.visual is not None
         return self.upload(self.visual)
 
     @cached_property
     def blocks(self) -> np.ndarray:
-        """`[blocks, 2]` int64 on the host: the first token and the end of every run of tokens that see each
-        other in both directions. None crosses the end of a document."""
+        """Return `[blocks, 2]` int64 on the host: first token and end of each run that attends in both
+        directions.
+
+        None crosses the end of a document.
+        """
         if not self.both_ways or self.visual is None or not len(self.visual):
             return np.zeros((0, 2), dtype=np.int64)
         begins = np.ones(len(self.visual), dtype=bool)
@@ -177,7 +178,7 @@ class PackedRow:
 
     @cached_property
     def token_mask(self) -> Tensor | None:
-        """`[B, T]` int64, 0 on padding; None when the row has none."""
+        """Return `[B, T]` int64, 0 on padding, or None without padding."""
         if not any(self.is_padding):
             return None
         is_document = np.repeat(~np.array(self.is_padding), self.lengths)
@@ -185,24 +186,24 @@ class PackedRow:
 
     @cached_property
     def unscored_places(self) -> np.ndarray:
-        """Int64 on the host: the tokens whose label carries no loss, first of a document or padding."""
+        """Return the tokens, int64 on the host, whose label carries no loss: document starts and padding."""
         is_unscored = np.repeat(np.array(self.is_padding), self.lengths)
         is_unscored[self.starts] = True
         return np.flatnonzero(is_unscored)
 
     @cached_property
     def predicted_unscored(self) -> np.ndarray:
-        """Those of `unscored_places` that a token before them predicts: not the first column of `[B, T]`."""
+        """Return the `unscored_places` that a token before them predicts: not column 0 of `[B, T]`."""
         return self.unscored_places[self.unscored_places % self.shape[1] != 0]
 
     @cached_property
     def places_before_unscored(self) -> np.ndarray:
-        """Int64 on the host: the tokens that have no token of their own document to predict."""
+        """Return the tokens, int64 on the host, that have no token of their own document to predict."""
         return (self.unscored_places - 1) % self.n_tokens
 
     @cached_property
     def unscored(self) -> Tensor:
-        """`unscored_places` on the device."""
+        """Return `unscored_places` on the device."""
         return self.upload(self.unscored_places)
 
     @cached_property
@@ -222,16 +223,16 @@ class PackedRow:
 
     @cached_property
     def stacks(self) -> tuple[Tensor, ...]:
-        """Segments of similar length as right-padded batches: int64 token indices `[segments, L]`.
+        """Group segments of similar length into right-padded batches: int64 token indices `[segments, L]`.
 
-        A slot past the end of its segment repeats the segment's last token, so that no slot ever shows
-        another document; under a causal mask nothing before it can see it.
+        A slot past the end of its segment repeats the segment's last token, so no slot shows another
+        document; under a causal mask nothing before it can see it.
         """
         return tuple(self.upload(stack) for stack in self._stacked)
 
     @cached_property
     def unstack(self) -> Tensor:
-        """`[N]` int64: where each token lies in the concatenation of the flattened stacks."""
+        """Return `[N]` int64: where each token lies in the concatenated, flattened stacks."""
         return self.upload(self._places_in(self._stacked))
 
     @cached_property
@@ -244,12 +245,12 @@ class PackedRow:
 
     @cached_property
     def equal_stacks(self) -> tuple[Tensor, ...]:
-        """The segments of each length as a batch of their own: int64 token indices `[segments, L]`."""
+        """Batch the segments of each length by themselves: int64 token indices `[segments, L]`."""
         return tuple(self.upload(stack) for stack in self._equally_stacked)
 
     @cached_property
     def unstack_equal(self) -> Tensor:
-        """`[N]` int64: where each token lies in the concatenation of the flattened `equal_stacks`."""
+        """Return `[N]` int64: where each token lies in the concatenated, flattened `equal_stacks`."""
         return self.upload(self._places_in(self._equally_stacked))
 
     def _places_in(self, stacks: tuple[np.ndarray, ...]) -> np.ndarray:
@@ -260,47 +261,48 @@ class PackedRow:
         return place
 
     def mask_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """A copy of `labels` (N elements, any shape) on the row's device, `ignore_index` on the first token
-        of every document and on padding."""
+        """Copy `labels` (N elements, any shape) to the row's device, with `ignore_index` at
+        `unscored_places`.
+        """
         masked = labels.reshape(-1).to(self.device, copy=True)
         return masked.index_fill_(0, self.unscored, ignore_index).view(labels.shape)  # assigning would wait
 
     def mask_shifted_labels(self, labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Likewise of labels that stand one token before the token they are of."""
+        """Do the same for labels that stand one token before their own token."""
         masked = labels.reshape(-1).to(self.device, copy=True)
         before = self.once("before unscored", lambda: self.upload(self.places_before_unscored))
         return masked.index_fill_(0, before, ignore_index).view(labels.shape)
 
     def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
-        """The result of `build`, which runs on the first call for `key`; all layers of the step share it."""
+        """Return the result of `build`, cached by `key` for all layers of the step."""
         if key not in self._built:
             self._built[key] = build()
         return self._built[key]
 
     def upload(self, array: np.ndarray) -> Tensor:
-        """`array` on the row's device, without waiting for it."""
+        """Copy `array` to the row's device without waiting for it."""
         return self.pinned(array).to(self.device, non_blocking=True)
 
     def pinned(self, array: np.ndarray) -> Tensor:
-        """`array` where the row's device can fetch it: a copy from other memory would wait for the device."""
+        """Copy `array` to pinned memory if the row is on a GPU: a copy from other memory would wait."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type != "cuda":
             return tensor
         pinned = torch.empty_like(tensor, pin_memory=True)
-        # By numpy: torch copies in several threads, which have to wait where loaders keep the cores busy
+        # By numpy: torch copies in several threads, which wait while loaders keep the cores busy
         pinned.numpy()[...] = array
         return pinned
 
 
-# Sizes rounded up, so that rows of about one size replay the same CUDA graphs.
-
-
 def round_up(n: int, least: int = 1) -> int:
-    """n in steps of a sixteenth of the power of 2 above, or of `least` where that is more."""
+    """Round n up in steps of a sixteenth of the power of 2 above, at least `least`.
+
+    Rows of similar size then replay the same CUDA graphs.
+    """
     step = max(least, power_of_2(n) // 16)
     return -(-n // step) * step
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of 2 that is not below n."""
+    """Return the smallest power of 2 that is not below n."""
     return 1 << max(0, n - 1).bit_length()

@@ -19,7 +19,7 @@ from unsloth_pack.layers.forward_slot import ForwardCall, images_in
 from unsloth_pack.layers.vision.tower import gradients_of
 from unsloth_pack.models.spec import DEEPSTACK, MODALITIES, TOKEN_TYPES, VisionSpec
 from unsloth_pack.modules.sharding import is_gathered_as_group, is_gathered_by_module
-from unsloth_pack.packed_row.describe import with_axes
+from unsloth_pack.packed_row.describe import add_axes
 from unsloth_pack.packed_row.images import RowImages, images_by_document
 from unsloth_pack.packed_row.labels import PaddedBatch
 from unsloth_pack.packed_row.row import PackedRow
@@ -302,7 +302,7 @@ class FastVisionLM(FastCausalLM):
         if row.visual is not None and row.axes is not None:
             _refuse_other_shapes(spec.grid, row.axes, found, of_tokens)
             return row
-        described = with_axes(replace(row, visual=found.places, _built={}), found.axes(row, of_tokens))
+        described = add_axes(replace(row, visual=found.places, _built={}), found.axes(row, of_tokens))
         if row.axes is not None and described.axes is not None:
             _refuse_other_axes(row.axes, described.axes)
         return described
